@@ -1,0 +1,23 @@
+"""What the buffer needs to know.  Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSettings:
+    """One experience buffer: a ledger and a payload storage."""
+
+    name: str = "experience_buffer"
+    folder: Path
+    ledger_url: str | None = None  # None = SQLite file in `folder`
+    storage_type: Literal["sql", "queue", "file"] = "sql"
+    storage_path: str | None = None  # queue: None = write-ahead segments in `folder`, "none" = memory only
+    durability: Literal["process", "power"] = "process"
+    capacity: int = 10000  # groups that may wait to be trained before the explorer is held back
+    max_uses: int = 1
+    resume_rows: Literal["orphan", "keep"] = "orphan"
+    on_short_batch: Literal["stop", "train", "carry"] = "stop"

@@ -1,0 +1,108 @@
+"""Every error a person can meet, on one page.
+
+A message says what was given, what is allowed, and what to do.  `exit_code` is what the program ends with:
+0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted.
+`assert` is for our own invariants; plugin authors raise plain exceptions.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RftError(Exception):
+    """Base of all errors that `rft` raises on purpose."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class ConfigError(RftError):
+    """The configuration is wrong.  `key` is the full path of the offending key, where there is one."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, key: str = "", given: object = None) -> None:
+        super().__init__(f"{key}: {message}" if key else message)
+        self.key = key
+        self.given = given
+        self.message = message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_config_error, (self.message, self.key, self.given))
+
+
+def _config_error(message: str, key: str, given: object) -> ConfigError:
+    return ConfigError(message, key=key, given=given)
+
+
+class ConfigErrors(ConfigError):
+    """Several configuration errors, reported together."""
+
+    def __init__(self, errors: list[ConfigError]) -> None:
+        super().__init__("\n".join(str(e) for e in errors))
+        self.errors = errors
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ConfigErrors, (self.errors,))
+
+
+class PluginError(ConfigError):
+    """A plugin cannot be found or imported; the message carries its traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (PluginError, (self.message,))
+
+
+class SetupError(RftError):
+    """The machine lacks something the configuration needs (a GPU, a library, a free port, memory)."""
+
+    exit_code = 3
+
+
+class RunFailed(RftError):
+    """A part of the run failed; the run can be resumed from its last checkpoint."""
+
+
+class OutOfMemory(RunFailed):
+    """A process ran out of memory; the message names the process and the remedy."""
+
+
+class DeadlineExceeded(RunFailed):
+    """A wait passed its deadline.  The message names who waited for whom and how long."""
+
+
+class BufferFailed(RunFailed):
+    """The buffer cannot keep its promise."""
+
+
+class IdConflict(BufferFailed):
+    """An experience id was appended twice with different content."""
+
+
+class Fenced(BufferFailed):
+    """Another trainer has taken over the buffer; this one must stop."""
+
+
+class ShortBatch(RunFailed):
+    """The buffer cannot fill a train batch any more; the message says who is missing."""
+
+
+class WeightSyncFailed(RunFailed):
+    """Engines could not be brought to a weight version, or could not prove that they serve it."""
+
+
+class CheckpointInvalid(RunFailed):
+    """A checkpoint is damaged or does not fit; the message names the file."""
+
+
+class EngineFailed(RunFailed):
+    """An engine died or answered nonsense."""
+
+
+class Interrupted(RftError):
+    """A person asked the run to stop."""
+
+    exit_code = 130

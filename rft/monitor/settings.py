@@ -1,0 +1,20 @@
+"""What the monitor needs to know.  Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
+    """metrics.jsonl always; `kinds` names further trackers, several at once."""
+
+    folder: Path
+    kinds: tuple[str, ...] = ()
+    args: dict[str, Any] = field(default_factory=dict)  # per kind: {"wandb": {...}}
+    project: str = "rft"
+    group: str = ""
+    name: str = "run"
+    config: dict[str, Any] = field(default_factory=dict)  # redacted, for trackers that store it

@@ -1,0 +1,45 @@
+"""The protocol of a reward: a task and a transcript in, a score out.
+
+    @reward("exact_answer")
+    def exact_answer(task, transcript): return float(transcript.answer.strip() == task.truth)
+
+A reward is a function or an object with `__call__`; a class is constructed with the checked `reward_args`.  It may be async.  It
+returns a number, a `Score`, or a dict of parts whose sum is the value.  A reward that cannot score raises; it never returns a default.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rft.plugins import kind
+from rft.types.completion import Score, Transcript
+from rft.types.task import Task
+
+reward = kind("reward")
+
+RewardResult = float | int | Score | dict[str, float]
+Reward = Callable[[Task, Transcript], Any]
+
+
+async def score(fn: Reward, task: Task, transcript: Transcript) -> Score:
+    """Calls `fn` and makes a checked Score of what it returns.  Raises ValueError on anything that is not a finite number."""
+    result = fn(task, transcript)
+    if inspect.isawaitable(result):
+        result = await result
+    if isinstance(result, dict):
+        parts = {str(k): _number(v, f"reward part {k!r}") for k, v in result.items()}
+        return Score(value=math.fsum(parts.values()), parts=parts)
+    if isinstance(result, Score):
+        if result.value is not None:
+            _number(result.value, "reward")
+        return result
+    return Score(value=_number(result, "reward"))
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise ValueError(f"{what} is {value!r}; it must be a finite number (None through Score(value=None) means unscored)")

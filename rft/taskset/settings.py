@@ -1,0 +1,47 @@
+"""What the taskset room needs to know.  Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rft.types.task import SamplingArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSettings:
+    """Which columns of a row mean what."""
+
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    messages_key: str = "message"
+    system_prompt_key: str | None = None
+    system_prompt: str | None = None
+    tools_key: str = "tools"
+    workflow_key: str = ""
+    reward_fn_key: str = ""
+    prompt_type: str = "plaintext"  # "plaintext" reads prompt_key, "messages" reads messages_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksetSettings:
+    """One taskset: where its rows come from and what is done with each."""
+
+    name: str
+    path: str  # local file or folder, HF dataset id, or reasoning_gym://<name>
+    storage_type: str = "file"
+    subset_name: str | None = None
+    split: str = "train"
+    format: FormatSettings = field(default_factory=FormatSettings)
+    workflow: str
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward: str | None = None
+    reward_args: dict[str, Any] = field(default_factory=dict)
+    sampling: SamplingArgs = field(default_factory=SamplingArgs)
+    num_runs: int = 1
+    selector: str = "sequential"  # sequential | shuffle | random
+    seed: int = 42
+    weight: float | None = None  # share in the mixture; None = proportional to length
+    is_eval: bool = False
+    args: dict[str, Any] = field(default_factory=dict)  # arguments of a generator such as reasoning_gym
+    max_rows: int | None = None

@@ -1,0 +1,258 @@
+"""The record that travels from explorer to trainer.  Complete when made; never changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+
+from rft.types.completion import Completion, VersionSpan
+from rft.types.ids import ExperienceId, GroupId, Version
+from rft.types.task import SamplingArgs
+
+Status = Literal["complete", "truncated", "failed"]
+MAX_INFO_BYTES = 1 << 20
+LOGPROB_SLACK = 1e-4  # engines may report a log-prob this far above 0; it is clipped and counted
+
+
+class SamplingRecord(Struct, frozen=True, kw_only=True):
+    """How the tokens [start, end) of an experience were drawn."""
+
+    start: int
+    end: int
+    sampling: SamplingArgs
+    logprob_mode: Literal["processed", "raw"] = "processed"
+    engine: str = ""
+
+
+class Experience(Struct, frozen=True, kw_only=True):
+    """One trainable sequence.  T = number of tokens, prompt and response; every per-token array has length T.
+
+    Example: prompt P (3 tokens), answer A (2):
+        tokens = P + A        loss_mask = 0 0 0 1 1        logprobs = 0 0 0 -.2 -.9
+
+    A failed run is a header row: T = 0, status "failed", `reason` says why; it is kept and never trained.
+    """
+
+    id: ExperienceId
+    taskset: str
+    task_index: int  # row of the taskset
+    workflow: str
+    status: Status
+    reason: str = ""  # why a run failed
+    finish_reason: str = ""
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T], True where the policy's own tokens are trained
+    logprobs: np.ndarray  # float32 [T], of the sampling policy; 0 where loss_mask is False
+    has_logprobs: bool = True
+    version_spans: tuple[VersionSpan, ...] = ()  # which weights wrote which of the T tokens
+    sampling: tuple[SamplingRecord, ...] = ()
+    reward: float | None = None  # None = not scored; never trained
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    token_rewards: np.ndarray | None = None  # float32 [T]
+    teacher_logprobs: np.ndarray | None = None  # float32 [T]
+    is_expert: bool = False
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    prompt_text: str = ""
+    response_text: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    clipped_logprobs: int = 0  # how many log-probs in (0, 1e-4] were clipped to 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def group(self) -> GroupId:
+        return self.id.group
+
+    @property
+    def trainable(self) -> bool:
+        return self.status != "failed" and self.reward is not None and bool(self.loss_mask.any())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def oldest_version(self) -> Version | None:
+        return min((s.version for s in self.version_spans), default=None)
+
+    @property
+    def newest_version(self) -> Version | None:
+        return max((s.version for s in self.version_spans), default=None)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the trained tokens; 1.0 where nothing was sampled."""
+        return self.sampling[0].sampling.temperature if self.sampling else 1.0
+
+
+class Demonstration(Struct, frozen=True, kw_only=True):
+    """A given sequence to imitate (sft, cpt).  T tokens; `loss_mask` is True where the loss is taken."""
+
+    id: ExperienceId
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
+    messages: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_array("tokens", self.tokens, np.int32, len(self.tokens))
+        _check_array("loss_mask", self.loss_mask, np.bool_, len(self.tokens))
+
+
+class Preference(Struct, frozen=True, kw_only=True):
+    """A chosen and a rejected continuation of one prompt (dpo)."""
+
+    id: ExperienceId
+    prompt: np.ndarray  # int32 [P]
+    chosen: np.ndarray  # int32
+    rejected: np.ndarray  # int32
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "chosen", "rejected"):
+            value = getattr(self, name)
+            _check_array(name, value, np.int32, len(value))
+
+
+def failed(
+    id: ExperienceId, *, taskset: str, task_index: int, workflow: str, reason: str, info: dict[str, Any] | None = None
+) -> Experience:
+    """The header row of a run that ended without a usable sequence."""
+    return Experience(
+        id=id,
+        taskset=taskset,
+        task_index=task_index,
+        workflow=workflow,
+        status="failed",
+        reason=reason,
+        tokens=np.zeros(0, np.int32),
+        loss_mask=np.zeros(0, np.bool_),
+        logprobs=np.zeros(0, np.float32),
+        info=info or {},
+    )
+
+
+def from_completions(
+    id: ExperienceId,
+    completions: Sequence[Completion],
+    *,
+    taskset: str,
+    task_index: int,
+    workflow: str,
+    reward: float | None,
+    reward_parts: dict[str, float] | None = None,
+    messages: tuple[dict[str, Any], ...] = (),
+    tools: tuple[dict[str, Any], ...] = (),
+    prompt_text: str = "",
+    metrics: dict[str, float] | None = None,
+    info: dict[str, Any] | None = None,
+) -> Experience:
+    """Joins the model calls of one run into one sequence, tokens as they were, never re-tokenised.
+
+    Each call's prompt must begin with everything before it (prompt and answer); the part added in between is not trained.
+    Raises ValueError where that does not hold.
+    """
+    if not completions:
+        raise ValueError("a run without a model call has no experience")
+    tokens = np.zeros(0, np.int32)
+    mask: list[np.ndarray] = []
+    logps: list[np.ndarray] = []
+    spans: list[VersionSpan] = []
+    sampling: list[SamplingRecord] = []
+    clipped = 0
+    for n, c in enumerate(completions):
+        if len(c.prompt_tokens) < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
+            raise ValueError(f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it")
+        added = len(c.prompt_tokens) - len(tokens)
+        start = len(c.prompt_tokens)
+        clean = c.logprobs.astype(np.float32, copy=True)
+        over = (clean > 0) & (clean <= LOGPROB_SLACK)
+        clipped += int(over.sum())
+        clean[over] = 0.0
+        mask += [np.zeros(added, np.bool_), np.ones(len(c.tokens), np.bool_)]
+        logps += [np.zeros(added, np.float32), clean]
+        spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in c.version_spans]
+        sampling.append(SamplingRecord(start=start, end=start + len(c.tokens), sampling=c.sampling, engine=c.engine))
+        tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
+    last = completions[-1]
+    return Experience(
+        id=id,
+        taskset=taskset,
+        task_index=task_index,
+        workflow=workflow,
+        status="truncated" if last.finish_reason == "length" else "complete",
+        finish_reason=last.finish_reason,
+        tokens=tokens,
+        loss_mask=np.concatenate(mask),
+        logprobs=np.concatenate(logps),
+        version_spans=tuple(spans),
+        sampling=tuple(sampling),
+        reward=reward,
+        reward_parts=reward_parts or {},
+        messages=messages,
+        tools=tools,
+        prompt_text=prompt_text,
+        response_text=last.text,
+        metrics=metrics or {},
+        info=info or {},
+        clipped_logprobs=clipped,
+    )
+
+
+def check(x: Experience) -> None:
+    """Raises ValueError that names the field, unless `x` is something a trainer can rely on."""
+    n = len(x.tokens)
+    _check_array("tokens", x.tokens, np.int32, n)
+    _check_array("loss_mask", x.loss_mask, np.bool_, n)
+    _check_array("logprobs", x.logprobs, np.float32, n)
+    for name in ("token_rewards", "teacher_logprobs"):
+        if (value := getattr(x, name)) is not None:
+            _check_array(name, value, np.float32, n)
+            if not np.isfinite(value).all():
+                raise ValueError(f"{name}: not finite")
+    if n and int(x.tokens.min()) < 0:
+        raise ValueError(f"tokens: {int(x.tokens.min())} is negative")
+    if n and not np.isfinite(x.logprobs).all():
+        raise ValueError("logprobs: not finite")
+    if n and float(x.logprobs.max()) > 0:
+        raise ValueError(f"logprobs: {float(x.logprobs.max())} is above 0")
+    if n and x.has_logprobs and bool(np.any(x.logprobs[~x.loss_mask])):
+        raise ValueError("logprobs: must be 0 where loss_mask is False")
+    for reward_name, reward in [("reward", x.reward), *x.reward_parts.items()]:
+        if reward is not None and not (isinstance(reward, float | int) and math.isfinite(reward)):
+            raise ValueError(f"{reward_name}: {reward!r} is not a finite number")
+    if x.status == "failed":
+        if not x.reason:
+            raise ValueError("reason: a failed run must say why it failed")
+        return
+    if n == 0:
+        raise ValueError("tokens: empty; only failed runs have no tokens")
+    trained = np.flatnonzero(x.loss_mask)
+    covered = np.zeros(n, np.bool_)
+    for span in x.version_spans:
+        if not 0 <= span.start <= span.end <= n:
+            raise ValueError(f"version_spans: [{span.start}, {span.end}) is outside the {n} tokens")
+        covered[span.start : span.end] = True
+    if not x.is_expert and not covered[trained].all():
+        raise ValueError("version_spans: some trained tokens have no version")
+    if len(msgspec.json.encode(x.info)) > MAX_INFO_BYTES:
+        raise ValueError(f"info: larger than {MAX_INFO_BYTES} bytes as JSON")
+
+
+def _check_array(name: str, value: np.ndarray, dtype: Any, length: int) -> None:
+    if not isinstance(value, np.ndarray) or value.ndim != 1:
+        raise ValueError(f"{name}: must be a 1-d numpy array, not {type(value).__name__}")
+    if value.dtype != dtype:
+        raise ValueError(f"{name}: dtype {value.dtype}, must be {np.dtype(dtype)}")
+    if len(value) != length:
+        raise ValueError(f"{name}: length {len(value)}, but there are {length} tokens")

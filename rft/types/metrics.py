@@ -1,0 +1,37 @@
+"""Numbers for people.  Every metric says how several values of it become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct
+
+Reduction = Literal["mean", "max", "min", "sum", "last"]
+Role = Literal["explorer", "trainer", "synchronizer", "eval"]
+
+
+class Metric(Struct, frozen=True):
+    """One number: name by slashes, e.g. Metric("rollout/reward/mean", 0.4)."""
+
+    name: str
+    value: float
+    reduction: Reduction = "mean"
+
+
+class MetricRecord(Struct, frozen=True, kw_only=True):
+    """What one step of one role reports; one line of metrics.jsonl."""
+
+    role: Role
+    step: int
+    time: float  # seconds since the epoch
+    values: dict[str, float]
+
+
+def reduce(metrics: Iterable[Metric]) -> dict[str, float]:
+    """One value per name, by each metric's own reduction."""
+    seen: dict[str, list[Metric]] = {}
+    for m in metrics:
+        seen.setdefault(m.name, []).append(m)
+    ways = {"mean": lambda v: sum(v) / len(v), "max": max, "min": min, "sum": sum, "last": lambda v: v[-1]}
+    return {name: float(ways[ms[0].reduction]([m.value for m in ms])) for name, ms in seen.items()}

@@ -1,0 +1,273 @@
+"""The seams between rooms.  Rooms code against these; `rft/launch` connects them, across Ray or inside one process.
+
+Every call is awaited, every wait inside has a deadline and a name.  No port carries a Ray handle or a torch tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from msgspec import Struct, field
+
+from rft.types.completion import Completion
+from rft.types.ids import Version
+from rft.types.metrics import Metric, MetricRecord
+from rft.types.task import SamplingArgs
+
+# ---------------------------------------------------------------- engine
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """Ask for `n` completions of one prompt: either chat `messages` (rendered by the engine, once) or `prompt_tokens`."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    prompt_tokens: tuple[int, ...] = ()
+    sampling: SamplingArgs = SamplingArgs()
+    n: int = 1
+    request_id: str = ""
+
+
+class Engine(Protocol):
+    """Generates tokens with one weight version at a time.  Implementations: vllm, transformers, scripted."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """`request.n` completions, in order.  Raises `PromptTooLong` (a ValueError) before generating, `EngineFailed` when broken."""
+        ...
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        """Stop scheduling; running requests are kept and go on after `resume`."""
+        ...
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        """While paused: verify the staged weights' hashes, load them, probe them, and label what follows with `manifest.version`."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def health(self) -> None:
+        """Raises `EngineFailed` when the engine cannot answer any more."""
+        ...
+
+    async def metrics(self) -> list[Metric]: ...
+
+    async def close(self) -> None: ...
+
+
+class ChatModel(Protocol):
+    """What workflows and judges see of an engine or a pool of engines."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]: ...
+
+
+# ---------------------------------------------------------------- weights
+
+
+class TensorSpec(Struct, frozen=True, array_like=True):
+    """Where one tensor lies in the blob: bytes [offset, offset + nbytes), row-major, little-endian."""
+
+    name: str  # Hugging Face parameter name
+    dtype: str  # safetensors name: "F32", "BF16", ...
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    xxh3_128: str
+
+
+class WeightManifest(Struct, frozen=True, kw_only=True):
+    """One published weight version: which tensors, where the bytes are, and how to tell that they are whole.
+
+    `path` can be opened by every engine worker on this node: a file, or /proc/PID/fd/N of an anonymous memory file.
+    Tied tensors are listed once, under the name the checkpoint uses; `tied` maps the other name to it.
+    """
+
+    version: Version
+    transport: Literal["memory", "checkpoint"]
+    path: str
+    tensors: tuple[TensorSpec, ...]
+    tied: dict[str, str] = field(default_factory=dict)  # {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+class LoadReport(Struct, frozen=True, kw_only=True):
+    """What an engine's workers say after a load; the synchronizer compares it with the manifest."""
+
+    version: Version
+    num_tensors: int
+    nbytes: int
+    missing: tuple[str, ...] = ()  # tensors of the model that were not in the manifest
+    unexpected: tuple[str, ...] = ()  # tensors of the manifest that the model does not have
+    bad_hash: tuple[str, ...] = ()
+    probed_layers: int = 0
+    probe_error: float = 0.0  # max abs difference of packed layers against the published weights, relative to the output's scale
+    probe_worst: str = ""  # the layer with that difference
+    load_s: float = 0.0
+
+
+class Scorer(Protocol):
+    """The trainer, asked for log-probs of given sequences under the weights it published last."""
+
+    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        """For each row float32 [len(tokens) - prompt_length]: log-probs of the tokens after the prompt."""
+        ...
+
+
+class ScoreRow(Struct, frozen=True, kw_only=True):
+    tokens: np.ndarray  # int32 [T]
+    prompt_length: int
+    temperature: float = 1.0
+
+
+class WeightSync(Protocol):
+    """The trainer's view of the synchronizer."""
+
+    async def publish(self, manifest: WeightManifest) -> list[Metric]:
+        """Every engine loads the version and proves it (it calls the scorer back).  Returns when it counts as served.
+
+        Raises WeightSyncFailed, naming engine and reason, when that cannot be reached; the weights before are then served again.
+        """
+        ...
+
+    async def trained(self, step: int, *, finished: bool = False) -> None:
+        """Tell that optimizer step `step` is done (also when it is not published); `finished` = no more steps come."""
+        ...
+
+
+class ExploreGate(Protocol):
+    """The explorer's view of the synchronizer."""
+
+    async def may_explore(self, batch: int) -> Version | None:
+        """Wait until explore batch `batch` (from 0) may start under the schedule; the version to expect (it may be on probation).
+
+        None = the trainer is finished and nothing more needs to be explored.
+        """
+        ...
+
+    async def served(self, version: Version) -> None:
+        """Wait until `version` has passed its canary.  Raises WeightSyncFailed when it never will."""
+        ...
+
+    async def explored(self, batch: int) -> None:
+        """Tell that all groups of explore batch `batch` are in the buffer."""
+        ...
+
+    async def final(self) -> Version:
+        """Wait until the trainer is finished and its last version is served."""
+        ...
+
+
+# ---------------------------------------------------------------- buffer
+
+
+class HeldGroup(Struct, frozen=True, array_like=True):
+    batch: int
+    task: int
+    accepted: bool
+
+
+class AppendResult(Struct, frozen=True, kw_only=True):
+    appended: int
+    duplicates: int  # same id, same content: a no-op
+
+
+class GroupStats(Struct, frozen=True, kw_only=True):
+    """Statistics of all scored members of a group, frozen when the batch is leased.
+
+    `rewards` are of all scored members, also those filtered out or leased elsewhere; `std` is unbiased (n - 1), 0 for groups of one.
+    """
+
+    group: str  # text form of GroupId
+    rewards: tuple[float, ...]
+    mean: float
+    std: float
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    """One train batch.  Rows are sorted by (batch, task, run, step)."""
+
+    step: int
+    frame: bytes  # block of the leased experiences, see types.block
+    groups: tuple[GroupStats, ...]
+    waited_s: float = 0.0  # how long the trainer waited for it
+    available_after: int = 0
+
+
+class Consumption(Struct, frozen=True, kw_only=True):
+    """What a checkpoint manifest says about the rows used so far in its lineage."""
+
+    num_uses: int
+    digest: str  # xxh3-128 over the sorted "id@step" of all counted uses
+    cursor: int  # first explore batch that is not wholly used or explained
+
+
+class BufferWriter(Protocol):
+    """The explorer's view of the buffer."""
+
+    async def append(self, frame: bytes, *, accepted: bool, reason: str = "") -> AppendResult:
+        """Append one group (a block; failed runs are header rows in it).  Returns when durable.  Raises IdConflict, Fenced.
+
+        Rows of a group that is not accepted are `explained` by `reason` at once and never leased; they still count as acknowledged.
+        """
+        ...
+
+    async def room(self, batch: int) -> None:
+        """Wait until there is room for explore batch `batch` (capacity)."""
+        ...
+
+    async def close_batch(self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]) -> None:
+        """All groups of `batch` are appended: `accepted` of `wanted` groups can be trained; `reasons` count the rejected ones."""
+        ...
+
+    async def held(self, first_batch: int) -> list[HeldGroup]:
+        """Every group from `first_batch` on that is stored and not orphaned: these are not explored again."""
+        ...
+
+    async def finish(self, reason: str) -> None:
+        """No more rows will come; a lease that cannot be filled fails with `reason` instead of waiting."""
+        ...
+
+
+class BufferReader(Protocol):
+    """The trainer's view of the buffer."""
+
+    async def lease(self, step: int, *, groups: int | None, rows: int | None, deadline_s: float, max_staleness: int | None) -> Lease:
+        """Rows for optimizer step `step` (from 1): exactly `groups` accepted groups, or exactly `rows` rows.
+
+        Raises EndOfData when the explorer finished and nothing is left, ShortBatch when it finished and too little is left,
+        DeadlineExceeded after `deadline_s`, Fenced when another trainer took over.
+        """
+        ...
+
+    async def use(self, step: int) -> None:
+        """The lease of `step` was trained on: record one use of each row by (lineage, step).  Durable on return."""
+        ...
+
+    async def explain(self, step: int, reason: str) -> None:
+        """The lease of `step` will never be trained on (e.g. "nonfinite"): account for its rows."""
+        ...
+
+    async def consumption(self, step: int) -> Consumption:
+        """What a manifest of `step` has to state."""
+        ...
+
+
+class EndOfData(Exception):
+    """The explorer is done and every row is accounted for; not an error."""
+
+
+# ---------------------------------------------------------------- monitor
+
+
+class MetricSink(Protocol):
+    """Takes numbers from explorer, trainer and synchronizer; one process writes them everywhere."""
+
+    async def log(self, record: MetricRecord) -> None: ...
+
+    async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """A table of examples, e.g. evaluation answers: {prompt, answer, truth, reward}."""
+        ...

@@ -1,0 +1,88 @@
+"""One row to attempt, with everything its taskset decided about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+
+class SamplingArgs(Struct, frozen=True, kw_only=True):
+    """How tokens are drawn.  The defaults sample the policy itself, which is what on-policy losses need."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature {self.temperature}: must be 0 (greedy) or positive")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p}: must be in (0, 1]")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k {self.top_k}: must be -1 (off) or at least 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p {self.min_p}: must be in [0, 1]")
+        if self.max_tokens < 1 or not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens}, max_tokens {self.max_tokens}: need 0 <= min <= max and max >= 1")
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether a trainer that knows only the temperature can compute the same log-probs."""
+        return (
+            self.temperature > 0
+            and self.top_p == 1
+            and self.top_k == -1
+            and self.min_p == 0
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and self.repetition_penalty == 1
+            and self.min_tokens == 0
+        )
+
+
+class Task(Struct, frozen=True, kw_only=True):
+    """One row of a taskset.
+
+    Example: Task(taskset="sums", index=3, prompt="What is 1+1?", truth="2", workflow="math_workflow", reward="exact_answer")
+    """
+
+    taskset: str
+    index: int  # row of the taskset
+    row: dict[str, Any] = field(default_factory=dict)  # the whole row, JSON
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()  # OpenAI form; wins over `prompt`
+    tools: tuple[dict[str, Any], ...] = ()
+    system_prompt: str | None = None
+    truth: Any = None  # the gold answer, JSON
+    workflow: str
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward: str | None = None
+    reward_args: dict[str, Any] = field(default_factory=dict)
+    sampling: SamplingArgs = SamplingArgs()
+    num_runs: int = 1
+    is_eval: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_runs < 1:
+            raise ValueError(f"task {self.taskset}[{self.index}]: num_runs {self.num_runs} must be at least 1")
+        if self.prompt is None and not self.messages and not self.row:
+            raise ValueError(f"task {self.taskset}[{self.index}]: has neither prompt, messages nor row")
+
+    def chat(self) -> list[dict[str, Any]]:
+        """The opening messages of a conversation about this task."""
+        if self.messages:
+            return [dict(m) for m in self.messages]
+        if self.prompt is None:
+            raise ValueError(f"task {self.taskset}[{self.index}] has no prompt and no messages")
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": self.prompt}]
