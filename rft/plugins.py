@@ -12,17 +12,18 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from rft.errors import PluginError
+from rft.errors import ConfigError, PluginError
 
 GROUP = "rft.plugins"
 T = TypeVar("T")
@@ -165,6 +166,34 @@ def import_file(path: Path) -> ModuleType:
         return module
 
     return _guarded(str(path), load)
+
+
+def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
+    """Keyword arguments for `plugin`: `args` checked against its `Args` model, or against its signature if it has none.
+
+    `key` is the configuration key they were written under, for the message of the ConfigError.
+    """
+    what = f"{plugin.kind} {plugin.name!r}"
+    if plugin.args is not None:
+        known = list(plugin.args.model_fields)  # type: ignore[attr-defined]
+    else:
+        parameters = inspect.signature(plugin.obj).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return dict(args)
+        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (inspect.isclass(plugin.obj) and p.name != "self")]
+    for name in args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"  Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown argument {name!r} for {what}.  Known: {', '.join(known) or 'none'}.{hint}", key=key)
+    if plugin.args is None:
+        return dict(args)
+    try:
+        model = plugin.args(**args)
+    except ValueError as e:  # pydantic's ValidationError
+        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]  # type: ignore[attr-defined]
+        raise ConfigError(f"arguments of {what}: {'; '.join(faults)}", key=key) from None
+    return {name: getattr(model, name) for name in known}
 
 
 def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
