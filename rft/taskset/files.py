@@ -1,0 +1,159 @@
+"""Tasksets from files: jsonl, json, csv and parquet by our own readers, folders and Hugging Face ids through `datasets`.
+
+Every complaint names the file and the line (or row).  Nothing here knows what a column means; that is `base.row_to_task`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rft.errors import ConfigError
+from rft.taskset.base import ByIndex, Row, RowTaskset, Taskset, sample_fingerprint
+from rft.taskset.settings import TasksetSettings
+
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def open_path(settings: TasksetSettings) -> Taskset:
+    """The rows of a file, a folder, or a Hugging Face data set id."""
+    path = Path(settings.path).expanduser()
+    if path.is_dir():
+        return _open_datasets(settings, path)
+    if path.is_file():
+        reader = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}.get(
+            path.suffix.lower()
+        )
+        if reader is None:
+            raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_SUFFIXES)} or a folder")
+        return reader(settings, path)
+    if path.suffix.lower() in _SUFFIXES or path.is_absolute() or settings.path.startswith((".", "~")):
+        raise _error(settings, f"{path} does not exist" + _near(path))
+    return _open_datasets(settings, None)
+
+
+def _jsonl(settings: TasksetSettings, path: Path) -> Taskset:
+    rows: list[Row] = []
+    lines: list[int] = []
+    data = path.read_bytes()
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not (line := raw.strip()):
+            continue
+        try:
+            row = json.loads(_text(settings, line, f"{path}:{number}"))
+        except json.JSONDecodeError as e:
+            raise _error(settings, f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}") from None
+        if not isinstance(row, dict):
+            raise _error(settings, f"{path}:{number}: a line must be a JSON object, not {type(row).__name__}: {_short(line)}")
+        rows.append(row)
+        lines.append(number)
+    return _listed(settings, rows, lambda i: f"{path}:{lines[i]}", data)
+
+
+def _json(settings: TasksetSettings, path: Path) -> Taskset:
+    data = path.read_bytes()
+    try:
+        rows = json.loads(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)))
+    except json.JSONDecodeError as e:
+        raise _error(settings, f"{path}:{e.lineno}: not JSON ({e.msg} at column {e.colno})") from None
+    if not isinstance(rows, list):
+        raise _error(settings, f"{path}: must hold a JSON list of objects, not {type(rows).__name__}")
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise _error(settings, f"{path}, element {i}: must be a JSON object, not {type(row).__name__}")
+    return _listed(settings, rows, lambda i: f"{path}, element {i}", data)
+
+
+def _csv(settings: TasksetSettings, path: Path) -> Taskset:
+    data = path.read_bytes()
+    reader = csv.DictReader(io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""), strict=True)
+    rows: list[Row] = []
+    lines: list[int] = []
+    try:
+        for row in reader:
+            width = len(reader.fieldnames or ())
+            if None in row or None in row.values():
+                raise _error(settings, f"{path}:{reader.line_num}: the line does not have {width} columns as the first line says")
+            rows.append(dict(row))
+            lines.append(reader.line_num)
+    except csv.Error as e:
+        raise _error(settings, f"{path}:{reader.line_num}: not CSV ({e})") from None
+    return _listed(settings, rows, lambda i: f"{path}:{lines[i]}", data)
+
+
+def _listed(settings: TasksetSettings, rows: list[Row], where: Callable[[int], str], data: bytes) -> Taskset:
+    return RowTaskset(settings, rows, where=where, fingerprint=xxhash.xxh3_128_hexdigest(data), check_all=True)
+
+
+def _parquet(settings: TasksetSettings, path: Path) -> Taskset:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, memory_map=True)
+    except (pa.ArrowInvalid, OSError) as e:
+        raise _error(settings, f"{path}: not a readable Parquet file ({e})") from None
+    rows = ByIndex(table.num_rows, lambda i: table.slice(i, 1).to_pylist()[0])
+    where = f"{path}, row "
+    return RowTaskset(
+        settings, rows, where=lambda i: where + str(i), fingerprint=sample_fingerprint(rows, table.column_names), check_all=False
+    )
+
+
+def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
+    """A folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and HF_HOME are honoured."""
+    import datasets
+
+    source = str(folder) if folder is not None else settings.path
+    try:
+        if folder is not None and ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
+            loaded: Any = datasets.load_from_disk(source)
+        else:
+            loaded = datasets.load_dataset(source, settings.subset_name, split=settings.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+        hint = (
+            ""
+            if folder is not None
+            else "  It is no local file or folder either; without a network only data sets in the local cache can be used."
+        )
+        raise _error(settings, f"{source}: cannot be loaded: {type(e).__name__}: {e}{hint}") from e
+    if isinstance(loaded, datasets.DatasetDict):
+        if settings.split not in loaded:
+            raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
+        loaded = loaded[settings.split]
+    rows = ByIndex(len(loaded), lambda i: dict(loaded[i]))
+    fingerprint = sample_fingerprint(rows, loaded.column_names)
+    return RowTaskset(
+        settings, rows, where=lambda i: f"{source} ({settings.split}), row {i}", fingerprint=fingerprint, check_all=False
+    )
+
+
+def _text(settings: TasksetSettings, data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise _error(settings, f"{where}: not UTF-8 (byte {data[e.start]:#04x} at offset {e.start})") from None
+
+
+def _short(line: bytes) -> str:
+    text = line.decode("utf-8", "replace")
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _near(path: Path) -> str:
+    import difflib
+
+    if not path.parent.is_dir():
+        return f"; the folder {path.parent} does not exist either"
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def _error(settings: TasksetSettings, message: str) -> ConfigError:
+    return ConfigError(message, key=f"taskset {settings.name}.path", given=settings.path)
