@@ -82,6 +82,10 @@ class IdConflict(BufferFailed):
     """An experience id was appended twice with different content."""
 
 
+class FrameRejected(BufferFailed):
+    """An appended frame holds what no trainer could use; the message begins with the counted reason."""
+
+
 class Fenced(BufferFailed):
     """Another trainer has taken over the buffer; this one must stop."""
 
