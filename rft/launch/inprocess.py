@@ -1,0 +1,56 @@
+"""Runs a Plan in this one process: one rank, `transformers` or scripted engines, no Ray import.
+
+For unit and algorithm tests, for debugging a workflow, and for machines without Ray.  The parts are the same objects that sit in
+actors otherwise; only the wires are shorter.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from rft.config.plan import Plan
+from rft.errors import ConfigError
+from rft.launch import drive, parts
+from rft.launch.drive import OnRecord, Outcome, Signals
+from rft.launch.rundir import RunDir
+from rft.trainer import manifest as manifests
+from rft.types.ports import Engine
+
+log = logging.getLogger(__name__)
+
+
+async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Sequence[Engine] = ()) -> Outcome:
+    """Runs to the end.  `engines` replace the plan's own (tests).  Raises the RftError of the part that failed, or Interrupted."""
+    if plan.learner.world_size != 1:
+        raise ConfigError(f"{plan.learner.world_size} ranks need Ray; one process has one", key="trainer.world_size")
+    if not engines and any(e.engine_type == "vllm" for e in plan.engines):
+        raise ConfigError("vllm needs Ray; use `transformers` in one process", key="explorer.rollout_model.engine_type", given="vllm")
+    began = time.monotonic()
+    found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
+    if found is not None and found.version.step >= plan.trainer.total_steps:
+        return Outcome(found.version, rundir.path, 0.0, found.version)
+    rundir.state("running")
+    buffer = await parts.buffer(plan)
+    made = list(engines) or [await parts.engine(plan, i) for i in range(len(plan.engines))]
+    trainer = await parts.trainer(plan, 0, None)
+    explorer = await parts.explorer(plan)
+    start = await drive.begin(buffer, found)
+    coordinator = parts.Coordinator(plan, made, trainer, start)
+    try:
+        with Signals() as signals:
+            await drive.work(
+                trainer.run([], buffer.reader(start.lineage), coordinator, coordinator, start),
+                explorer.run(made, buffer.writer(start.lineage), coordinator, coordinator, start),
+                (trainer, explorer),
+                coordinator,
+                on_record,
+                signals,
+            )
+    finally:
+        for part in (*made, coordinator, trainer, buffer):
+            await part.close()
+    last = manifests.latest(rundir.checkpoints)
+    assert last is not None, "a run that ends without an error has a final checkpoint"
+    return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)

@@ -1,0 +1,233 @@
+"""Builds the parts of a run from its Plan, in whatever process they live.
+
+Each factory is awaited in the process that will own the part.  The in-process mode calls them one after the other; with Ray every
+part sits in an actor (`remote.Host`) and the others are proxies.  Parts keep no Ray object of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from rft.config.plan import Plan
+from rft.launch.probes import probe_prompts
+from rft.types.ids import Version
+from rft.types.metrics import MetricRecord
+from rft.types.ports import BufferReader, BufferWriter, ChatModel, Engine, ExploreGate, MetricSink, Scorer, ScoreRow, WeightSync
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: a fresh model, or the checkpoint folder of version `parent` with its next explore batch `cursor`."""
+
+    lineage: int
+    step: int = 0
+    parent: Version | None = None
+    cursor: int = 0
+    checkpoint: str | None = None
+
+    @property
+    def version(self) -> Version:
+        return Version(self.lineage, self.step)
+
+
+# ---------------------------------------------------------------- buffer
+
+
+async def buffer(plan: Plan) -> Any:
+    from rft.buffer.buffer import Buffer
+
+    made = Buffer(plan.buffer)
+    await made.open()
+    return made
+
+
+# ---------------------------------------------------------------- engine
+
+
+async def engine(plan: Plan, index: int) -> Engine:
+    from rft.engine.base import make
+    from rft.plugins import load_all
+
+    load_all(plan.plugin_dirs)
+    return await make(plan.engines[index])
+
+
+# ---------------------------------------------------------------- coordinator
+
+
+class Coordinator:
+    """Synchronizer and monitor in one light process; also tells the launcher what is going on."""
+
+    def __init__(self, plan: Plan, engines: Sequence[Engine], scorer: Scorer, start: Start) -> None:
+        from rft.engine.pool import EnginePool
+        from rft.monitor.monitor import Monitor
+        from rft.sync.schedule import Schedule
+        from rft.sync.synchronizer import Synchronizer
+
+        s = plan.sync
+        self.sync = Synchronizer(
+            s,
+            EnginePool(engines),
+            scorer,
+            Schedule(style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, start_step=start.step),
+            probe_prompts(plan.learner.model_path, s.canary_prompts, plan.seed),
+            start.version,
+        )
+        self.monitor = Monitor(plan.monitor)
+        self._records: list[MetricRecord] = []
+        self._news = asyncio.Condition()
+
+    async def publish(self, manifest: Any) -> Any:
+        metrics = await self.sync.publish(manifest)
+        values = {m.name: m.value for m in metrics}
+        await self.log(MetricRecord(role="synchronizer", step=manifest.version.step, time=time.time(), values=values))
+        return metrics
+
+    async def trained(self, step: int, *, finished: bool = False) -> None:
+        await self.sync.trained(step, finished=finished)
+
+    async def may_explore(self, batch: int) -> Version | None:
+        return await self.sync.may_explore(batch)
+
+    async def served(self, version: Version) -> None:
+        await self.sync.served(version)
+
+    async def explored(self, batch: int) -> None:
+        await self.sync.explored(batch)
+
+    async def final(self) -> Version:
+        return await self.sync.final()
+
+    async def fail(self, reason: BaseException) -> None:
+        await self.sync.fail(reason)
+
+    async def log(self, record: MetricRecord) -> None:
+        await self.monitor.log(record)
+        async with self._news:
+            self._records.append(record)
+            self._news.notify_all()
+
+    async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        await self.monitor.samples(name, step, rows)
+
+    async def records(self, after: int) -> list[MetricRecord]:
+        """All records from number `after` on; waits until there is one."""
+        async with self._news:
+            await self._news.wait_for(lambda: len(self._records) > after)
+            return self._records[after:]
+
+    async def recent(self, after: int) -> list[MetricRecord]:
+        return self._records[after:]
+
+    async def close(self) -> None:
+        await self.monitor.close()
+
+
+async def coordinator(plan: Plan, engines: Sequence[Any], scorer: Any, start: Start) -> Coordinator:
+    return Coordinator(plan, cast("Sequence[Engine]", engines), cast(Scorer, scorer), start)
+
+
+# ---------------------------------------------------------------- explorer
+
+
+class ExplorerPart:
+    def __init__(self, plan: Plan) -> None:
+        from rft.plugins import load_all
+
+        load_all(plan.plugin_dirs)
+        self.plan = plan
+        self._explorer: Any = None
+
+    async def run(self, engines: Sequence[Any], writer: Any, gate: Any, sink: Any, start: Start) -> None:
+        from rft.engine.pool import EnginePool
+        from rft.explorer.explorer import Explorer
+
+        self._explorer = Explorer(
+            self.plan.explorer,
+            model=cast(ChatModel, EnginePool(engines)),
+            buffer=cast(BufferWriter, writer),
+            gate=cast(ExploreGate, gate),
+            sink=cast(MetricSink, sink),
+            lineage=start.lineage,
+            cursor=start.cursor,
+        )
+        await self._explorer.run()
+
+    async def stop(self) -> None:
+        if self._explorer is not None:
+            await self._explorer.stop()
+
+
+async def explorer(plan: Plan) -> ExplorerPart:
+    return ExplorerPart(plan)
+
+
+# ---------------------------------------------------------------- trainer
+
+
+class TrainerPart:
+    """One rank of the trainer.  Rank 0 also runs the training loop and calls the other ranks."""
+
+    def __init__(self, plan: Plan, learner: Any, rank: int) -> None:
+        self.plan, self.learner, self.rank = plan, learner, rank
+        self._trainer: Any = None
+        self._transport: Any = None
+
+    async def run(self, others: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start) -> None:
+        from rft.sync.base import make
+        from rft.sync.schedule import Schedule
+        from rft.trainer.ranks import Ranks
+        from rft.trainer.trainer import Trainer
+
+        s = self.plan.sync
+        schedule = Schedule(style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, start_step=start.step)
+        self._transport = make(s, self.plan.run_dir / "sync")
+        ranks = Ranks(self.learner, others)
+        try:
+            if start.checkpoint is not None:
+                await ranks.load(start.checkpoint)
+            self._trainer = Trainer(
+                self.plan.trainer,
+                ranks,
+                cast(BufferReader, reader),
+                cast(WeightSync, sync),
+                cast(MetricSink, sink),
+                transport=self._transport,
+                lineage=start.lineage,
+                start_step=start.step,
+                parent=start.parent,
+                must_publish=schedule.must_publish,
+            )
+            await self._trainer.run()
+        finally:
+            self._transport.close()
+
+    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        return cast("list[np.ndarray]", await self._trainer.score(rows))
+
+    async def stop(self) -> None:
+        if self._trainer is not None:
+            await self._trainer.stop()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """One collective call on this rank's learner (ranks above 0)."""
+        return await asyncio.to_thread(getattr(self.learner, method), *args)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.learner.close)
+
+
+async def trainer(plan: Plan, rank: int, rendezvous: str | None) -> TrainerPart:
+    from rft.trainer.learner import Learner
+
+    learner = await asyncio.to_thread(Learner, plan.learner, rank, rendezvous)
+    return TrainerPart(plan, learner, rank)

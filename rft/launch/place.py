@@ -1,0 +1,85 @@
+"""Who sits where: pure placement of roles on nodes, and the Ray placement groups that hold it.
+
+Order: explorer engines (tensor parallel inside one node), then the trainer's ranks.  `rft check` judges the declared cluster with
+`placement`; `rft run` judges the real one and reserves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rft.config.plan import Plan
+from rft.errors import SetupError
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One actor's place: `gpus` devices of one node."""
+
+    role: str  # "engine" | "trainer"
+    index: int
+    gpus: int
+    node: int  # number of the node in the declared or real cluster
+
+
+def placement(plan: Plan, gpus_per_node: list[int]) -> list[Seat]:
+    """Seats for all engines and trainer ranks.  Raises SetupError when the cluster is too small, naming role and numbers."""
+    free = list(gpus_per_node)
+    seats: list[Seat] = []
+    for index, settings in enumerate(plan.engines):
+        seats.append(Seat("engine", index, _need(settings.device, settings.tensor_parallel_size), 0))
+    for rank in range(plan.learner.world_size):
+        seats.append(Seat("trainer", rank, _need(plan.learner.device, 1), 0))
+    placed = []
+    for seat in seats:
+        node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
+        if node is None:
+            wanted = sum(s.gpus for s in seats)
+            raise SetupError(
+                f"{seat.role} {seat.index} needs {seat.gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
+                f"The plan needs {wanted} GPUs in all ({len(plan.engines)} engine(s), {plan.learner.world_size} trainer rank(s)); "
+                "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
+            )
+        free[node] -= seat.gpus
+        placed.append(Seat(seat.role, seat.index, seat.gpus, node))
+    return placed
+
+
+def _need(device: str, count: int) -> int:
+    return count if device == "cuda" else 0
+
+
+class Places:
+    """Reserved seats of a connected Ray; gives actor options per seat."""
+
+    def __init__(self, seats: list[Seat], group: Any) -> None:
+        self.seats, self._group = seats, group
+
+    def options(self, role: str, index: int) -> dict[str, Any]:
+        """Ray actor options that put the actor on its seat."""
+        seat = next(s for s in self.seats if (s.role, s.index) == (role, index))
+        if seat.gpus == 0:
+            return {"num_cpus": 0, "num_gpus": 0}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = [s for s in self.seats if s.gpus].index(seat)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 0, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+
+
+async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
+    """One placement group with a bundle per seat that needs GPUs.  Raises SetupError when it is not ready in time."""
+    wanted = [s for s in seats if s.gpus]
+    if not wanted:
+        return Places(seats, None)
+    import asyncio
+
+    from ray.util.placement_group import placement_group
+
+    group = placement_group([{"GPU": s.gpus} for s in wanted], strategy="PACK")
+    try:
+        await asyncio.wait_for(group.ready(), timeout_s)
+    except TimeoutError:
+        raise SetupError(f"the cluster did not reserve {sum(s.gpus for s in wanted)} GPUs within {timeout_s:.0f} s; other jobs hold them") from None
+    return Places(seats, group)

@@ -1,0 +1,18 @@
+"""Fixed prompts of the log-prob canary: random ordinary token ids, so that every layer and many head rows take part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+_LENGTH = 12
+
+
+def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
+    """`count` prompts of 12 token ids drawn from the middle half of the vocabulary (special tokens live at its ends)."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    vocabulary = int(config.get("text_config", config)["vocab_size"])
+    draw = np.random.default_rng(seed)
+    return draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(count, _LENGTH)).tolist()

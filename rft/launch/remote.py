@@ -1,0 +1,124 @@
+"""Parts in other processes: one generic actor that hosts a part, one proxy that calls it like a local object.
+
+The only place where Ray's errors become ours: an exception raised by the part comes back as itself, a dead process becomes
+RunFailed (or OutOfMemory) that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RunFailed
+
+
+class Host:
+    """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on to it."""
+
+    def __init__(self, name: str, logs: str, level: str) -> None:
+        self._name = name
+        own_output(Path(logs), name, level)
+        self._part: Any = None
+
+    async def start(self, factory: str, *args: Any) -> None:
+        self._part = await getattr(importlib.import_module("rft.launch.parts"), factory)(*args)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._part, method)(*args, **kwargs)
+
+    async def facts(self) -> dict[str, Any]:
+        return {"name": self._name, "pid": os.getpid(), "node": os.uname().nodename, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+def own_output(logs: Path, name: str, level: str) -> None:
+    """This process writes its log to `logs/name.log` and everything it or its children print to `logs/name.out`."""
+    from rft.logs import to_file
+
+    to_file(logs / f"{name}.log", level)
+    out = os.open(logs / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.enable(file=sys.__stderr__)
+    if sys.platform == "linux":
+        _die_with_parent()
+    try:
+        import setproctitle
+
+        setproctitle.setproctitle(f"rft:{name}")
+    except ImportError:  # optional: only makes `ps` read better
+        pass
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class Proxy:
+    """Calls a part in another process: `await proxy.method(...)`.  Can be sent to other actors."""
+
+    def __init__(self, handle: Any, name: str, error: type[RunFailed] = RunFailed, bound: tuple[Any, ...] = ()) -> None:
+        self._handle, self._name, self._error, self._bound = handle, name, error, bound
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Proxy, (self._handle, self._name, self._error, self._bound))
+
+    def bind(self, *first: Any) -> Proxy:
+        """The same part, with these arguments put first in every call."""
+        return Proxy(self._handle, self._name, self._error, (*self._bound, *first))
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await guarded(self._handle.call.remote(method, *self._bound, *args, **kwargs), self._name, self._error)
+
+        return call
+
+
+async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeout_s: float | None = None) -> Any:
+    """The value of a Ray reference, with Ray's errors translated."""
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+
+    try:
+        return await asyncio.wait_for(asyncio.shield(ref), timeout_s)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{name} did not answer within {timeout_s:.0f} s; see its log in the run folder") from None
+    except OutOfMemoryError as e:
+        raise OutOfMemory(_memory(name)) from e
+    except RayTaskError as e:
+        if isinstance(e.cause, MemoryError):
+            raise OutOfMemory(_memory(name)) from e
+        raise e.cause from e
+    except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as e:
+        raise error(f"{name} died: {_why(e)}; see {name}.log and {name}.out in the run folder's logs") from None
+
+
+def _why(error: Exception) -> str:
+    text = str(error)
+    for line in text.splitlines():
+        if "exit" in line.lower() or "killed" in line.lower():
+            return line.strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _memory(name: str) -> str:
+    return (
+        f"{name} ran out of memory. Lower trainer.max_token_len_per_gpu, buffer.batch_size or the model's lengths, "
+        "or give the machine more memory."
+    )
+
+
+def engine_proxy(handle: Any, name: str) -> Proxy:
+    return Proxy(handle, name, EngineFailed)

@@ -1,0 +1,136 @@
+"""Runs a Plan on Ray: start the parts, watch them, stop them, leave nothing behind.
+
+Who waits for whom: the explorer waits for the synchronizer's gate, the trainer for the buffer's lease, the launcher for either to
+end.  The first part that fails ends the run; its error becomes the program's exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+from rft.config.plan import Plan
+from rft.engine.environment import engine_environment, trainer_environment
+from rft.errors import EngineFailed, RunFailed
+from rft.launch import drive, leftovers
+from rft.launch.cluster import Cluster
+from rft.launch.drive import OnRecord, Outcome, Signals
+from rft.launch.parts import Start
+from rft.launch.place import placement, reserve
+from rft.launch.remote import Host, Proxy, guarded
+from rft.launch.rundir import RunDir
+from rft.trainer import manifest as manifests
+
+log = logging.getLogger(__name__)
+START_DEADLINE_S = 900.0
+
+
+async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
+    """Runs to the end.  Raises the RftError of the part that failed first, or Interrupted."""
+    began = time.monotonic()
+    found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
+    if found is not None and found.version.step >= plan.trainer.total_steps:
+        log.info("already trained to step %d; raise buffer.total_steps to go on", found.version.step)
+        return Outcome(found.version, rundir.path, 0.0, found.version)
+    run_id = os.environ["RFT_RUN_ID"] = uuid.uuid4().hex[:12]
+    rundir.state("starting", run_id=run_id)
+    with Signals() as signals:
+        cluster = await asyncio.to_thread(Cluster.connect, plan.cluster.ray_address)
+        parts = _Parts(plan, rundir, cluster)
+        try:
+            start = await signals.guard(parts.start(found))
+            rundir.state("running", run_id=run_id, lineage=start.lineage, parts=parts.pids)
+            await parts.work(start, on_record, signals)
+        finally:
+            rundir.state("stopping", run_id=run_id)
+            await parts.end()
+            await asyncio.to_thread(cluster.close)
+            for line in leftovers.clean(run_id):
+                log.info("cleaned up: %s", line)
+            os.environ.pop("RFT_RUN_ID", None)
+    last = manifests.latest(rundir.checkpoints)
+    assert last is not None, "a run that ends without an error has a final checkpoint"
+    return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
+
+
+class _Parts:
+    """All actors of a run."""
+
+    def __init__(self, plan: Plan, rundir: RunDir, cluster: Cluster) -> None:
+        self.plan, self.rundir, self.cluster = plan, rundir, cluster
+        self.handles: dict[str, Any] = {}
+        self.proxies: dict[str, Proxy] = {}
+        self.pids: dict[str, int] = {}
+
+    async def start(self, found: manifests.Manifest | None) -> Start:
+        """Start every part, the slow ones side by side; take the next lineage; connect the coordinator."""
+        plan = self.plan
+        places = await reserve(placement(plan, self.cluster.gpus_per_node()))
+        world = plan.learner.world_size
+        rendezvous = str(self.rundir.path / f".rendezvous-{os.environ['RFT_RUN_ID']}") if world > 1 else None
+        starting: list[Coroutine[Any, Any, None]] = [self._part("buffer", "buffer", plan), self._part("explorer", "explorer", plan)]
+        for i, settings in enumerate(plan.engines):
+            seat = places.options("engine", i)
+            starting.append(self._part(f"engine-{i}", "engine", plan, i, env=engine_environment(settings), error=EngineFailed, **seat))
+        for rank in range(world):
+            seat = places.options("trainer", rank)
+            env = trainer_environment(plan.learner.cpu_threads)
+            starting.append(self._part(f"trainer-{rank}", "trainer", plan, rank, rendezvous, env=env, **seat))
+        tasks = [asyncio.ensure_future(s) for s in starting]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await drive.cancel(tasks)
+        start = await drive.begin(self.proxies["buffer"], found)
+        await self._part("coordinator", "coordinator", plan, self.engines, self.proxies["trainer-0"], start)
+        return start
+
+    async def work(self, start: Start, on_record: OnRecord, signals: Signals) -> None:
+        p = self.proxies
+        trainer, explorer, coordinator, buffer = p["trainer-0"], p["explorer"], p["coordinator"], p["buffer"].bind(start.lineage)
+        others = [p[f"trainer-{rank}"] for rank in range(1, self.plan.learner.world_size)]
+        await drive.work(
+            trainer.run(others, buffer, coordinator, coordinator, start),
+            explorer.run(self.engines, buffer, coordinator, coordinator, start),
+            (trainer, explorer),
+            coordinator,  # type: ignore[arg-type]  # a proxy has every method of its part
+            on_record,
+            signals,
+        )
+
+    @property
+    def engines(self) -> list[Proxy]:
+        return [self.proxies[f"engine-{i}"] for i in range(len(self.plan.engines))]
+
+    async def _part(
+        self, name: str, factory: str, *args: Any, env: dict[str, str] | None = None, error: type[RunFailed] = RunFailed, **options: Any
+    ) -> None:
+        import ray
+
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10000, **options}
+        if env:
+            options["runtime_env"] = {"env_vars": env}
+        handle = ray.remote(Host).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level)
+        self.handles[name] = handle
+        self.pids[name] = (await guarded(handle.facts.remote(), name, error, START_DEADLINE_S))["pid"]
+        await guarded(handle.start.remote(factory, *args), name, error, START_DEADLINE_S)
+        self.proxies[name] = Proxy(handle, name, error)
+        log.info("%s is up (pid %d)", name, self.pids[name])
+
+    async def end(self) -> None:
+        """Close along the data path, then end every process."""
+        import ray
+
+        closing = [n for n in self.proxies if n.startswith(("engine", "trainer", "coordinator"))]
+        await asyncio.gather(*(drive.quietly(self.proxies[n].close()) for n in closing))
+        if "buffer" in self.proxies:
+            await drive.quietly(self.proxies["buffer"].close())
+        for handle in self.handles.values():
+            ray.kill(handle, no_restart=True)
+        for path in self.rundir.path.glob(".rendezvous-*"):
+            path.unlink(missing_ok=True)
