@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rft.algorithm.args import AggMode
 from rft.plugins import kind
 
 advantage = kind("advantage_fn")
@@ -32,7 +33,8 @@ class LossInputs:
     """One micro-batch in packed form.  N = number of response tokens in it, S = number of sequences.
 
     All per-token tensors are float32 [N]; `row` is int64 [N], the sequence each token belongs to (0..S-1).
-    `mask` is bool [N] (False tokens never count).  `logprobs` carries gradient; nothing else does, save `entropy`.
+    `mask` is bool [N] (False tokens never count, whatever they hold).  `logprobs` carries gradient; nothing else does, save
+    `entropy`.  Invariant: all tokens of a sequence are in the same micro-batch, where per-sequence statistics are taken.
     """
 
     logprobs: torch.Tensor
@@ -45,11 +47,17 @@ class LossInputs:
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     rollout_logprobs: torch.Tensor | None = None
+    loss_agg_mode: AggMode = "token-mean"  # set by `Algorithm.loss` from the settings
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss` is a scalar to call backward on.  `sums` are masked sums by metric name (divide by `denominators.tokens` for the mean)."""
+    """`loss` is a scalar to call backward on.  `sums` are masked sums by metric name.
+
+    Sums add over micro-batches and ranks; divided by `denominators.tokens` they are the metric.  Losses among them are scaled so
+    that this gives the loss itself, whatever the aggregation mode.  `maxima` combine by max.  All are detached scalars.
+    """
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,177 @@
+"""Arguments of the algorithm parts, checked without importing torch.
+
+`ARGS` maps (kind, name) of every shipped part to the model its arguments are checked against; `check_args` is the one way in,
+for the configuration and for the builder alike.  It knows no losses.  Invariant: what passes here is accepted by the part itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rft.errors import ConfigError, ConfigErrors
+from rft.plugins import REGISTRY
+
+AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AGG_MODES: tuple[str, ...] = get_args(AggMode)
+KINDS = {"advantage_fn": "advantage", "policy_loss_fn": "policy loss", "kl_loss_fn": "KL loss", "entropy_loss_fn": "entropy loss"}
+
+
+class Args(BaseModel):
+    """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class NoArgs(Args):
+    """For parts that take no arguments."""
+
+
+class GrpoArgs(Args):
+    """Group-relative advantage (arXiv:2402.03300); `norm_by_std: false` is Dr. GRPO (arXiv:2503.20783)."""
+
+    epsilon: float = Field(1e-6, gt=0, description="added to the group's standard deviation before dividing")
+    norm_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
+
+
+class PpoArgs(Args):
+    """Clipped importance ratio (arXiv:1707.06347) with dual clip (arXiv:1912.09729) and separate bounds (arXiv:2503.14476)."""
+
+    clip_range: float = Field(0.2, ge=0, description="both clip bounds, where the two below are null")
+    clip_range_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped at 1 - clip_range_low")
+    clip_range_high: float | None = Field(None, ge=0, description="the ratio is clipped at 1 + clip_range_high")
+    clip_ratio_c: float = Field(3.0, gt=1, description="dual clip: a token with negative advantage A costs at most -A times this")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.low > 1:
+            raise ValueError(f"clip_range {self.clip_range} as the lower bound must be at most 1; set clip_range_low")
+        return self
+
+    @property
+    def low(self) -> float:
+        return self.clip_range if self.clip_range_low is None else self.clip_range_low
+
+    @property
+    def high(self) -> float:
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+
+class KlArgs(Args):
+    """Weight of a KL loss against the reference model."""
+
+    kl_coef: float = Field(0.001, ge=0, description="factor of the KL loss; 0 switches it and the reference model off")
+
+
+class EntropyArgs(Args):
+    """Weight of the entropy bonus."""
+
+    entropy_coef: float = Field(
+        0.0, ge=0, description="factor of the entropy bonus; 0 switches it off and no entropy is computed"
+    )
+
+
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
+ARGS: dict[tuple[str, str], type[BaseModel]] = {
+    ("advantage_fn", "grpo"): GrpoArgs,
+    ("policy_loss_fn", "ppo"): PpoArgs,
+    ("kl_loss_fn", "none"): NoArgs,
+    **{("kl_loss_fn", name + plus): KlArgs for name in KL_ESTIMATORS for plus in ("", "+")},
+    ("entropy_loss_fn", "none"): NoArgs,
+    ("entropy_loss_fn", "default"): EntropyArgs,
+}
+
+_LATER: dict[str, tuple[str, ...]] = {
+    "advantage_fn": (
+        *("ppo", "gae", "rloo", "reinforce", "reinforceplusplus", "remax", "opmd", "asymre", "rec", "step_wise_grpo", "gigpo"),
+        *("on_policy_distill", "jsd", "clipb", "clipv", "opo", "gpg", "grpo_passk"),
+    ),
+    "policy_loss_fn": (
+        *("gspo", "cispo", "sapo", "topr", "opmd", "sppo", "rec", "importance_sampling", "sft", "sft_is", "sft_phi", "dpo"),
+        *("mix", "mix_chord", "m2po", "gpg", "geo_mean", "clip_cov", "kl_cov"),
+    ),
+    "kl_loss_fn": ("corrected_k3",),
+    "entropy_loss_fn": ("mix",),
+}
+_REFUSED: dict[tuple[str, str], str] = {
+    ("kl_loss_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use low_var_kl, k2 or k3",
+    ("advantage_fn", "grpo_verl"): "the older name of grpo; write grpo",
+}
+_KEY_HINTS: dict[tuple[str, str], str] = {
+    ("advantage_fn", "std_threshold"): "comes later; groups of equal rewards have advantage 0 and do not move the policy",
+    ("advantage_fn", "duplicate_experiences"): "rows are never copied",
+    ("advantage_fn", "rank_penalty"): "comes later",
+    ("advantage_fn", "std_cal_level"): 'the standard deviation is the group\'s; "batch" comes later',
+    ("policy_loss_fn", "loss_agg_mode"): "set algorithm.loss_agg_mode, which holds for all losses",
+    ("policy_loss_fn", "enable_sequence_masking"): "comes later",
+    ("policy_loss_fn", "delta_sequence_masking"): "comes later",
+    ("policy_loss_fn", "fallback_to_policy_gradient"): "comes later",
+    ("kl_loss_fn", "kl_coef"): "name an estimator in kl_loss_fn, such as k2, to switch the KL loss on",
+    ("entropy_loss_fn", "entropy_coef"): "set entropy_loss_fn: default to switch the bonus on",
+    ("kl_loss_fn", "adaptive"): "the adaptive KL coefficient comes later; kl_coef is constant, so leave this key out",
+    ("kl_loss_fn", "target_kl"): "belongs to the adaptive KL coefficient, which comes later; leave this key out",
+    ("kl_loss_fn", "horizon"): "belongs to the adaptive KL coefficient, which comes later; leave this key out",
+}
+
+
+def check_args(kind: str, name: str, given: Mapping[str, Any], *, key: str = "") -> BaseModel:
+    """The checked arguments of part `name` of `kind` ("advantage_fn", ...).
+
+    `name` is a shipped name, a registered plugin's, `pkg.module:Name` or `path/file.py:Name`.  `key` is the configuration key of
+    the name, e.g. "algorithm.policy_loss_fn"; its arguments stand under the same key with `_args`.  Raises ConfigError for an
+    unknown name, ConfigErrors with one entry per wrong argument.
+    """
+    key = key or f"algorithm.{kind}"
+    return validate(part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args", kind=kind)
+
+
+def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
+    """The model that arguments of this part are checked against; raises ConfigError for a name that is not available."""
+    if (model := ARGS.get((kind, name))) is not None:
+        return model
+    if ":" in name or name in REGISTRY.names(kind):
+        args = REGISTRY.get(kind, name).args
+        if args is None:
+            return NoArgs
+        if not issubclass(args, BaseModel):
+            raise ConfigError(f"Args of {KINDS[kind]} {name!r} is {args.__name__}, not a pydantic model", key=key, given=name)
+        return args
+    if reason := _REFUSED.get((kind, name)):
+        raise ConfigError(f"{name!r} is not offered: {reason}", key=key, given=name)
+    known = sorted({n for k, n in ARGS if k == kind} | set(REGISTRY.names(kind)))
+    if name in _LATER[kind]:
+        raise ConfigError(f"{KINDS[kind]} {name!r} comes later.  Available: {', '.join(known)}.", key=key, given=name)
+    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{_near(name, known)}", key=key, given=name)
+
+
+def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str, kind: str = "") -> BaseModel:
+    """`given` as a `model`; raises ConfigErrors that name each offending key and the nearest known one."""
+    try:
+        return model.model_validate(dict(given))
+    except ValidationError as e:
+        raise ConfigErrors([_error(model, error, what, key, kind) for error in e.errors(include_url=False)]) from None
+
+
+def _error(model: type[BaseModel], error: Any, what: str, key: str, kind: str) -> ConfigError:
+    path = ".".join(str(p) for p in error["loc"])
+    full = f"{key}.{path}" if path else key
+    given = error["input"]
+    if error["type"] == "extra_forbidden":
+        known = list(model.model_fields)
+        listed = f"Known: {', '.join(known)}." if known else "It takes no arguments."
+        hint = _KEY_HINTS.get((kind, path))
+        tail = f"  {path}: {hint}." if hint else _near(path, known)
+        return ConfigError(f"unknown key for {what}.  {listed}{tail}", key=full, given=given)
+    field = model.model_fields.get(path)
+    meaning = f"  ({field.description})" if field is not None and field.description else ""
+    text = error["msg"].removeprefix("Value error, ")
+    shown = f"{given!r}: " if path else ""
+    return ConfigError(f"{shown}{text[0].lower()}{text[1:]}{meaning}", key=full, given=given)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"  Did you mean {near[0]}?" if near else ""

@@ -1,0 +1,21 @@
+"""The entropy bonus: rewards a policy for staying undecided.  Entropies are in nats per token and come in."""
+
+from __future__ import annotations
+
+from rft.algorithm.aggregate import aggregate, masked_sum
+from rft.algorithm.args import EntropyArgs, NoArgs
+from rft.algorithm.base import LossInputs, LossOutput, entropy_loss
+
+
+@entropy_loss("default", args=EntropyArgs)
+def default(x: LossInputs, args: EntropyArgs) -> LossOutput:
+    """loss = -entropy_coef Agg(H), with the aggregation of the policy loss.  x.entropy: float32 [N] with gradient."""
+    if x.entropy is None:
+        raise ValueError("an entropy loss needs x.entropy; `needs(settings).entropy` says so")
+    return LossOutput(loss=-args.entropy_coef * aggregate(x.entropy, x), sums={"entropy": masked_sum(x.entropy, x.mask)})
+
+
+@entropy_loss("none", args=NoArgs)
+def none(x: LossInputs, args: NoArgs) -> LossOutput:
+    """No entropy bonus."""
+    return LossOutput(loss=x.logprobs.new_zeros(()))

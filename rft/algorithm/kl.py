@@ -1,0 +1,76 @@
+"""KL losses that hold the policy near the reference model, from log-probs of the sampled tokens alone.
+
+With d = ref - logprob: k1 = -d, abs = |d|, k2 = d^2/2, k3 = e^d - d - 1 (Schulman, "Approximating KL divergence"), low_var_kl =
+k3 with d clipped to +-20 and the result to +-10.  `name+` has the value of `name` and the gradient of k2, which on samples of the
+policy is the gradient of KL(policy || reference); k1 alone has an expected gradient of 0.
+Invariant: every estimator is 0 where the two models agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rft.algorithm.aggregate import aggregate, valid
+from rft.algorithm.args import KlArgs, NoArgs
+from rft.algorithm.base import LossInputs, LossOutput, kl_loss
+
+Estimator = Callable[[torch.Tensor], torch.Tensor]
+
+
+def k1(d: torch.Tensor) -> torch.Tensor:
+    """Unbiased, of either sign."""
+    return -d
+
+
+def absolute(d: torch.Tensor) -> torch.Tensor:
+    """|d|."""
+    return d.abs()
+
+
+def k2(d: torch.Tensor) -> torch.Tensor:
+    """Biased, never negative, low variance."""
+    return d.square() / 2
+
+
+def k3(d: torch.Tensor) -> torch.Tensor:
+    """Unbiased, never negative; as a loss its gradient is that of KL(reference || policy)."""
+    return torch.expm1(d) - d
+
+
+def low_var_kl(d: torch.Tensor) -> torch.Tensor:
+    """k3 between limits; no gradient where a limit holds."""
+    return k3(d.clamp(-20, 20)).clamp(-10, 10)
+
+
+ESTIMATORS: dict[str, Estimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
+
+
+def _loss(estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through: bool) -> LossOutput:
+    if x.ref_logprobs is None:
+        raise ValueError("a KL loss needs x.ref_logprobs; `needs(settings).reference` says so")
+    d = valid(x.ref_logprobs, x.mask) - valid(x.logprobs, x.mask)
+    value = estimate(d)
+    if straight_through:
+        pull = k2(d)
+        value = pull - pull.detach() + value.detach()
+    total = aggregate(value, x)
+    return LossOutput(loss=args.kl_coef * total, sums={"kl_loss": total.detach() * x.denominators.tokens})
+
+
+def _register(name: str, estimate: Estimator, *, straight_through: bool) -> None:
+    @kl_loss(name, args=KlArgs)
+    def loss(x: LossInputs, args: KlArgs) -> LossOutput:
+        return _loss(estimate, x, args, straight_through=straight_through)
+
+
+for _name, _estimate in ESTIMATORS.items():
+    _register(_name, _estimate, straight_through=False)
+    _register(_name + "+", _estimate, straight_through=True)
+
+
+@kl_loss("none", args=NoArgs)
+def none(x: LossInputs, args: NoArgs) -> LossOutput:
+    """No KL loss."""
+    return LossOutput(loss=x.logprobs.new_zeros(()))
