@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"
+# A role is one letter: short prompts make the task quick to learn and the tests quick to run.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'][0] + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>a' }}{% endif %}"
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
