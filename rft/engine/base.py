@@ -1,0 +1,86 @@
+"""What all engines share: their errors, the plugin kind "engine", and the factory that makes one from its settings.
+
+Knows no engine's library; each is imported when it is asked for.  An engine is a class with `async def start(settings)` as a
+class method that gives back something that fulfils `rft.types.ports.Engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rft import plugins
+from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError
+from rft.types.ids import Version
+from rft.types.ports import Engine, LoadReport
+
+engine = plugins.kind("engine")
+
+BUILT_IN = {
+    "vllm": "rft.engine.vllm:VllmEngine",
+    "transformers": "rft.engine.transformers:TransformersEngine",
+    "scripted": "rft.testing.scripted:ScriptedEngine",
+}
+
+
+class PromptTooLong(ValueError):
+    """The prompt leaves no room for a single token; raised before anything is generated."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens, the engine takes at most {limit}; shorten the prompt or raise max_model_len / max_prompt_tokens"
+        )
+        self.tokens = tokens
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PromptTooLong, (self.tokens, self.limit))
+
+
+def prompt_limit(settings: EngineSettings) -> int:
+    """The longest prompt, in tokens: one token of the context must stay free for an answer."""
+    room = settings.max_model_len - 1
+    return room if settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
+
+
+def check_prompt(tokens: int, settings: EngineSettings) -> None:
+    """Raises PromptTooLong, or ValueError for an empty prompt."""
+    if tokens == 0:
+        raise ValueError("the prompt has no tokens; give messages or prompt_tokens")
+    if tokens > (limit := prompt_limit(settings)):
+        raise PromptTooLong(tokens, limit)
+
+
+async def make(settings: EngineSettings) -> Engine:
+    """A started engine of `settings.engine_type`: a built-in name, a plugin's name, `pkg.module:Name` or `path/file.py:Name`."""
+    name = settings.engine_type
+    known = plugins.REGISTRY.names("engine")
+    if name not in BUILT_IN and ":" not in name and name not in known:
+        raise ConfigError(f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.", key="engine_type", given=name)
+    found = plugins.REGISTRY.get("engine", name if name in known else BUILT_IN.get(name, name)).obj
+    if not callable(getattr(found, "start", None)):
+        raise ConfigError(f"{name!r} is not an engine: it has no async class method start(settings)", key="engine_type", given=name)
+    started: Engine = await found.start(settings)
+    return started
+
+
+def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
+    """One report for several workers or engines: the least that was loaded, everything that is wrong, the slowest."""
+    probe = max(reports, key=lambda r: r.probe_error)
+    return LoadReport(
+        version=next((r.version for r in reports if r.version != wanted), wanted),
+        num_tensors=min(r.num_tensors for r in reports),
+        nbytes=min(r.nbytes for r in reports),
+        missing=_union(r.missing for r in reports),
+        unexpected=_union(r.unexpected for r in reports),
+        bad_hash=_union(r.bad_hash for r in reports),
+        probed_layers=min(r.probed_layers for r in reports),
+        probe_error=probe.probe_error,
+        probe_worst=probe.probe_worst,
+        load_s=max(r.load_s for r in reports),
+    )
+
+
+def _union(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted({name for part in parts for name in part}))

@@ -1,0 +1,258 @@
+"""An engine that says what a test tells it to.  No torch, no model: answers come from a script, log-probs from a hash.
+
+It fulfils `rft.types.ports.Engine` and passes the engine contract.  Its tokens are bytes (ids 0..255) and two marks; a conversation is
+rendered as `BEGIN role \\n content END ...`, so an assistant's answer continues its prompt token by token.
+Invariant: equal weights, prompt and tokens give equal log-probs, and other weights give other ones; so a load that did not happen shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+
+from rft import faults, plugins
+from rft.engine.base import check_prompt
+from rft.engine.settings import EngineSettings
+from rft.engine.weights import verify
+from rft.errors import ConfigError, EngineFailed
+from rft.types.completion import Completion, FinishReason, VersionSpan
+from rft.types.ids import Version
+from rft.types.metrics import Metric
+from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+
+BEGIN, END = 256, 257  # marks around a message; END is the end-of-sequence token
+VOCAB_SIZE = 258
+FIXED = Version(1, 0)
+Answer = Callable[[list[dict[str, Any]]], str]
+
+
+def encode(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
+    """int32 token ids of a conversation, ready for the assistant to answer."""
+    head = [{"role": "tools", "content": json.dumps(list(tools), sort_keys=True)}] if tools else []
+    ids: list[int] = []
+    for m in [*head, *messages]:
+        ids += [BEGIN, *f"{m['role']}\n{m['content']}".encode(), END]
+    return np.array([*ids, BEGIN, *b"assistant\n"], np.int32)
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """The text of tokens; marks are left out."""
+    return bytes(int(t) for t in tokens if t < BEGIN).decode("utf-8", "replace")
+
+
+def weights_key(manifest: WeightManifest) -> int:
+    """What the log-probs of a scripted engine depend on: the hashes of all tensors, or the version where there are none."""
+    text = "".join(sorted(t.name + t.xxh3_128 for t in manifest.tensors)) or str(manifest.version)
+    return xxhash.xxh3_64_intdigest(text)
+
+
+def logprobs(prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray, key: int) -> np.ndarray:
+    """float32 [R] in [-2, -0.1]: what an engine with the weights `key` reports for `tokens` after `prompt`.  A scorer may use it too."""
+    seen = xxhash.xxh3_64(np.asarray(prompt, np.int32).tobytes(), seed=key)
+    out = np.empty(len(tokens), np.float32)
+    for i, token in enumerate(np.asarray(tokens, np.int32)):
+        seen.update(token.tobytes())
+        out[i] = -0.1 - 1.9 * (seen.intdigest() >> 11) / (1 << 53)
+    return out
+
+
+class ScriptedEngine:
+    """`will_say` queues answers (one per completion); when the queue is empty `answer(messages)` is asked, if there is one.
+
+    Events for tests: `hold()` stops all answers, `hold(after_tokens=k)` stops each once k tokens are written, `release()` lets them
+    go on; `waiting(n)` waits until n completions are under way; `will_fail(error)` fails the next request.
+    """
+
+    def __init__(self, *texts: str, answer: Answer | None = None, settings: EngineSettings | None = None) -> None:
+        self.settings = settings or EngineSettings(engine_type="scripted", name="scripted-0")
+        self.answer = answer
+        self.calls: list[GenerateRequest] = []
+        self.version: Version | None = FIXED  # serves at once; a load replaces it
+        self.loads: list[WeightManifest] = []
+        self._key = xxhash.xxh3_64_intdigest(str(FIXED))
+        self._texts: deque[str] = deque(texts)
+        self._failures: deque[Exception] = deque()
+        self._dead = ""
+        self._go = asyncio.Event()  # cleared while paused
+        self._go.set()
+        self._held: asyncio.Event | None = None
+        self._hold_after = 0
+        self._under_way = 0
+        self._changed = asyncio.Condition()
+        self._num_tokens = 0
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Self:
+        """From a configuration: `extra_engine_args` may hold `texts` (a list) or `answer` ("pkg.module:function"); else it echoes."""
+        args = dict(settings.extra_engine_args)
+        texts, answer = args.pop("texts", []), args.pop("answer", None)
+        if args:
+            raise ConfigError(f"unknown arguments {', '.join(args)} for the scripted engine; known: texts, answer", key="extra_engine_args")
+        found = plugins.REGISTRY.get("answer", answer).obj if answer else (None if texts else echo)
+        return cls(*texts, answer=found, settings=settings)
+
+    # ------------------------------------------------------------ for tests
+
+    def will_say(self, *texts: str) -> None:
+        """The next completions, in order."""
+        self._texts.extend(texts)
+
+    def will_fail(self, error: Exception) -> None:
+        """The next request raises `error`."""
+        self._failures.append(error)
+
+    def die(self, why: str = "killed by the test") -> None:
+        """From now on every call raises EngineFailed."""
+        self._dead = why
+        self.release()
+        self._go.set()
+
+    def hold(self, *, after_tokens: int = 0) -> None:
+        """Completions stop once `after_tokens` tokens are written, until `release`."""
+        self._held, self._hold_after = asyncio.Event(), after_tokens
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held.set()
+            self._held = None
+
+    async def waiting(self, count: int, *, timeout_s: float = 10.0) -> None:
+        """Return when `count` completions are under way (held, paused, or being written)."""
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(lambda: self._under_way >= count)
+
+    # ------------------------------------------------------------ Engine
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        self._check_alive()
+        self.calls.append(request)
+        if self._failures:
+            raise self._failures.popleft()
+        prompt = np.array(request.prompt_tokens, np.int32) if request.prompt_tokens else encode(request.messages, request.tools)
+        check_prompt(len(prompt), self.settings)
+        texts = [self._next(request) for _ in range(request.n)]
+        await self._count(request.n)
+        try:
+            return list(await asyncio.gather(*(self._write(request, prompt, text) for text in texts)))
+        finally:
+            await self._count(-request.n)
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        self._check_alive()
+        self._go.clear()
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        self._check_alive()
+        if self._go.is_set():
+            raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
+        start = time.monotonic()
+        active = {point for point in faults.SYNC_POINTS if faults.fault(point)}
+        bad = list(verify(manifest)) if manifest.tensors else []
+        missing: list[str] = []
+        if "sync.corrupt_byte" in active and manifest.tensors:
+            bad.append(manifest.tensors[0].name)
+        if "sync.missing_tensor" in active and manifest.tensors:
+            missing.append(manifest.tensors[-1].name)
+        stale, skip = "sync.stale_head" in active, "sync.skip" in active
+        version = Version(manifest.version.lineage, manifest.version.step + 1) if "sync.wrong_version" in active else manifest.version
+        if not bad and not missing:
+            self.loads.append(manifest)
+            self.version = version
+            if not skip:
+                self._key = weights_key(manifest) ^ stale
+        return LoadReport(
+            version=version,
+            num_tensors=0 if bad else len(manifest.tensors) - len(missing),
+            nbytes=0 if bad else manifest.nbytes,
+            missing=tuple(missing),
+            bad_hash=tuple(bad),
+            probed_layers=len(manifest.tensors),
+            probe_error=1.0 if stale else 0.0,
+            probe_worst="lm_head" if stale else "",
+            load_s=time.monotonic() - start,
+        )
+
+    async def resume(self) -> None:
+        self._check_alive()
+        self._go.set()
+
+    async def health(self) -> None:
+        self._check_alive()
+
+    async def metrics(self) -> list[Metric]:
+        return [
+            Metric("engine/requests_running", float(self._under_way), "sum"),
+            Metric("engine/generated_tokens", float(self._num_tokens), "sum"),
+        ]
+
+    async def close(self) -> None:
+        self.die("closed")
+
+    # ------------------------------------------------------------ inside
+
+    async def _write(self, request: GenerateRequest, prompt: np.ndarray, text: str) -> Completion:
+        said, reason = _spoken(text, request, self.settings.max_model_len - len(prompt))
+        logps = np.empty(len(said), np.float32)
+        spans: list[VersionSpan] = []
+        hold = self._held
+        for i in range(len(said)):
+            if hold is not None and i == self._hold_after:
+                await hold.wait()
+            if not self._go.is_set():
+                await self._go.wait()
+            self._check_alive()
+            assert self.version is not None
+            if spans and spans[-1].version == self.version:
+                spans[-1] = VersionSpan(self.version, spans[-1].start, i + 1)
+            else:
+                logps[i:] = logprobs(prompt, said, self._key)[i:]
+                spans.append(VersionSpan(self.version, i, i + 1))
+        self._num_tokens += len(said)
+        return Completion(
+            prompt_tokens=prompt,
+            tokens=said,
+            logprobs=logps,
+            text=decode(said),
+            finish_reason=reason,
+            version_spans=tuple(spans),
+            sampling=request.sampling,
+            engine=self.settings.name,
+        )
+
+    def _next(self, request: GenerateRequest) -> str:
+        if self._texts:
+            return self._texts.popleft()
+        if self.answer is None:
+            raise EngineFailed(f"{self.settings.name}: the script is over and there is no `answer`; call will_say with more texts")
+        messages = [dict(m) for m in request.messages] or [{"role": "user", "content": decode(request.prompt_tokens)}]
+        return self.answer(messages)
+
+    async def _count(self, change: int) -> None:
+        async with self._changed:
+            self._under_way += change
+            self._changed.notify_all()
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineFailed(f"{self.settings.name}: {self._dead}")
+
+
+def echo(messages: list[dict[str, Any]]) -> str:
+    """Says the last message again."""
+    return str(messages[-1]["content"])
+
+
+def _spoken(text: str, request: GenerateRequest, room: int) -> tuple[np.ndarray, FinishReason]:
+    s = request.sampling
+    for stop in s.stop:
+        text = text.split(stop, 1)[0]
+    ids = [*text.encode(), END]
+    limit = min(s.max_tokens, room)
+    return np.array(ids[:limit], np.int32), "stop" if len(ids) <= limit else "length"
