@@ -1,0 +1,101 @@
+"""Writes tensors into an open file and describes them: the part that all file-like transports share.
+
+Knows nothing of versions' lifetimes.  The one invariant: the hash of a tensor is taken from the trainer's own memory, not from what
+was written, so damage on the way to an engine is always seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import xxhash
+
+from rft.errors import WeightSyncFailed
+from rft.types.ids import Version
+from rft.types.ports import TensorSpec
+
+ALIGN = 64
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write(fd: int, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> tuple[TensorSpec, ...]:
+    """Write every tensor to `fd` from offset 0 on.  Raises WeightSyncFailed on what no engine should ever load."""
+    specs: list[TensorSpec] = []
+    names: set[str] = set()
+    end = 0
+    for name, tensor in tensors:
+        if name in names:
+            raise WeightSyncFailed(f"version {version}: tensor {name} was given twice")
+        names.add(name)
+        host = tensor.detach().to("cpu").contiguous()
+        if host.dtype not in _NAMES:
+            raise WeightSyncFailed(f"version {version}: tensor {name} is {host.dtype}; a transport carries {', '.join(_NAMES.values())}")
+        if not _finite(host):
+            raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
+        data = host.reshape(-1).view(torch.uint8).numpy()
+        start = -(-end // ALIGN) * ALIGN
+        _pwrite(fd, memoryview(data), start)
+        end = start + data.nbytes
+        digest = xxhash.xxh3_128_hexdigest(data)
+        specs.append(TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, data.nbytes, digest))
+    _check_tied(version, names, tied)
+    return tuple(specs)
+
+
+def same_layout(version: Version, specs: tuple[TensorSpec, ...], before: tuple[TensorSpec, ...]) -> None:
+    """Raises WeightSyncFailed unless both name the same tensors with the same types and shapes."""
+    if len(specs) == len(before) and all((a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape) for a, b in zip(specs, before, strict=True)):
+        return
+    old = {s.name: (s.dtype, s.shape) for s in before}
+    new = {s.name: (s.dtype, s.shape) for s in specs}
+    wrong = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
+    if not wrong:
+        return  # another order only
+    name = wrong[0]
+    raise WeightSyncFailed(
+        f"version {version}: {len(wrong)} tensors differ from the version staged before, first {name}: "
+        f"was {old.get(name, 'absent')}, is {new.get(name, 'absent')}"
+    )
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.element_size() == 1:
+        return True
+    if tensor.dtype in (torch.float32, torch.float64):
+        flat = tensor.reshape(-1).numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(np.dot(flat, flat)):  # one pass at memory speed; huge but finite values overflow and get the slow look
+                return True
+    return bool(torch.isfinite(tensor).all())
+
+
+def _pwrite(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+def _check_tied(version: Version, names: set[str], tied: dict[str, str]) -> None:
+    if not names:
+        raise WeightSyncFailed(f"version {version}: no tensors were given")
+    for alias, target in tied.items():
+        if alias in names:
+            raise WeightSyncFailed(f"version {version}: {alias} is given as a tensor and as tied to {target}")
+        if target not in names:
+            raise WeightSyncFailed(f"version {version}: {alias} is tied to {target}, which was not given")

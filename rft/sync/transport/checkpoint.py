@@ -1,0 +1,82 @@
+"""Weights through files in the run folder: for engines that share a file system with the trainer, but not its memory.
+
+The one invariant: a file under its final name is whole (written aside, fsynced, renamed), and the versions an engine may still have to
+read keep theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from rft.errors import WeightSyncFailed
+from rft.sync.transport import blob
+from rft.types.ids import Version
+from rft.types.ports import TensorSpec, WeightManifest
+
+_KEPT = 2
+
+
+class CheckpointTransport:
+    """See `Transport`.  Files are `weights-LINEAGE-STEP.bin`; those of an earlier start of the run are removed at the first stage."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+        self._kept: dict[Version, Path] = {}  # oldest first
+        self._layout: tuple[TensorSpec, ...] = ()
+        self._swept = False
+
+    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+        final = self._folder / f"weights-{version.lineage}-{version.step}.bin"
+        if version in self._kept:
+            raise WeightSyncFailed(f"version {version} is already staged as {final}; release it first")
+        aside = final.with_suffix(".tmp")
+        try:
+            self._sweep()
+            fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                specs = blob.write(fd, version, tensors, tied)
+                if self._layout:
+                    blob.same_layout(version, specs, self._layout)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(aside, final)
+            _fsync_folder(self._folder)
+        except OSError as e:
+            raise WeightSyncFailed(f"version {version}: writing the weights to {final} failed: {e}") from e
+        finally:
+            aside.unlink(missing_ok=True)
+        self._layout = specs
+        self._kept[version] = final
+        for old in list(self._kept)[: -_KEPT - 1]:
+            self.release(old)
+        return WeightManifest(version=version, transport="checkpoint", path=str(final), tensors=specs, tied=dict(tied))
+
+    def release(self, version: Version) -> None:
+        if (file := self._kept.pop(version, None)) is not None:
+            file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        for version in list(self._kept):
+            self.release(version)
+
+    def _sweep(self) -> None:
+        if self._swept:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for pattern in ("weights-*.bin", "weights-*.tmp"):
+            for file in self._folder.glob(pattern):
+                file.unlink(missing_ok=True)
+        self._swept = True
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,125 @@
+"""Weights through anonymous memory: nothing in any folder, nothing left when the process dies, not limited by the size of /dev/shm.
+
+Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node.  Where that is refused the slots are files
+in /dev/shm (or in the run folder, when that has too little room); `place` says so.  The one invariant is that of `Transport`: with
+releases two slots alternate, without them three rotate, and a slot that may be read is never written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rft.errors import WeightSyncFailed
+from rft.sync.transport import blob
+from rft.types.ids import Version
+from rft.types.ports import TensorSpec, WeightManifest
+
+log = logging.getLogger(__name__)
+_SHM = Path("/dev/shm")
+_KEPT = 2  # versions that stay readable without a release: the served one and its roll-back target
+
+
+@dataclass
+class _Slot:
+    fd: int
+    path: str
+    file: Path | None  # the name to remove on close; None for anonymous memory
+    version: Version | None = None  # None = free
+    order: int = 0  # when it was staged
+
+
+class MemoryTransport:
+    """See `Transport`.  `place` is "memory", or the folder of the fallback files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._slots: list[_Slot] = []
+        self._staged = 0
+        self._layout: tuple[TensorSpec, ...] = ()
+        self._closed = False
+        self.place = "memory" if _memfd_is_readable() else ""
+
+    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+        if self._closed:
+            raise WeightSyncFailed(f"version {version}: the transport is closed")
+        slot = self._free_slot()
+        try:
+            specs = blob.write(slot.fd, version, tensors, tied)
+        except OSError as e:
+            raise WeightSyncFailed(f"version {version}: writing the weights to {slot.path} failed: {e}") from e
+        if self._layout:
+            blob.same_layout(version, specs, self._layout)
+        self._layout = specs
+        self._staged += 1
+        slot.version, slot.order = version, self._staged
+        return WeightManifest(version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied))
+
+    def release(self, version: Version) -> None:
+        for slot in self._slots:
+            if slot.version == version:
+                slot.version = None
+
+    def close(self) -> None:
+        self._closed = True
+        while self._slots:
+            slot = self._slots.pop()
+            os.close(slot.fd)
+            if slot.file is not None:
+                slot.file.unlink(missing_ok=True)
+
+    def _free_slot(self) -> _Slot:
+        free = [s for s in self._slots if s.version is None]
+        if not free:
+            used = sorted(self._slots, key=lambda s: s.order)
+            free = used[: len(used) - _KEPT] if len(used) > _KEPT else [self._new_slot()]
+        slot = free[0]
+        slot.version = None  # from here on its bytes are of no version
+        return slot
+
+    def _new_slot(self) -> _Slot:
+        if self.place == "memory":
+            fd = os.memfd_create("rft-weights", os.MFD_CLOEXEC)
+            slot = _Slot(fd, f"/proc/{os.getpid()}/fd/{fd}", None)
+        else:
+            slot = self._file_slot()
+        self._slots.append(slot)
+        return slot
+
+    def _file_slot(self) -> _Slot:
+        need = sum(s.nbytes for s in self._layout) * (_KEPT + 1)
+        if not self.place:
+            shm = _SHM.is_dir() and os.access(_SHM, os.W_OK) and _room(_SHM) > max(need, 4 << 30)
+            self.place = str(_SHM if shm else self._folder)
+            log.warning("anonymous memory cannot be read through /proc here: weights go through files in %s", self.place)
+        folder = Path(self.place)
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name tells the leftover check whose file it is.
+        file = folder / f"rft-weights-{os.getpid()}-{id(self):x}-{len(self._slots)}.bin"
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return _Slot(fd, str(file), file)
+
+
+def _memfd_is_readable() -> bool:
+    """Whether another process of this user can open our anonymous memory."""
+    try:
+        fd = os.memfd_create("rft-probe", os.MFD_CLOEXEC)
+    except OSError as e:
+        log.info("memfd_create is not available: %s", e)
+        return False
+    try:
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        return subprocess.run(["/bin/sh", "-c", ': < "$1"', "sh", path], stderr=subprocess.DEVNULL, timeout=30).returncode == 0
+    finally:
+        os.close(fd)
+
+
+def _room(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,224 @@
+"""Every transport keeps the same promises: whole bytes, readable by another process, never overwritten while they may be read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from rft.errors import WeightSyncFailed
+from rft.sync.base import Transport, make
+from rft.sync.settings import SyncSettings
+from rft.sync.transport import memory
+from rft.types.ids import Version
+from rft.types.ports import WeightManifest
+
+TIED = {"lm_head.weight": "embed.weight"}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "embed.weight": torch.randn(33, 7, generator=g),
+        "layer.weight": torch.randn(5, 3, generator=g).to(torch.bfloat16),
+        "layer.bias": torch.randn(3, generator=g).t(),
+        "transposed": torch.randn(4, 6, generator=g).t(),
+        "scalar": torch.tensor(float(seed)),
+        "steps": torch.tensor([seed, 2], dtype=torch.int64),
+    }
+
+
+def read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+    """What an engine worker does: open the path, verify, take the tensors."""
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+    found = {}
+    with open(manifest.path, "rb") as f:
+        for spec in manifest.tensors:
+            f.seek(spec.offset)
+            data = f.read(spec.nbytes)
+            assert xxhash.xxh3_128_hexdigest(data) == spec.xxh3_128, spec.name
+            found[spec.name] = torch.frombuffer(bytearray(data), dtype=kinds[spec.dtype]).reshape(spec.shape)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+
+
+def stage(transport: Transport, step: int, seed: int | None = None) -> WeightManifest:
+    return transport.stage(Version(1, step), iter(weights(step if seed is None else seed).items()), TIED)
+
+
+@pytest.fixture(params=["memory", "checkpoint", "memory-through-files"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+    if request.param == "memory-through-files":
+        monkeypatch.setattr(memory, "_memfd_is_readable", lambda: False)
+        monkeypatch.setattr(memory, "_SHM", tmp_path / "shm-that-is-not-there")
+    made = make(SyncSettings(method="checkpoint" if request.param == "checkpoint" else "memory"), tmp_path / "sync")
+    yield made
+    made.close()
+    made.close()
+    assert not list((tmp_path / "sync").glob("*")), "close() left files"
+
+
+def test_what_is_staged_is_read_back_bit_by_bit(transport: Transport) -> None:
+    manifest = stage(transport, 3)
+    assert manifest.version == Version(1, 3)
+    assert manifest.tied == TIED
+    assert same(read(manifest), weights(3))
+    assert all(t.offset % 64 == 0 for t in manifest.tensors)
+    assert manifest.nbytes == sum(t.nbytes for t in weights(3).values())
+
+
+def test_another_process_can_open_the_path(transport: Transport) -> None:
+    manifest = stage(transport, 1)
+    spec = manifest.tensors[0]
+    code = "import sys,hashlib; f=open(sys.argv[1],'rb'); f.seek(int(sys.argv[2])); print(hashlib.sha256(f.read(int(sys.argv[3]))).hexdigest())"
+    said = subprocess.run(
+        [sys.executable, "-I", "-c", code, manifest.path, str(spec.offset), str(spec.nbytes)], capture_output=True, text=True, check=True
+    )
+    import hashlib
+
+    assert said.stdout.strip() == hashlib.sha256(weights(1)["embed.weight"].numpy().tobytes()).hexdigest()
+
+
+def test_without_releases_the_two_versions_before_stay_readable(transport: Transport) -> None:
+    manifests = [stage(transport, 0), stage(transport, 1)]
+    for step in range(2, 9):
+        manifests.append(stage(transport, step))
+        for old in manifests[-3:]:
+            assert same(read(old), weights(old.version.step))
+
+
+def test_a_failed_version_that_is_released_never_costs_the_served_one_its_bytes(transport: Transport) -> None:
+    served = stage(transport, 0)
+    for step in range(1, 6):  # each publish fails and is released
+        failed = stage(transport, step)
+        assert same(read(served), weights(0))
+        transport.release(failed.version)
+    assert same(read(served), weights(0))
+
+
+def test_with_releases_two_places_are_enough(transport: Transport) -> None:
+    paths = set()
+    for step in range(6):
+        paths.add(stage(transport, step).path)
+        if step:
+            transport.release(Version(1, step - 1))
+    if "weights-1" not in next(iter(paths)):
+        assert len(paths) == 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["embed.weight", "layer.weight"])
+def test_non_finite_weights_are_never_published(transport: Transport, bad: float, name: str) -> None:
+    served = stage(transport, 0)
+    broken = weights(1)
+    broken[name].reshape(-1)[4] = bad
+    with pytest.raises(WeightSyncFailed, match=f"1:1.*{name}.*NaN or infinity"):
+        transport.stage(Version(1, 1), broken.items(), TIED)
+    assert same(read(served), weights(0))
+    assert same(read(stage(transport, 1)), weights(1))
+
+
+def test_huge_but_finite_values_pass(transport: Transport) -> None:
+    big = {"w": torch.full((3,), 3e38), "v": torch.full((3,), -3e38)}
+    assert same(read(transport.stage(Version(1, 0), big.items(), {})), big)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.pop("layer.bias"), "layer.bias: was .*F32.*, is absent"),
+        (lambda w: w.update(extra=torch.zeros(1)), "extra: was absent"),
+        (lambda w: w.update({"layer.bias": torch.zeros(4)}), "layer.bias"),
+        (lambda w: w.update({"layer.bias": torch.zeros(3, dtype=torch.bfloat16)}), "layer.bias"),
+    ],
+    ids=["missing", "extra", "shape", "dtype"],
+)
+def test_another_set_of_tensors_than_before_is_refused(transport: Transport, change: object, said: str) -> None:
+    served = stage(transport, 0)
+    other = weights(1)
+    change(other)  # type: ignore[operator]
+    with pytest.raises(WeightSyncFailed, match=said):
+        transport.stage(Version(1, 1), other.items(), TIED)
+    assert same(read(served), weights(0))
+
+
+def test_nonsense_is_refused(transport: Transport) -> None:
+    w = torch.zeros(2)
+    with pytest.raises(WeightSyncFailed, match="given twice"):
+        transport.stage(Version(1, 0), [("a", w), ("a", w)], {})
+    with pytest.raises(WeightSyncFailed, match="no tensors"):
+        transport.stage(Version(1, 0), [], {})
+    with pytest.raises(WeightSyncFailed, match="tied to b, which was not given"):
+        transport.stage(Version(1, 0), [("a", w)], {"h": "b"})
+    with pytest.raises(WeightSyncFailed, match="as a tensor and as tied"):
+        transport.stage(Version(1, 0), [("a", w), ("h", w)], {"h": "a"})
+    with pytest.raises(WeightSyncFailed, match="complex64"):
+        transport.stage(Version(1, 0), [("a", torch.zeros(2, dtype=torch.complex64))], {})
+
+
+def test_a_generator_that_breaks_half_way_leaves_the_served_version_whole(transport: Transport) -> None:
+    served = stage(transport, 0)
+
+    def half() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed.weight", torch.zeros(33, 7)
+        raise RuntimeError("gather failed")
+
+    for step in (1, 2, 3):
+        with pytest.raises(RuntimeError, match="gather failed"):
+            transport.stage(Version(1, step), half(), TIED)
+        assert same(read(served), weights(0))
+
+
+def test_memory_leaves_no_name_and_few_descriptors(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    made = make(SyncSettings(method="memory"), tmp_path / "sync")
+    for step in range(10):
+        manifest = stage(made, step)
+    assert manifest.path.startswith("/proc/")
+    assert not (tmp_path / "sync").exists()
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+    made.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(WeightSyncFailed, match="closed"):
+        stage(made, 11)
+
+
+def test_checkpoint_removes_what_an_earlier_start_left(tmp_path: Path) -> None:
+    folder = tmp_path / "sync"
+    first = make(SyncSettings(method="checkpoint"), folder)
+    stage(first, 7)
+    (folder / "weights-1-8.tmp").write_bytes(b"half")
+    second = make(SyncSettings(method="checkpoint"), folder)
+    stage(second, 0)
+    assert [f.name for f in folder.iterdir()] == ["weights-1-0.bin"]
+    with pytest.raises(WeightSyncFailed, match="already staged"):
+        stage(second, 0)
+
+
+def test_disk_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(SyncSettings(method="checkpoint"), tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(WeightSyncFailed, match=r"1:0.*weights-1-0\.bin.*No space left"):
+        stage(made, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numpy_reads_what_torch_wrote(transport: Transport) -> None:
+    spec = stage(transport, 5)
+    first = spec.tensors[0]
+    array = np.memmap(spec.path, np.float32, "r", first.offset, first.shape)
+    assert np.array_equal(array, weights(5)["embed.weight"].numpy())
