@@ -50,7 +50,7 @@ def decode(tokens: Iterable[int]) -> str:
 def weights_key(manifest: WeightManifest) -> int:
     """What the log-probs of a scripted engine depend on: the hashes of all tensors, or the version where there are none."""
     text = "".join(sorted(t.name + t.xxh3_128 for t in manifest.tensors)) or str(manifest.version)
-    return xxhash.xxh3_64_intdigest(text)
+    return xxhash.xxh3_64_intdigest(text.encode())
 
 
 def logprobs(prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray, key: int) -> np.ndarray:
@@ -76,7 +76,7 @@ class ScriptedEngine:
         self.calls: list[GenerateRequest] = []
         self.version: Version | None = FIXED  # serves at once; a load replaces it
         self.loads: list[WeightManifest] = []
-        self._key = xxhash.xxh3_64_intdigest(str(FIXED))
+        self._key = xxhash.xxh3_64_intdigest(str(FIXED).encode())
         self._texts: deque[str] = deque(texts)
         self._failures: deque[Exception] = deque()
         self._dead = ""
