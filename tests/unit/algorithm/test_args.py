@@ -1,0 +1,110 @@
+"""Arguments of algorithm parts: what is refused, and what the message says."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.algorithm.args import ARGS, KINDS, KlArgs, PpoArgs, check_args
+from rft.algorithm.catalog import ALGORITHMS, LATER, algorithm_defaults, needs
+from rft.errors import ConfigError, ConfigErrors
+from rft.plugins import REGISTRY
+from rft.trainer.settings import AlgorithmSettings
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given", "expected"),
+    [
+        ("policy_loss_fn", "ppo", {"clip_rnge": 0.2}, "_args.clip_rnge.*Did you mean clip_range"),
+        ("policy_loss_fn", "ppo", {"clip_ratio_c": 1.0}, "clip_ratio_c: 1.0: input should be greater than 1"),
+        ("policy_loss_fn", "ppo", {"clip_range": "0.2"}, "clip_range: '0.2': input should be a valid number"),
+        ("policy_loss_fn", "ppo", {"clip_range": math.nan}, "finite number"),
+        ("policy_loss_fn", "ppo", {"clip_range": 2.0}, "at most 1; set clip_range_low"),
+        ("policy_loss_fn", "ppo", {"loss_agg_mode": "token-mean"}, "set algorithm.loss_agg_mode"),
+        ("policy_loss_fn", "gspo", {}, "'gspo' comes later.  Available: ppo"),
+        ("policy_loss_fn", "pppo", {}, "unknown policy loss 'pppo'.*Did you mean ppo"),
+        ("advantage_fn", "grpo", {"std_threshold": 0.1}, "std_threshold: comes later"),
+        ("advantage_fn", "grpo", {"epsilon": 0.0}, "greater than 0"),
+        ("kl_loss_fn", "none", {"kl_coef": 0.1}, "takes no arguments.*name an estimator"),
+        ("kl_loss_fn", "k2", {"adaptive": True}, "adaptive KL coefficient comes later"),
+        ("kl_loss_fn", "full", {}, "not offered.*vocabulary"),
+        ("kl_loss_fn", "low_var", {}, "Did you mean low_var_kl"),
+        ("entropy_loss_fn", "default", {"entropy_coef": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_refused(kind: str, name: str, given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)algorithm.{kind}.*{expected}"):
+        check_args(kind, name, given)
+
+
+def test_all_wrong_arguments_are_reported_together() -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        check_args("policy_loss_fn", "ppo", {"clip_rang": 1, "clip_ratio_c": 0}, key="x.loss")
+    assert {e.key for e in caught.value.errors} == {"x.loss_args.clip_rang", "x.loss_args.clip_ratio_c"}
+
+
+def test_clip_bounds_default_to_clip_range() -> None:
+    assert (PpoArgs(clip_range=0.3).low, PpoArgs(clip_range=0.3).high) == (0.3, 0.3)
+    args = check_args("policy_loss_fn", "ppo", {"clip_range_low": 0, "clip_range_high": 0.28})
+    assert isinstance(args, PpoArgs)
+    assert (args.low, args.high) == (0.0, 0.28)
+
+
+def test_every_field_is_documented() -> None:
+    undocumented = [(n, f) for (_, n), model in ARGS.items() for f, info in model.model_fields.items() if not info.description]
+    assert not undocumented
+
+
+def test_every_listed_part_is_registered_with_its_args_and_the_reverse() -> None:
+    REGISTRY.scan_package("rft.algorithm")
+    registered = {
+        (p.kind, p.name): p.args for p in REGISTRY.all() if p.kind in KINDS and Path(p.source).parent.name == "algorithm"
+    }
+    assert registered == ARGS
+
+
+def test_algorithms_pass_their_own_checks() -> None:
+    for d in ALGORITHMS.values():
+        for kind in KINDS:
+            check_args(kind, getattr(d, kind), getattr(d, f"{kind}_args"))
+        assert d.repeat_times >= 2
+    assert not ALGORITHMS.keys() & LATER.keys()
+
+
+def test_algorithm_names() -> None:
+    assert algorithm_defaults("dr_grpo").advantage_fn_args == {"norm_by_std": False}
+    with pytest.raises(ConfigError, match=r"'gspo' comes later.  Available: grpo, dr_grpo"):
+        algorithm_defaults("gspo")
+    with pytest.raises(ConfigError, match=r"clip_range_high: 0.28"):
+        algorithm_defaults("dapo")
+    with pytest.raises(ConfigError, match=r"algorithm.algorithm_type: unknown algorithm 'grppo'.*Did you mean grpo"):
+        algorithm_defaults("grppo")
+
+
+def test_needs_nothing_that_is_not_used() -> None:
+    assert not needs(AlgorithmSettings()).reference
+    off = needs(AlgorithmSettings(kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.0}, entropy_loss_fn="default"))
+    assert not off.reference
+    assert not off.entropy
+    on = needs(AlgorithmSettings(kl_loss_fn="k2", entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.01}))
+    assert on.reference
+    assert on.entropy
+
+
+def test_checking_loads_no_torch() -> None:
+    code = (
+        "import sys; from rft.algorithm.catalog import algorithm_defaults; from rft.algorithm.args import check_args\n"
+        "algorithm_defaults('grpo'); check_args('policy_loss_fn', 'ppo', {'clip_range': 0.1})\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_args_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        KlArgs().kl_coef = 1.0  # type: ignore[misc]

@@ -1,0 +1,124 @@
+"""Parts put together: totals, what is left out, what masks hide, and parts of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from rft.algorithm.base import Denominators, LossInputs
+from rft.algorithm.build import build
+from rft.errors import ConfigError
+from rft.trainer.settings import AlgorithmSettings
+from rft.types.ports import GroupStats
+
+FULL = AlgorithmSettings(
+    kl_loss_fn="k2",
+    kl_loss_fn_args={"kl_coef": 0.5},
+    entropy_loss_fn="default",
+    entropy_loss_fn_args={"entropy_coef": 0.25},
+)
+
+
+def step() -> LossInputs:
+    """Two rows; the last token of each is not trained."""
+    return LossInputs(
+        logprobs=torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.5], requires_grad=True),
+        old_logprobs=torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.5]),
+        advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
+        mask=torch.tensor([True, True, False, True, False]),
+        row=torch.tensor([0, 0, 0, 1, 1]),
+        num_rows=2,
+        denominators=Denominators(tokens=3, rows=2, max_response_tokens=4),
+        ref_logprobs=torch.tensor([-1.0, -1.0, -9.0, -3.0, -9.0]),
+        entropy=torch.tensor([0.3, 0.6, 9.0, 0.9, 9.0]),
+    )
+
+
+def test_total_is_policy_minus_entropy_plus_kl() -> None:
+    out = build(FULL).loss(step())
+    policy, kl, entropy = -1 / 3, (0 + 0.5 + 2) / 3, 1.8 / 3
+    assert out.loss.item() == pytest.approx(policy + 0.5 * kl - 0.25 * entropy)
+    means = {k: v.item() / 3 for k, v in out.sums.items()}
+    assert means["pg_loss"] == pytest.approx(policy)
+    assert means["kl_loss"] == pytest.approx(kl)
+    assert means["entropy"] == pytest.approx(entropy)
+    assert means["loss"] == pytest.approx(out.loss.item())
+    assert means["ratio"] == pytest.approx(1)
+    assert not any(v.requires_grad for v in [*out.sums.values(), *out.maxima.values()])
+
+
+def test_losses_in_the_sums_divide_to_the_loss_in_every_mode() -> None:
+    out = build(dataclasses.replace(FULL, loss_agg_mode="seq-mean-token-sum-norm")).loss(step())
+    assert out.sums["loss"].item() / 3 == pytest.approx(out.loss.item())
+    assert out.sums["kl_loss"].item() / 3 == pytest.approx(2.5 / (4 * 2))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_the_mask_hides_is_harmless(bad: float) -> None:
+    clean, dirty = step(), step()
+    hidden = ~clean.mask
+    logprobs = dirty.logprobs.detach().masked_fill(hidden, bad).requires_grad_()
+    names = ("old_logprobs", "advantages", "ref_logprobs", "entropy")
+    dirty = dataclasses.replace(dirty, logprobs=logprobs, **{n: getattr(dirty, n).masked_fill(hidden, bad) for n in names})
+    algorithm = build(FULL)
+    a, b = algorithm.loss(clean), algorithm.loss(dirty)
+    torch.testing.assert_close(b.loss, a.loss)
+    torch.testing.assert_close(torch.autograd.grad(b.loss, logprobs)[0], torch.autograd.grad(a.loss, clean.logprobs)[0])
+    for name, value in a.sums.items():
+        torch.testing.assert_close(b.sums[name], value, msg=name)
+
+
+def test_a_trained_token_that_is_not_finite_shows() -> None:
+    x = step()
+    broken = dataclasses.replace(x, logprobs=torch.full_like(x.logprobs, float("nan")).requires_grad_())
+    assert not torch.isfinite(build(AlgorithmSettings()).loss(broken).loss)
+
+
+def test_parts_that_are_off_need_nothing() -> None:
+    x = dataclasses.replace(step(), ref_logprobs=None, entropy=None)
+    off = dataclasses.replace(FULL, kl_loss_fn_args={"kl_coef": 0.0}, entropy_loss_fn_args={"entropy_coef": 0.0})
+    assert build(off).loss(x).loss.item() == pytest.approx(-1 / 3)
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        build(FULL).loss(x)
+
+
+def test_an_empty_micro_batch_is_a_zero_with_a_gradient() -> None:
+    x = step()
+    empty = {f.name: v[:0] for f in dataclasses.fields(x) if isinstance(v := getattr(x, f.name), torch.Tensor)}
+    out = build(FULL).loss(dataclasses.replace(x, **empty, num_rows=0))
+    assert out.loss.item() == 0
+    assert out.loss.requires_grad
+    assert out.maxima["ratio_max"].item() == 0
+
+
+def test_advantages_go_through() -> None:
+    stats = GroupStats(group="g", rewards=(1.0, 0.0), mean=0.5, std=0.7071067811865476)
+    a = build(AlgorithmSettings(advantage_fn_args={"norm_by_std": False})).advantages([1.0, 0.0], [stats, stats])
+    assert a.tolist() == [0.5, -0.5]
+
+
+def test_unknown_aggregation() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.loss_agg_mode: 'mean' is not one of token-mean"):
+        build(AlgorithmSettings(loss_agg_mode="mean"))
+
+
+def test_a_policy_loss_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "plain.py"
+    file.write_text(
+        "from pydantic import BaseModel\n"
+        "from rft.algorithm.aggregate import aggregate\n"
+        "from rft.algorithm.base import LossOutput, policy_loss\n"
+        "class PlainArgs(BaseModel, extra='forbid'):\n"
+        "    scale: float = 1.0\n"
+        "@policy_loss('plain', args=PlainArgs)\n"
+        "def plain(x, args):\n"
+        "    return LossOutput(loss=-args.scale * aggregate(x.advantages * x.logprobs, x))\n"
+    )
+    name = f"{file}:plain"
+    out = build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args={"scale": 3.0})).loss(step())
+    assert out.loss.item() == pytest.approx(-3 * (-1 - 2 + 1) / 3)
+    with pytest.raises(ConfigError, match="Did you mean scale"):
+        build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args={"scal": 3.0}))
