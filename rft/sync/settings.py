@@ -22,3 +22,4 @@ class SyncSettings:
     canary_limit: float = 1e-3  # nats; the float32 limit for the first version, see rulings on later ones
     canary_limit_bf16: float = 0.25
     retries: int = 1
+    engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16": picks the canary's limits
