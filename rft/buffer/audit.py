@@ -1,0 +1,152 @@
+"""The audit by files: is every acknowledged experience somewhere, and was none trained twice?
+
+It reads the ledger, the payload and the checkpoint manifests, while or after a run; it needs no running program and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from sqlalchemy import Connection, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from rft.buffer.ancestry import chain, counted_uses, digest
+from rft.buffer.base import Audit, Storage
+from rft.buffer.buffer import LEDGER_SUFFIX, make_storage
+from rft.buffer.count import count
+from rft.buffer.ledger import connect
+from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
+from rft.buffer.settings import BufferSettings
+from rft.errors import BufferFailed
+from rft.types.block import content_hash, decode
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+
+class _Manifest(msgspec.Struct):
+    """What the audit needs of a checkpoint's manifest.json; other keys are the trainer's."""
+
+    format: int
+    version: Version
+    parent: Version | None
+    consumption: Consumption
+
+
+def audit_run(run_dir: Path | str, *, payload: bool = True) -> Audit:
+    """The audit of a run folder (`run_dir/buffer/*.db`, `run_dir/checkpoints/global_step_N/manifest.json`).
+
+    Uses are counted for the newest valid manifest; every manifest's uses are compared with its digest.  `payload` also reads each
+    available experience back and compares its hash.  Raises BufferFailed when there is no ledger to read.
+    """
+    run_dir = Path(run_dir)
+    path = _ledger(run_dir / "buffer")
+    manifests, problems = _manifests(run_dir / "checkpoints")
+    engine = connect(path, read_only=True)
+    try:
+        with engine.connect() as connection, connection.begin():
+            return _audit(connection, path, manifests, problems, payload)
+    except SQLAlchemyError as e:
+        raise BufferFailed(f"{path} cannot be read: {getattr(e, 'orig', None) or e}") from e
+    finally:
+        engine.dispose()
+
+
+def _audit(tx: Connection, path: Path, manifests: list[_Manifest], problems: list[str], payload: bool) -> Audit:
+    about = dict(tx.execute(select(meta.c.key, meta.c.value)).all())
+    if about.get("format") != str(FORMAT):
+        raise BufferFailed(f"{path} has format {about.get('format')}, this rft reads format {FORMAT}; use the rft that wrote it")
+    max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
+    latest = manifests[-1].version if manifests else None
+    audit, derived = count(tx, chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
+    for manifest in manifests:
+        problems += _compare(tx, manifest, max_uses)
+    settings = BufferSettings(
+        name=path.name.removesuffix(LEDGER_SUFFIX),
+        folder=path.parent,
+        storage_type=about["storage_type"],  # type: ignore[arg-type]
+        storage_path=about["storage_path"] or None,
+    )
+    storage = make_storage(settings)
+    available, explained = audit.available, dict(audit.explained)
+    if not storage.durable and available:  # what only memory held went with its process
+        available, explained["not_durable"] = 0, available
+    elif payload:
+        problems += _read_back(tx, storage, {x for x, (state, _) in derived.items() if state == "available"})
+    return msgspec.structs.replace(
+        audit, available=available, explained=explained, manifests=len(manifests), problems=(*audit.problems, *problems)
+    )
+
+
+def _ledger(folder: Path) -> Path:
+    found = sorted(folder.glob(f"*{LEDGER_SUFFIX}"))
+    if len(found) != 1:
+        names = ", ".join(p.name for p in found) or "none"
+        raise BufferFailed(
+            f"{folder} must hold one buffer (*{LEDGER_SUFFIX}); found {names}. Give the folder of a run that has begun."
+        )
+    return found[0]
+
+
+def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
+    """Valid manifests by version, and what is wrong with the others."""
+    valid, problems = [], []
+    for path in folder.glob("global_step_*/manifest.json"):
+        try:
+            manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
+            if manifest.format != 1:
+                raise ValueError(f"format {manifest.format} is not 1")
+            valid.append(manifest)
+        except (ValueError, msgspec.MsgspecError, OSError) as e:
+            problems.append(f"{path} is not a valid manifest: {e}")
+    return sorted(valid, key=lambda m: m.version), problems
+
+
+def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
+    """What a manifest says that the ledger does not."""
+    version, said = manifest.version, manifest.consumption
+    row = tx.execute(select(lineages).where(lineages.c.lineage == version.lineage)).one_or_none()
+    if row is None:
+        return [f"checkpoint {version}: the ledger knows no lineage {version.lineage}"]
+    problems = []
+    parent = None if row.parent_lineage is None else Version(row.parent_lineage, row.parent_step)
+    if parent != manifest.parent:
+        problems.append(f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says {parent}")
+    counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, version)))]
+    if (len(counted), digest(counted)) != (said.num_uses, said.digest):
+        problems.append(
+            f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), the ledger counts {len(counted)} ({digest(counted)})"
+        )
+    twice = [x for x, n in Counter(u[0] for u in counted).items() if n > max_uses]
+    if twice:
+        problems.append(
+            f"checkpoint {version}: {len(twice)} experiences were trained more than {max_uses} times, e.g. {twice[0]}"
+        )
+    return problems
+
+
+def _read_back(tx: Connection, storage: Storage, wanted: set[str]) -> list[str]:
+    """Which available experiences cannot be read as they were stored."""
+    e, g = experiences.c, groups.c
+    hashes: dict[str, dict[str, str]] = {}
+    for r in tx.execute(select(e.id, e.content_hash, g.locator).join(groups, g.id == e.group_id)):
+        if r.id in wanted:
+            hashes.setdefault(r.locator, {})[r.id] = r.content_hash
+    problems: list[str] = []
+    for locator, rows in hashes.items():
+        try:
+            (block,) = storage.get([locator], tx)
+            found = {str(x.id): content_hash(x) for x in decode(block)}
+        except (BufferFailed, ValueError, msgspec.MsgspecError) as error:
+            problems.append(f"payload {locator}: {error}")
+            continue
+        bad = [x for x, content in rows.items() if found.get(x) != content]
+        problems += [f"payload {locator} does not hold {bad[0]} as it was stored"] if bad else []
+    return problems
+
+
+def as_json(audit: Audit) -> str:
+    """The audit as one JSON object, with its verdicts."""
+    return json.dumps({**msgspec.to_builtins(audit), "balanced": audit.balanced, "ok": audit.ok}, indent=2)

@@ -1,0 +1,43 @@
+"""Payload in the ledger's own database: one transaction covers header and block, so neither exists without the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete, insert, select
+
+from rft.buffer.base import storage
+from rft.buffer.schema import payloads
+from rft.buffer.settings import BufferSettings
+from rft.errors import BufferFailed
+
+
+@storage("sql")
+class SqlStorage:
+    """Blocks are blobs of table `payloads`; a locator is the row's number."""
+
+    durable = True
+
+    def __init__(self, settings: BufferSettings) -> None:
+        del settings  # the ledger's connection is all it needs
+
+    def open(self) -> None: ...
+
+    def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:
+        return [str(connection.execute(insert(payloads), {"block": b}).inserted_primary_key[0]) for b in blocks]
+
+    def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
+        found: dict[str, bytes] = {}
+        for start in range(0, len(locators), 500):  # SQLite allows a limited number of bound values
+            part = [int(x) for x in locators[start : start + 500]]
+            for number, block in connection.execute(select(payloads).where(payloads.c.id.in_(part))):
+                found[str(number)] = block
+        if missing := [x for x in locators if x not in found]:
+            raise BufferFailed(f"payload {missing[0]} is not in table payloads ({len(missing)} of {len(locators)} missing)")
+        return [found[x] for x in locators]
+
+    def drop(self, locators: Sequence[str], connection: Connection) -> None:
+        for start in range(0, len(locators), 500):
+            connection.execute(delete(payloads).where(payloads.c.id.in_([int(x) for x in locators[start : start + 500]])))
+
+    def close(self) -> None: ...
