@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ class Registry:
         for folder in root.__path__:
             for path in sorted(Path(folder).glob("*.py")):
                 if not path.name.startswith("_"):
-                    _guarded(f"{package}.{path.stem}", lambda p=path: importlib.import_module(f"{package}.{p.stem}"))
+                    _guarded(f"{package}.{path.stem}", partial(importlib.import_module, f"{package}.{path.stem}"))
 
     def scan_entry_points(self) -> None:
         """Import every module that an installed distribution names in the entry-point group `rft.plugins`."""
@@ -116,7 +117,9 @@ class Registry:
         else:
             module = _guarded(name, lambda: importlib.import_module(where))
         if not hasattr(module, attribute):
-            raise PluginError(f"{kind} {name!r}: {where} has no {attribute!r}; it defines {', '.join(_public(module)) or 'nothing'}")
+            raise PluginError(
+                f"{kind} {name!r}: {where} has no {attribute!r}; it defines {', '.join(_public(module)) or 'nothing'}"
+            )
         obj = getattr(module, attribute)
         marked = getattr(obj, "__rft_plugin__", None)
         if marked is not None and marked.kind != kind:
@@ -165,7 +168,8 @@ def import_file(path: Path) -> ModuleType:
             raise
         return module
 
-    return _guarded(str(path), load)
+    loaded: ModuleType = _guarded(str(path), load)
+    return loaded
 
 
 def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
@@ -221,4 +225,6 @@ def _guarded(what: str, load: Callable[[], Any]) -> Any:
 
 
 def _public(module: ModuleType) -> list[str]:
-    return sorted(n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", None) == module.__name__)
+    return sorted(
+        n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", None) == module.__name__
+    )

@@ -3,8 +3,8 @@
     @reward("exact_answer")
     def exact_answer(task, transcript): return float(transcript.answer.strip() == task.truth)
 
-A reward is a function or an object with `__call__`; a class is constructed with the checked `reward_args`.  It may be async.  It
-returns a number, a `Score`, or a dict of parts whose sum is the value.  A reward that cannot score raises; it never returns a default.
+A reward is a function or an object with `__call__`; a class is constructed with the checked `reward_args`.  It may be async.
+It returns a number, a `Score`, or a dict of parts whose sum is the value.  One that cannot score raises.
 """
 
 from __future__ import annotations

@@ -1,0 +1,66 @@
+"""Rewards for mathematical answers, compared by math-verify in processes of our own that can be killed.
+
+A verdict comes from math-verify or not at all: a worker that hangs or dies makes the reward raise, so the run is not scored.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import BaseModel, ConfigDict
+
+from rft.reward.base import reward
+from rft.reward.boxed import last_boxed
+from rft.reward.format import has_shape
+from rft.reward.pool import WorkerPool
+from rft.types.completion import Transcript
+from rft.types.task import Task
+
+POOL = WorkerPool("math_verify", "rft.reward.math_worker")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class MathArgs(BaseModel):
+    """`format_score`: added for <think>/<answer> tags in the right place, taken away otherwise; 0 leaves the shape out."""
+
+    model_config = ConfigDict(extra="forbid")
+    format_score: float = 0.1
+    timeout_s: float = 10.0
+
+
+class BoxedArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    timeout_s: float = 10.0
+
+
+@reward("math_reward", args=MathArgs)
+async def math_reward(
+    task: Task, transcript: Transcript, *, format_score: float = 0.1, timeout_s: float = 10.0
+) -> dict[str, float]:
+    """Accuracy 1 or 0, plus or minus `format_score` for the shape.  The last <answer> block counts, else the whole text."""
+    blocks = _ANSWER.findall(transcript.answer)
+    parts = {"accuracy": await same(blocks[-1] if blocks else transcript.answer, task, timeout_s)}
+    if format_score:
+        parts["format"] = format_score if has_shape(transcript.answer) else -format_score
+    return parts
+
+
+@reward("accuracy_reward", args=BoxedArgs)
+async def accuracy_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> dict[str, float]:
+    """1 if math-verify finds the truth in the answer, else 0."""
+    return {"accuracy": await same(transcript.answer, task, timeout_s)}
+
+
+@reward("math_boxed_reward", args=BoxedArgs)
+async def math_boxed_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> dict[str, float]:
+    """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0."""
+    boxed = last_boxed(transcript.answer)
+    return {"accuracy": 0.0 if boxed is None else await same(f"\\boxed{{{boxed}}}", task, timeout_s)}
+
+
+async def same(answer: str, task: Task, timeout_s: float) -> float:
+    """1.0 if `answer` is mathematically equal to the task's truth, else 0.0.  Raises what WorkerPool.call raises."""
+    if task.truth is None:
+        raise ValueError(f"task {task.taskset}[{task.index}] has no truth; name its column in format.response_key")
+    verdict = await POOL.call({"answer": answer, "truth": str(task.truth)}, timeout_s)
+    return 1.0 if verdict is True else 0.0

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from rft.errors import ConfigError, PluginError
+from rft.plugins import load_all
+from rft.reward.base import score
+from rft.reward.boxed import last_boxed
+from rft.reward.build import build
+from rft.reward.exact import last_number
+from rft.reward.pool import WorkerDied, WorkerError, WorkerPool, counts
+from rft.taskset.base import open_taskset
+from rft.taskset.settings import TasksetSettings
+from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
+from rft.types.ids import Version
+from rft.types.task import SamplingArgs, Task
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    load_all()
+
+
+@pytest.fixture(scope="module")
+def math_pool():
+    from rft.reward.math import POOL
+
+    yield POOL
+    pids = POOL.pids()
+    POOL.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def said(text: str) -> Transcript:
+    n = max(1, len(text))
+    completion = Completion(
+        prompt_tokens=np.arange(3, dtype=np.int32),
+        tokens=np.zeros(n, np.int32),
+        logprobs=np.zeros(n, np.float32),
+        text=text,
+        finish_reason="stop",
+        version_spans=(VersionSpan(Version(1, 0), 0, n),),
+        sampling=SamplingArgs(),
+    )
+    return Transcript(turns=(Turn(messages=({"role": "user", "content": "?"},), completion=completion),))
+
+
+def task(truth: object) -> Task:
+    return Task(taskset="t", index=0, prompt="?", truth=truth, workflow="w")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 + 4 = 7.", "7"),
+        ("5-3", "3"),
+        ("it is -3", "-3"),
+        ("1,234.50 dollars", "1234.50"),
+        ("1, 2", "2"),
+        ("x", None),
+        ("7.0", "7"),
+        ("12,34", "34"),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+async def test_exact_answer():
+    fn = build("exact_answer", {})
+    assert (await score(fn, task("7"), said("3 + 4 = 7"))).value == 1.0
+    assert (await score(fn, task(7), said("The answer is 8"))).value == 0.0
+    assert (await score(fn, task("7"), said(""))).value == 0.0
+    assert (
+        await score(build("exact_answer", {"compare": "text", "ignore_case": True, "wrong": -1}), task("Yes"), said(" yes "))
+    ).value == 1.0
+    with pytest.raises(ValueError, match="has no truth"):
+        await score(fn, task(None), said("1"))
+    with pytest.raises(ValueError, match="holds no number"):
+        await score(fn, task("seven"), said("1"))
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ConfigError, match="Did you mean compare"):
+        build("exact_answer", {"compere": "text"})
+    with pytest.raises(ConfigError, match=r"args: arguments of reward 'exact_answer': compare: .*given 'txt'"):
+        build("exact_answer", {"compare": "txt"}, key="args")
+    with pytest.raises(PluginError, match="Did you mean exact_answer"):
+        build("exact_answr", {})
+    with pytest.raises(ConfigError, match="unknown argument 'x'"):
+        build("reasoning_gym", {"x": 1})
+
+
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), "1", [1.0], None, {"a": "x"}, {"a": float("nan")}, Score(value=float("inf"))]
+)
+async def test_a_reward_must_be_a_finite_number(bad):
+    with pytest.raises(ValueError, match="finite number"):
+        await score(lambda t, x: bad, task("1"), said("1"))
+
+
+async def test_parts_are_summed_and_unscored_stays_unscored():
+    got = await score(lambda t, x: {"a": 1, "b": -0.25}, task("1"), said("1"))
+    assert got.value == 0.75 and got.parts == {"a": 1.0, "b": -0.25}
+    assert (await score(lambda t, x: Score(value=None), task("1"), said("1"))).value is None
+
+
+async def test_format_reward():
+    good = "<think>\nhm\n</think>\n<answer>7</answer>"
+    fn = build("format_reward", {})
+    assert (await score(fn, task("7"), said(good))).value == 0.1
+    for bad in ("7", "<answer>7</answer>", good + "x", "<think>a</think><think>b</think><answer>7</answer>"):
+        assert (await score(fn, task("7"), said(bad))).value == -0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "inner"),
+    [
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1} or \boxed{2}", "2"),
+        (r"\boxed{1} \boxed{2", "1"),
+        ("none", None),
+        (r"\fbox{3}", "3"),
+    ],
+)
+def test_last_boxed(text, inner):
+    assert last_boxed(text) == inner
+
+
+async def test_math_rewards(math_pool):
+    fn = build("math_reward", {})
+    assert (await score(fn, task("0.5"), said("<think>half</think><answer>\\frac{1}{2}</answer>"))).parts == {
+        "accuracy": 1.0,
+        "format": 0.1,
+    }
+    assert (await score(fn, task("0.5"), said("It is 1/3."))).parts == {"accuracy": 0.0, "format": -0.1}
+    boxed = build("math_boxed_reward", {})
+    assert (await score(boxed, task(r"\frac{1}{2}"), said(r"\boxed{0.5}"))).value == 1.0
+    assert (await score(boxed, task("2"), said("2"))).value == 0.0
+    hits = math_pool.memo_hits
+    assert (await score(build("accuracy_reward", {}), task("2x+1"), said("$1+2x$"))).value == 1.0
+    assert (await score(build("accuracy_reward", {}), task("2x+1"), said("$1+2x$"))).value == 1.0
+    assert math_pool.memo_hits == hits + 1 and counts()["math_verify/memo_hits"] == hits + 1
+
+
+async def test_a_killed_worker_is_replaced_and_asked_again(math_pool):
+    assert await math_pool.call({"answer": "4", "truth": "4"}, 30) is True
+    restarts = math_pool.restarts
+    for pid in math_pool.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert await math_pool.call({"answer": "5", "truth": "6"}, 30) is False
+    assert math_pool.restarts > restarts
+
+
+async def test_a_worker_that_cannot_read_the_truth_raises(math_pool):
+    with pytest.raises(WorkerError, match="cannot read the truth"):
+        await math_pool.call({"answer": "5", "truth": ""}, 30)
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """A pool over a worker module whose source the test gives."""
+    pools = []
+
+    def make(source: str) -> WorkerPool:
+        (tmp_path / "toy_worker.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        pools.append(WorkerPool("toy", "toy_worker", size=1))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+        assert pool.pids() == []
+
+
+TOY = """
+import os, subprocess, sys
+from rft.reward.pool import serve
+def load():
+    def answer(request):
+        if request["do"] == "spin":
+            while True: pass
+        if request["do"] == "exit": os._exit(3)
+        if request["do"] == "print": print("noise" * 1000)
+        return request["do"]
+    return answer
+serve(load)
+"""
+
+
+async def test_hanging_worker_is_killed_at_the_deadline(worker):
+    pool = worker(TOY)
+    assert await pool.call({"do": "print"}, 30) == "print"
+    (first,) = pool.pids()
+    with pytest.raises(TimeoutError, match=r"killed after 0\.2 s"):
+        await pool.call({"do": "spin"}, 0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    assert pool.timeouts == 1
+    assert await pool.call({"do": "again"}, 30) == "again"
+
+
+async def test_worker_that_dies_on_a_request_raises(worker):
+    with pytest.raises(WorkerDied, match="exit status 3"):
+        await worker(TOY).call({"do": "exit"}, 30)
+
+
+async def test_worker_that_does_not_start_raises(worker):
+    with pytest.raises(WorkerDied, match="did not start"):
+        await worker("raise SystemExit(1)").call({"do": "x"}, 30)
+
+
+async def test_close_while_computing_ends_the_call(worker):
+    pool = worker(TOY)
+    await pool.call({"do": "warm"}, 30)
+    job = asyncio.ensure_future(pool.call({"do": "spin"}, 60))
+    await asyncio.sleep(0)  # the call is handed to its thread
+    await asyncio.to_thread(pool.close)
+    with pytest.raises((WorkerDied, asyncio.CancelledError)):
+        await job
+
+
+def test_workers_die_with_a_killed_parent(tmp_path):
+    """kill -9 of the parent while its worker computes for ever: the pipe it inherited closes, so the reader sees the end."""
+    (tmp_path / "toy_worker.py").write_text(
+        TOY.replace("serve(load)", "os.set_inheritable(int(os.environ['MARK']), True); serve(load)")
+    )
+    read, write = os.pipe()
+    parent = (
+        "import asyncio, os, subprocess; from rft.reward import pool\n"
+        "real = subprocess.Popen\n"
+        f"pool.subprocess.Popen = lambda *a, **k: real(*a, pass_fds=({write},), **k)\n"
+        "p = pool.WorkerPool('toy', 'toy_worker', size=1)\n"
+        "async def main():\n"
+        "    await p.call({'do': 'warm'}, 60); job = asyncio.ensure_future(p.call({'do': 'spin'}, 60))\n"
+        "    print('up', flush=True); await job\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "MARK": str(write)}
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment, pass_fds=(write,)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        os.close(write)
+        process.kill()
+    assert os.read(read, 1) == b""  # blocks until the last holder of `write` is gone
+    os.close(read)
+
+
+async def test_reasoning_gym_scores_its_own_rows():
+    made = open_taskset(TasksetSettings(name="g", path="reasoning_gym://chain_sum", workflow="w", args={"size": 3, "seed": 5}))
+    first = made.task(0)
+    assert first.reward == "reasoning_gym"
+    fn = build("reasoning_gym", {})
+    assert (await score(fn, first, said(first.truth))).value == 1.0
+    assert (await score(fn, first, said(f"<think>x</think><answer>{first.truth}</answer>"))).value == 1.0
+    assert (await score(fn, first, said("no"))).value < 0.5
