@@ -1,0 +1,100 @@
+"""What a tracker is: a place beside metrics.jsonl that numbers and tables are mirrored to.
+
+One file per tracker, marked with `@monitor("name")`, found by being in this folder or in a plugin folder.
+It knows nothing of threads or failures: `Monitor` calls each tracker from one thread of its own, in order, and drops it when it
+raises.
+"""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict
+
+from rft.monitor.settings import MonitorSettings
+from rft.plugins import kind
+from rft.types.metrics import MetricRecord
+
+monitor = kind("monitor")
+Row = dict[str, Any]
+
+
+class TrackerArgs(BaseModel):
+    """Base of all tracker arguments; by itself it takes none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Tracker(ABC):
+    """Opens in `__init__`, which may be slow.  Any exception switches the tracker off for the rest of the run."""
+
+    Args: ClassVar[type[TrackerArgs]] = TrackerArgs
+    requires: ClassVar[tuple[str, ...]] = ()  # modules that must be importable, asked before the run starts
+
+    def __init__(self, settings: MonitorSettings, args: Any) -> None:
+        self.settings = settings
+        self.args = args
+
+    @abstractmethod
+    def log(self, record: MetricRecord) -> None:
+        """The numbers of one step of one role."""
+
+    @abstractmethod
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
+        """Examples to look at; rows hold JSON values, not necessarily all the same columns."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Everything given before is with the tracker when this returns."""
+
+
+class OneRun:
+    """Metric names for trackers that keep all roles in one run.
+
+    The role that uses a name first keeps it; another role's metric of the same name becomes `role/name`, since its steps count
+    something else.
+    """
+
+    def __init__(self) -> None:
+        self._owner: dict[str, str] = {}
+
+    def name(self, role: str, name: str) -> str:
+        return name if self._owner.setdefault(name, role) == role else f"{role}/{name}"
+
+
+def columns(rows: Sequence[Row]) -> list[str]:
+    """All keys, in the order in which they appear first."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def cell(value: Any) -> str | int | float | bool | None:
+    """A value that every tracker can show; lists and mappings become JSON."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return msgspec.json.encode(value).decode()
+
+
+def markdown(rows: Sequence[Row], limit: int = 100) -> str:
+    """A table for trackers that show text; beyond `limit` rows only their number."""
+    names = columns(rows)
+    lines = [names, ["---"] * len(names), *([_escape(cell(row.get(n))) for n in names] for row in rows[:limit])]
+    more = f"\n\n{len(rows) - limit} more rows are in the run's samples folder." if len(rows) > limit else ""
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + more
+
+
+def remembered_id(path: Path) -> str:
+    """The tracker's own id of this run, kept in `path`, so that a resumed run goes on where it was."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:16])
+    return path.read_text().strip()
+
+
+def _escape(value: object) -> str:
+    text = "" if value is None else str(value)
+    return text.replace("|", "\\|").replace("\r", "").replace("\n", "<br>")

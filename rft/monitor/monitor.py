@@ -1,0 +1,162 @@
+"""Where numbers go: metrics.jsonl always, and any number of trackers beside it.
+
+metrics.jsonl is part of the run: failing to write it ends the run.  A tracker is a convenience: one that fails is switched off
+with an error in the log and `alarm/monitor_failed` in metrics.jsonl and the other trackers.
+Invariant: every line of metrics.jsonl is one whole record; a line cut by a crash is removed when the run goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rft.errors import RunFailed, SetupError
+from rft.logs import redact
+from rft.monitor.base import Row, Tracker
+from rft.monitor.mirror import Call, Mirror
+from rft.monitor.settings import MonitorSettings
+from rft.plugins import REGISTRY, Plugin, checked_args
+from rft.types.metrics import MetricRecord
+
+log = logging.getLogger(__name__)
+FILE = "metrics.jsonl"
+SAMPLES = "samples"
+ALARM = "alarm/monitor_failed"
+CLOSE_S = 120.0
+
+
+class Monitor:
+    """The `MetricSink` of a run.  One process owns it; others send their records there."""
+
+    def __init__(self, settings: MonitorSettings) -> None:
+        """Opens metrics.jsonl in `settings.folder`; trackers open in their own threads."""
+        self._folder = settings.folder
+        self._path = settings.folder / FILE
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(self._path)
+        self._file = self._path.open("ab")
+        self._lock = threading.Lock()  # failures are reported from the trackers' threads
+        self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
+        self._mirrors: list[Mirror] = []
+        for kind in settings.kinds:
+            plugin, args = _plugin(kind), settings.args.get(kind) or {}
+            self._mirrors.append(Mirror(kind, _maker(plugin, settings, args), self._tracker_failed))
+
+    async def log(self, record: MetricRecord) -> None:
+        """On disk when this returns (in the sense that it survives kill -9).  Raises RunFailed when it cannot be written."""
+        record = msgspec.structs.replace(record, values={redact(k): float(v) for k, v in record.values.items()})
+        self._last = record
+        self._append(record)
+        self._mirror(lambda tracker: tracker.log(record))
+
+    async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Writes samples/<name>_<step>.jsonl, one row a line, whole or not at all, and shows the table in the trackers."""
+        clean: list[Row] = [_redacted(row) for row in rows]
+        path = self._folder / SAMPLES / f"{re.sub(r'[^A-Za-z0-9_.@-]', '_', name)}_{step}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in clean))
+        aside.replace(path)
+        self._mirror(lambda tracker: tracker.table(name, step, clean))
+
+    async def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Waits at most `deadline_s` for each tracker to take everything.  Nothing may be logged afterwards."""
+        for mirror in self._mirrors:
+            await mirror.close(deadline_s)
+        self._mirrors = []
+        with self._lock:
+            self._file.close()
+
+    def _append(self, record: MetricRecord) -> None:
+        with self._lock:
+            try:
+                self._file.write(msgspec.json.encode(record) + b"\n")
+                self._file.flush()
+            except OSError as e:
+                raise RunFailed(f"cannot append to {self._path}: {e}.  Free space or restore the folder, then resume.") from e
+
+    def _mirror(self, call: Call) -> None:
+        for mirror in self._mirrors:
+            mirror.submit(call)
+
+    def _tracker_failed(self, kind: str, error: BaseException) -> None:
+        log.error(
+            "monitor %s failed and is off for the rest of this run; %s goes on: %s: %s",
+            kind,
+            self._path,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
+        alarm = msgspec.structs.replace(self._last, time=time.time(), values={ALARM: 1.0})
+        self._append(alarm)
+        self._mirror(lambda tracker: tracker.log(alarm))
+
+
+def check_available(kinds: Iterable[str], args: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+    """Raises before a run starts: ConfigError for an unknown tracker or argument, SetupError for one that is not installed."""
+    for kind in kinds:
+        plugin = _plugin(kind)
+        missing = [m for m in plugin.obj.requires if importlib.util.find_spec(m) is None]
+        if missing:
+            raise SetupError(
+                f"monitor {kind!r} needs {', '.join(missing)}, which is not installed: pip install {' '.join(missing)}, "
+                f"or take {kind!r} out of monitor.monitor_type.  metrics.jsonl is written in any case."
+            )
+        checked_args(plugin, (args or {}).get(kind) or {}, key=f"monitor.monitor_args.{kind}")
+
+
+def _plugin(kind: str) -> Plugin:
+    REGISTRY.scan_package("rft.monitor")
+    return REGISTRY.get("monitor", kind)
+
+
+def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -> Any:
+    def make() -> Tracker:
+        tracker: Tracker = plugin.obj(settings, plugin.obj.Args(**args))
+        return tracker
+
+    checked_args(plugin, args, key=f"monitor.monitor_args.{plugin.name}")
+    return make
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Cut a file back to its last whole line."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        keep, block = size, b""
+        while keep > 0 and b"\n" not in block:
+            start = max(0, keep - 65536)
+            file.seek(start)
+            block = file.read(keep - start)
+            keep = start + block.rfind(b"\n") + 1
+            if b"\n" not in block:
+                keep = start
+        if keep < size:
+            log.warning("%s ended in a line cut by a crash; its %d bytes are removed", path, size - keep)
+            file.truncate(keep)
+
+
+def _redacted(value: Any) -> Any:
+    """JSON value with secrets removed from every text; numbers that JSON cannot hold become null."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {redact(str(k)): _redacted(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
