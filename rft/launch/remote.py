@@ -102,7 +102,21 @@ async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeo
             raise OutOfMemory(_memory(name)) from e
         raise e.cause from e
     except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as e:
+        if _oom_kills() > _OOM_KILLS_AT_START:
+            raise OutOfMemory(_memory(name)) from None
         raise error(f"{name} died: {_why(e)}; see {name}.log and {name}.out in the run folder's logs") from None
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed for memory since it started (0 where it does not say)."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
+
+_OOM_KILLS_AT_START = _oom_kills()
 
 
 def _why(error: Exception) -> str:
@@ -119,6 +133,3 @@ def _memory(name: str) -> str:
         "or give the machine more memory."
     )
 
-
-def engine_proxy(handle: Any, name: str) -> Proxy:
-    return Proxy(handle, name, EngineFailed)

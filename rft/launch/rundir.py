@@ -80,9 +80,10 @@ class RunDir:
 
 def write_json(path: Path, value: Any) -> None:
     """Written aside, fsynced, renamed; secrets redacted."""
+    text = redact(json.dumps(value, indent=1, default=str))
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with aside.open("w", encoding="utf-8") as file:
-        file.write(redact(json.dumps(value, indent=1, default=str)))
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     aside.rename(path)

@@ -1,0 +1,57 @@
+"""One owner per run folder; state is readable while the run lives."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rft.errors import SetupError
+from rft.launch.rundir import RunDir, write_json
+from rft.logs import learn_secrets
+
+
+def test_second_owner_is_refused_with_the_holder(tmp_path):
+    run = RunDir.claim(tmp_path / "run")
+    try:
+        code = f"from rft.launch.rundir import RunDir; from pathlib import Path; RunDir.claim(Path({str(tmp_path / 'run')!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0
+        assert f"in use by process {os.getpid()}" in done.stderr
+    finally:
+        run.release()
+    RunDir.claim(tmp_path / "run").release()
+
+
+def test_a_dead_owner_does_not_block(tmp_path):
+    code = (
+        "import os, signal; from rft.launch.rundir import RunDir; from pathlib import Path; "
+        f"RunDir.claim(Path({str(tmp_path)!r})); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    RunDir.claim(tmp_path).release()
+
+
+def test_unwritable_folder_is_explained(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="cannot be written"):
+        RunDir.claim(tmp_path / "file" / "run")
+
+
+def test_state_is_json_without_secrets(tmp_path):
+    learn_secrets(["sesame-open-please"])
+    run = RunDir.claim(tmp_path)
+    run.state("running", reason="key sesame-open-please")
+    run.release()
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["phase"] == "running" and state["pid"] == os.getpid()
+    assert "sesame" not in (tmp_path / "state.json").read_text()
+
+
+def test_json_is_never_half_written(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {("not", "a", "key"): 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
