@@ -29,6 +29,8 @@ class Mirror:
         self._lock = threading.Lock()
         # A daemon: a tracker that hangs must not keep the program from ending; `close` waits for the others.
         self._thread = threading.Thread(target=self._run, args=(make,), name=f"monitor-{kind}", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     @property

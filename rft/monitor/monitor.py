@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ class Monitor:
         self._file = self._path.open("ab")
         self._lock = threading.Lock()  # failures are reported from the trackers' threads
         self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
-        self._mirrors: list[Mirror] = []
-        for kind in settings.kinds:
-            plugin, args = _plugin(kind), settings.args.get(kind) or {}
-            self._mirrors.append(Mirror(kind, _maker(plugin, settings, args), self._tracker_failed))
+        makers = {kind: _maker(_plugin(kind), settings, settings.args.get(kind) or {}) for kind in settings.kinds}
+        self._mirrors = [Mirror(kind, make, self._tracker_failed) for kind, make in makers.items()]
+        for mirror in self._mirrors:  # only now: one may fail at once, and the others are to hear of it
+            mirror.start()
 
     async def log(self, record: MetricRecord) -> None:
         """On disk when this returns (in the sense that it survives kill -9).  Raises RunFailed when it cannot be written."""
@@ -121,7 +121,7 @@ def _plugin(kind: str) -> Plugin:
     return REGISTRY.get("monitor", kind)
 
 
-def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -> Any:
+def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -> Callable[[], Tracker]:
     def make() -> Tracker:
         tracker: Tracker = plugin.obj(settings, plugin.obj.Args(**args))
         return tracker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ from rft.logs import learn_secrets
 from rft.monitor.base import OneRun, Row, Tracker, TrackerArgs, cell, columns, monitor, remembered_id
 from rft.monitor.settings import MonitorSettings
 from rft.types.metrics import MetricRecord
+
+log = logging.getLogger(__name__)
 
 
 class WandbArgs(TrackerArgs):
@@ -35,7 +38,7 @@ class Wandb(Tracker):
         import wandb
 
         # "off": the console belongs to the progress display, and our logs are redacted while wandb's copy would not be.
-        own: dict[str, Any] = {"console": "off", "quiet": True}
+        own: dict[str, Any] = {"console": "off", "silent": True}
         if args.base_url is not None:
             own["base_url"] = args.base_url
         if args.api_key is not None:
@@ -54,6 +57,7 @@ class Wandb(Tracker):
             mode=args.mode,
             settings=wandb.Settings(**own),
         )
+        log.info("wandb run: %s", self._run.url or self._run.dir)
         self._table = wandb.Table
         self._names = OneRun()
         self._defined: set[str] = set()

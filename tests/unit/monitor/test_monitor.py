@@ -1,0 +1,300 @@
+"""metrics.jsonl survives crashes and keeps no secrets; trackers that fail are switched off, loudly."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rft import logs
+from rft.errors import ConfigError, RunFailed, SetupError
+from rft.monitor import mirror
+from rft.monitor.base import OneRun, Row, Tracker, markdown, remembered_id
+from rft.monitor.monitor import ALARM, Monitor, check_available
+from rft.monitor.read import read, scan, series
+from rft.monitor.settings import MonitorSettings
+from rft.plugins import REGISTRY, Plugin
+from rft.types.metrics import MetricRecord
+
+
+def record(step: int, role: str = "trainer", **values: float) -> MetricRecord:
+    return MetricRecord(role=role, step=step, time=float(step), values=values)  # type: ignore[arg-type]
+
+
+def monitor(folder: Path, *kinds: str, **args: Any) -> Monitor:
+    return Monitor(MonitorSettings(folder=folder, kinds=kinds, args=args))
+
+
+class Recorder(Tracker):
+    """Keeps what it is told; subclasses misbehave."""
+
+    opened: ClassVar[list[Recorder]] = []
+
+    def __init__(self, settings: MonitorSettings, args: Any) -> None:
+        super().__init__(settings, args)
+        self.records: list[MetricRecord] = []
+        self.closed = False
+        self.opened.append(self)
+
+    def log(self, record: MetricRecord) -> None:
+        self.records.append(record)
+
+    def table(self, name: str, step: int, rows: Sequence[Row]) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Failing(Recorder):
+    def log(self, record: MetricRecord) -> None:
+        raise ConnectionError("no route to host")
+
+
+class NeverOpens(Recorder):
+    def __init__(self, settings: MonitorSettings, args: Any) -> None:
+        sys.exit("login needed")
+
+
+class Stuck(Recorder):
+    release: ClassVar[threading.Event] = threading.Event()
+
+    def log(self, record: MetricRecord) -> None:
+        self.release.wait(30)
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    REGISTRY.scan_package("rft.monitor")
+    monkeypatch.setattr(Recorder, "opened", [])
+    found = dict(REGISTRY._found)
+    for cls in (Recorder, Failing, NeverOpens, Stuck):
+        found[("monitor", cls.__name__.lower())] = Plugin("monitor", cls.__name__.lower(), cls, "test", cls.Args)
+    monkeypatch.setattr(REGISTRY, "_found", found)
+
+
+# ---------------------------------------------------------------- metrics.jsonl
+
+
+async def test_a_record_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    m = monitor(tmp_path)
+    first = record(1, loss=0.5)
+    await m.log(first)
+    assert read(tmp_path / "metrics.jsonl") == [first]
+    await m.log(record(2, "explorer", reward=1))
+    assert [r.step for r in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    await m.close()
+
+
+async def test_numbers_that_json_cannot_hold(tmp_path: Path) -> None:
+    m = monitor(tmp_path)
+    await m.log(record(1, grad_norm=math.inf, loss=math.nan))
+    await m.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["values"] == {"grad_norm": None, "loss": None}
+    (found,) = read(tmp_path / "metrics.jsonl")
+    assert math.isnan(found.values["loss"])
+
+
+def test_a_killed_writer_loses_nothing(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, os, signal, sys\nfrom pathlib import Path\n"
+        "from rft.monitor.monitor import Monitor\nfrom rft.monitor.settings import MonitorSettings\n"
+        "from rft.types.metrics import MetricRecord\n"
+        "async def main():\n"
+        "    m = Monitor(MonitorSettings(folder=Path(sys.argv[1])))\n"
+        "    for step in range(50):\n"
+        "        await m.log(MetricRecord(role='trainer', step=step, time=0.0, values={'loss': 1.0}))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == -9
+    assert [r.step for r in read(tmp_path / "metrics.jsonl")] == list(range(50))
+
+
+@pytest.mark.parametrize("garbage", [b'{"role":"trainer","st', b"x" * 200_000])
+async def test_a_cut_line_is_reported_and_removed_on_resume(
+    tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    m = monitor(tmp_path)
+    await m.log(record(1, loss=1.0))
+    await m.close()
+    path = tmp_path / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(garbage)
+    found = scan(path)
+    assert [r.step for r in found.records] == [1]
+    assert f"cut after {len(garbage)} bytes" in found.note
+    m = monitor(tmp_path)
+    await m.log(record(2, loss=2.0))
+    await m.close()
+    assert "cut by a crash" in caplog.text
+    assert [r.step for r in scan(path).records] == [1, 2]
+    assert scan(path).note == ""
+
+
+def test_a_file_that_is_one_cut_line_becomes_empty(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"ro')
+    m = monitor(tmp_path)
+    assert read(tmp_path / "metrics.jsonl") == []
+    m._file.close()
+
+
+def test_a_damaged_line_inside_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"role":"trainer","step":1,"time":0,"values":{}}\n{"role":"cook"}\n')
+    with pytest.raises(RunFailed, match=r"metrics.jsonl:2 is not a metric record"):
+        read(path)
+
+
+async def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
+    m = monitor(tmp_path)
+    m._file.close()
+    m._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+    with pytest.raises(RunFailed, match=r"cannot append to .*No space left"):
+        await m.log(record(1, loss=1.0))
+    with pytest.raises(OSError, match="No space left"):
+        m._file.close()
+
+
+def test_series_takes_the_later_value_of_a_repeated_step() -> None:
+    records = [record(1, a=1.0), record(2, a=2.0), record(3, b=0.0), record(2, a=20.0)]
+    assert series(records, "a") == [(1, 1.0), (2, 20.0)]
+
+
+# ---------------------------------------------------------------- samples and secrets
+
+
+async def test_samples_are_whole_files_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_values", set())
+    logs.learn_secrets(['hunter"2\\three'])
+    m = monitor(tmp_path)
+    await m.samples("my/set", 3, [{"prompt": 'say hunter"2\\three', "nested": {"k": ['hunter"2\\three']}, "reward": math.nan}])
+    await m.log(record(1, **{'hunter"2\\three': 1.0}))
+    await m.close()
+    (path,) = (tmp_path / "samples").iterdir()
+    assert path.name == "my_set_3.jsonl"
+    assert json.loads(path.read_text()) == {"prompt": "say ***", "nested": {"k": ["***"]}, "reward": None}
+    assert "hunter" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+# ---------------------------------------------------------------- failing trackers
+
+
+@pytest.mark.parametrize(("kind", "what"), [("failing", "no route to host"), ("neveropens", "login needed")])
+async def test_a_failing_tracker_is_switched_off_once_and_loudly(
+    tmp_path: Path, kind: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    m = monitor(tmp_path, kind, "recorder")
+    for step in range(3):
+        await m.log(record(step, loss=1.0))
+    await m.close()
+    errors = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert what in errors[0].getMessage()
+    found = read(tmp_path / "metrics.jsonl")
+    assert [r.step for r in found if "loss" in r.values] == [0, 1, 2]
+    assert len([r for r in found if ALARM in r.values]) == 1
+    (other,) = [t for t in Recorder.opened if type(t) is Recorder]
+    assert other.closed
+    assert [r.step for r in other.records if "loss" in r.values] == [0, 1, 2]
+    assert len([r for r in other.records if ALARM in r.values]) == 1
+
+
+async def test_a_tracker_that_hangs_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Stuck, "release", threading.Event())
+    m = monitor(tmp_path, "stuck")
+    await m.log(record(1, loss=1.0))
+    await m.close(deadline_s=0.05)
+    assert "did not finish within 0.05 s" in caplog.text
+    assert ALARM in read(tmp_path / "metrics.jsonl")[-1].values
+    Stuck.release.set()
+
+
+async def test_a_tracker_that_cannot_keep_up_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Stuck, "release", threading.Event())
+    monkeypatch.setattr(mirror, "CAPACITY", 2)
+    m = monitor(tmp_path, "stuck")
+    for step in range(6):
+        await m.log(record(step, loss=1.0))
+    assert "2 records behind" in caplog.text
+    Stuck.release.set()
+    await m.close()
+    assert len([r for r in read(tmp_path / "metrics.jsonl") if ALARM in r.values]) == 1
+
+
+# ---------------------------------------------------------------- before the run
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "requires", ("no_such_tracker",))
+    with pytest.raises(SetupError, match="pip install no_such_tracker"):
+        check_available(["recorder"])
+    assert SetupError("").exit_code == 3
+
+
+def test_an_unknown_tracker_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)unknown monitor 'tensorbord'.*Did you mean tensorboard"):
+        check_available(["tensorbord"])
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"mod": "offline"}, "monitor.monitor_args.wandb.*'mod'.*Did you mean mode"),
+        ({"mode": "sometimes"}, "mode: .*'sometimes'"),
+    ],
+)
+def test_wrong_arguments_are_found_before_the_run(args: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        check_available(["wandb"], {"wandb": args})
+
+
+def test_watching_loads_no_torch_and_no_tracker() -> None:
+    code = (
+        "import sys; from rft.monitor.monitor import Monitor, check_available; check_available(['tensorboard', 'wandb'])\n"
+        "sys.exit(bool({'torch', 'wandb', 'tensorboard', 'matplotlib'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def test_one_run_keeps_names_of_different_roles_apart() -> None:
+    names = OneRun()
+    assert [names.name(r, "time/step") for r in ("trainer", "explorer", "trainer")] == [
+        "time/step",
+        "explorer/time/step",
+        "time/step",
+    ]
+
+
+def test_markdown_shows_every_column_and_says_what_is_left_out() -> None:
+    text = markdown([{"a": "x|y\nz"}, {"b": [1]}, {"a": None}], limit=2)
+    assert text.splitlines() == [
+        "| a | b |",
+        "| --- | --- |",
+        "| x\\|y<br>z |  |",
+        "|  | [1] |",
+        "",
+        "1 more rows are in the run's samples folder.",
+    ]
+
+
+def test_a_remembered_id_stays(tmp_path: Path) -> None:
+    path = tmp_path / "x" / "id"
+    assert remembered_id(path) == remembered_id(path) != remembered_id(tmp_path / "other")
