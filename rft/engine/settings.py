@@ -32,3 +32,6 @@ class EngineSettings:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 600.0
+    call_timeout_s: float = 600.0  # pause, load, resume, health
+    request_timeout_s: float = 3600.0  # one generate call, waits while paused included
+    fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused

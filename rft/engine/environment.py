@@ -1,0 +1,103 @@
+"""Environment variables of processes that compute: to be set before the process starts.  Torch-free.
+
+LD_PRELOAD works only at exec, so whoever starts an engine's or trainer's process passes these on (Ray: `runtime_env`'s `env_vars`).
+Invariant: a variable that the user has set is kept, except LD_PRELOAD, where ours are put in front.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from rft.engine.settings import EngineSettings
+from rft.errors import SetupError
+
+log = logging.getLogger(__name__)
+
+OPENMP = "libiomp5.so"
+ALLOCATOR = "libtcmalloc_minimal.so.4"
+_REMEDY = {OPENMP: "pip install intel-openmp", ALLOCATOR: "apt-get install libtcmalloc-minimal4"}
+
+
+def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[str, str]:
+    """Variables for the process that hosts an engine; `first_core` is the place of its first core among the allowed ones.
+
+    vLLM's own processes inherit them.  For device cuda only the neutral ones are given.  Raises SetupError when there are too few cores.
+    """
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if Path(settings.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if settings.device == "cpu":
+        if settings.enforce_eager:
+            env["TORCH_COMPILE_DISABLE"] = "1"  # the sampler has a small compiled function: 15 s at the first request for nothing
+        shards = _cores(settings.cpu_threads, settings.tensor_parallel_size, first_core)
+        if settings.tensor_parallel_size == 1:
+            # vLLM then runs model and scheduler in one process and leaves thread binding to us; "0" is what lets it do so
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            env |= _openmp(len(shards[0]))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in shards)
+        env |= _preload(OPENMP, ALLOCATOR)
+    return _unless_set(env)
+
+
+def trainer_environment(threads: int) -> dict[str, str]:
+    """Variables for a trainer rank on CPU that computes with `threads` threads."""
+    return _unless_set({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_preload(ALLOCATOR)})
+
+
+def library(name: str) -> Path | None:
+    """Where a shared library lies: beside this interpreter, in vLLM's wheel, or in the system's folders."""
+    system = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
+    wheels = [Path(p) / "vllm" / "libs" for p in sys.path if p.endswith("site-packages")]
+    for folder in (Path(sys.prefix) / "lib", *wheels, *map(Path, system)):
+        if (folder / name).exists():
+            return folder / name
+    return None
+
+
+def missing_libraries() -> list[str]:
+    """What would make CPU engines and trainers faster and is not installed, with the remedy."""
+    return [f"{name} not found: {remedy}" for name, remedy in _REMEDY.items() if library(name) is None]
+
+
+def _preload(*names: str) -> dict[str, str]:
+    found = []
+    for name in names:
+        if (path := library(name)) is None:
+            log.warning("%s not found; this process will be slower (%s)", name, _REMEDY[name])
+        else:
+            found.append(str(path))
+    before = [p for p in os.environ.get("LD_PRELOAD", "").split(":") if p and p not in found]
+    return {"LD_PRELOAD": ":".join([*found, *before])} if found else {}
+
+
+def _openmp(threads: int) -> dict[str, str]:
+    env = {"OMP_NUM_THREADS": str(threads)}
+    if library(OPENMP) is not None:
+        # No KMP_AFFINITY: it would bind the first thread of this process, and its children would inherit that one core.
+        # KMP_BLOCKTIME in ms: threads that wait longer sleep, so an idle engine leaves its cores to the trainer.
+        env |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+    return env
+
+
+def _cores(threads: int, shards: int, first: int) -> list[list[int]]:
+    """For each shard the ids of its cores."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if shards > len(allowed):
+        raise SetupError(f"tensor_parallel_size {shards} on CPU needs a core for each worker, {len(allowed)} are there; lower it")
+    each = max(1, min(threads, len(allowed)) // shards)
+    return [[allowed[(first + s * each + i) % len(allowed)] for i in range(each)] for s in range(shards)]
+
+
+def _unless_set(env: dict[str, str]) -> dict[str, str]:
+    return {k: v if k == "LD_PRELOAD" else os.environ.get(k, v) for k, v in env.items()}

