@@ -1,0 +1,58 @@
+"""What all tests share: few threads, no network, the tiny models, and the check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# before anything imports torch, transformers or ray
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(WANDB_MODE="offline", HF_HUB_DISABLE_TELEMETRY="1", RAY_USAGE_STATS_ENABLED="0", DO_NOT_TRACK="1", MPLBACKEND="Agg")
+
+import pytest
+
+if importlib.util.find_spec("rft.testing.leftovers_plugin"):
+    pytest_plugins = ["rft.testing.leftovers_plugin"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not importlib.util.find_spec("vllm"):
+        _skip(items, "vllm", "vLLM is not installed")
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            _skip(items, "gpu", "this machine has no GPU")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Downloads and compiled files of a test run stay in its own folder; an inherited RFT_CACHE is respected."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets_cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random 0.3 M parameter Llama whose output layer shares the input embedding."""
+    from rft.testing import tiny
+
+    return tiny.make(tmp_path_factory.mktemp("models") / "tiny_tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its own output layer."""
+    from rft.testing import tiny
+
+    return tiny.make(tmp_path_factory.mktemp("models") / "tiny_untied", tied=False)
