@@ -105,7 +105,7 @@ def unprefixed(values: Values) -> Values:
 
 def with_roles(values: Values) -> Values:
     """For trackers whose metrics know no role: the names themselves must be free of collisions."""
-    names = {("explorer/" if k == ("explorer", "time/step", 2) else "") + k[1]: k[0] for k in EXPECTED}
+    names = {("trainer/" if k == ("trainer", "time/step", 1) else "") + k[1]: k[0] for k in EXPECTED}  # the explorer was first
     return unprefixed({(names[name], name, step): v for (_, name, step), v in values.items()})
 
 
@@ -180,3 +180,20 @@ async def test_several_at_once(tmp_path: Path) -> None:
     await run_with(tmp_path, kinds)
     for kind in ("jsonl", *kinds):
         assert READERS[kind](tmp_path)[0] == EXPECTED, kind
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+async def test_a_resumed_run_goes_on_in_every_tracker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = tuple(k for k in READERS if k != "jsonl" and installed(k))
+    for _ in range(2):
+        await run_with(tmp_path, kinds)
+    records = read(tmp_path / "metrics.jsonl")
+    assert not [r for r in records if ALARM in r.values], caplog.text
+    assert len(records) == 8
+    if "wandb" in kinds:
+        runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
+        assert len(runs) == 2
+        assert all((tmp_path / "wandb" / "rft_run_id").read_text() in name for name in runs)
+    if "mlflow" in kinds:
+        values, _ = mlflow(tmp_path)
+        assert values == EXPECTED
