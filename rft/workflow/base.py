@@ -11,6 +11,7 @@ A workflow is a class with one async method; one object serves one run.  It know
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -33,11 +34,13 @@ class Workflow(Protocol):
 class RunContext:
     """What one run may use: the policy's engine with the task's own rollout arguments.
 
-    It records every model call; `transcript()` gives them back in order.  `seed` is derived from the run's place, so that a
-    deterministic run draws the same tokens whenever it is played.
+    It records every model call; `transcript()` gives them back in order.  `seed(turn)` gives each call's seed in a deterministic
+    run; without it the engine draws freely.
     """
 
-    def __init__(self, model: ChatModel, task: Task, *, run: int, request_id: str, seed: int | None = None) -> None:
+    def __init__(
+        self, model: ChatModel, task: Task, *, run: int, request_id: str, seed: Callable[[int], int] | None = None
+    ) -> None:
         self._model = model
         self._task = task
         self._turns: list[Turn] = []
@@ -51,7 +54,7 @@ class RunContext:
         """One model call.  `overrides` replace fields of the task's sampling arguments, e.g. max_tokens=8."""
         sampling = msgspec.structs.replace(self._task.sampling, **overrides) if overrides else self._task.sampling
         if self.seed is not None and sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=(self.seed + len(self._turns)) % 2**31)
+            sampling = msgspec.structs.replace(sampling, seed=self.seed(len(self._turns)))
         request = GenerateRequest(
             messages=tuple(messages),
             tools=tuple(tools if tools is not None else self._task.tools),

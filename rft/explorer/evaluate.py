@@ -1,0 +1,107 @@
+"""Evaluation: held-out tasks played with their own sampling arguments, scored, reported, and never stored for training.
+
+A run that fails has no score.  It is counted in eval/<taskset>/failed and left out of every mean, so a broken judge or workflow
+does not look like a worse model; if all runs of a taskset fail, the program stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from rft.errors import RunFailed
+from rft.explorer.metrics import lengths
+from rft.taskset.base import Taskset
+from rft.types.ids import GroupId, Version
+from rft.types.ports import ChatModel
+from rft.workflow.build import Recipes
+from rft.workflow.group import Group, Slot, run_group
+from rft.workflow.run import Limits
+from rft.workflow.seeds import seed_for
+
+PASS = 1.0  # a run passes when its reward reaches this
+
+
+async def play_taskset(
+    taskset: Taskset,
+    recipes: Recipes,
+    model: ChatModel,
+    version: Version,
+    *,
+    limits: Limits,
+    slot: Slot,
+    explorer: int,
+    seed: int | None,
+) -> list[Group]:
+    """All tasks of an evaluation taskset, each `num_runs` times.  With `seed`, every evaluation draws the same random numbers."""
+    name = taskset.settings.name
+
+    async def one(index: int) -> Group:
+        task = taskset.task(index)
+        return await run_group(
+            task,
+            recipes.of(task),
+            model,
+            GroupId(version.lineage, explorer, version.step, index),
+            limits=limits,
+            slot=slot,
+            seed=None if seed is None else lambda run: seed_for(seed, "eval", name, index, run),
+            request_prefix=f"eval-{name}-",
+        )
+
+    jobs = [asyncio.ensure_future(one(i)) for i in range(len(taskset))]
+    try:
+        return list(await asyncio.gather(*jobs))
+    finally:
+        for job in jobs:
+            job.cancel()
+
+
+def eval_metrics(name: str, groups: Sequence[Group], num_runs: int, wall_s: float) -> dict[str, float]:
+    """Means over tasks, n runs each: std@n is the population standard deviation inside a task; pass@n = some run scored >= 1.
+
+    Raises RunFailed if no run was scored.
+    """
+    prefix, n = f"eval/{name}", num_runs
+    rows = [r for g in groups for r in g.rows]
+    scored = [g.rewards for g in groups if g.rewards]
+    if not scored:
+        bad = next((r for r in rows if r.status == "failed"), None)
+        why = (
+            f"the first one: {bad.reason}\n{bad.info.get('traceback', '')}"
+            if bad is not None
+            else "none was scored; name a reward"
+        )
+        raise RunFailed(f"evaluation on {name!r}: all {len(rows)} runs ended without a score; {why}")
+    out = {
+        f"{prefix}/mean@{n}": fmean(fmean(r) for r in scored),
+        f"{prefix}/std@{n}": fmean(pstdev(r) for r in scored),
+        f"{prefix}/best@{n}": fmean(max(r) for r in scored),
+        f"{prefix}/pass@{n}": fmean(max(r) >= PASS for r in scored),
+        f"{prefix}/tasks": float(len(groups)),
+        f"{prefix}/runs": float(len(rows)),
+        f"{prefix}/failed": float(sum(r.status == "failed" for r in rows)),
+        f"{prefix}/time": wall_s,
+    }
+    if all(g.task.sampling.temperature == 0 for g in groups):
+        out[f"{prefix}/greedy"] = out[f"{prefix}/mean@{n}"]
+    return out | lengths(prefix, [r for r in rows if r.status != "failed"])
+
+
+def sample_rows(groups: Sequence[Group], limit: int = 64) -> list[dict[str, Any]]:
+    """A table for people, first runs first: {task, run, prompt, answer, truth, reward, status}."""
+    pairs = sorted(((r.id.run, r.task_index, r, g) for g in groups for r in g.rows), key=lambda p: p[:2])
+    return [
+        {
+            "task": r.task_index,
+            "run": r.id.run,
+            "prompt": r.prompt_text or g.task.prompt or "",
+            "answer": r.response_text,
+            "truth": g.task.truth,
+            "reward": r.reward,
+            "status": r.status if r.status != "failed" else f"failed: {r.reason}",
+        }
+        for _, _, r, g in pairs[:limit]
+    ]

@@ -1,0 +1,80 @@
+"""Numbers of one explore batch, for people.  Pure; knows no sink."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from rft.types.experience import Experience
+from rft.workflow.group import Group
+
+
+def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
+    """Names as in docs/metrics.  Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence."""
+    runs = [run for g in groups for run in g.runs]
+    rows = [run.experience for run in runs]
+    whole = [r for r in rows if r.status != "failed"]
+    out: dict[str, float] = {
+        "rollout/groups/accepted": float(sum(g.accepted for g in groups)),
+        "rollout/groups/rejected": float(sum(not g.accepted for g in groups)),
+        "rollout/runs": float(len(rows)),
+        "rollout/failed": float(len(rows) - len(whole)),
+        "rollout/retries": float(sum(run.attempts - 1 for run in runs)),
+        "rollout/time/batch": wall_s,
+    }
+    if runs:
+        out["rollout/time/run"] = fmean(run.run_s for run in runs)
+        out["rollout/time/reward"] = fmean(run.reward_s for run in runs)
+    out |= _spread("rollout/reward", [r.reward for r in rows if r.reward is not None])
+    for name, mine in _by_taskset(rows).items():
+        if rewards := [r.reward for r in mine if r.reward is not None]:
+            out[f"rollout/{name}/reward/mean"] = fmean(rewards)
+    for name, values in _named(whole).items():
+        out[f"rollout/{name}/mean"] = fmean(values)
+    if whole:
+        out |= lengths("rollout", whole)
+        out["rollout/tokens_per_s"] = sum(r.num_response_tokens for r in whole) / max(wall_s, 1e-9)
+        out["rollout/model_version"] = fmean(r.oldest_version.step for r in whole if r.oldest_version is not None)
+        out["rollout/clipped_logprobs"] = float(sum(r.clipped_logprobs for r in whole))
+    if several := [g.rewards for g in groups if len(g.rewards) > 1]:
+        out["frac_reward_zero_std"] = fmean(len(set(rewards)) == 1 for rewards in several)
+    return out
+
+
+def lengths(prefix: str, rows: Sequence[Experience]) -> dict[str, float]:
+    """Length and truncation of rows that have a sequence."""
+    responses = [r.num_response_tokens for r in rows]
+    return {
+        f"{prefix}/response_length/mean": fmean(responses),
+        f"{prefix}/response_length/max": float(max(responses)),
+        f"{prefix}/prompt_length/mean": fmean(r.num_tokens - n for r, n in zip(rows, responses, strict=True)),
+        f"{prefix}/truncated_ratio": fmean(r.status == "truncated" for r in rows),
+    }
+
+
+def _spread(prefix: str, values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {
+        f"{prefix}/mean": fmean(values),
+        f"{prefix}/std": pstdev(values),
+        f"{prefix}/max": max(values),
+        f"{prefix}/min": min(values),
+    }
+
+
+def _by_taskset(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
+    found: defaultdict[str, list[Experience]] = defaultdict(list)
+    for r in rows:
+        found[r.taskset].append(r)
+    return found
+
+
+def _named(rows: Sequence[Experience]) -> dict[str, list[float]]:
+    """Values of reward parts and of the workflows' own metrics, by name."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for r in rows:
+        for name, value in (r.reward_parts | r.metrics).items():
+            found[name].append(value)
+    return found

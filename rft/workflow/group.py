@@ -1,0 +1,88 @@
+"""Plays all runs of one task and judges whether the group can be trained.  Knows no buffer; the caller appends the rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from rft.types.experience import Experience
+from rft.types.ids import GroupId, Version
+from rft.types.ports import ChatModel
+from rft.types.task import Task
+from rft.workflow.build import Recipe
+from rft.workflow.run import Limits, Played, run_one
+
+Slot = Callable[[], AbstractAsyncContextManager[None]]
+
+
+@asynccontextmanager
+async def no_slot() -> AsyncIterator[None]:
+    yield
+
+
+@dataclass(frozen=True)
+class Group:
+    """All runs of one task, in run order.  `accepted` = it can be trained; else `reason` is failed, unscored or too_few."""
+
+    id: GroupId
+    task: Task
+    runs: tuple[Played, ...]
+    accepted: bool
+    reason: str
+
+    @property
+    def rows(self) -> list[Experience]:
+        return [r.experience for r in self.runs]
+
+    @property
+    def wholly_failed(self) -> bool:
+        return all(r.status == "failed" for r in self.rows)
+
+    @property
+    def versions(self) -> list[Version]:
+        """Every weight version that wrote a token of the group, oldest first."""
+        return sorted({s.version for r in self.rows for s in r.version_spans})
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of the scored runs."""
+        return [r.reward for r in self.rows if r.reward is not None]
+
+
+async def run_group(
+    task: Task,
+    recipe: Recipe,
+    model: ChatModel,
+    id: GroupId,
+    *,
+    limits: Limits,
+    slot: Slot = no_slot,
+    seed: Callable[[int], Callable[[int], int]] | None = None,
+    request_prefix: str = "",
+) -> Group:
+    """Plays `task.num_runs` runs at the same time, each inside a `slot()`; `seed(run)` gives its seeds.  Raises RftError only."""
+
+    async def one(run: int) -> Played:
+        async with slot():
+            own = None if seed is None else seed(run)
+            return await run_one(task, recipe, model, id, run, limits=limits, seed=own, request_prefix=request_prefix)
+
+    jobs = [asyncio.ensure_future(one(run)) for run in range(task.num_runs)]
+    try:
+        runs = tuple(await asyncio.gather(*jobs))
+    finally:
+        for job in jobs:
+            job.cancel()
+    accepted, reason = judge([r.experience for r in runs], task.num_runs)
+    return Group(id, task, runs, accepted, reason)
+
+
+def judge(rows: list[Experience], num_runs: int) -> tuple[bool, str]:
+    """Whether a group can be trained: two trainable members, or the only one of a group of one."""
+    if sum(r.trainable for r in rows) >= min(2, num_runs):
+        return True, ""
+    if all(r.status == "failed" for r in rows):
+        return False, "failed"
+    return False, "unscored" if all(r.reward is None for r in rows if r.status != "failed") else "too_few"

@@ -1,0 +1,33 @@
+"""One question, one answer: the simplest workflow, and the one to copy when you write your own.
+
+explorer_input:
+  taskset: {path: questions.jsonl, default_workflow_type: simple_workflow, default_reward_fn_type: exact_answer}
+"""
+
+from pydantic import BaseModel, ConfigDict
+
+from rft.types.completion import Transcript
+from rft.types.task import Task
+from rft.workflow.base import RunContext, Workflow, workflow
+
+
+class ChatArgs(BaseModel):
+    """`system_prompt` is put first, unless the task brings its own."""
+
+    model_config = ConfigDict(extra="forbid")
+    system_prompt: str | None = None
+
+
+@workflow("simple_workflow", args=ChatArgs)
+class SimpleWorkflow(Workflow):
+    """Asks the model once.  The taskset's reward scores the answer."""
+
+    def __init__(self, system_prompt: str | None = None) -> None:
+        self.system_prompt = system_prompt
+
+    async def run(self, task: Task, ctx: RunContext) -> Transcript:
+        messages = task.chat()
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        await ctx.chat(messages)
+        return ctx.transcript()
