@@ -82,7 +82,10 @@ def test_another_process_can_open_the_path(transport: Transport) -> None:
     spec = manifest.tensors[0]
     code = "import sys,hashlib; f=open(sys.argv[1],'rb'); f.seek(int(sys.argv[2])); print(hashlib.sha256(f.read(int(sys.argv[3]))).hexdigest())"
     said = subprocess.run(
-        [sys.executable, "-I", "-c", code, manifest.path, str(spec.offset), str(spec.nbytes)], capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-c", code, manifest.path, str(spec.offset), str(spec.nbytes)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     import hashlib
 

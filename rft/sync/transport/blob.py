@@ -45,7 +45,9 @@ def write(fd: int, version: Version, tensors: Iterable[tuple[str, torch.Tensor]]
         names.add(name)
         host = tensor.detach().to("cpu").contiguous()
         if host.dtype not in _NAMES:
-            raise WeightSyncFailed(f"version {version}: tensor {name} is {host.dtype}; a transport carries {', '.join(_NAMES.values())}")
+            raise WeightSyncFailed(
+                f"version {version}: tensor {name} is {host.dtype}; a transport carries {', '.join(_NAMES.values())}"
+            )
         if not _finite(host):
             raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
         data = host.reshape(-1).view(torch.uint8).numpy()
@@ -60,7 +62,9 @@ def write(fd: int, version: Version, tensors: Iterable[tuple[str, torch.Tensor]]
 
 def same_layout(version: Version, specs: tuple[TensorSpec, ...], before: tuple[TensorSpec, ...]) -> None:
     """Raises WeightSyncFailed unless both name the same tensors with the same types and shapes."""
-    if len(specs) == len(before) and all((a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape) for a, b in zip(specs, before, strict=True)):
+    if len(specs) == len(before) and all(
+        (a.name, a.dtype, a.shape) == (b.name, b.dtype, b.shape) for a, b in zip(specs, before, strict=True)
+    ):
         return
     old = {s.name: (s.dtype, s.shape) for s in before}
     new = {s.name: (s.dtype, s.shape) for s in specs}

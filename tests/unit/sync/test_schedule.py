@@ -31,7 +31,9 @@ def simulate(
     while trained < steps:
         if not exploring and schedule.may_explore(next_batch, published):
             exploring = True
-            heapq.heappush(events, (clock + explore_s[next_batch % len(explore_s)], next(order), "explored", (next_batch, published)))
+            heapq.heappush(
+                events, (clock + explore_s[next_batch % len(explore_s)], next(order), "explored", (next_batch, published))
+            )
         if not training:
             lease, need = [], schedule.step_units
             for b in sorted(units):

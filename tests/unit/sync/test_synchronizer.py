@@ -1,0 +1,465 @@
+"""The synchronizer against engines that really compute with the staged bytes, and against every way a sync can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, RunFailed, WeightSyncFailed
+from rft.sync.base import Transport, make
+from rft.sync.schedule import Schedule
+from rft.sync.settings import SyncSettings
+from rft.sync.synchronizer import Synchronizer
+from rft.types.completion import Completion, VersionSpan
+from rft.types.ids import Version
+from rft.types.metrics import Metric
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+
+V, H = 32, 8
+PROMPTS = [[i % V, (3 * i) % V, 5] for i in range(8)]
+Weights = dict[str, torch.Tensor]
+
+
+def weights(step: int, scale: float = 1.0) -> Weights:
+    g = torch.Generator().manual_seed(1000 + step)
+    base = torch.Generator().manual_seed(0)
+    return {n: torch.randn(V, H, generator=base) + scale * torch.randn(V, H, generator=g) for n in ("embed", "head")}
+
+
+def logprobs(w: Weights, last: int) -> np.ndarray:
+    return torch.log_softmax(w["head"].double() @ w["embed"][last].double(), 0).numpy()
+
+
+class TableEngine:
+    """A bigram model whose weights are exactly the bytes it read; `trouble` decides what goes wrong in each load."""
+
+    def __init__(self) -> None:
+        self.weights: Weights = {}
+        self.version: Version | None = None
+        self.go = asyncio.Event()
+        self.go.set()
+        self.trouble: Callable[[int, WeightManifest], str] = lambda n, m: ""
+        self.num_loads = 0
+        self.hung = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        await self.go.wait()
+        await asyncio.sleep(0)
+        assert self.version is not None
+        rng = np.random.default_rng(request.sampling.seed)
+        tokens, logps, last = [], [], request.prompt_tokens[-1]
+        for _ in range(request.sampling.max_tokens):
+            table = logprobs(self.weights, last)
+            last = int(rng.choice(V, p=np.exp(table) / np.exp(table).sum()))
+            tokens.append(last)
+            logps.append(table[last])
+        return [
+            Completion(
+                prompt_tokens=np.array(request.prompt_tokens, np.int32),
+                tokens=np.array(tokens, np.int32),
+                logprobs=np.array(logps, np.float32),
+                text="",
+                finish_reason="length",
+                version_spans=(VersionSpan(self.version, 0, len(tokens)),),
+                sampling=request.sampling,
+            )
+        ]
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        self.go.clear()
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        assert not self.go.is_set(), "load needs a paused engine"
+        self.num_loads += 1
+        what = self.trouble(self.num_loads, manifest)
+        await asyncio.sleep(0)
+        if what == "raise":
+            raise EngineFailed("worker died")
+        if what == "hang":
+            await self.hung.wait()
+        specs = manifest.tensors[: 1 if what in ("missing", "half") else None]
+        if what != "skip":
+            with open(manifest.path, "rb") as f:
+                for spec in specs:
+                    f.seek(spec.offset)
+                    self.weights[spec.name] = torch.frombuffer(bytearray(f.read(spec.nbytes)), dtype=torch.float32).reshape(
+                        spec.shape
+                    )
+                    await asyncio.sleep(0)
+        if what == "half":
+            raise EngineFailed("broke in tensor 2")
+        self.version = Version(1, 77) if what == "label" else manifest.version
+        return LoadReport(
+            version=manifest.version,
+            num_tensors=len(specs),
+            nbytes=manifest.nbytes,
+            missing=("head",) if what == "missing" else (),
+            unexpected=("extra",) if what == "unexpected" else (),
+            bad_hash=("embed",) if what == "hash" else (),
+            probed_layers=1,
+            probe_error=0.5 if what == "probe" else 1e-7,
+            probe_worst="head",
+        )
+
+    async def resume(self) -> None:
+        self.go.set()
+
+    async def health(self) -> None: ...
+    async def metrics(self) -> list[Metric]:
+        return []
+
+    async def close(self) -> None: ...
+
+    def holds(self, w: Weights) -> bool:
+        return self.go.is_set() and all(torch.equal(self.weights[n], w[n]) for n in w)
+
+
+class Pool:
+    def __init__(self, *engines: TableEngine) -> None:
+        self.engines = engines
+
+
+class Trainer:
+    """Stages weights, and scores with what it staged last."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.weights: Weights = {}
+        self.calls = 0
+        self.before_score: Callable[[], Any] = lambda: None
+
+    def stage(self, step: int, w: Weights | None = None) -> WeightManifest:
+        self.weights = w or weights(step)
+        return self.transport.stage(Version(1, step), self.weights.items(), {})
+
+    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        self.calls += 1
+        if (waits := self.before_score()) is not None:
+            await waits
+        out = []
+        for row in rows:
+            t = row.tokens
+            out.append(
+                np.array([logprobs(self.weights, int(t[i - 1]))[t[i]] for i in range(row.prompt_length, len(t))], np.float32)
+            )
+        return out
+
+
+class World:
+    def __init__(self, transport: Transport, engines: int = 1, **settings: Any) -> None:
+        self.engines = [TableEngine() for _ in range(engines)]
+        self.trainer = Trainer(transport)
+        self.schedule = Schedule(interval=settings.pop("interval", 1), offset=settings.pop("offset", 0))
+        settings.setdefault("timeout_s", 20.0)
+        pool: Any = Pool(*self.engines) if engines > 1 else self.engines[0]
+        self.sync = Synchronizer(SyncSettings(**settings), pool, self.trainer, self.schedule, PROMPTS, Version(1, 0))
+
+    async def publish(self, step: int, w: Weights | None = None) -> dict[str, float]:
+        return {m.name: m.value for m in await self.sync.publish(self.trainer.stage(step, w))}
+
+    def all_hold(self, step: int) -> bool:
+        return all(e.holds(weights(step)) and e.version == Version(1, step) for e in self.engines)
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[Transport]:
+    made = make(SyncSettings(), tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["one-engine", "pool"])
+async def world(request: pytest.FixtureRequest, transport: Transport) -> AsyncIterator[World]:
+    yield World(transport, request.param)
+
+
+async def begun(*waits: Any) -> list[asyncio.Task[Any]]:
+    """Tasks that have run up to their first wait."""
+    tasks = [asyncio.create_task(w) for w in waits]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return tasks
+
+
+# ------------------------------------------------------------ the good way
+
+
+async def test_versions_are_served_one_after_the_other(world: World) -> None:
+    for step in range(4):
+        said = await world.publish(step)
+        assert world.all_hold(step)
+        await world.sync.served(Version(1, step))
+        assert said["sync/canary_max_abs"] < 1e-5
+        assert said["sync/below_noise"] == 0
+        assert said["sync/version"] == step
+        assert said["sync/bytes"] == 2 * V * H * 4
+        assert said["sync/total_s"] >= said["sync/load_s"] > 0
+        assert (said["sync/canary_moved"] > 0.1) == (step > 0)
+    assert world.trainer.calls == 4, "one scorer call per version, for old and new probe together"
+    assert world.sync.manifest is not None and world.sync.manifest.version == Version(1, 3)
+
+
+async def test_a_step_too_small_to_see_is_reported(world: World) -> None:
+    await world.publish(0)
+    tiny = {n: t + 1e-7 for n, t in weights(0).items()}
+    assert (await world.publish(1, tiny))["sync/below_noise"] == 1
+
+
+async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None:
+    await world.publish(0)
+    scoring, go = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> None:
+        scoring.set()
+        await go.wait()
+
+    world.trainer.before_score = slow
+    publish, explore, rows = await begun(world.publish(1), world.sync.may_explore(1), world.sync.served(Version(1, 1)))
+    await scoring.wait()
+    assert await explore == Version(1, 1), "on probation: exploring may start"
+    assert not rows.done() and not publish.done()
+    assert world.sync.waiting == ["rows of version 1:1 waits for its canary"]
+    go.set()
+    await asyncio.gather(publish, rows)
+    assert world.sync.waiting == []
+
+
+async def test_batches_wait_for_the_schedule(transport: Transport) -> None:
+    world = World(transport, interval=2, offset=1)
+    first, second, third, fourth = await begun(*(world.sync.may_explore(b) for b in range(4)))
+    await world.publish(0)
+    assert [await first, await second, await third] == [Version(1, 0)] * 3
+    await asyncio.sleep(0)
+    assert not fourth.done()
+    await world.publish(2)
+    assert await fourth == Version(1, 2)
+
+
+async def test_the_end(world: World) -> None:
+    await world.publish(0)
+    batch, final = await begun(world.sync.may_explore(5), world.sync.final())
+    await world.sync.trained(1)
+    await world.publish(1)
+    await world.sync.trained(2, finished=True)
+    assert await batch is None
+    await asyncio.sleep(0)
+    assert not final.done(), "the last version is not served yet"
+    await world.publish(2)
+    assert await final == Version(1, 2)
+
+
+# ------------------------------------------------------------ every way it goes wrong
+
+
+BEFORE_RESUME = {
+    "missing": "did not get",
+    "unexpected": "not in the model",
+    "hash": "damaged",
+    "probe": "layer head",
+    "raise": "worker died",
+    "half": "tensor 2",
+}
+AFTER_RESUME = {"skip": "old weights", "label": "labelled 1:77"}
+
+
+@pytest.mark.parametrize("what", [*BEFORE_RESUME, *AFTER_RESUME])
+async def test_a_broken_sync_is_rejected_rolled_back_and_named(world: World, what: str) -> None:
+    await world.publish(0)
+    await world.publish(1)
+    world.engines[-1].trouble = lambda n, m: what if m.version.step == 2 else ""
+    rows, final = await begun(world.sync.served(Version(1, 2)), world.sync.final())
+    with pytest.raises(
+        WeightSyncFailed, match=f"1:2.*engine {len(world.engines) - 1}.*{(BEFORE_RESUME | AFTER_RESUME)[what]}"
+    ) as e:
+        await world.publish(2)
+    assert "2 attempts" in str(e.value) and "serve 1:1 again, proven" in str(e.value)
+    assert world.all_hold(1), "the old weights serve, under the old label"
+    for task in (rows, final):
+        with pytest.raises(WeightSyncFailed, match="1:2 are not served"):
+            await task
+    with pytest.raises(WeightSyncFailed):
+        await world.sync.may_explore(9)
+    with pytest.raises(WeightSyncFailed):
+        await world.publish(3)
+    await world.sync.served(Version(1, 1))
+
+
+@pytest.mark.parametrize("what", [*BEFORE_RESUME, *AFTER_RESUME])
+async def test_a_fault_that_passes_is_survived(world: World, what: str) -> None:
+    await world.publish(0)
+    world.engines[-1].trouble = lambda n, m: what if n == 2 else ""
+    await world.publish(1)
+    assert world.all_hold(1)
+    await world.sync.served(Version(1, 1))
+
+
+@pytest.mark.parametrize("what", ["hash", "label", "raise", "missing"])
+async def test_a_run_whose_first_version_fails_does_not_start(world: World, what: str) -> None:
+    world.engines[0].trouble = lambda n, m: what
+    explore, *_ = await begun(world.sync.may_explore(0))
+    with pytest.raises(WeightSyncFailed, match="first version, so the run does not start"):
+        await world.publish(0)
+    with pytest.raises(WeightSyncFailed, match="1:0 are not served"):
+        await explore
+
+
+async def test_the_first_version_has_an_absolute_limit(world: World) -> None:
+    manifest = world.trainer.stage(0)
+    world.trainer.weights = {n: t + 0.01 * torch.randn(t.shape) for n, t in weights(0).items()}
+    with pytest.raises(WeightSyncFailed, match=r"allowed are 1\.00e-03"):
+        await world.sync.publish(manifest)
+
+
+async def test_rows_begun_under_rejected_weights_cannot_be_made_good(world: World) -> None:
+    """After a failed canary with rollouts under way there is no second attempt: it would bless the rows of the first."""
+    await world.publish(0)
+    world.engines[0].trouble = lambda n, m: "skip" if n == 2 else ""
+    explore, rows = await begun(world.sync.may_explore(1), world.sync.served(Version(1, 1)))
+    with pytest.raises(WeightSyncFailed, match="1 attempts"):
+        await world.publish(1)
+    with pytest.raises(WeightSyncFailed):
+        await rows
+    assert explore.done()
+    assert world.all_hold(0)
+
+
+async def test_an_unproven_roll_back_says_so(world: World) -> None:
+    await world.publish(0)
+    world.engines[0].trouble = lambda n, m: "hash" if m.version.step == 1 else "skip"
+    world.engines[0].weights = dict(world.engines[0].weights)
+
+    def spoil(n: int, m: WeightManifest) -> str:
+        world.engines[0].weights = weights(50)
+        return "hash" if m.version.step == 1 else "skip"
+
+    world.engines[0].trouble = spoil
+    with pytest.raises(WeightSyncFailed, match=r"roll-back to 1:0 is not proven \(engine 0.*restart the engines"):
+        await world.publish(1)
+
+
+@pytest.mark.parametrize("where", ["load", "score"])
+async def test_a_hang_ends_at_the_deadline_and_names_who(transport: Transport, where: str) -> None:
+    world = World(transport, timeout_s=0.2, retries=0)
+    await world.publish(0)
+    if where == "load":
+        world.engines[0].trouble = lambda n, m: "hang" if m.version.step == 1 else ""
+    else:
+        world.trainer.before_score = asyncio.Event().wait
+    said = (
+        "engine 0 did not answer `load` within 0.2 s" if where == "load" else "the trainer did not score the canary within 0.2 s"
+    )
+    with pytest.raises(WeightSyncFailed, match=said):
+        await world.publish(1)
+    assert world.all_hold(0)
+
+
+async def test_a_trainer_that_cannot_score_means_the_way_back(world: World) -> None:
+    await world.publish(0)
+
+    def broken() -> None:
+        raise RuntimeError("rank 1 is gone")
+
+    world.trainer.before_score = broken
+    with pytest.raises(WeightSyncFailed, match="could not score the canary: RuntimeError: rank 1 is gone"):
+        await world.publish(1)
+    assert world.all_hold(0)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Transport, engines: int) -> None:
+    """Cancelled or broken at a random point: all engines serve wholly the old or wholly the new weights, and the next sync works."""
+    rng = random.Random(engines)
+    world = World(transport, engines)
+    await world.publish(0)
+    served, counts = 0, {"old": 0, "new": 0}
+    for trial in range(1, 201):
+        hurt = rng.choice(["cancel", "half", "raise", "skip", "hash"])
+        at = rng.randrange(engines)
+        if hurt != "cancel":
+            loads = world.engines[at].num_loads
+            world.engines[at].trouble = lambda n, m, loads=loads, hurt=hurt: hurt if n == loads + 1 else ""  # type: ignore[misc]
+        task = asyncio.create_task(world.publish(trial))
+        if hurt == "cancel":
+            for _ in range(rng.randrange(45)):
+                await asyncio.sleep(0)
+            task.cancel()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        for e in world.engines:
+            e.trouble = lambda n, m: ""
+        if isinstance(result, asyncio.CancelledError):
+            counts["old"] += 1
+            transport.release(Version(1, trial))
+        else:
+            assert not isinstance(result, BaseException), result
+            counts["new"] += 1
+            transport.release(Version(1, served))
+            served = trial
+        assert world.all_hold(served), f"trial {trial} ({hurt})"
+    assert min(counts.values()) > 10, counts
+    await world.publish(201)
+    assert world.all_hold(201)
+
+
+# ------------------------------------------------------------ waits and order
+
+
+async def test_fail_releases_everyone(world: World) -> None:
+    await world.publish(0)
+    waits = await begun(world.sync.may_explore(7), world.sync.served(Version(1, 3)), world.sync.final())
+    await world.sync.fail(RunFailed("the trainer died"))
+    await world.sync.fail(RunFailed("something later"))
+    for wait in waits:
+        with pytest.raises(RunFailed, match="the trainer died"):
+            await wait
+
+
+async def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport: Transport) -> None:
+    world = World(transport, timeout_s=0.1)
+    await world.publish(0)
+    with pytest.raises(DeadlineExceeded, match=r"explore batch 3 waited 0.1 s for weights of train step 3 or later.*served 1:0"):
+        await world.sync.may_explore(3)
+
+
+async def test_news_from_the_trainer_renews_the_deadline(transport: Transport) -> None:
+    world = World(transport, timeout_s=0.3)
+    await world.publish(0)
+    (final,) = await begun(world.sync.final())
+    for step in range(1, 5):
+        await asyncio.wait({final}, timeout=0.15)
+        await world.sync.trained(step, finished=step == 4)
+    await world.publish(4)
+    assert await final == Version(1, 4)
+
+
+async def test_other_lineages_and_older_versions_are_refused(world: World) -> None:
+    await world.publish(2)
+    with pytest.raises(WeightSyncFailed, match="1:1 is not newer than 1:2"):
+        await world.publish(1)
+    other = msgspec.structs.replace(world.trainer.stage(3), version=Version(2, 3))
+    with pytest.raises(WeightSyncFailed, match="another lineage"):
+        await world.sync.publish(other)
+    for never in (Version(1, 1), Version(9, 2)):
+        with pytest.raises(WeightSyncFailed, match="never will be"):
+            await world.sync.served(never)
+
+
+def test_too_few_probe_tokens_are_refused(transport: Transport) -> None:
+    with pytest.raises(ConfigError, match="8 prompts x 7 tokens = 56"):
+        World(transport, canary_tokens=7)
+
+
+async def test_bf16_engines_have_their_own_first_limit(transport: Transport) -> None:
+    world = World(transport, engine_dtype="bfloat16")
+    manifest = world.trainer.stage(0)
+    world.trainer.weights = {n: t.bfloat16().float() for n, t in weights(0).items()}
+    said = {m.name: m.value for m in await world.sync.publish(manifest)}
+    assert 1e-3 < said["sync/canary_max_abs"] < 0.25 == said["sync/canary_limit"]
+    assert (await world.publish(1))["sync/canary_limit"] == pytest.approx(5 * said["sync/canary_max_abs"])
