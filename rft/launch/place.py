@@ -6,11 +6,14 @@ Order: explorer engines (tensor parallel inside one node), then the trainer's ra
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rft.config.plan import Plan
+from rft.engine.settings import EngineSettings
 from rft.errors import SetupError
+from rft.trainer.settings import LearnerSettings
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,14 @@ class Seat:
     node: int  # number of the node in the declared or real cluster
 
 
-def placement(plan: Plan, gpus_per_node: list[int]) -> list[Seat]:
+def placement(engines: Sequence[EngineSettings], learner: LearnerSettings, gpus_per_node: list[int]) -> list[Seat]:
     """Seats for all engines and trainer ranks.  Raises SetupError when the cluster is too small, naming role and numbers."""
     free = list(gpus_per_node)
     seats: list[Seat] = []
-    for index, settings in enumerate(plan.engines):
+    for index, settings in enumerate(engines):
         seats.append(Seat("engine", index, _need(settings.device, settings.tensor_parallel_size), 0))
-    for rank in range(plan.learner.world_size):
-        seats.append(Seat("trainer", rank, _need(plan.learner.device, 1), 0))
+    for rank in range(learner.world_size):
+        seats.append(Seat("trainer", rank, _need(learner.device, 1), 0))
     placed = []
     for seat in seats:
         node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
@@ -38,7 +41,7 @@ def placement(plan: Plan, gpus_per_node: list[int]) -> list[Seat]:
             wanted = sum(s.gpus for s in seats)
             raise SetupError(
                 f"{seat.role} {seat.index} needs {seat.gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
-                f"The plan needs {wanted} GPUs in all ({len(plan.engines)} engine(s), {plan.learner.world_size} trainer rank(s)); "
+                f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {learner.world_size} trainer rank(s)); "
                 "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
             )
         free[node] -= seat.gpus
@@ -73,8 +76,6 @@ async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
     wanted = [s for s in seats if s.gpus]
     if not wanted:
         return Places(seats, None)
-    import asyncio
-
     from ray.util.placement_group import placement_group
 
     group = placement_group([{"GPU": s.gpus} for s in wanted], strategy="PACK")

@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from rft.config.plan import Plan
-from rft.engine.environment import engine_environment, trainer_environment
+from rft.engine.environment import cpu_environment, trainer_environment
 from rft.errors import EngineFailed, RunFailed
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster
@@ -70,13 +70,13 @@ class _Parts:
     async def start(self, found: manifests.Manifest | None) -> Start:
         """Start every part, the slow ones side by side; take the next lineage; connect the coordinator."""
         plan = self.plan
-        places = await reserve(placement(plan, self.cluster.gpus_per_node()))
+        places = await reserve(placement(plan.engines, plan.learner, self.cluster.gpus_per_node()))
         world = plan.learner.world_size
         rendezvous = str(self.rundir.path / f".rendezvous-{os.environ['RFT_RUN_ID']}") if world > 1 else None
         starting: list[Coroutine[Any, Any, None]] = [self._part("buffer", "buffer", plan), self._part("explorer", "explorer", plan)]
         for i, settings in enumerate(plan.engines):
             seat = places.options("engine", i)
-            starting.append(self._part(f"engine-{i}", "engine", plan, i, env=engine_environment(settings), error=EngineFailed, **seat))
+            starting.append(self._part(f"engine-{i}", "engine", plan, i, env=cpu_environment(settings), error=EngineFailed, **seat))
         for rank in range(world):
             seat = places.options("trainer", rank)
             env = trainer_environment(plan.learner.cpu_threads)
