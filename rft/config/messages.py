@@ -1,0 +1,212 @@
+"""Pydantic's errors → sentences with key path, given value, allowed values, nearest name.
+
+Knows the schema's classes, not what they mean.  Invariant: a secret's value never enters a message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from rft.config.known import advice, value_advice
+from rft.config.schema.root import RunConfig
+from rft.config.source import Loc, Source, dotted, is_secret
+from rft.errors import ConfigError
+from rft.logs import REDACTED, redact
+
+
+def explain(error: ValidationError, source: Source) -> list[ConfigError]:
+    """One ConfigError for each key that is wrong, in the order of the schema."""
+    found: dict[str, ConfigError] = {}
+    for e in error.errors(include_url=False):
+        loc = _real(tuple(e["loc"]))
+        key = dotted(loc)
+        if key not in found:
+            found[key] = ConfigError(_sentence(e, loc, source), key=key, given=_shown(loc, e.get("input")))
+    return list(found.values())
+
+
+def _sentence(e: Any, loc: Loc, source: Source) -> str:
+    key, kind, given = dotted(loc), e["type"], e.get("input")
+    where = f"  ({source.where(loc)})" if source.where(loc) else ""
+    if kind == "extra_forbidden":
+        return f"{_unknown(loc)}{where}"
+    if kind == "missing":
+        field = field_at(loc)
+        return f"is required: {field.description if field and field.description else 'write it'}"
+    got = f"given {_show(_shown(loc, given))}"
+    if hint := value_advice(key, given):
+        return f"{got}: {hint}{where}"
+    return f"{got}; {_allowed(e, loc)}{where}"
+
+
+def _unknown(loc: Loc) -> str:
+    key = dotted(loc)
+    if text := advice(key):
+        return text
+    names = list(fields_at(loc[:-1]))
+    last = str(loc[-1])
+    close = [k for k in all_keys() if k.rsplit(".", 1)[-1] == last]
+    close = close or [dotted((*loc[:-1], n)) for n in difflib.get_close_matches(last, names, n=1, cutoff=0.65)]
+    close = close or difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.8)
+    hint = f"  Did you mean {' or '.join(close[:2])}?" if close else ""
+    return f"unknown key.{hint}  Known here: {', '.join(names) or 'nothing, it is a value'}"
+
+
+def _allowed(e: Any, loc: Loc) -> str:
+    kind, ctx = e["type"], e.get("ctx", {})
+    bounds = {
+        "greater_than": ("gt", "greater than"),
+        "greater_than_equal": ("ge", "at least"),
+        "less_than": ("lt", "less than"),
+        "less_than_equal": ("le", "at most"),
+    }
+    if kind in bounds:
+        name, word = bounds[kind]
+        return f"must be {word} {_number(ctx[name])}{_unit(loc)}"
+    if kind == "literal_error" or kind == "enum":
+        return f"must be one of {ctx['expected']}{_close(e.get('input'), ctx['expected'])}"
+    quoted = isinstance(e.get("input"), str) and kind not in ("string_type",)
+    tail = "; remove the quotes" if quoted and _is_number(e["input"]) else ""
+    if kind.startswith("int"):
+        return f"must be a whole number{_unit(loc)}{tail}"
+    if kind.startswith(("float", "finite")):
+        return f"must be a number{_unit(loc)}{tail}"
+    if kind.startswith("bool"):
+        return "must be true or false"
+    if kind == "string_type":
+        return "must be a text; put it in quotes" if not isinstance(e.get("input"), dict | list) else "must be a text"
+    if kind in ("tuple_type", "list_type"):
+        return "must be a list: [a, b]"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        names = list(fields_at(loc))
+        return f"must be a mapping{' with keys such as ' + ', '.join(names[:5]) if names else ''}"
+    if kind == "string_pattern_mismatch":
+        return "must begin with a letter or digit and hold no slash, since it becomes part of a path"
+    if kind in ("too_long", "too_short"):
+        return f"must have {ctx.get('max_length', ctx.get('min_length'))} entries"
+    if kind == "string_too_long":
+        return f"must have at most {ctx['max_length']} characters"
+    text = str(e["msg"]).removeprefix("Value error, ")
+    return text[0].lower() + text[1:]
+
+
+def _close(given: Any, expected: str) -> str:
+    names = [n.strip(" '") for n in expected.replace(" or ", ", ").split(",")]
+    near = difflib.get_close_matches(str(given).lower(), names, n=1)
+    return f".  Did you mean {near[0]}?" if near else ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _unit(loc: Loc) -> str:
+    field = field_at(loc)
+    extra = field.json_schema_extra if field else None
+    unit = extra.get("unit") if isinstance(extra, dict) else None
+    return f" ({unit})" if unit else ""
+
+
+def _shown(loc: Loc, value: Any) -> Any:
+    """`value` without secrets."""
+    if any(is_secret(str(part), value) for part in loc):
+        return REDACTED
+    if isinstance(value, dict):
+        return {k: _shown((*loc, str(k)), v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_shown(loc, v) for v in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+# ---------------------------------------------------------------- walking the schema
+
+
+def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
+    """The section classes inside a type, with "" for a plain one and "[]" for a list of them."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from models(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from models(part)
+    elif origin is tuple:
+        yield from ((m, "[]") for m, _ in models(get_args(annotation)[0]))
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, ""
+
+
+def fields_at(loc: Loc) -> dict[str, FieldInfo]:
+    """The keys below `loc`; none if it is a value or does not exist."""
+    model: type[BaseModel] | None = RunConfig
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        field = _field(model, part)
+        model = next((m for m, _ in models(field.annotation)), None) if field else None
+        if model is None:
+            return {}
+    return dict(model.model_fields) if model else {}
+
+
+def field_at(loc: Loc) -> FieldInfo | None:
+    names = [p for p in loc if isinstance(p, str)]
+    return fields_at(tuple(names[:-1])).get(names[-1]) if names else None
+
+
+def _field(model: type[BaseModel] | None, name: str) -> FieldInfo | None:
+    if model is None:
+        return None
+    if name == "task_selector":
+        name = "data_selector"
+    return model.model_fields.get(name)
+
+
+@cache
+def all_keys() -> tuple[str, ...]:
+    """Every key of the schema, lists written as name[], e.g. buffer.explorer_input.tasksets[].split."""
+
+    def below(model: type[BaseModel], prefix: str) -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            yield prefix + name
+            for inner, mark in models(field.annotation):
+                yield from below(inner, f"{prefix}{name}{mark}.")
+
+    return tuple(below(RunConfig, ""))
+
+
+def literals(annotation: Any) -> tuple[Any, ...]:
+    """The names an enum allows."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(v for part in get_args(annotation) for v in literals(part)) if get_args(annotation) else ()
+
+
+def _real(loc: tuple[Any, ...]) -> Loc:
+    """pydantic puts names of union members and validators into the path; only keys and indexes stay."""
+    kept: list[str | int] = []
+    for part in loc:
+        if isinstance(part, int) or not (any(c in part for c in "[(- ") or (kept and part in ("str", "int", "float", "bool"))):
+            kept.append(part)
+    return tuple(kept)

@@ -1,0 +1,103 @@
+"""What a run will do: each room's complete, frozen settings, and why each derived value is what it is.
+
+Torch-free.  Invariant: nothing is filled in later; code downstream reads a Plan and never a RunConfig.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rft.buffer.settings import BufferSettings
+from rft.engine.settings import EngineSettings
+from rft.explorer.settings import ExplorerSettings
+from rft.monitor.settings import MonitorSettings
+from rft.sync.settings import SyncSettings
+from rft.trainer.settings import LearnerSettings, TrainerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """Machines and how their GPUs are split."""
+
+    ray_address: str | None = None  # None = a local Ray, started and stopped by the run
+    node_num: int = 1
+    gpu_per_node: int = 0
+    gpus_per_engine: int = 0  # 0 = engines on CPU
+    trainer_gpus: int = 0  # 0 = trainer on CPU
+
+    @property
+    def gpus(self) -> int:
+        return self.node_num * self.gpu_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """A value that was not written: which key, what it became, and why."""
+
+    key: str
+    value: object
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run, resolved.  `total_steps` is None only where epochs were asked for and the tasksets were not opened."""
+
+    mode: str
+    run_dir: Path
+    explorer: ExplorerSettings
+    engines: tuple[EngineSettings, ...]
+    buffer: BufferSettings
+    learner: LearnerSettings
+    trainer: TrainerSettings
+    sync: SyncSettings
+    monitor: MonitorSettings
+    cluster: ClusterSettings
+    total_steps: int | None
+    log_level: str = "INFO"
+    plugin_dirs: tuple[str, ...] = ()
+    seed: int = 42
+    deterministic: bool = False
+    continue_from_checkpoint: bool = True
+    derived: tuple[Derived, ...] = ()
+    notes: tuple[str, ...] = ()  # worth knowing
+    warnings: tuple[str, ...] = ()  # probably not what was meant
+
+    @property
+    def staleness_bound(self) -> int:
+        """Train steps by which an experience can at most be behind (fixed style)."""
+        return self.sync.offset + self.sync.interval - 1
+
+    @property
+    def runs_per_step(self) -> int:
+        """Experiences of one explore step, where every taskset has the same group size; else the largest it can be."""
+        return self.explorer.batch_size * max(t.num_runs for t in self.explorer.tasksets)
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = sum(p.name.removeprefix("nvidia").isdecimal() for p in Path("/dev").glob("nvidia*"))
+    return found if visible is None else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `resolve` may know of the world.  Give your own for another machine."""
+
+    cpus: int = field(default_factory=_cores)
+    gpus: int = field(default_factory=_gpus)
+    exists: Callable[[str], bool] = os.path.exists
+    read_text: Callable[[str], str] = _read
+    plugins_loaded: bool = False  # whether names of plugins can be looked up
+    plugin_dirs: tuple[str, ...] = ()  # folders given on the command line

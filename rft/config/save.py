@@ -1,0 +1,121 @@
+"""The configuration a run keeps in its folder, and what may change when the run is resumed.
+
+`config.yaml` is what was written, `config.resolved.yaml` the whole tree with overrides, and `config.json` the hashes, versions and the
+tree for comparing.  Invariant: no secret is written; the hash is of the original.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rft.config.messages import field_at
+from rft.config.resolve import shown
+from rft.config.schema.root import RunConfig
+from rft.config.source import Loc, dotted
+from rft.errors import ConfigError, ConfigErrors
+from rft.logs import redact
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs between the saved configuration and the one at hand."""
+
+    key: str
+    old: Any
+    new: Any
+    kind: Literal["safe", "refuse"]
+
+
+def save(config: RunConfig, run_dir: Path) -> None:
+    """Writes the three files, each aside and renamed."""
+    source = config.source
+    tree = shown(config)
+    head = f"# {source.path}\n" if source.path else ""
+    said = "".join(f"# override: {redact(o)}\n" for o in source.overrides)
+    written = redact(_without_secrets(source.text)) if source.text else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    record = {
+        "sha256": hashlib.sha256(source.text.encode()).hexdigest() if source.text else None,
+        "path": str(source.path) if source.path else None,
+        "overrides": [redact(o) for o in source.overrides],
+        "tree": tree,
+    }
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _write(run_dir / "config.yaml", redact(head + said) + written)
+    _write(run_dir / "config.resolved.yaml", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    _write(run_dir / "config.json", json.dumps(record, indent=1))
+
+
+def changes(config: RunConfig, run_dir: Path) -> list[Change]:
+    """What differs from the configuration saved in `run_dir`; nothing if none is saved there.  Raises ConfigError if it is damaged."""
+    file = run_dir / "config.json"
+    try:
+        old = json.loads(file.read_text(encoding="utf-8"))["tree"]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{file} is damaged ({e}); restore it, or choose another `name` for this run") from None
+    return list(_compare(old, shown(config), ()))
+
+
+def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
+    """The changes that are safe; raises ConfigErrors for those that would make it another run."""
+    found = changes(config, run_dir)
+    if refused := [c for c in found if c.kind == "refuse"]:
+        raise ConfigErrors(
+            [
+                ConfigError(
+                    f"was {c.old!r} when the run in {run_dir} began and is {c.new!r} now; write the old value, or choose another `name`",
+                    key=c.key,
+                    given=c.new,
+                )
+                for c in refused
+            ]
+        )
+    return found
+
+
+def _compare(old: Any, new: Any, loc: Loc) -> Iterator[Change]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _compare(old.get(name), new.get(name), (*loc, name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (a, b) in enumerate(zip(old, new, strict=True)):
+            yield from _compare(a, b, (*loc, i))
+    elif old != new:
+        yield Change(dotted(loc), old, new, "safe" if _safe(loc) else "refuse")
+
+
+def _safe(loc: Loc) -> bool:
+    """A key may change if it, or a section around it, says so."""
+    for end in range(len(loc), 0, -1):
+        field = field_at(loc[:end])
+        extra = field.json_schema_extra if field else None
+        if isinstance(extra, dict) and extra.get("on_resume") == "safe":
+            return True
+    return False
+
+
+def _without_secrets(text: str) -> str:
+    """The YAML text with values under secret names replaced, line by line (block scalars and flow maps included)."""
+    from rft.config.yamlfile import secret_spans
+
+    for start, end in sorted(secret_spans(text), reverse=True):
+        text = text[:start] + "'***'" + text[end:]
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

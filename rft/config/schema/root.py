@@ -1,0 +1,51 @@
+"""The whole written configuration: `RunConfig`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import PrivateAttr
+
+from rft.config.schema.algorithm import AlgorithmConfig
+from rft.config.schema.base import IgnoreCase, Name, Section, key, section
+from rft.config.schema.buffer import BufferConfig
+from rft.config.schema.cluster import ClusterConfig
+from rft.config.schema.explorer import ExplorerConfig
+from rft.config.schema.model import ModelConfig
+from rft.config.schema.monitor import LogConfig, MonitorConfig
+from rft.config.schema.synchronizer import SynchronizerConfig
+from rft.config.schema.trainer import TrainerConfig
+from rft.config.source import Source
+
+
+class RunConfig(Section):
+    """What a person writes.  `source` tells which file, line or override each value came from."""
+
+    mode: Annotated[Literal["both"], IgnoreCase] = key("both", "both: explore and train.")
+    project: Name = key("rft", "First part of the run's folder; project of the trackers.")
+    group: Name | Literal[""] = key("", "Second part of the run's folder; empty: none.")
+    name: Name = key("run", "Last part of the run's folder.")
+    checkpoint_root_dir: str = key("checkpoints", "Folder of all runs; the run lives in <root>/<project>/<group>/<name>.")
+    continue_from_checkpoint: bool = key(
+        True,
+        "Resume what is in the run's folder.  False: a folder that is not empty gets a sibling with a time stamp.",
+        on_resume="safe",
+    )
+    seed: int = key(42, "Seed of everything that draws.", ge=0, lt=2**32)
+    deterministic: bool = key(False, "Same answers, same order, same weights on every repetition; slower.")
+    plugin_dirs: tuple[str, ...] = key((), "Folders whose *.py files hold plugins.", on_resume="safe")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become gradients.")
+    model: ModelConfig = section(ModelConfig, "The policy and its sampling.")
+    cluster: ClusterConfig = section(ClusterConfig, "The machines.")
+    buffer: BufferConfig = section(BufferConfig, "Tasks, experiences, size of a step.")
+    explorer: ExplorerConfig = section(ExplorerConfig, "Engines and the exploring loop.")
+    trainer: TrainerConfig = section(TrainerConfig, "The training loop.")
+    synchronizer: SynchronizerConfig = section(SynchronizerConfig, "When and how weights move.")
+    monitor: MonitorConfig = section(MonitorConfig, "Trackers.")
+    log: LogConfig = section(LogConfig, "Log files.")
+
+    _source: Source = PrivateAttr(default_factory=Source)
+
+    @property
+    def source(self) -> Source:
+        return self._source

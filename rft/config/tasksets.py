@@ -1,0 +1,166 @@
+"""The written tasksets → the taskset room's settings: inherited sampling, workflow, reward, group size.
+
+Invariant: what a taskset writes wins over `model` and `algorithm`; nothing else decides a task's sampling.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from rft.config.problems import Problems
+from rft.config.schema.buffer import ExplorerInputConfig, RolloutArgs, TasksetConfig
+from rft.config.schema.root import RunConfig
+from rft.taskset.settings import FormatSettings, TasksetSettings
+from rft.types.task import SamplingArgs
+
+INPUT = "buffer.explorer_input"
+
+
+def tasksets(
+    config: RunConfig, problems: Problems, *, max_response_tokens: int, repeat_times: int, find: Callable[[str], str]
+) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
+    """Settings of the tasksets to train on and to evaluate on."""
+    given = config.buffer.explorer_input
+    train = _train(given, problems)
+    evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
+    names: dict[str, str] = {}
+    made: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])
+    for is_eval, written in ((False, train), (True, evals)):
+        for key, t in written:
+            name = _name(t, is_eval, names, key, problems)
+            workflow = (
+                t.default_workflow_type or (given.default_eval_workflow_type if is_eval else None) or given.default_workflow_type
+            )
+            if workflow is None:
+                problems.error(
+                    f"{key}.default_workflow_type",
+                    "no workflow is named; write it here or as buffer.explorer_input.default_workflow_type "
+                    "(`rft plugins workflow` lists them; chat_workflow asks once, math_workflow asks for a final answer)",
+                )
+            made[is_eval].append(
+                TasksetSettings(
+                    name=name,
+                    path=find(t.path),
+                    storage_type=t.storage_type,
+                    subset_name=t.subset_name,
+                    split=t.split,
+                    format=FormatSettings(**t.format.model_dump()),
+                    workflow=find(workflow or ""),
+                    workflow_args=dict(t.workflow_args),
+                    reward=_found(t.default_reward_fn_type or given.default_reward_fn_type, find),
+                    reward_args=dict(t.reward_fn_args),
+                    sampling=_sampling(config, t.rollout_args, max_response_tokens, key, problems, is_eval),
+                    num_runs=_runs(t, 1 if is_eval else repeat_times, key, problems),
+                    selector=t.data_selector.selector_type,
+                    seed=t.data_selector.seed,
+                    weight=t.weight,
+                    is_eval=is_eval,
+                    args=dict(t.args),
+                    max_rows=t.max_rows,
+                )
+            )
+    weights = [t.weight for t in made[0]]
+    if any(w is None for w in weights) and any(w is not None for w in weights):
+        problems.error(
+            f"{INPUT}.tasksets", "weight is written for some tasksets only; write it for all or for none", given=weights
+        )
+    return tuple(made[0]), tuple(made[1])
+
+
+def _train(given: ExplorerInputConfig, problems: Problems) -> list[tuple[str, TasksetConfig]]:
+    if given.taskset is not None and given.tasksets:
+        problems.error(f"{INPUT}.taskset", "taskset and tasksets are both written; put all of them into tasksets")
+    if given.taskset is not None:
+        return [(f"{INPUT}.taskset", given.taskset)]
+    if not given.tasksets:
+        problems.error(f"{INPUT}.tasksets", "there is nothing to train on; write taskset: {path: ...} or a list of tasksets")
+    return [(f"{INPUT}.tasksets[{i}]", t) for i, t in enumerate(given.tasksets)]
+
+
+def _name(t: TasksetConfig, is_eval: bool, names: dict[str, str], key: str, problems: Problems) -> str:
+    if t.name is not None:
+        if t.name in names:
+            problems.error(f"{key}.name", f"is also the name of {names[t.name]}; names must differ", given=t.name)
+        names[t.name] = key
+        return t.name
+    stem = t.path.split("://")[-1].split("?")[0].rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+    base = re.sub(r"\.(jsonl?|parquet|csv)$", "", stem) or "taskset"
+    base = re.sub(r"[^\w.+-]", "_", base).lstrip("._") or "taskset"
+    base = f"{base}_eval" if is_eval and not base.endswith("_eval") else base
+    name, n = base, 1
+    while name in names:
+        n += 1
+        name = f"{base}_{n}"
+    names[name] = key
+    return name
+
+
+def _runs(t: TasksetConfig, default: int, key: str, problems: Problems) -> int:
+    n, repeat = t.rollout_args.n, t.repeat_times
+    if n is not None and repeat is not None and n != repeat:
+        problems.error(
+            f"{key}.rollout_args.n", f"is {n}, but repeat_times is {repeat}; both mean runs per task, write one", given=n
+        )
+    return repeat or n or default
+
+
+def _found(name: str | None, find: Callable[[str], str]) -> str | None:
+    return None if name is None else find(name)
+
+
+def _sampling(
+    config: RunConfig, args: RolloutArgs, max_response_tokens: int, key: str, problems: Problems, is_eval: bool
+) -> SamplingArgs:
+    m = config.model
+    values: dict[str, Any] = {
+        "temperature": m.temperature,
+        "top_p": m.top_p,
+        "top_k": m.top_k,
+        "repetition_penalty": m.repetition_penalty,
+        "max_tokens": max_response_tokens,
+        "min_tokens": m.min_response_tokens,
+    }
+    values |= {k: v for k, v in args.model_dump(exclude={"n", "logprobs"}).items() if v is not None}
+    if values["top_k"] == 0:
+        values["top_k"] = -1  # OpenAI's and Hugging Face's spelling of "off"
+    if values["max_tokens"] > max_response_tokens:
+        problems.error(
+            f"{key}.rollout_args.max_tokens",
+            f"is {values['max_tokens']} tokens, more than model.max_response_tokens ({max_response_tokens}); raise that or lower this",
+            given=values["max_tokens"],
+        )
+        values["max_tokens"] = max_response_tokens
+    try:
+        sampling = SamplingArgs(**values)
+    except ValueError as e:
+        problems.error(f"{key}.rollout_args", str(e))
+        return SamplingArgs()
+    if not is_eval:
+        _reproducible(sampling, args, key, problems)
+    elif sampling.temperature == 0 and (config_runs := (args.n or 1)) > 1:
+        problems.warn(f"{key}: temperature 0 gives the same answer {config_runs} times; use a temperature above 0 or one run")
+    return sampling
+
+
+def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, problems: Problems) -> None:
+    """The trainer knows the temperature; anything else that bends the distribution cannot be trained on-policy."""
+    if sampling.temperature == 0:
+        where = f"{key}.rollout_args.temperature" if args.temperature is not None else "model.temperature"
+        problems.error(
+            where, "training samples at temperature 0 are all alike and have no on-policy gradient; use e.g. 1.0", given=0
+        )
+    off = SamplingArgs(max_tokens=sampling.max_tokens)
+    for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"):
+        value = getattr(sampling, name)
+        if value == getattr(off, name):
+            continue
+        written = getattr(args, name) is not None
+        top = {"min_tokens": "model.min_response_tokens"}.get(name, f"model.{name}")
+        problems.error(
+            f"{key}.rollout_args.{name}" if written else top,
+            f"is {value} for a training taskset; the trainer cannot compute the log-probs of tokens drawn that way, so the policy "
+            f"gradient would be wrong.  Use {getattr(off, name)} (off); evaluation tasksets may use any value",
+            given=value,
+        )

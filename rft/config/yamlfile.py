@@ -1,0 +1,182 @@
+"""YAML text → plain values with line numbers, refusing everything a configuration has no use for.
+
+Knows no schema.  Invariant: only mappings with unique text keys, lists and scalars come out, and never more than the file's size lets
+one expect (no tags, no cycles, no alias bombs).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from rft.config.source import Loc, dotted
+from rft.errors import ConfigError, ConfigErrors
+from rft.logs import is_secret_name
+
+MAX_BYTES = 1 << 20
+MAX_VALUES = 50_000
+MAX_DEPTH = 64
+_KINDS = {f"tag:yaml.org,2002:{k}" for k in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-6 as a number and neither dates, octals (010) nor sexagesimals (1:30)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rx) for tag, rx in rules if tag.rsplit(":", 1)[1] not in ("timestamp", "int", "float")]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
+        r"|^\.(?:nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
+    """The value of a YAML text and the line (from 1) of each leaf.  Raises ConfigError(s) naming `name` and the line."""
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"{name} has {size:,} bytes; a configuration may have at most {MAX_BYTES:,} (data belongs in its own file)"
+        )
+    _refuse_tabs(text, name)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        _count(node, name)
+        lines = _lines(node, name)
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        more = f" ({e.context})" if e.context else ""
+        raise ConfigError(f"{name}{where}: not valid YAML: {e.problem or 'unreadable'}{more}") from None
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{name}: not valid YAML: {e}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply; at most {MAX_DEPTH} levels are allowed") from None
+    finally:
+        loader.dispose()
+
+
+def scalar(text: str, name: str = "value") -> Any:
+    """One value written on a command line, read as YAML."""
+    return parse(text, name)[0]
+
+
+def _refuse_tabs(text: str, name: str) -> None:
+    for number, line in enumerate(text.splitlines(), 1):
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            raise ConfigError(
+                f"{name}, line {number}: indented with a tab; YAML allows only spaces.  Replace each tab by two spaces."
+            )
+
+
+def _count(root: yaml.Node, name: str) -> None:
+    """Refuses trees that aliases make large, deep or endless."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        if id(node) in open_nodes:
+            raise ConfigError(f"{name}, line {node.start_mark.line + 1}: an alias refers to the value it stands in")
+        if depth > MAX_DEPTH:
+            raise ConfigError(
+                f"{name}, line {node.start_mark.line + 1}: nested too deeply; at most {MAX_DEPTH} levels are allowed"
+            )
+        open_nodes.add(id(node))
+        children = node.value if isinstance(node.value, list) else []
+        flat = [n for c in children for n in (c if isinstance(c, tuple) else (c,))]
+        total = 1 + sum(size(n, depth + 1) for n in flat)
+        open_nodes.discard(id(node))
+        sizes[id(node)] = total
+        if total > MAX_VALUES:
+            raise ConfigError(
+                f"{name}, line {node.start_mark.line + 1}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases"
+            )
+        return total
+
+    size(root, 0)
+
+
+def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
+    """Line of every leaf; collects duplicate keys, keys that are no text, and tags as errors."""
+    lines: dict[Loc, int] = {}
+    errors: list[ConfigError] = []
+
+    def visit(node: yaml.Node, loc: Loc) -> None:
+        line = node.start_mark.line + 1
+        if node.tag not in _KINDS:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            errors.append(ConfigError(f"{name}, line {line}: the tag {tag} is not allowed; write plain values", key=dotted(loc)))
+        elif isinstance(node, yaml.MappingNode):
+            mapping(node, loc)
+        elif isinstance(node, yaml.SequenceNode):
+            for i, child in enumerate(node.value):
+                visit(child, (*loc, i))
+            if not node.value:
+                lines[loc] = line
+        else:
+            lines[loc] = line
+
+    def mapping(node: yaml.MappingNode, loc: Loc) -> None:
+        seen: dict[str, int] = {}
+        for k, v in node.value:
+            line = k.start_mark.line + 1
+            if k.tag == "tag:yaml.org,2002:merge":
+                for merged in v.value if isinstance(v, yaml.SequenceNode) else [v]:
+                    visit(merged, loc)
+                continue
+            if not isinstance(k, yaml.ScalarNode) or k.tag not in _KINDS:
+                errors.append(ConfigError(f"{name}, line {line}: a key must be a text", key=dotted(loc)))
+                continue
+            if k.value in seen:
+                path = dotted((*loc, k.value))
+                errors.append(ConfigError(f"written twice in {name}, on lines {seen[k.value]} and {line}; remove one", key=path))
+            seen[k.value] = line
+            k.tag = "tag:yaml.org,2002:str"
+            visit(v, (*loc, k.value))
+        if not node.value:
+            lines[loc] = node.start_mark.line + 1
+
+    visit(root, ())
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    return lines
+
+
+def secret_spans(text: str) -> list[tuple[int, int]]:
+    """Where in a valid YAML text the scalar values of secret keys stand: [start, end) in characters."""
+    loader = _Loader(text)
+    spans: dict[int, int] = {}
+
+    def visit(node: yaml.Node, secret: bool) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for k, v in node.value:
+                inside = secret or (isinstance(k, yaml.ScalarNode) and is_secret_name(k.value))
+                visit(v, inside)
+        elif isinstance(node, yaml.SequenceNode):
+            for child in node.value:
+                visit(child, secret)
+        elif secret and "int" not in node.tag and "null" not in node.tag and "${" not in node.value:
+            spans[node.start_mark.index] = node.end_mark.index
+
+    root = loader.get_single_node()
+    loader.dispose()
+    if root is not None:
+        visit(root, False)
+    return list(spans.items())
