@@ -1,7 +1,8 @@
-"""The seam through which weights leave the trainer: a transport stages one version as bytes that every engine of the node can read.
+"""The seam through which weights leave the trainer: a transport stages a version as bytes that every engine can read.
 
-Knows neither trainer nor engine.  The one invariant: `stage` never writes into bytes of a version that an engine may still have to
-read.  Those are the version staged last and the one before it (the roll-back target), unless `release` gave them free.
+Knows neither trainer nor engine. The one invariant: `stage` never writes into bytes of a version that an engine may
+still have to read. Those are the version staged last and the one before it (the roll-back target), unless `release`
+gave them free.
 
 The blob is the tensors' bytes, row-major and little-endian, each at a multiple of 64; `WeightManifest` says what lies where.
 """

@@ -1,23 +1,26 @@
 """Does an engine really serve the weights it claims to?  Compares log-probs of tokens it just generated with the trainer's.
 
-Knows neither how weights travel nor when.  The one invariant: a verdict rests only on tokens the engine generated under the version in
-question, never on what it reports about itself.
+Knows neither how weights travel nor when. The one invariant: a verdict rests only on tokens the engine generated
+under the version in question, never on what it reports about itself.
 
-Why a stale engine cannot pass once the step moved the probe.  Let y' be the tokens of the previous version's probe, E' the engine's
-log-probs of them then, S the trainer's log-probs under the new weights, and d = max |S(y') - E'(y')|, how far the step moved the probe
-(at most `limit` of it is the engine's own error).  Prompts and seeds never change, so an engine that still serves the old weights draws
-y' again and reports E'(y') up to its repetition noise n, and its error is, by the triangle inequality,
+Why a stale engine cannot pass once the step moved the probe. Let y' be the tokens of the previous version's probe,
+E' the engine's log-probs of them then, S the trainer's log-probs under the new weights, and d = max |S(y') - E'(y')|,
+how far the step moved the probe (at most `limit` of it is the engine's own error). Prompts and seeds never change,
+so an engine that still serves the old weights draws y' again and reports E'(y') up to its repetition noise n, and its
+error is, by the triangle inequality,
 
     max |S(y') - E_now(y')|  >=  max |S(y') - E'(y')| - max |E'(y') - E_now(y')|  >=  d - n.
 
-`limit` is at least 5 times the error of the first version, and n is at most twice that error (two runs, each that near to the truth), so
-n < limit, and for d > 3 * limit the error is above 2 * limit: the probe fails.  Where d is smaller the verdict says `below_noise`, and
-hashes and packed-layer probes have to carry the proof.  (If noise makes it draw another token, everything before is still compared.)
+`limit` is at least 5 times the error of the first version, and n is at most twice that error (two runs, each that
+near to the truth), so n < limit, and for d > 3 * limit the error is above 2 * limit: the probe fails. Where d is
+smaller the verdict says `below_noise`, and hashes and packed-layer probes have to carry the proof. (If noise makes
+it draw another token, everything before is still compared.)
 
-A partly stale engine is no different from any wrong one: its own tokens are scored by the trainer, and the difference must be in limits.
+A partly stale engine is no different from any wrong one: its own tokens are scored by the trainer, and the difference
+must be in limits.
 
-Source of the limits: float32 engines and trainers agree to 1e-5..1e-4 nats; 1e-3 is the stop limit of the first version, bf16 has a
-stated absolute one.
+Source of the limits: float32 engines and trainers agree to 1e-5..1e-4 nats; 1e-3 is the stop limit of the first
+version, bf16 has a stated absolute one.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _SEED = 20_000  # prompt i is always drawn with seed _SEED + i
 
 
 class Probe(Struct, frozen=True):
-    """What one engine generated for the probe prompts under one version: per prompt int32 [R] tokens and float32 [R] log-probs."""
+    """What one engine generated for the probe prompts: per prompt int32 [R] tokens and float32 [R] log-probs."""
 
     version: Version
     prompts: tuple[np.ndarray, ...]
@@ -63,14 +66,14 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 class Canary:
-    """Probes of `prompts` (token ids).  With `kv_cache: keep` they should be shorter than one cache block, or old keys are reused."""
+    """Probes of `prompts` (token ids).  With `kv_cache: keep` they must be shorter than a cache block."""
 
     def __init__(self, settings: SyncSettings, prompts: Sequence[Sequence[int]], scorer: Scorer) -> None:
         asked = len(prompts) * settings.canary_tokens
         if asked < MIN_TOKENS or not all(len(p) for p in prompts):
             raise ConfigError(
-                f"{len(prompts)} prompts x {settings.canary_tokens} tokens = {asked} probe tokens; at least {MIN_TOKENS} are needed, "
-                "and no prompt may be empty. Raise canary_prompts or canary_tokens.",
+                f"{len(prompts)} prompts x {settings.canary_tokens} tokens = {asked} probe tokens; at least {MIN_TOKENS} "
+                "are needed, and no prompt may be empty. Raise canary_prompts or canary_tokens.",
                 key="synchronizer",
             )
         self._prompts = tuple(tuple(int(t) for t in p) for p in prompts)
@@ -82,7 +85,7 @@ class Canary:
 
     @property
     def limit(self) -> float:
-        """The largest difference in nats that passes: the stated limit for the first version, then max(1e-3, 5 x the first's error)."""
+        """The largest difference in nats that passes: a stated one for the first version, then max(1e-3, 5 x its error)."""
         return self._first_limit if self._later_limit is None else self._later_limit
 
     async def probe(self, engine: Engine, version: Version) -> Probe:
@@ -115,8 +118,8 @@ class Canary:
                 else ""
             )
             raise WeightSyncFailed(
-                f"engine {worst}: its log-probs of {probes[worst].num_tokens} generated tokens differ from the trainer's by up to "
-                f"{errors[worst]:.2e} nats, allowed are {limit:.2e}; the version moved them by {moved:.2e}{stale}"
+                f"engine {worst}: its log-probs of {probes[worst].num_tokens} generated tokens differ from the trainer's by "
+                f"up to {errors[worst]:.2e} nats, allowed are {limit:.2e}; the version moved them by {moved:.2e}{stale}"
             )
         if self._later_limit is None:
             self._later_limit = max(self._floor, 5 * errors[worst])

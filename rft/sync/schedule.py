@@ -1,17 +1,18 @@
 """When weights move: three questions, answered from numbers alone.
 
-Knows no clock, engine or buffer.  The one invariant: whatever answers yes, a row is never trained more than `staleness_bound` optimizer
-steps after the version that began it, and somebody can always go on.
+Knows no clock, engine or buffer. The one invariant: whatever answers yes, a row is never trained more than
+`staleness_bound` optimizer steps after the version that began it, and somebody can always go on.
 
 Fixed style with interval k and offset s, one explore batch per train step.  Batch e (from 0) feeds step e + 1:
 
     step t publishes when t is a multiple of k;  batch e needs a version of step >= k * floor((e - s) / k), at least the start's.
 
-So batch e waits for steps below e only (no deadlock), and is trained when e steps are done: staleness <= e - k * floor((e - s) / k),
-which is at most s + k - 1.
+So batch e waits for steps below e only (no deadlock), and is trained when e steps are done: staleness <= e - k *
+floor((e - s) / k), which is at most s + k - 1.
 
-Where a train step does not take exactly one explore batch, `batch_units` and `step_units` count both in one unit (groups, or rows):
-batch e first feeds step f(e) + 1 = floor(e * batch_units / step_units) + 1, and f(e) takes the place of e above.
+Where a train step does not take exactly one explore batch, `batch_units` and `step_units` count both in one unit
+(groups, or rows): batch e first feeds step f(e) + 1 = floor(e * batch_units / step_units) + 1, and f(e) takes the
+place of e above.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rft.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`start_step` is the step of the weights the run begins or resumes with; steps count from 1, batches from 0, over the whole run.
+    """`start_step`: of the weights the run begins or resumes with; steps count from 1, batches from 0, over the whole run.
 
     Raises ConfigError on an interval below 1, a negative offset, or a `max_staleness` that this schedule cannot keep.
     """
@@ -61,7 +62,7 @@ class Schedule:
 
     @property
     def _spread(self) -> int:
-        """How many steps later than its first the last row of a batch can be trained: floor((x + batch - 1) / step) at the worst x."""
+        """How many steps after its first row the last row of a batch can be trained, at worst."""
         batch, step = self.batch_units, self.step_units
         if batch % step == 0:
             return batch // step - 1

@@ -1,13 +1,13 @@
 """Brings one weight version at a time into all engines, proves it, and lets explorer batches start when they may.
 
-Knows nothing of how weights are made or staged.  The one invariant: engines run only with one whole version, and what they generate
-with a version counts (`served` returns) only after its canary passed.
+Knows nothing of how weights are made or staged. The one invariant: engines run only with one whole version, and what
+they generate with a version counts (`served` returns) only after its canary passed.
 
     publish:  pause -> load and check the reports -> resume -> canary, while rollouts of the version already run -> served
     on failure: pause -> load the version before -> resume -> prove it by its canary record -> try again -> WeightSyncFailed
 
-A version whose canary failed is tried again only while no explore batch is under way: rows begun under the rejected weights would carry
-the label that the second attempt makes good.
+A version whose canary failed is tried again only while no explore batch is under way: rows begun under the rejected
+weights would carry the label that the second attempt makes good.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ class Synchronizer:
         if report.num_tensors != len(manifest.tensors):
             return f"it loaded {report.num_tensors} of {len(manifest.tensors)} tensors"
         if not report.probe_error <= limit:
-            return f"layer {report.probe_worst} computes with other weights than published: {report.probe_error:.2e}, allowed {limit:.0e}"
+            found = f"{report.probe_error:.2e}, allowed {limit:.0e}"
+            return f"layer {report.probe_worst} computes with other weights than published: {found}"
         return ""
 
     # ------------------------------------------------------------ the way back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -39,13 +40,17 @@ def read(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """What an engine worker does: open the path, verify, take the tensors."""
     kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
     found = {}
-    with open(manifest.path, "rb") as f:
+    with Path(manifest.path).open("rb") as f:
         for spec in manifest.tensors:
             f.seek(spec.offset)
             data = f.read(spec.nbytes)
             assert xxhash.xxh3_128_hexdigest(data) == spec.xxh3_128, spec.name
             found[spec.name] = torch.frombuffer(bytearray(data), dtype=kinds[spec.dtype]).reshape(spec.shape)
     return found
+
+
+def num_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -80,15 +85,14 @@ def test_what_is_staged_is_read_back_bit_by_bit(transport: Transport) -> None:
 def test_another_process_can_open_the_path(transport: Transport) -> None:
     manifest = stage(transport, 1)
     spec = manifest.tensors[0]
-    code = "import sys,hashlib; f=open(sys.argv[1],'rb'); f.seek(int(sys.argv[2])); print(hashlib.sha256(f.read(int(sys.argv[3]))).hexdigest())"
+    code = "import sys,hashlib; f=open(sys.argv[1],'rb'); f.seek(int(sys.argv[2]))\n"
+    code += "print(hashlib.sha256(f.read(int(sys.argv[3]))).hexdigest())"
     said = subprocess.run(
         [sys.executable, "-I", "-c", code, manifest.path, str(spec.offset), str(spec.nbytes)],
         capture_output=True,
         text=True,
         check=True,
     )
-    import hashlib
-
     assert said.stdout.strip() == hashlib.sha256(weights(1)["embed.weight"].numpy().tobytes()).hexdigest()
 
 
@@ -183,15 +187,15 @@ def test_a_generator_that_breaks_half_way_leaves_the_served_version_whole(transp
 
 
 def test_memory_leaves_no_name_and_few_descriptors(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     made = make(SyncSettings(method="memory"), tmp_path / "sync")
     for step in range(10):
         manifest = stage(made, step)
     assert manifest.path.startswith("/proc/")
     assert not (tmp_path / "sync").exists()
-    assert len(os.listdir("/proc/self/fd")) <= before + 3
+    assert num_descriptors() <= before + 3
     made.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
     with pytest.raises(WeightSyncFailed, match="closed"):
         stage(made, 11)
 

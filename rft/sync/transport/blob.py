@@ -1,7 +1,7 @@
 """Writes tensors into an open file and describes them: the part that all file-like transports share.
 
-Knows nothing of versions' lifetimes.  The one invariant: the hash of a tensor is taken from the trainer's own memory, not from what
-was written, so damage on the way to an engine is always seen.
+Knows nothing of versions' lifetimes. The one invariant: the hash of a tensor is taken from the trainer's own memory,
+not from what was written, so damage on the way to an engine is always seen.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def write(fd: int, version: Version, tensors: Iterable[tuple[str, torch.Tensor]]
             )
         if not _finite(host):
             raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
-        data = host.reshape(-1).view(torch.uint8).numpy()
+        data = host.reshape(-1).view(torch.uint8).numpy().data  # a buffer of plain bytes
         start = -(-end // ALIGN) * ALIGN
-        _pwrite(fd, memoryview(data), start)
+        _pwrite(fd, data, start)
         end = start + data.nbytes
         digest = xxhash.xxh3_128_hexdigest(data)
         specs.append(TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, data.nbytes, digest))

@@ -1,7 +1,7 @@
 """Weights through files in the run folder: for engines that share a file system with the trainer, but not its memory.
 
-The one invariant: a file under its final name is whole (written aside, fsynced, renamed), and the versions an engine may still have to
-read keep theirs.
+The one invariant: a file under its final name is whole (written aside, fsynced, renamed), and the versions an engine
+may still have to read keep theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEPT = 2
 
 
 class CheckpointTransport:
-    """See `Transport`.  Files are `weights-LINEAGE-STEP.bin`; those of an earlier start of the run are removed at the first stage."""
+    """See `Transport`.  Files are `weights-LINEAGE-STEP.bin`; the first stage removes those of an earlier start of the run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
@@ -44,7 +44,7 @@ class CheckpointTransport:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            os.replace(aside, final)
+            aside.replace(final)
             _fsync_folder(self._folder)
         except OSError as e:
             raise WeightSyncFailed(f"version {version}: writing the weights to {final} failed: {e}") from e

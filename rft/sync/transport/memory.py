@@ -1,8 +1,9 @@
-"""Weights through anonymous memory: nothing in any folder, nothing left when the process dies, not limited by the size of /dev/shm.
+"""Weights through anonymous memory: no name in any folder, nothing left after a kill, not limited by the size of /dev/shm.
 
-Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node.  Where that is refused the slots are files
-in /dev/shm (or in the run folder, when that has too little room); `place` says so.  The one invariant is that of `Transport`: with
-releases two slots alternate, without them three rotate, and a slot that may be read is never written.
+Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node. Where that is refused the
+slots are files in /dev/shm (or in the run folder, when that has too little room); `place` says so. The one invariant
+is that of `Transport`: with releases two slots alternate, without them three rotate, and a slot that may be read is
+never written.
 """
 
 from __future__ import annotations

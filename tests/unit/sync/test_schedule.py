@@ -17,8 +17,9 @@ from rft.sync.schedule import Schedule
 def simulate(
     schedule: Schedule, steps: int, *, explore_s: list[float], train_s: list[float], cursor: int = 0, held: int = 0, used: int = 0
 ) -> tuple[list[int], float]:
-    """Explorer and trainer as two events on a fake clock.  After a resume `held` batches from `cursor` on are in the buffer already,
-    the first of them with `used` units gone.
+    """Explorer and trainer as two events on a fake clock.
+
+    After a resume `held` batches from `cursor` on are in the buffer already, the first of them with `used` units gone.
 
     Returns the staleness of every trained step and the end time.  Raises RuntimeError when nobody can go on.
     """
