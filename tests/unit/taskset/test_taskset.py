@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rft.errors import ConfigError, PluginError
+from rft.taskset.arithmetic import digit_sums
+from rft.taskset.base import open_taskset
+from rft.taskset.settings import FormatSettings, TasksetSettings
+from rft.types.task import SamplingArgs
+
+
+def settings(path, **changes):
+    return TasksetSettings(**{"name": "sums", "path": str(path), "workflow": "simple_workflow", **changes})
+
+
+ROWS = [{"prompt": "1+1?", "response": "2"}, {"prompt": "2+2?", "response": "4"}]
+
+
+def jsonl(tmp_path, text: str | bytes):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+def test_jsonl(tmp_path, end, bom):
+    path = jsonl(tmp_path, bom + (end.join(map(json.dumps, ROWS)) + end + end).encode())
+    taskset = open_taskset(settings(path, sampling=SamplingArgs(temperature=0.5), num_runs=4, reward="exact_answer"))
+    assert len(taskset) == 2
+    task = taskset.task(1)
+    assert (task.prompt, task.truth, task.index, task.num_runs, task.sampling.temperature) == ("2+2?", "4", 1, 4, 0.5)
+    with pytest.raises(IndexError, match="has 2 rows; asked for 2"):
+        taskset.task(2)
+    assert len(open_taskset(settings(path, max_rows=1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": \n', r"data\.jsonl:2: not JSON .*column"),
+        (b'{"prompt": "a"}\n\n[1]\n', r"data\.jsonl:3: a line must be a JSON object, not list"),
+        (
+            b'{"prompt": "a", "response": "1"}\n{"prompt": "b"}\n',
+            r"data\.jsonl:2: the row has no key 'response'; its keys are prompt",
+        ),
+        (b'{"question": "a"}\n', r"data\.jsonl:1: the row has no key 'prompt'; its keys are question\.  .*format\.prompt_key"),
+        (b'{"prompt": 3}\n', r"data\.jsonl:1: key 'prompt' is 3 \(int\); it must be a text"),
+        (b'{"prompt": ""}\n', r"must be a text that is not empty"),
+        (b"", "has no rows"),
+        (b"\n\n", "has no rows"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}', r"data\.jsonl:2: not UTF-8 \(byte 0xff"),
+    ],
+)
+def test_broken_jsonl_names_file_and_line(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_taskset(settings(jsonl(tmp_path, text)))
+    assert caught.value.key.startswith("taskset sums.")
+
+
+def test_other_files(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    (tmp_path / "a.csv").write_text('prompt,response\n"1+1?",2\n2+2?,4\n')
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    for name in ("a.json", "a.csv", "a.parquet"):
+        taskset = open_taskset(settings(tmp_path / name))
+        assert [(t.prompt, t.truth) for t in map(taskset.task, range(len(taskset)))] == [("1+1?", "2"), ("2+2?", "4")], name
+        assert taskset.fingerprint == open_taskset(settings(tmp_path / name)).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"prompt": 1}', "must hold a JSON list"),
+        ("a.json", "[1]", "element 0: must be a JSON object"),
+        ("a.json", "[\n,", "a.json:2: not JSON"),
+        ("a.csv", "prompt,response\na\n", "a.csv:2: the line does not have 2 columns"),
+        ("a.parquet", "hello", "not a readable Parquet file"),
+        ("a.txt", "hello", r"suffix '\.txt' is not known"),
+    ],
+)
+def test_other_broken_files(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        open_taskset(settings(tmp_path / name))
+
+
+def test_missing_file_suggests_a_neighbour(tmp_path):
+    jsonl(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"does not exist; did you mean .*data\.jsonl"):
+        open_taskset(settings(tmp_path / "dta.jsonl"))
+    with pytest.raises(ConfigError, match="does not exist either"):
+        open_taskset(settings(tmp_path / "no" / "data.jsonl"))
+
+
+def test_messages_tools_and_per_row_names(tmp_path):
+    row = {
+        "message": [{"role": "user", "content": "hi"}],
+        "tools": json.dumps([{"type": "function"}]),
+        "sys": "Be short.",
+        "flow": "math_workflow",
+        "score": "math_reward",
+    }
+    fmt = FormatSettings(prompt_type="messages", workflow_key="flow", reward_fn_key="score", system_prompt_key="sys")
+    task = open_taskset(settings(jsonl(tmp_path, json.dumps(row)), format=fmt)).task(0)
+    assert task.chat() == [{"role": "user", "content": "hi"}]
+    assert (task.tools, task.workflow, task.reward, task.system_prompt, task.truth) == (
+        ({"type": "function"},), "math_workflow", "math_reward", "Be short.", None,
+    )  # fmt: skip
+    bad = {**row, "message": "hello"}
+    with pytest.raises(ConfigError, match="must be a list of messages"):
+        open_taskset(settings(jsonl(tmp_path, json.dumps(bad)), format=fmt))
+    with pytest.raises(ConfigError, match="must be a list of tools"):
+        open_taskset(settings(jsonl(tmp_path, json.dumps({**row, "tools": "x"})), format=fmt))
+
+
+def test_a_written_response_key_must_exist(tmp_path):
+    path = jsonl(tmp_path, '{"prompt": "a"}')
+    assert open_taskset(settings(path)).task(0).truth is None
+    with pytest.raises(ConfigError, match="no key 'answer'"):
+        open_taskset(settings(path, format=FormatSettings(response_key="answer")))
+
+
+def test_folders_through_datasets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    import datasets
+
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    made.save_to_disk(str(tmp_path / "saved"))
+    taskset = open_taskset(settings(tmp_path / "saved"))
+    assert (len(taskset), taskset.task(1).truth) == (2, "4")
+    with pytest.raises(ConfigError, match="no split 'test'; it has train"):
+        open_taskset(settings(tmp_path / "saved", split="test"))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        (tmp_path / "empty").mkdir()
+        open_taskset(settings(tmp_path / "empty"))
+
+
+def test_reasoning_gym():
+    made = open_taskset(settings("reasoning_gym://chain_sum", args={"size": 7, "seed": 3, "min_terms": 2, "max_terms": 2}))
+    again = open_taskset(
+        settings("chain_sum", storage_type="reasoning_gym", args={"size": 7, "seed": 3, "min_terms": 2, "max_terms": 2})
+    )
+    other = open_taskset(settings("reasoning_gym://chain_sum", args={"size": 7, "seed": 4, "min_terms": 2, "max_terms": 2}))
+    assert len(made) == 7
+    assert made.task(2).prompt == again.task(2).prompt
+    assert made.fingerprint == again.fingerprint != other.fingerprint
+    with pytest.raises(ConfigError, match="Did you mean chain_sum"):
+        open_taskset(settings("reasoning_gym://chan_sum"))
+    with pytest.raises(ConfigError, match="does not take these arguments.*min_trms"):
+        open_taskset(settings("reasoning_gym://chain_sum", args={"min_trms": 2}))
+    with pytest.raises(ConfigError, match="does not take these arguments"):
+        open_taskset(settings("reasoning_gym://chain_sum", args={"min_terms": 9, "max_terms": 2}))
+
+
+def test_python_factories(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def rows(*, split, count=2):\n    return [{'prompt': f'{split} {i}'} for i in range(count)]\ndef bad(*, split): return 3\n"
+    )
+    taskset = open_taskset(settings(f"{path}:rows", args={"count": 3}))
+    assert [taskset.task(i).prompt for i in range(3)] == ["train 0", "train 1", "train 2"]
+    with pytest.raises(ConfigError, match=r"cannot be called with split and these args: .*'cnt'"):
+        open_taskset(settings(f"{path}:rows", args={"cnt": 3}))
+    with pytest.raises(ConfigError, match="returned int; it must return a list of dicts"):
+        open_taskset(settings(f"{path}:bad"))
+    with pytest.raises(PluginError, match="has no 'nothing'"):
+        open_taskset(settings(f"{path}:nothing"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_digit_sums_hold_out_whole_pairs(seed):
+    def pairs(split):
+        rows = digit_sums(split=split, seed=seed)
+        texts = [r["prompt"].removeprefix("What is ").partition("?")[0].split("+") for r in rows]
+        assert all(int(a) + int(b) == int(r["response"]) for (a, b), r in zip(texts, rows, strict=True))
+        return {(int(a), int(b)) for a, b in texts}, len(rows)
+
+    (train, n_train), (test, n_test) = pairs("train"), pairs("test")
+    unordered = {tuple(sorted(p)) for p in test}
+    assert (n_train, n_test, len(train | test), len(unordered)) == (72, 28, 100, 15)
+    assert all((b, a) in test for a, b in test) and not any(tuple(sorted(p)) in unordered for p in train)
