@@ -38,6 +38,10 @@ def logprobs(w: Weights, last: int) -> np.ndarray:
     return torch.log_softmax(w["head"].double() @ w["embed"][last].double(), 0).numpy()
 
 
+def staged_bytes(manifest: WeightManifest) -> bytes:
+    return Path(manifest.path).read_bytes()
+
+
 class TableEngine:
     """A bigram model whose weights are exactly the bytes it read; `trouble` decides what goes wrong in each load."""
 
@@ -87,7 +91,7 @@ class TableEngine:
             await self.hung.wait()
         specs = manifest.tensors[: 1 if what in ("missing", "half") else None]
         if what != "skip":
-            blob = Path(manifest.path).read_bytes()
+            blob = staged_bytes(manifest)
             for spec in specs:
                 part = bytearray(blob[spec.offset : spec.offset + spec.nbytes])
                 self.weights[spec.name] = torch.frombuffer(part, dtype=torch.float32).reshape(spec.shape)

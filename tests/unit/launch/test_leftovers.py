@@ -1,0 +1,143 @@
+"""The leftover check sees what is left, blames nobody else, and cleans only what is dead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rft.launch import leftovers
+
+SLEEPER = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+def started(code: str = SLEEPER, **env: str) -> subprocess.Popen[str]:
+    """A process that has said it is up and lives until its stdin is closed."""
+    made = subprocess.Popen(
+        [sys.executable, "-I", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
+    )
+    assert made.stdout is not None
+    made.stdout.readline()
+    return made
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A mark, a /dev/shm and a temporary folder of this test's own."""
+    shm, temp = tmp_path / "shm", tmp_path / "temp"
+    shm.mkdir()
+    temp.mkdir()
+    monkeypatch.setenv(leftovers.MARK, uuid.uuid4().hex)
+    monkeypatch.setattr(leftovers, "SHM", shm)
+    monkeypatch.setattr(tempfile, "tempdir", str(temp))
+    yield
+
+
+def test_a_clean_machine_is_clean() -> None:
+    assert leftovers.compare(leftovers.snapshot(), grace_s=0) == []
+
+
+def test_a_living_child_is_reported_and_an_ending_one_is_waited_for() -> None:
+    before = leftovers.snapshot()
+    child = started()
+    try:
+        (line,) = leftovers.compare(before, grace_s=0)
+        assert line.startswith(f"process {child.pid} ")
+        assert child.stdin is not None
+        child.stdin.close()
+        assert leftovers.compare(before, grace_s=20) == []
+    finally:
+        child.stdin = None
+        ended(child)
+
+
+def test_an_orphan_with_our_mark_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = leftovers.snapshot()
+    code = f"import subprocess,sys; p=subprocess.Popen([sys.executable,'-I','-c',{SLEEPER!r}],stdin=subprocess.PIPE); "
+    child = started(code + "print(p.pid, flush=True); sys.stdin.read()")
+    try:
+        marked = [p.pid for p in leftovers._our_processes(os.environ[leftovers.MARK])]
+        assert child.pid in marked and len(marked) == 2
+        monkeypatch.setattr(leftovers.psutil.Process, "children", lambda self, recursive=False: [])
+        assert len(leftovers.compare(before, grace_s=0)) == 2
+    finally:
+        ended(child)
+
+
+def test_shared_memory_and_folders() -> None:
+    before = leftovers.snapshot()
+    temp = Path(tempfile.gettempdir())
+    (leftovers.SHM / "psm_abc").write_bytes(b"x")
+    (leftovers.SHM / "__KMP_REGISTERED_LIB_1_0").write_bytes(b"x")  # of process 1, which lives
+    (leftovers.SHM / "somebody-elses").write_bytes(b"x")
+    (temp / "rft-left").mkdir()
+    (temp / "other").mkdir()
+    assert leftovers.compare(before, grace_s=0) == [
+        f"shared memory {leftovers.SHM / 'psm_abc'}",
+        f"temporary folder {temp / 'rft-left'}",
+    ]
+
+
+def test_what_somebody_uses_is_not_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = leftovers.snapshot()
+    folder = Path(tempfile.gettempdir()) / "rft-used"
+    folder.mkdir()
+    monkeypatch.setattr(leftovers, "_open_paths", lambda pid: [f"{folder}/socket"] if pid == os.getpid() else [])
+    assert leftovers.compare(before, grace_s=0) == []
+
+
+def test_listeners_beyond_loopback() -> None:
+    before = leftovers.snapshot()
+    with socket.socket() as inside, socket.socket() as outside:
+        inside.bind(("127.0.0.1", 0))
+        inside.listen()
+        assert leftovers.compare(before, grace_s=0) == []
+        outside.bind(("0.0.0.0", 0))
+        outside.listen()
+        (line,) = leftovers.compare(before, grace_s=0)
+        assert line == f"listener 0.0.0.0 port {outside.getsockname()[1]} of process {os.getpid()}"
+
+
+def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
+    run_id = uuid.uuid4().hex
+    temp, dead = Path(tempfile.gettempdir()), started()
+    ended(dead)
+    ours, other = started(RFT_RUN_ID=run_id), started(RFT_RUN_ID="another")
+    try:
+        gone = [leftovers.SHM / f"rft-weights-{dead.pid}-1-0.bin", leftovers.SHM / f"__KMP_REGISTERED_LIB_{dead.pid}_0"]
+        kept = [leftovers.SHM / f"rft-weights-{os.getpid()}-1-0.bin", leftovers.SHM / "psm_older", leftovers.SHM / "unknown"]
+        for file in (*gone, *kept):
+            file.write_bytes(b"x")
+        os.utime(leftovers.SHM / "psm_older", (1, 1))
+        (temp / "rft-ray" / "session_1").mkdir(parents=True)
+        (temp / "rft-just-made").mkdir()
+        done = leftovers.clean(run_id)
+        assert len(done) == 4 and done[0].startswith(f"ended process {ours.pid} ")
+        assert not any(f.exists() for f in gone) and all(f.exists() for f in kept)
+        assert not (temp / "rft-ray").exists() and (temp / "rft-just-made").exists()
+        assert other.poll() is None
+        assert leftovers.clean(run_id) == []
+    finally:
+        ended(ours)
+        ended(other)
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "before.json"
+    assert leftovers.main(["--before", str(file)]) == 0
+    assert leftovers.main(["--after", str(file)]) == 0
+    (leftovers.SHM / "psm_abc").write_bytes(b"x")
+    assert leftovers.main(["--after", str(file)]) == 1
+    assert "left over: shared memory" in capsys.readouterr().out
