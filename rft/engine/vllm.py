@@ -123,6 +123,9 @@ class VllmEngine:
         """Stops vLLM's processes.  May be called twice."""
         llm, self._llm = self._llm, None
         if llm is not None:
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()  # else it reports the stopping processes as an error
+                await asyncio.wait([llm.output_handler])
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
             del llm
             gc.collect()  # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at interpreter exit
@@ -208,7 +211,6 @@ def engine_args(settings: EngineSettings) -> Any:
         "trust_remote_code": settings.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
-        "generation_config": "vllm",  # a model's own sampling defaults would change what is sampled
         "disable_log_stats": True,
     }
     if settings.block_size is not None:

@@ -1,0 +1,91 @@
+"""From logits to one token per row.  Knows no model and no requests.
+
+Order of the steps as in vLLM: minimum length, penalties, temperature, min_p, top_k, top_p.  Reported log-probs are of the distribution
+after all of them (natural log).  Invariant: a row's draw depends on its own logits and its own random numbers alone.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rft.types.task import SamplingArgs
+
+NOTHING = float("-inf")
+
+
+@dataclass
+class RowState:
+    """What sampling has to know about one row; `written` are its generated tokens so far."""
+
+    sampling: SamplingArgs
+    seed: int
+    prompt: Sequence[int]
+    end_tokens: Sequence[int]
+    written: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = np.random.Generator(np.random.Philox(self.seed))
+
+    @property
+    def penalized(self) -> bool:
+        s = self.sampling
+        return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+
+    @property
+    def too_short(self) -> bool:
+        return len(self.written) < self.sampling.min_tokens
+
+
+def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], list[float]]:
+    """One token and its log-prob for each row.  `logits` [B, V] is used up.  One uniform number per row and token, none when greedy."""
+    logits = logits.float()
+    for i, row in enumerate(rows):
+        if row.too_short:
+            logits[i, list(row.end_tokens)] = NOTHING
+        if row.penalized:
+            _penalize(logits[i], row)
+    temperature = torch.tensor([row.sampling.temperature or 1.0 for row in rows], device=logits.device)
+    if bool((temperature != 1).any()):
+        logits /= temperature.unsqueeze(1)
+    for i, row in enumerate(rows):
+        if row.sampling.temperature > 0:
+            _cut(logits[i], row.sampling)
+    logps = logits.log_softmax(-1)
+    # inverse of the distribution function in float64: float32 sums of a large vocabulary would misplace rare tokens
+    edges = logps.double().exp_().cumsum_(-1)
+    uniform = torch.tensor([row.random.random() if row.sampling.temperature > 0 else 0.0 for row in rows], dtype=torch.float64)
+    tokens = torch.searchsorted(edges, uniform.to(edges.device).unsqueeze(1) * edges[:, -1:], right=True).squeeze(1)
+    greedy = torch.tensor([row.sampling.temperature == 0 for row in rows], device=logits.device)
+    tokens = torch.where(greedy, logps.argmax(-1), tokens.clamp_max(logps.shape[1] - 1))
+    chosen = logps.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens.tolist(), chosen.tolist()
+
+
+def _penalize(logits: torch.Tensor, row: RowState) -> None:
+    """Repetition penalty over prompt and answer (divides positive, multiplies negative logits); the others over the answer."""
+    s = row.sampling
+    if s.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*row.prompt, *row.written}), device=logits.device)
+        old = logits[seen]
+        logits[seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
+    if row.written and (s.presence_penalty or s.frequency_penalty):
+        tokens, counts = torch.tensor(row.written, device=logits.device).unique(return_counts=True)
+        logits[tokens] -= s.frequency_penalty * counts + s.presence_penalty
+
+
+def _cut(logits: torch.Tensor, s: SamplingArgs) -> None:
+    """Removes what min_p, top_k and top_p leave out, in place."""
+    if s.min_p > 0:
+        logits[logits < logits.max() + float(np.log(s.min_p))] = NOTHING
+    if s.top_k != -1 and s.top_k < len(logits):
+        logits[logits < logits.topk(s.top_k).values[-1]] = NOTHING
+    if s.top_p < 1:
+        ordered, index = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        logits[index[before >= s.top_p]] = NOTHING  # the most likely token has nothing before it and stays
