@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rft.errors import ConfigError, ShortBatch
+from rft.errors import ConfigError, FrameRejected, ShortBatch
 from rft.explorer.evaluate import eval_metrics, play_taskset, sample_rows
 from rft.explorer.metrics import rollout_metrics
 from rft.explorer.settings import ExplorerSettings
@@ -162,10 +162,20 @@ class Explorer:
                 if version not in self._served:
                     await self._gate.served(version)
                     self._served.add(version)
-            await self._buffer.append(encode(group.rows), accepted=group.accepted, reason=group.reason)
+            group = await self._store(group)
             batch.add(group)
             self._breaker.see(group)
             number = None if group.accepted else batch.after(number)
+
+    async def _store(self, group: Group) -> Group:
+        """Appends the group.  One that the buffer refuses (too large, no token) is stored as failed runs instead."""
+        try:
+            await self._buffer.append(encode(group.rows), accepted=group.accepted, reason=group.reason)
+        except FrameRejected as e:
+            log.warning("group %s: %s", group.id, e)
+            group = group.refused(str(e))
+            await self._buffer.append(encode(group.rows), accepted=False, reason=group.reason)
+        return group
 
     async def _play(self, batch: Batch, task: Task, number: int, first: bool) -> Group:
         @asynccontextmanager

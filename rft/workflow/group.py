@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rft.types.experience import Experience
+from rft.types.experience import Experience, failed
 from rft.types.ids import GroupId, Version
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -24,7 +24,7 @@ async def no_slot() -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Group:
-    """All runs of one task, in run order.  `accepted` = it can be trained; else `reason` is failed, unscored or too_few."""
+    """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed, unscored, too_few, rejected."""
 
     id: GroupId
     task: Task
@@ -49,6 +49,23 @@ class Group:
     def rewards(self) -> list[float]:
         """Rewards of the scored runs."""
         return [r.reward for r in self.rows if r.reward is not None]
+
+    def refused(self, why: str) -> Group:
+        """The same group with every run turned into a failed record: what is left when its rows cannot be stored."""
+        runs = tuple(
+            replace(
+                run,
+                experience=failed(
+                    run.experience.id,
+                    taskset=self.task.taskset,
+                    task_index=self.task.index,
+                    workflow=run.experience.workflow,
+                    reason=f"rejected by the buffer: {why}"[:300],
+                ),
+            )
+            for run in self.runs
+        )
+        return Group(self.id, self.task, runs, accepted=False, reason="rejected")
 
 
 async def run_group(

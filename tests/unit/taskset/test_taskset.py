@@ -153,7 +153,7 @@ def test_reasoning_gym():
     assert made.fingerprint == again.fingerprint != other.fingerprint
     with pytest.raises(ConfigError, match="Did you mean chain_sum"):
         open_taskset(settings("reasoning_gym://chan_sum"))
-    with pytest.raises(ConfigError, match="does not take these arguments.*min_trms"):
+    with pytest.raises(ConfigError, match=r"does not take these arguments.*min_trms"):
         open_taskset(settings("reasoning_gym://chain_sum", args={"min_trms": 2}))
     with pytest.raises(ConfigError, match="does not take these arguments"):
         open_taskset(settings("reasoning_gym://chain_sum", args={"min_terms": 9, "max_terms": 2}))
@@ -162,7 +162,7 @@ def test_reasoning_gym():
 def test_python_factories(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "def rows(*, split, count=2):\n    return [{'prompt': f'{split} {i}'} for i in range(count)]\ndef bad(*, split): return 3\n"
+        "def rows(*, split, count=2):\n    return [{'prompt': f'{split} {i}'} for i in range(count)]\ndef bad(split): return 3\n"
     )
     taskset = open_taskset(settings(f"{path}:rows", args={"count": 3}))
     assert [taskset.task(i).prompt for i in range(3)] == ["train 0", "train 1", "train 2"]
