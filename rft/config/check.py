@@ -1,19 +1,61 @@
-"""What a configuration will do, told before anything starts.  In two stages: the file by itself, then what it names.
+"""What a configuration will do, told before anything starts.  Two stages: the file by itself, then what it names.
 
-Stage 1 (`plan_of`) loads no torch and opens nothing but the file.  Stage 2 (`complete`) imports plugins and opens tasksets and the
-model's files.  Invariant: what passes here fails later only because of the machine.
+Stage 1 loads no torch and opens nothing but the file.  Stage 2 imports plugins and opens tasksets and the model's files.
+Invariant: what passes here fails later only because of the machine.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from rft import plugins
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
+from rft.config.problems import Problems
 from rft.config.resolve import resolve
 from rft.config.schema.root import RunConfig
+from rft.config.source import is_secret
+from rft.errors import ConfigError, ConfigErrors
+from rft.logs import REDACTED, redact
 from rft.taskset.settings import TasksetSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything `rft check` found.  `plan` is None where the errors left none."""
+
+    errors: tuple[ConfigError, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    not_active: tuple[str, ...] = ()  # accepted keys whose feature comes later
+    config: RunConfig | None = None
+    plan: Plan | None = None
+    tasksets: tuple[Any, ...] = ()  # preview.TasksetPreview
+    model: dict[str, Any] = field(default_factory=dict)
+    schema_only: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, secrets redacted."""
+        return {
+            "ok": self.ok,
+            "errors": [plain({"key": e.key, "given": e.given, "message": redact(e.message)}) for e in self.errors],
+            "warnings": [redact(w) for w in self.warnings],
+            "notes": [redact(n) for n in self.notes],
+            "not_active": list(self.not_active),
+            "plan": plain(self.plan) if self.plan is not None else None,
+            "tasksets": plain(self.tasksets),
+            "model": plain(self.model),
+        }
 
 
 def load_plan(
@@ -28,19 +70,144 @@ def load_plan(
 
     `plugin_dirs` are further folders with plugins; `name` replaces the run's name.
     """
-    from dataclasses import replace
+    report = check(path, overrides, plugin_dirs=plugin_dirs, facts=facts, name=name)
+    if report.errors:
+        raise ConfigErrors(list(report.errors))
+    assert report.config is not None and report.plan is not None
+    return report.config, report.plan
 
-    from rft import plugins
 
-    config = load(path, overrides)
+def check(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    plugin_dirs: Sequence[str] = (),
+    schema_only: bool = False,
+    facts: Facts | None = None,
+    name: str = "",
+) -> Report:
+    """Both stages, or with `schema_only` the first.  Never raises for a configuration that is wrong: it reports."""
     facts = replace(facts or Facts(), plugin_dirs=tuple(plugin_dirs))
-    first = resolve(config, facts, name=name)
-    plugins.load_all(first.plugin_dirs)
-    return config, resolve(config, replace(facts, plugins_loaded=True), num_batches=_num_batches, name=name)
+    try:
+        config = load(path, overrides)
+    except ConfigError as e:
+        return Report(errors=_listed(e), schema_only=schema_only)
+    try:
+        plan = resolve(config, facts, name=name)
+    except ConfigError as e:
+        return Report(errors=_listed(e), config=config, schema_only=schema_only)
+    if schema_only:
+        return _report(config, plan, Problems(), schema_only=True)
+    return _second_stage(config, plan, facts, name)
 
 
-def _num_batches(tasksets: tuple[TasksetSettings, ...], batch_size: int, epochs: int) -> int:
-    from rft.taskset.base import open_taskset
-    from rft.taskset.order import Order
+def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Report:
+    from rft.config import modelfiles, preview
 
-    return Order([open_taskset(t) for t in tasksets], batch_size, 0).num_batches(epochs)
+    problems = Problems()
+    try:
+        plugins.load_all(plan.plugin_dirs)
+    except ConfigError as e:
+        return Report(errors=_listed(e), config=config, plan=plan)
+    model = None
+    try:
+        model = modelfiles.look(plan.learner.model_path)
+    except ConfigError as e:
+        problems.take(e)
+    else:
+        _model_fits(model, plan, problems)
+    seen = preview.look(plan, _keys(config, plan), model, problems)
+    if not problems.errors:
+        opened = {t.settings.name: t for t in seen.opened}
+
+        def num_batches(tasksets: tuple[TasksetSettings, ...], batch_size: int, epochs: int) -> int:
+            from rft.taskset.order import Order
+
+            return Order([opened[t.name] for t in tasksets], batch_size, plan.seed).num_batches(epochs)
+
+        try:
+            plan = resolve(config, replace(facts, plugins_loaded=True), num_batches=num_batches, name=name)
+        except ConfigError as e:
+            problems.take(e)
+    facts_of_model = {}
+    if model is not None:
+        kind = model.config.get("model_type", "?")
+        facts_of_model = {"folder": str(model.folder), "type": kind, "parameters": model.num_parameters, "stored": model.dtype}
+    return _report(config, plan, problems, tasksets=tuple(seen.tasksets), model=facts_of_model)
+
+
+def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> Report:
+    inline = _inline_secrets(config)
+    return Report(
+        errors=tuple(problems.errors),
+        warnings=(*plan.warnings, *problems.warnings, *inline),
+        notes=(*plan.notes, *problems.notes),
+        config=config,
+        plan=plan,
+        **more,
+    )
+
+
+def _model_fits(model: Any, plan: Plan, problems: Problems) -> None:
+    problems.warnings.extend(model.warnings)
+    longest = model.config.get("max_position_embeddings")
+    wanted = plan.engines[0].max_model_len
+    if isinstance(longest, int) and wanted > longest:
+        problems.error("model.max_model_len", f"is {wanted} tokens, but the model knows {longest} positions", given=wanted)
+    heads = model.config.get("num_key_value_heads") or model.config.get("num_attention_heads")
+    tp = plan.engines[0].tensor_parallel_size
+    if isinstance(heads, int) and tp > 1 and (model.config.get("num_attention_heads") or heads) % tp:
+        problems.error(
+            "explorer.rollout_model.tensor_parallel_size", f"is {tp}, which does not divide the attention heads", given=tp
+        )
+    if model.chat_template is None and plan.engines[0].chat_template is None:
+        problems.error("model.chat_template_path", f"{model.folder} has no chat template; write one here")
+
+
+def _keys(config: RunConfig, plan: Plan) -> dict[str, str]:
+    """Name of each taskset → its configuration key, in the order in which `resolve` makes them."""
+    given, base = config.buffer.explorer_input, "buffer.explorer_input"
+    train = [f"{base}.taskset"] if given.taskset is not None else [f"{base}.tasksets[{i}]" for i in range(len(given.tasksets))]
+    keys = [*train, *(f"{base}.eval_tasksets[{i}]" for i in range(len(given.eval_tasksets)))]
+    return dict(zip((t.name for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)), keys, strict=True))
+
+
+def _inline_secrets(config: RunConfig) -> list[str]:
+    from rft.config.source import dotted
+
+    def found(value: Any, loc: tuple[str | int, ...]) -> list[str]:
+        if isinstance(value, dict):
+            return [w for k, v in value.items() for w in found(v, (*loc, str(k)))]
+        if isinstance(value, list):
+            return [w for i, v in enumerate(value) for w in found(v, (*loc, i))]
+        secret = (bool(loc) and is_secret(str(loc[-1]), value)) or (
+            isinstance(value, str) and redact(value) != value and "://" in value
+        )
+        if secret and "$" not in config.source.where(loc):
+            return [
+                f"{dotted(loc)} is a secret in plain text; write ${{oc.env:NAME}} and set the variable.  It is shown as {REDACTED}"
+            ]
+        return []
+
+    return found(dict(config.source.values), ())
+
+
+def _listed(error: ConfigError) -> tuple[ConfigError, ...]:
+    return tuple(error.errors) if isinstance(error, ConfigErrors) else (error,)
+
+
+def plain(value: Any, key: str = "") -> Any:
+    """Dataclasses, structs, paths → JSON values, secrets redacted."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name), f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, msgspec.Struct):
+        return {n: plain(getattr(value, n), n) for n in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {str(k): plain(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v, key) for v in value]
+    if is_secret(key, value):
+        return REDACTED
+    if isinstance(value, str | Path):
+        return redact(str(value))
+    return value if value is None or isinstance(value, bool | int | float) else redact(str(value))

@@ -14,6 +14,7 @@ from rft.buffer.settings import BufferSettings
 from rft.engine.settings import EngineSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
+from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.trainer.settings import LearnerSettings, TrainerSettings
 
@@ -68,13 +69,25 @@ class Plan:
 
     @property
     def staleness_bound(self) -> int:
-        """Train steps by which an experience can at most be behind (fixed style)."""
-        return self.sync.offset + self.sync.interval - 1
+        """Train steps by which an experience can at most be behind."""
+        return schedule(self.sync).staleness_bound
 
     @property
     def runs_per_step(self) -> int:
         """Experiences of one explore step, where every taskset has the same group size; else the largest it can be."""
         return self.explorer.batch_size * max(t.num_runs for t in self.explorer.tasksets)
+
+
+def schedule(sync: SyncSettings) -> Schedule:
+    """The schedule of these settings.  Raises ConfigError for a max_staleness that it cannot keep."""
+    return Schedule(
+        style=sync.style,
+        interval=sync.interval,
+        offset=sync.offset,
+        max_staleness=sync.max_staleness,
+        batch_units=sync.batch_units,
+        step_units=sync.step_units,
+    )
 
 
 def _read(path: str) -> str:

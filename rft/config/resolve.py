@@ -13,7 +13,7 @@ from typing import Any
 from rft.algorithm.args import ARGS, check_args
 from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults
 from rft.buffer.settings import BufferSettings
-from rft.config.plan import ClusterSettings, Facts, Plan
+from rft.config.plan import ClusterSettings, Facts, Plan, schedule
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
 from rft.config.source import is_secret
@@ -46,7 +46,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     cluster, engine_device, world_size, trainer_device = _devices(config, facts, p)
     engines = _engines(config, facts, lengths, engine_device, find, p)
     batches, steps = _steps(config, train, num_batches, p)
-    sync = _sync(config, engines[0].dtype, p)
+    sync = _sync(config, engines[0].dtype, train, p)
     learner = _learner(config, facts, algorithm, lengths, trainer_device, world_size, steps, find, p)
     _micro_batches(config, train, learner, p)
     plugin_dirs = tuple(dict.fromkeys(find(d) for d in (*config.plugin_dirs, *facts.plugin_dirs)))
@@ -362,18 +362,10 @@ def _batch(config: RunConfig, train: tuple[TasksetSettings, ...], p: Problems) -
     if low == high == b.train_batch_size:
         p.note(f"buffer.train_batch_size {high} is batch_size x repeat_times: a step trains whole groups, also when a run failed")
         return b.batch_size, None
-    if b.train_batch_size > low:
-        p.error(
-            "buffer.train_batch_size",
-            f"is {b.train_batch_size} experiences, but an explore step brings only {low} (batch_size {b.batch_size} x {min(runs)} runs); "
-            f"with sync_style fixed the trainer would wait for ever.  Leave it out, or raise batch_size",
-            given=b.train_batch_size,
-        )
-    else:
-        p.warn(
-            f"buffer.train_batch_size {b.train_batch_size} is less than the {low} experiences of an explore step: rows pile up in the "
-            "buffer and get older with every step"
-        )
+    p.warn(
+        f"buffer.train_batch_size {b.train_batch_size} is not batch_size x runs ({low if low == high else f'{low} to {high}'}): groups are "
+        "split over train steps, and a failed run leaves its row missing (see on_short_batch).  Leave it out to train whole groups"
+    )
     return None, b.train_batch_size
 
 
@@ -383,7 +375,7 @@ def _steps(
     """(explore steps, train steps); None where the tasksets would have to be opened."""
     b, t = config.buffer, config.trainer
     rows = b.batch_size * min((s.num_runs for s in train), default=1)
-    per_batch = rows / b.train_batch_size if b.train_batch_size and b.train_batch_size < rows else 1.0
+    per_batch = rows / b.train_batch_size if b.train_batch_size else 1.0
     batches = b.total_steps
     if batches is None and t.total_steps is not None:
         batches = -int(-t.total_steps // per_batch)
@@ -445,24 +437,11 @@ def _explorer(
     )
 
 
-def _sync(config: RunConfig, engine_dtype: str, p: Problems) -> SyncSettings:
-    s = config.synchronizer
-    bound = s.sync_offset + s.sync_interval - 1
-    if s.max_staleness is not None and s.max_staleness < bound:
-        p.error(
-            "synchronizer.max_staleness",
-            f"is {s.max_staleness}, but sync_offset {s.sync_offset} + sync_interval {s.sync_interval} - 1 = {bound} train steps are "
-            "reached by the schedule; raise it, or lower sync_offset or sync_interval",
-            given=s.max_staleness,
-        )
-    if config.deterministic and s.sync_offset:
-        p.error("synchronizer.sync_offset", "must be 0 with deterministic: true", given=s.sync_offset)
-    nodes = config.cluster.node_num
-    if s.sync_method == "memory" and nodes > 1:
-        p.error(
-            "synchronizer.sync_method", f"memory works inside one node, and node_num is {nodes}; use checkpoint", given="memory"
-        )
-    return SyncSettings(
+def _sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...], p: Problems) -> SyncSettings:
+    s, b = config.synchronizer, config.buffer
+    rows = b.batch_size * min((t.num_runs for t in train), default=1)
+    uneven = b.train_batch_size not in (None, 0, rows)
+    settings = SyncSettings(
         method=s.sync_method,
         style=s.sync_style,
         interval=s.sync_interval,
@@ -471,7 +450,21 @@ def _sync(config: RunConfig, engine_dtype: str, p: Problems) -> SyncSettings:
         timeout_s=s.sync_timeout,
         kv_cache=s.kv_cache,
         engine_dtype=engine_dtype,
+        batch_units=rows if uneven else 1,
+        step_units=b.train_batch_size or 1 if uneven else 1,
     )
+    try:
+        schedule(settings)
+    except ConfigError as e:
+        p.take(e)
+    if config.deterministic and s.sync_offset:
+        p.error("synchronizer.sync_offset", "must be 0 with deterministic: true", given=s.sync_offset)
+    nodes = config.cluster.node_num
+    if s.sync_method == "memory" and nodes > 1:
+        p.error(
+            "synchronizer.sync_method", f"memory works inside one node, and node_num is {nodes}; use checkpoint", given="memory"
+        )
+    return settings
 
 
 def _buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:

@@ -37,7 +37,7 @@ def tasksets(
                 problems.error(
                     f"{key}.default_workflow_type",
                     "no workflow is named; write it here or as buffer.explorer_input.default_workflow_type "
-                    "(`rft plugins workflow` lists them; chat_workflow asks once, math_workflow asks for a final answer)",
+                    "(`rft plugins workflow` lists them; simple_workflow asks once, math_workflow asks for a final answer)",
                 )
             made[is_eval].append(
                 TasksetSettings(

@@ -23,3 +23,5 @@ class SyncSettings:
     canary_limit_bf16: float = 0.25
     retries: int = 1
     engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16": picks the canary's limits
+    batch_units: int = 1  # rows of one explore batch, where a train step takes another number of rows than that
+    step_units: int = 1  # rows of one train step; see sync/schedule.py

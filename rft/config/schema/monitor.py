@@ -13,8 +13,8 @@ MonitorKind = Annotated[Literal["tensorboard", "wandb", "mlflow", "swanlab"], Ig
 
 def _listed(value: Any) -> Any:
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
-        return []
-    return [value] if isinstance(value, str) else value
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 class MonitorConfig(Section):

@@ -1,0 +1,147 @@
+"""`rft check`: what a configuration will do, without starting anything.  Exit code 0, or 2 with every error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rft.config.check import Report
+    from rft.config.plan import Plan
+
+
+def check(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value", show_default=False)] = None,
+    config: Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)] = ...,  # type: ignore[assignment]
+    plugin_dir: Annotated[list[str] | None, typer.Option(help="folder with your plugins; repeatable", show_default=False)] = None,
+    schema_only: Annotated[bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Say what a configuration will do, and everything that is wrong with it; nothing is started."""
+    from rft import logs
+    from rft.config.check import check as run_check
+
+    logs.learn_environment()
+    report = run_check(config, overrides or (), plugin_dirs=plugin_dir or (), schema_only=schema_only)
+    seats, error = _seats(report.plan) if report.ok else ([], "")
+    if as_json:
+        found = report.to_json()
+        if error:
+            found["ok"] = False
+            found["errors"].append({"key": "cluster", "given": None, "message": error})
+        print(json.dumps(found, indent=2, default=str))
+    else:
+        _show(report, seats, error, config)
+    if not report.ok or error:
+        raise typer.Exit(2)
+
+
+def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
+    """Who sits where on the declared cluster: (role, place)."""
+    from rft.errors import SetupError
+    from rft.launch.place import placement
+
+    if plan is None:
+        return [], ""
+    try:
+        seats = placement(plan.engines, plan.learner, [plan.cluster.gpu_per_node] * plan.cluster.node_num)
+    except SetupError as e:
+        return [], str(e)
+    return [(f"{s.role} {s.index}", f"node {s.node}, {s.gpus} GPU(s)" if s.gpus else f"node {s.node}, CPU") for s in seats], ""
+
+
+def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path) -> None:
+    from rich.console import Console
+
+    from rft.logs import redact
+
+    out = Console(highlight=False, soft_wrap=True)
+    if report.ok and not seat_error and report.plan is not None:
+        _show_plan(out, report, report.plan, seats)
+    for text in report.notes:
+        out.print(f"[dim]note[/]     {_plain(redact(text))}")
+    for text in report.warnings:
+        out.print(f"[yellow]warning[/]  {_plain(redact(text))}")
+    for e in report.errors:
+        out.print(f"[red]error[/]    {_plain(redact(str(e)))}")
+    if seat_error:
+        out.print(f"[red]error[/]    cluster: {_plain(seat_error)}")
+    errors = len(report.errors) + bool(seat_error)
+    if errors:
+        out.print(f"[bold red]{path}: {errors} error(s)[/]")
+    else:
+        stage = " (the file alone; plugins, data and model were not looked at)" if report.schema_only else ""
+        out.print(f"[bold green]{path} is fine[/]{stage}.  Start it with: rft run --config {path}")
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]]) -> None:
+    from rft.config.explain import values
+
+    assert report.config is not None
+    _table(
+        out,
+        "values that are not the default",
+        ("key", "value", "from"),
+        [r for r in values(report.config, plan) if r[2] != "default"],
+    )
+    rows = [("run folder", str(plan.run_dir)), *[(k, v) for k, v in _summary(report, plan)], *seats]
+    _table(out, "what will happen", ("", ""), rows)
+    for t in report.tasksets:
+        for row in t.rows:
+            gold = f", gold answer {row.truth!r}" + (f" scores {row.gold_reward:g}" if row.gold_reward is not None else "")
+            count = f", {row.tokens} tokens" if row.tokens is not None else ""
+            out.print(
+                f"[bold]{_plain(t.name)}\\[{row.index}][/] of {t.num_rows}{count}{_plain(gold) if row.truth is not None else ''}"
+            )
+            out.print(f"  {_plain(row.prompt if len(row.prompt) < 800 else row.prompt[:797] + '...')!s}", style="cyan")
+
+
+def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
+    from rft.config.explain import timeline
+
+    steps = plan.total_steps
+    runs = plan.runs_per_step
+    engine = plan.engines[0]
+    prompts = [t.mean_prompt_tokens for t in report.tasksets if not t.is_eval and t.mean_prompt_tokens is not None]
+    most = max(t.sampling.max_tokens for t in plan.explorer.tasksets)
+    tokens = f"at most {runs * most:,} generated" + (f", about {runs * prompts[0]:,.0f} of prompts" if prompts else "")
+    model = report.model
+    found = [
+        ("steps", f"{steps if steps is not None else 'known once the tasksets are opened'}"),
+        ("each step", f"{plan.explorer.batch_size} tasks, {runs} experiences, {tokens} tokens"),
+        ("weights", timeline(plan)),
+        ("staleness", f"at most {plan.staleness_bound} train steps" + (" (on-policy)" if plan.staleness_bound == 0 else "")),
+        ("engines", f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, {engine.max_model_len} tokens"),
+        ("trainer", f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr {plan.learner.optim.lr:g}"),
+        ("loss", f"{plan.learner.algorithm.advantage_fn} advantages, {plan.learner.algorithm.policy_loss_fn} loss, KL "
+                 f"{plan.learner.algorithm.kl_loss_fn}, {plan.learner.algorithm.loss_agg_mode}"),
+    ]  # fmt: skip
+    if model:
+        found.append(("model", f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}"))
+    found += [(f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows") for t in report.tasksets]
+    return found
+
+
+def _table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=any(head), box=None, pad_edge=False)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*[_plain(str(c)) for c in row])
+    out.print(table)
+    out.print()
+
+
+if __name__ == "__main__":
+    typer.run(check)

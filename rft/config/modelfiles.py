@@ -1,0 +1,291 @@
+"""A model folder looked at from outside: is it whole, and how does its chat template read?  Neither torch nor transformers.
+
+Knows the Hugging Face folder layout.  Invariant: no weights are read, only the JSON headers of safetensors files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+import struct
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rft.errors import ConfigError, ConfigErrors
+
+KEY = "model.model_path"
+_MAX_HEADER = 100 << 20
+_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a whole model folder says about itself."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
+    tokenizer_config: dict[str, Any]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.tensors.values())
+
+    @property
+    def dtype(self) -> str:
+        """The type most parameters are stored in."""
+        sizes: dict[str, int] = {}
+        for dtype, shape in self.tensors.values():
+            sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
+        return max(sizes, key=lambda d: sizes[d])
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        given = self.tokenizer_config.get("chat_template")
+        if isinstance(given, list):  # several named templates
+            named = {t["name"]: t["template"] for t in given}
+            given = named.get("default", next(iter(named.values()), None))
+        return given
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+    @property
+    def can_count(self) -> bool:
+        return (self.folder / "tokenizer.json").is_file()
+
+    def count_tokens(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, template: str | None, **kwargs: Any) -> str:
+        """The prompt that the engine will see.  Raises ConfigError when there is no template or it does not work."""
+        source = template or self.chat_template
+        if source is None:
+            raise ConfigError(f"the tokenizer of {self.folder} has no chat template; write model.chat_template_path", key=KEY)
+        return render(source, messages, tools, {**self._special_tokens(), **kwargs})
+
+    def _special_tokens(self) -> dict[str, str]:
+        found = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = self.tokenizer_config.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[name] = value
+        return found
+
+
+def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], names: dict[str, Any]) -> str:
+    """A chat template on `messages`, in Jinja's sandbox, the way transformers does it."""
+    from datetime import datetime
+
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    env.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
+    env.globals["raise_exception"] = refuse
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return env.from_string(source).render(messages=messages, tools=tools or None, add_generation_prompt=True, **names)
+    except (TemplateError, TypeError, KeyError) as e:
+        raise ConfigError(f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY) from None
+
+
+def find_model(path: str) -> Path:
+    """The folder that `path` names: a folder, or a hub id in the local cache.  Raises ConfigError."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError("is a file; it must be a folder with config.json, tokenizer and safetensors", key=KEY, given=path)
+    if _HUB_ID.fullmatch(path) and not path.startswith("."):
+        home = Path(
+            os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
+        )
+        repo = home / f"models--{path.replace('/', '--')}"
+        main = repo / "refs" / "main"
+        if main.is_file() and (snapshot := repo / "snapshots" / main.read_text().strip()).is_dir():
+            return snapshot
+        if "/" not in path or path.count("/") == 1:
+            near = _near(folder)
+            raise ConfigError(
+                f"{path!r} is neither a folder nor a model in the local hub cache ({home}).{near}  Download it first "
+                f"(`hf download {path}`), or write the path of a folder",
+                key=KEY,
+                given=path,
+            )
+    raise ConfigError(f"folder {path} does not exist.{_near(folder)}", key=KEY, given=path)
+
+
+def look(path: str) -> ModelFiles:
+    """Checks the model folder.  Raises ConfigErrors naming each file that is missing, damaged or does not fit."""
+    folder = find_model(path)
+    errors: list[ConfigError] = []
+    warnings: list[str] = []
+
+    def wrong(message: str) -> None:
+        errors.append(ConfigError(message, key=KEY, given=path))
+
+    config = _json(folder / "config.json", wrong, required=True)
+    tensors = _weights(folder, wrong)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((folder / n).is_file() for n in names[:3]):
+        wrong(f"{folder} has no tokenizer (looked for {', '.join(names[:3])}); copy it from the original model")
+    elif not (folder / "tokenizer.json").is_file():
+        warnings.append(f"{folder} has no tokenizer.json: prompts cannot be shown and counted here")
+    tokenizer = _json(folder / "tokenizer.json", wrong, required=False)
+    if tokenizer and "model" not in tokenizer:
+        wrong(f"{folder / 'tokenizer.json'} is no tokenizer: it has no `model`")
+    tokenizer_config = _json(folder / "tokenizer_config.json", wrong, required=False)
+    if config and tensors:
+        _fits(config, tensors, folder, wrong, warnings)
+    if errors:
+        raise ConfigErrors(errors)
+    return ModelFiles(folder, config, tensors, tokenizer_config, tuple(warnings))
+
+
+def _json(path: Path, wrong: Any, *, required: bool) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if required:
+            wrong(f"{path} does not exist; a model folder needs it")
+        return {}
+    except (OSError, ValueError) as e:
+        wrong(f"{path} cannot be read as JSON: {e}")
+        return {}
+    if not isinstance(value, dict):
+        wrong(f"{path} holds a {type(value).__name__}; it must be a mapping")
+        return {}
+    return value
+
+
+def _weights(folder: Path, wrong: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    files, listed = sorted(folder.glob("*.safetensors")), {}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = _json(index, wrong, required=True).get("weight_map", {})
+        files = [folder / name for name in sorted(set(listed.values()))]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    if not files:
+        pickles = [p.name for p in sorted(folder.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+        wrong(
+            f"{folder} holds its weights only as pickles ({', '.join(pickles[:3])}), which can run code when they are read; convert them: "
+            "load the model where you trust it and call save_pretrained(folder), which writes safetensors"
+            if pickles
+            else f"{folder} has no *.safetensors; a model folder needs its weights"
+        )
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in files:
+        try:
+            header = read_header(file)
+        except FileNotFoundError:
+            wrong(f"{file} does not exist, but {index.name} names it")
+        except ValueError as e:
+            wrong(f"{file} is damaged: {e}; copy it again")
+        else:
+            tensors |= header
+    if listed and not (missing := [f for f in files if not f.is_file()]):
+        lost = sorted(set(listed) - set(tensors))
+        if lost and not missing:
+            wrong(f"{index.name} names {len(lost)} tensor(s) that no file holds, e.g. {lost[0]}")
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name, dtype and shape of every tensor of a safetensors file.  Raises ValueError when header and size contradict each other."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        head = f.read(8)
+        if len(head) < 8:
+            raise ValueError(f"it has {size} bytes, too few for a safetensors file")
+        (length,) = struct.unpack("<Q", head)
+        if length > min(_MAX_HEADER, size - 8):
+            raise ValueError(f"its header claims {length:,} bytes in a file of {size:,}")
+        try:
+            header = json.loads(f.read(length))
+        except ValueError as e:
+            raise ValueError(f"its header is not JSON ({e})") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a mapping")
+    tensors, end = {}, 0
+    for name, spec in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (begin, stop) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
+            wanted = math.prod(shape) * _BYTES.get(dtype, 0)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"the entry of tensor {name} is unreadable") from None
+        if dtype in _BYTES and stop - begin != wanted:
+            raise ValueError(f"tensor {name} {dtype}{list(shape)} needs {wanted:,} bytes and has {stop - begin:,}")
+        tensors[name] = (dtype, shape)
+        end = max(end, stop)
+    if 8 + length + end != size:
+        raise ValueError(
+            f"it has {size:,} bytes, its header speaks of {8 + length + end:,}: it is cut short or was not written whole"
+        )
+    if not tensors:
+        raise ValueError("it holds no tensors")
+    return tensors
+
+
+def _fits(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: Any, warnings: list[str]) -> None:
+    if "model_type" not in config and "architectures" not in config:
+        wrong(f"{folder / 'config.json'} names neither model_type nor architectures; it is no model configuration")
+    embeddings = next((v for n, v in tensors.items() if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    if embeddings is not None:
+        for what, given in zip(("vocab_size", "hidden_size"), embeddings[1], strict=False):
+            if what in config and config[what] != given:
+                wrong(
+                    f"{folder / 'config.json'} says {what} {config[what]}, but the weights have {given}: they are of different models"
+                )
+    tied, head = config.get("tie_word_embeddings"), any(n.endswith("lm_head.weight") for n in tensors)
+    if tied is False and embeddings is not None and not head:
+        wrong(f"{folder / 'config.json'} says tie_word_embeddings: false, but the weights have no lm_head.weight; set it to true")
+    if tied is True and head:
+        warnings.append(f"{folder} ties its embeddings, yet holds an own lm_head.weight, which is ignored")
+
+
+def _near(path: Path) -> str:
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder, path = folder.parent, path.parent
+    try:
+        names = [p.name for p in folder.iterdir() if p.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"  Did you mean {folder / near[0]}?" if near else ""

@@ -1,0 +1,202 @@
+"""What tasks will look like: rows through the chat template, prompt lengths, the reward of the gold answer, overlap of train and eval.
+
+Knows no engine.  Plugins must be loaded.  Invariant: nothing is generated; only the task's own gold answer is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rft.config.modelfiles import ModelFiles
+from rft.config.plan import Plan
+from rft.config.problems import Problems
+from rft.errors import ConfigError
+from rft.taskset.base import Taskset, open_taskset
+from rft.types.completion import Completion, Transcript, Turn, VersionSpan
+from rft.types.ids import Version
+from rft.types.task import Task
+from rft.workflow.build import Recipes
+
+ROWS_COUNTED = 200
+ROWS_COMPARED = 50_000
+REWARD_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPreview:
+    index: int
+    prompt: str  # after the chat template
+    tokens: int | None
+    truth: Any
+    gold_reward: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksetPreview:
+    name: str
+    key: str
+    num_rows: int
+    is_eval: bool
+    rows: tuple[RowPreview, ...]
+    mean_prompt_tokens: float | None = None
+    max_prompt_tokens: int | None = None
+
+
+@dataclass
+class Look:
+    """Result of looking at the data."""
+
+    tasksets: list[TasksetPreview] = field(default_factory=list)
+    opened: list[Taskset] = field(default_factory=list)
+
+
+def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: Problems) -> Look:
+    """Opens every taskset of the plan; `keys` says under which configuration key each was written."""
+    result, recipes = Look(), Recipes()
+    for settings in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets):
+        key = keys[settings.name]
+        try:
+            taskset = open_taskset(settings)
+            tasks = [taskset.task(i) for i in range(min(2, len(taskset)))]
+            recipe = recipes.of(tasks[0])
+        except ConfigError as e:
+            problems.take(_placed(e, settings.name, key))
+            continue
+        rows, (mean, longest) = _rows(plan, taskset, tasks, recipe.reward, key, model, problems)
+        preview = TasksetPreview(
+            name=settings.name,
+            key=key,
+            num_rows=len(taskset),
+            is_eval=settings.is_eval,
+            rows=tuple(rows),
+            mean_prompt_tokens=mean,
+            max_prompt_tokens=longest,
+        )
+        result.tasksets.append(preview)
+        result.opened.append(taskset)
+    _overlap(result.opened, problems)
+    return result
+
+
+def _rows(
+    plan: Plan, taskset: Taskset, tasks: Sequence[Task], reward: Any, key: str, model: ModelFiles | None, problems: Problems
+) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
+    engine, limit = plan.engines[0], plan.engines[0].max_prompt_tokens
+    lengths: list[int] = []
+    rows = []
+    count = min(ROWS_COUNTED, len(taskset)) if model is not None and model.can_count else len(tasks)
+    for n in range(count):
+        spread = n if n < len(tasks) else n * len(taskset) // count
+        try:
+            task = tasks[n] if n < len(tasks) else taskset.task(spread)
+            text = _prompt(task)
+            if model is not None:
+                text = model.render(task.chat(), list(task.tools), template=engine.chat_template, **engine.chat_template_kwargs)
+        except ConfigError as e:
+            problems.take(_placed(e, taskset.settings.name, key))
+            break
+        except ValueError:
+            break  # the workflow makes its own prompt from the row
+        tokens = model.count_tokens(text) if model is not None and model.can_count else None
+        lengths += [tokens] if tokens is not None else []
+        if n < len(tasks):
+            gold = _gold(task, reward, key, problems) if n == 0 or reward is not None else None
+            rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
+    if limit is not None and (over := sum(n > limit for n in lengths)):
+        problems.warn(
+            f"{key}: {over} of {len(lengths)} rows looked at have prompts of more than model.max_prompt_tokens {limit} (longest: "
+            f"{max(lengths)}); their runs will fail.  Raise it"
+        )
+    return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
+
+
+def _prompt(task: Task) -> str:
+    return json.dumps(task.chat(), ensure_ascii=False)
+
+
+_FORMS = (
+    "{}",
+    "\\boxed{{{}}}",
+    "<answer>{}</answer>",
+    "<think>\n.\n</think>\n<answer>{}</answer>",
+    "<think>.</think>\\boxed{{{}}}",
+)
+
+
+def _gold(task: Task, reward: Any, key: str, problems: Problems) -> float | None:
+    """The best score of the gold answer among the usual forms of an answer; a warning if that is not full marks."""
+    if reward is None or task.truth is None:
+        return None
+    gold = task.truth if isinstance(task.truth, str) else json.dumps(task.truth, ensure_ascii=False)
+    try:
+        scores = asyncio.run(_scores(task, reward, [form.format(gold) for form in _FORMS]))
+    except Exception as e:  # plugin code may raise anything; it is reported, not hidden
+        problems.warn(f"{key}: the reward {task.reward} raised on the gold answer of row {task.index}: {type(e).__name__}: {e}")
+        return None
+    best, empty = max(scores[:-1]), scores[-1]
+    if best < 1 or best <= empty:
+        problems.warn(
+            f"{key}: the gold answer {gold[:60]!r} of row {task.index} scores {best:g} with {task.reward} and an empty answer {empty:g}; "
+            "it should score the most there is (1).  Is format.response_key the right column, and the reward the right one?"
+        )
+    return best
+
+
+async def _scores(task: Task, reward: Any, answers: list[str]) -> list[float]:
+    from rft.reward.base import score
+
+    async def one(text: str) -> float:
+        result = await asyncio.wait_for(score(reward, task, _said(task, text)), REWARD_TIMEOUT_S)
+        return result.value if result.value is not None else float("-inf")
+
+    return [await one(text) for text in (*answers, "")]
+
+
+def _said(task: Task, text: str) -> Transcript:
+    one = np.zeros(1, np.int32)
+    completion = Completion(
+        prompt_tokens=one,
+        tokens=one,
+        logprobs=np.zeros(1, np.float32),
+        text=text,
+        finish_reason="stop",
+        version_spans=(VersionSpan(Version(1, 0), 0, 1),),
+        sampling=task.sampling,
+    )
+    return Transcript(turns=(Turn(messages=(), completion=completion),))
+
+
+def _overlap(opened: list[Taskset], problems: Problems) -> None:
+    def prompts(taskset: Taskset) -> set[str]:
+        found = set()
+        for i in range(min(len(taskset), ROWS_COMPARED)):
+            try:
+                task = taskset.task(i)
+                found.add(_prompt(task) if task.messages or task.prompt else json.dumps(task.row, sort_keys=True, default=str))
+            except (ConfigError, ValueError):
+                return set()
+        return found
+
+    evals = [(t, prompts(t)) for t in opened if t.settings.is_eval]
+    for train in (t for t in opened if not t.settings.is_eval) if evals else ():
+        mine = prompts(train)
+        for held_out, theirs in evals:
+            if same := len(mine & theirs):
+                problems.warn(
+                    f"{same} of {len(theirs)} prompts of {held_out.settings.name} are also in {train.settings.name}: "
+                    "its accuracy is not that of unseen tasks"
+                )
+
+
+def _placed(error: ConfigError, name: str, key: str) -> ConfigError:
+    """The taskset room knows a taskset by its name; people know it by its key."""
+    prefix = f"taskset {name}"
+    if error.key.startswith(prefix):
+        return ConfigError(error.message, key=key + error.key.removeprefix(prefix), given=error.given)
+    return error if error.key else ConfigError(error.message, key=key, given=error.given)
