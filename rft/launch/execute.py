@@ -25,7 +25,7 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
     """Runs `config` to the end.  Raises RftError; nothing has been started if it is a ConfigError."""
     logs.learn_environment()
     loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
-    check_available(plan.monitor.kinds)
+    check_available(plan.monitor.kinds, plan.monitor.args)
     rundir = RunDir.claim(plan.run_dir)
     began = time.time()
     handler = logs.to_file(rundir.logs / "launcher.log", plan.log_level)

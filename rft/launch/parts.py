@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -179,6 +180,7 @@ class TrainerPart:
 
     def __init__(self, plan: Plan, learner: Any, rank: int) -> None:
         self.plan, self.learner, self.rank = plan, learner, rank
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._trainer: Any = None
         self._transport: Any = None
 
@@ -220,7 +222,7 @@ class TrainerPart:
 
     async def call(self, method: str, *args: Any) -> Any:
         """One collective call on this rank's learner (ranks above 0)."""
-        return await asyncio.to_thread(getattr(self.learner, method), *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self.learner, method), *args)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.learner.close)

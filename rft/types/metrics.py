@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from msgspec import Struct
@@ -33,5 +33,11 @@ def reduce(metrics: Iterable[Metric]) -> dict[str, float]:
     seen: dict[str, list[Metric]] = {}
     for m in metrics:
         seen.setdefault(m.name, []).append(m)
-    ways = {"mean": lambda v: sum(v) / len(v), "max": max, "min": min, "sum": sum, "last": lambda v: v[-1]}
+    ways: dict[Reduction, Callable[[list[float]], float]] = {
+        "mean": lambda v: sum(v) / len(v),
+        "max": max,
+        "min": min,
+        "sum": sum,
+        "last": lambda v: v[-1],
+    }
     return {name: float(ways[ms[0].reduction]([m.value for m in ms])) for name, ms in seen.items()}
