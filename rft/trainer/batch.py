@@ -1,0 +1,76 @@
+"""Rows of one micro-batch as the tensors a model reads, shared by training, scoring and the reference model.
+
+Knows rows and layouts; not models or losses.  Invariant: token n of the result belongs to row `row[n]`; rows are in the order given and
+tokens in the order of their row, whichever way the input is laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rft.trainer import attention, prefix
+from rft.trainer.attention import Layout
+from rft.trainer.pack import TrainRow
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """N trained tokens of S rows.  Inputs are one prefix tree [1, T] with `tree`, or padded rows [S, W] with `attention_mask`."""
+
+    input_ids: torch.Tensor  # int64 [1, T] or [S, W]
+    position_ids: torch.Tensor  # same shape
+    attention_mask: torch.Tensor | None
+    tree: Layout | None
+    predict: torch.Tensor  # int64 [N], flat position in the input that predicts each trained token
+    targets: torch.Tensor  # int64 [N]
+    temperatures: torch.Tensor  # float32 [N]
+    rollout_logprobs: torch.Tensor  # float32 [N]
+    advantages: torch.Tensor  # float32 [N]
+    row: torch.Tensor  # int64 [N]
+    num_rows: int
+
+    @property
+    def computed(self) -> int:
+        """Positions the model computes, padding included."""
+        return self.input_ids.numel()
+
+
+def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> MicroBatch:
+    """The micro-batch of `rows`, on `device`.  `share`: prefixes are computed once (`rft.trainer.prefix`), else rows are padded."""
+    inputs = [r.tokens[: r.input_length] for r in rows]
+    trained = [np.flatnonzero(r.loss_mask) for r in rows]
+
+    def tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device)
+
+    if share:
+        tree = prefix.build(inputs, max_mask=attention.MAX_MASK)
+        ids, positions = (torch.from_numpy(a).to(device)[None] for a in (tree.tokens, tree.positions))
+        mask, how = None, attention.layout(tree, heads_per_key=heads_per_key, dtype=dtype, device=device)
+        predict = [path[at - 1] for path, at in zip(tree.paths, trained, strict=True)]
+    else:
+        width = max(map(len, inputs))
+        padded = np.zeros((len(rows), width), np.int64)
+        real = np.zeros((len(rows), width), np.int64)
+        for i, tokens in enumerate(inputs):
+            padded[i, : len(tokens)], real[i, : len(tokens)] = tokens, 1
+        ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
+        positions, how = torch.arange(width, device=device).expand_as(ids), None
+        predict = [i * width + at - 1 for i, at in enumerate(trained)]
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask,
+        tree=how,
+        predict=tensor(predict, np.int64),
+        targets=tensor([r.tokens[at] for r, at in zip(rows, trained, strict=True)], np.int64),
+        temperatures=tensor([r.temperatures[at] for r, at in zip(rows, trained, strict=True)], np.float32),
+        rollout_logprobs=tensor([r.logprobs[at] for r, at in zip(rows, trained, strict=True)], np.float32),
+        advantages=tensor([np.full(len(at), r.advantage) for r, at in zip(rows, trained, strict=True)], np.float32),
+        row=tensor([np.full(len(at), i) for i, at in enumerate(trained)], np.int64),
+        num_rows=len(rows),
+    )

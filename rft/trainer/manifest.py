@@ -1,0 +1,159 @@
+"""What a checkpoint says about itself, and how to find the newest one that is whole.  Torch-free.
+
+`checkpoints/global_step_N/` holds `trainer/`, perhaps `huggingface/`, and `manifest.json`, which is renamed into place last: a folder
+without it does not count.  Invariant: `latest` returns only checkpoints whose every file has the size and sha256 of its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rft.errors import CheckpointInvalid
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+NAME = "manifest.json"
+_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+class FileFact(Struct, frozen=True):
+    size: int
+    sha256: str
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """One committed checkpoint.  `parent` is the version its lineage started from; None: the base model."""
+
+    folder: Path  # where it was found
+    version: Version
+    parent: Version | None
+    consumption: Consumption
+    files: dict[str, FileFact]  # by path inside `folder`
+    time: float  # seconds since the epoch
+
+
+class _Stored(Struct, kw_only=True):
+    format: int
+    version: Version
+    parent: Version | None
+    consumption: Consumption
+    files: dict[str, FileFact]
+    time: float
+
+
+def folder_name(step: int) -> str:
+    return f"global_step_{step}"
+
+
+def commit(folder: Path, *, version: Version, parent: Version | None, consumption: Consumption) -> Manifest:
+    """Hash the files of `folder` and rename the manifest into it, durably.  This is the moment a checkpoint begins to count."""
+    files = {str(p.relative_to(folder)): _fact(p) for p in sorted(folder.rglob("*")) if p.is_file() and p.name != NAME}
+    stored = _Stored(format=FORMAT, version=version, parent=parent, consumption=consumption, files=files, time=time.time())
+    aside = folder / f"{NAME}.tmp"
+    with aside.open("wb") as file:
+        file.write(json.dumps(msgspec.to_builtins(stored), indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(folder / NAME)
+    fsync_path(folder)
+    return _manifest(folder, stored)
+
+
+def read(folder: Path, *, verify: bool = True) -> Manifest:
+    """The manifest in `folder`; raises CheckpointInvalid that names the file which is missing, cut short or changed."""
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+        number = msgspec.json.decode(data, type=dict[str, object]).get("format")
+        if number != FORMAT:
+            raise CheckpointInvalid(f"{path}: format {number!r}, this version of rft reads {FORMAT}")
+        found = _manifest(folder, msgspec.json.decode(data, type=_Stored))
+    except FileNotFoundError:
+        raise CheckpointInvalid(f"{path}: missing; the checkpoint was never committed") from None
+    except msgspec.MsgspecError as e:
+        raise CheckpointInvalid(f"{path}: damaged: {e}") from e
+    if verify:
+        check_files(found)
+    return found
+
+
+def check_files(manifest: Manifest) -> None:
+    """Raises CheckpointInvalid for the first file that is not as the manifest says."""
+    for name, fact in manifest.files.items():
+        path = manifest.folder / name
+        if not path.is_file():
+            raise CheckpointInvalid(f"{path}: missing")
+        if (size := path.stat().st_size) != fact.size:
+            raise CheckpointInvalid(f"{path}: {size} bytes, the manifest says {fact.size}")
+        if (digest := _sha256(path)) != fact.sha256:
+            raise CheckpointInvalid(f"{path}: sha256 {digest}, the manifest says {fact.sha256}; the file has changed")
+
+
+def latest(checkpoints: Path) -> Manifest | None:
+    """The newest whole checkpoint under `checkpoints`; damaged ones are named in the log and passed over.
+
+    Newest is by lineage first, then step.  None when there is none at all.  Raises CheckpointInvalid when there are manifests but
+    none of them is whole, because starting afresh would then silently throw a run away.
+    """
+    candidates, broken = [], []
+    for folder in committed(checkpoints):
+        try:
+            candidates.append(read(folder, verify=False))
+        except CheckpointInvalid as e:
+            broken.append(e)
+    for manifest in sorted(candidates, key=lambda m: m.version, reverse=True):
+        try:
+            check_files(manifest)
+        except CheckpointInvalid as e:
+            broken.append(e)
+            continue
+        for problem in broken:
+            log.warning("checkpoint passed over: %s", problem)
+        if broken:
+            log.warning("falling back to %s", manifest.folder)
+        return manifest
+    if broken:
+        raise CheckpointInvalid(f"no checkpoint in {checkpoints} is whole; the newest problem: {broken[0]}")
+    return None
+
+
+def committed(checkpoints: Path) -> list[Path]:
+    """Folders with a manifest, by step."""
+    found = [
+        (int(m[1]), p) for p in checkpoints.glob("global_step_*") if (m := _FOLDER.fullmatch(p.name)) and (p / NAME).is_file()
+    ]
+    return [p for _, p in sorted(found)]
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's bytes, or a folder's entries, durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _manifest(folder: Path, s: _Stored) -> Manifest:
+    return Manifest(folder=folder, version=s.version, parent=s.parent, consumption=s.consumption, files=s.files, time=s.time)
+
+
+def _fact(path: Path) -> FileFact:
+    return FileFact(path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

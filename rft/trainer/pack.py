@@ -1,0 +1,159 @@
+"""Cuts a train step into micro-batches for every rank.  Torch-free; knows lengths and token ids, not models.
+
+Invariant: no micro-batch costs more than the token budget, every rank gets the same number of micro-batches (empty ones where it has
+fewer rows), and each row is in exactly one.  The gradient does not depend on the cut, because the losses' denominators are global.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from msgspec import Struct
+
+from rft.errors import ConfigError
+from rft.trainer.prefix import shared_length
+
+
+class TrainRow(Struct, frozen=True, kw_only=True):
+    """One sequence as the learner sees it.  T tokens; `logprobs` and `temperatures` count where `loss_mask` is True.
+
+    The advantage is one number per row; `group` tells which rows share a prompt.
+    """
+
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]; never True at token 0, which nothing predicts
+    logprobs: np.ndarray  # float32 [T], of the policy that sampled them
+    temperatures: np.ndarray  # float32 [T]
+    advantage: float = 0.0
+    group: str = ""
+
+    @property
+    def input_length(self) -> int:
+        """Tokens the model has to read: all before the last trained one."""
+        return int(np.flatnonzero(self.loss_mask)[-1])
+
+
+class RankBatch(Struct, frozen=True, kw_only=True):
+    """What one rank computes in train step `step`, with the denominators of the whole step."""
+
+    step: int
+    micro_batches: tuple[tuple[TrainRow, ...], ...]
+    tokens: float  # trained tokens of the step, rows left out as zero-advantage included
+    rows: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much one micro-batch may hold: `tokens` computed positions, or exactly `rows` rows."""
+
+    tokens: int
+    share_prompts: bool = True
+    rows: int | None = None  # fixed micro-batches
+
+    def cost(self, rows: Sequence[TrainRow]) -> int:
+        """Positions the model computes for these rows: distinct prefixes when shared, else the padded rectangle."""
+        lengths = [r.input_length for r in rows]
+        return (
+            shared_length([r.tokens[:n] for r, n in zip(rows, lengths, strict=True)])
+            if self.share_prompts
+            else len(rows) * max(lengths)
+        )
+
+
+@dataclass
+class _Bin:
+    rows: list[int] = field(default_factory=list)
+    cost: int = 0
+    width: int = 0
+
+
+def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list[list[int]]]:
+    """For each rank its micro-batches, as indexes into `rows`.
+
+    Groups stay together where their prompt is shared, and are dealt over ranks by tokens, heaviest first.  Inside a rank they are
+    packed first-fit decreasing with the budget as a hard limit.  Raises ConfigError when one row alone exceeds it, or when fixed
+    micro-batches do not divide the rows.
+    """
+    if budget.rows is not None:
+        return _fixed(len(rows), world_size, budget.rows)
+    units = sorted(_units(rows, world_size, budget), key=lambda u: -u[1])
+    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for unit in units:
+        rank = load.index(min(load))
+        ranks[rank].append(unit)
+        load[rank] += unit[1]
+    packed = [_first_fit(mine, rows, budget) for mine in ranks]
+    count = max(map(len, packed), default=0)
+    return [mine + [[] for _ in range(count - len(mine))] for mine in packed]
+
+
+def _fixed(count: int, world_size: int, size: int) -> list[list[list[int]]]:
+    if count % (world_size * size):
+        raise ConfigError(
+            f"{count} rows cannot be cut into micro-batches of {size} on {world_size} rank(s): they must be a multiple of "
+            f"{world_size * size}.  Set trainer.use_dynamic_bsz: true, which takes any number, or change the "
+            "micro-batch or train batch size.",
+            key="trainer.ppo_micro_batch_size_per_gpu",
+            given=size,
+        )
+    each = count // world_size
+    return [[list(range(at, at + size)) for at in range(rank * each, (rank + 1) * each, size)] for rank in range(world_size)]
+
+
+def _units(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[tuple[list[int], int]]:
+    """Sets of rows that stay together, with their cost."""
+    if not budget.share_prompts:
+        return [([i], _checked(budget.cost([row]), budget)) for i, row in enumerate(rows)]
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        groups[row.group].append(i)
+    pieces = -(-world_size // max(1, len(groups)))  # fewer groups than ranks: cut each, or ranks would idle
+    made = []
+    for members in groups.values():
+        for piece in np.array_split(members, min(pieces, len(members))):
+            made += _within(piece.tolist(), rows, budget)
+    return made
+
+
+def _within(members: list[int], rows: Sequence[TrainRow], budget: Budget) -> list[tuple[list[int], int]]:
+    cost = budget.cost([rows[i] for i in members])
+    if cost <= budget.tokens or len(members) == 1:
+        return [(members, _checked(cost, budget))]
+    half = len(members) // 2
+    return _within(members[:half], rows, budget) + _within(members[half:], rows, budget)
+
+
+def _checked(cost: int, budget: Budget) -> int:
+    if cost > budget.tokens:
+        raise ConfigError(
+            f"one row alone has {cost} tokens, more than the {budget.tokens} of a micro-batch.  Raise it, or lower the response length.",
+            key="trainer.max_token_len_per_gpu",
+            given=budget.tokens,
+        )
+    return cost
+
+
+def _first_fit(units: list[tuple[list[int], int]], rows: Sequence[TrainRow], budget: Budget) -> list[list[int]]:
+    bins: list[_Bin] = []
+    grown: Callable[[_Bin, list[int], int], int] = _sum if budget.share_prompts else partial(_rectangle, rows)
+    for members, cost in units:
+        bin = next((b for b in bins if grown(b, members, cost) <= budget.tokens), None)
+        if bin is None:
+            bins.append(bin := _Bin())
+        bin.cost = grown(bin, members, cost)
+        bin.width = max(bin.width, *(rows[i].input_length for i in members))
+        bin.rows += members
+    return [sorted(b.rows) for b in bins]
+
+
+def _sum(bin: _Bin, members: list[int], cost: int) -> int:
+    return bin.cost + cost
+
+
+def _rectangle(rows: Sequence[TrainRow], bin: _Bin, members: list[int], cost: int) -> int:
+    return (len(bin.rows) + len(members)) * max(bin.width, *(rows[i].input_length for i in members))

@@ -1,0 +1,87 @@
+"""Sequences that begin alike, laid out so that what they share is computed once.  Torch-free; knows token ids only.
+
+A causal model's state after a prefix depends on that prefix alone.  So the rows of a micro-batch are merged into a prefix tree: the
+system prompt is computed once for all tasks, a task's prompt once for its group, and the first words of two equal beginnings once.
+`Tree` numbers the tree's nodes ("slots"); a row is the path of slots from the root to its end.
+
+Example: rows "a b c" and "a b d" have slots a=0 b=1 c=2 d=3; paths [0 1 2] and [0 1 3]; the second row owns slot 3 only.
+Invariant: the tokens along a row's path are that row's tokens, and a slot's position is its depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The slots path[start:] that one row adds to the tree; they attend to all slots of `path` up to themselves."""
+
+    path: np.ndarray  # int64 [L]
+    start: int
+
+    @property
+    def own(self) -> np.ndarray:
+        return self.path[self.start :]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """T slots.  `branches` partition them; `paths` are in the order of the rows given."""
+
+    tokens: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T]
+    branches: tuple[Branch, ...]
+    paths: tuple[np.ndarray, ...]
+
+
+def build(rows: Sequence[np.ndarray], *, max_mask: int | None = None) -> Tree:
+    """The prefix tree of `rows`, int32 [L_i] each.
+
+    A branch needs a mask of own x path entries; where that would exceed `max_mask` a row shares nothing, and plain causal attention
+    serves it without a mask.
+    """
+    paths: list[np.ndarray] = [np.zeros(0, np.int64)] * len(rows)
+    branches: list[Branch] = []
+    tokens: list[np.ndarray] = []
+    count, before, path = 0, np.zeros(0, np.int32), np.zeros(0, np.int64)
+    for i in _order(rows):
+        row = rows[i]
+        shared = _common(before, row)
+        if max_mask is not None and (len(row) - shared) * len(row) > max_mask:
+            shared = 0
+        added = len(row) - shared
+        path = np.concatenate([path[:shared], np.arange(count, count + added)])
+        if added:
+            branches.append(Branch(path, shared))
+            tokens.append(row[shared:])
+        paths[i] = path
+        count, before = count + added, row
+    positions = [np.arange(b.start, len(b.path)) for b in branches]
+    return Tree(_join(tokens), _join(positions), tuple(branches), tuple(paths))
+
+
+def shared_length(rows: Sequence[np.ndarray]) -> int:
+    """How many slots the prefix tree of `rows` has."""
+    order = _order(rows)
+    return sum(len(rows[i]) for i in order) - sum(_common(rows[a], rows[b]) for a, b in pairwise(order))
+
+
+def _order(rows: Sequence[np.ndarray]) -> list[int]:
+    """Lexicographic, so that the longest shared prefix of a row with any before it is the one with its neighbour."""
+    keys = [row.astype(">i4").tobytes() for row in rows]
+    return sorted(range(len(rows)), key=keys.__getitem__)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)

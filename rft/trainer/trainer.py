@@ -1,0 +1,221 @@
+"""The training loop: lease a batch, train on it, publish if due, checkpoint if due, say what happened.
+
+Knows ports, ranks and checkpoints; not tasks, engines or losses.
+Invariant: every leased row is used or explained before the next lease, and a checkpoint counts exactly the uses up to its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from rft.errors import RunFailed, WeightSyncFailed
+from rft.sync.base import Transport
+from rft.trainer import feed as feeds
+from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import Checkpoints
+from rft.trainer.feed import Feed
+from rft.trainer.ranks import Ranks, StepReport
+from rft.trainer.settings import TrainerSettings
+from rft.types.ids import Version
+from rft.types.metrics import MetricRecord
+from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, ScoreRow, WeightSync
+
+log = logging.getLogger(__name__)
+
+_BY_ALL_TOKENS = frozenset({"loss", "pg_loss", "kl_loss"})  # zero for rows that were left out, so the mean is over all rows
+
+
+class Trainer:
+    """Trains from `start_step` on.  `parent` is the checkpoint's version this lineage goes on from; None: the base model."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        buffer: BufferReader,
+        sync: WeightSync,
+        sink: MetricSink,
+        *,
+        transport: Transport,
+        lineage: int,
+        start_step: int,
+        parent: Version | None,
+        must_publish: Callable[[int], bool],
+    ) -> None:
+        self.settings = settings
+        self._ranks, self._buffer, self._sync, self._sink, self._transport = ranks, buffer, sync, sink, transport
+        self._lineage, self._start, self._parent = lineage, start_step, parent
+        self._must_publish = must_publish
+        self._checkpoints = Checkpoints(settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=ranks.aside)
+        self._stop = asyncio.Event()
+        self._published: Version | None = None
+        self._saved: int | None = parent.step if parent is not None else None
+        self._nonfinite = 0
+        self._seconds: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Until `total_steps`, the end of data, or `stop`.  Raises RunFailed after too many non-finite steps in a row."""
+        await self._publish(self._start)
+        step, whole = self._start, True
+        while step < self.settings.total_steps:
+            began, self._seconds = time.perf_counter(), {}
+            lease = await self._lease(step + 1)
+            if lease is None:
+                whole = not self._stop.is_set()
+                break
+            step += 1
+            feed, report = await self._train(lease)
+            if self._must_publish(step):
+                await self._publish(step)
+            else:
+                await self._sync.trained(step)
+            if self.settings.save_interval and step % self.settings.save_interval == 0 and step < self.settings.total_steps:
+                await self._save(step, export=self.settings.save_hf_checkpoint == "always")
+            await self._log(step, feed, report, lease, time.perf_counter() - began)
+            if self._nonfinite >= self.settings.max_nonfinite_steps:
+                await self._save(step, export=False)
+                raise RunFailed(
+                    f"{self._nonfinite} train steps in a row, the last being {step}, had a gradient that is not finite; weights are those "
+                    f"before them.  A checkpoint of step {step} is saved.  Lower the learning rate or look at the rows of these steps"
+                )
+        if whole:
+            await self._finish(step)
+        elif self._saved != step:
+            await self._save(step, export=False)
+
+    async def stop(self) -> None:
+        """End after the step at hand, with a checkpoint; a wait for data ends at once."""
+        self._stop.set()
+
+    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        """See `ports.Scorer`: the synchronizer asks while it publishes, when nothing trains."""
+        return await self._ranks.score(rows)
+
+    # ------------------------------------------------------------ one step
+
+    async def _lease(self, step: int) -> Lease | None:
+        """The rows of `step`; None when no more come or a stop was asked for."""
+        s = self.settings
+        with self._timed("wait"):
+            lease = asyncio.ensure_future(
+                self._buffer.lease(
+                    step, groups=s.batch_groups, rows=s.batch_rows, deadline_s=s.read_deadline_s, max_staleness=s.max_staleness
+                )
+            )
+            stop = asyncio.ensure_future(self._stop.wait())
+            try:
+                await asyncio.wait({lease, stop}, return_when=asyncio.FIRST_COMPLETED)
+                return lease.result() if lease.done() and not stop.done() else None
+            except EndOfData as e:
+                log.info("end of data before step %d: %s", step, e)
+                return None
+            finally:
+                for task in (lease, stop):
+                    task.cancel()
+                await asyncio.gather(lease, stop, return_exceptions=True)
+
+    async def _train(self, lease: Lease) -> tuple[Feed, StepReport]:
+        """Train on the lease and account for its rows."""
+        with self._timed("train"):
+            learner = self._ranks.settings
+            feed = feeds.make(
+                lease,
+                self._ranks.algorithm,
+                self._ranks.budget,
+                world_size=self._ranks.world_size,
+                policy_loss=learner.algorithm.policy_loss_fn,
+            )
+            report = await self._ranks.step(feed.shares)
+        if report.finite:
+            self._nonfinite = 0
+            await self._buffer.use(lease.step)
+        else:
+            self._nonfinite += 1
+            log.warning("step %d: gradient norm is %s; its %d rows are skipped", lease.step, report.grad_norm, feed.rows)
+            await self._buffer.explain(lease.step, "nonfinite")
+        return feed, report
+
+    async def _publish(self, step: int) -> None:
+        """Stage the weights and wait until every engine serves them."""
+        version, before = Version(self._lineage, step), self._published
+        with self._timed("sync"):
+            manifest = await self._ranks.stage(version, self._transport)
+            try:
+                await self._sync.publish(manifest)
+            except WeightSyncFailed:
+                self._transport.release(version)
+                raise
+        if before is not None:
+            self._transport.release(before)
+        self._published = version
+
+    async def _save(self, step: int, *, export: bool) -> None:
+        """Commit a checkpoint of `step`."""
+
+        async def fill(folder: Path) -> None:
+            await self._ranks.save(folder / "trainer", step)
+            if export:
+                await self._ranks.export(folder / "huggingface")
+
+        with self._timed("checkpoint"):
+            consumption = await self._buffer.consumption(step)
+            await self._checkpoints.save(Version(self._lineage, step), self._parent, consumption, fill)
+        self._saved = step
+        log.info("checkpoint of step %d committed", step)
+
+    async def _finish(self, step: int) -> None:
+        """Nothing more is trained: the last weights are published, saved and, if wanted, exported; then everyone is told."""
+        if self._published != Version(self._lineage, step):
+            await self._publish(step)
+        export = self.settings.save_hf_checkpoint != "never"
+        exported = (self.settings.checkpoint_dir / manifests.folder_name(step) / "huggingface").is_dir()
+        if self._saved != step or (export and not exported):
+            await self._save(step, export=export)
+        await self._sync.trained(step, finished=True)
+
+    # ------------------------------------------------------------ numbers
+
+    async def _log(self, step: int, feed: Feed, report: StepReport, lease: Lease, seconds: float) -> None:
+        train_s = self._seconds["train"]
+        values = {
+            **feed.metrics,
+            **_actor(feed, report),
+            "experience/available": float(lease.available_after),
+            "train/finite": float(report.finite),
+            "perf/step_s": seconds,
+            "perf/tokens_per_s": feed.tokens / train_s,
+            "perf/computed_positions": float(report.computed_positions),
+            **{f"time/{name}_s": value for name, value in self._seconds.items()},
+            **{f"time/train/{name}_s": value for name, value in report.seconds.items()},
+        }
+        await self._sink.log(MetricRecord(role="trainer", step=step, time=time.time(), values=values))
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def _actor(feed: Feed, report: StepReport) -> dict[str, float]:
+    """Means of the loss's numbers.  Rows left out (exactly zero loss) count in the losses; ratios are over computed tokens."""
+    values = {"actor/loss": 0.0, "actor/pg_loss": 0.0, "actor/grad_norm": report.grad_norm, "actor/lr": report.lr}
+    computed = max(1, report.trained_tokens)
+    for name, value in report.sums.items():
+        if name == "abs_diff":
+            continue
+        values[f"actor/{name}"] = value / (feed.tokens if name in _BY_ALL_TOKENS else computed)
+    values |= {f"actor/{name}": value for name, value in report.maxima.items() if name != "abs_diff"}
+    if "abs_diff" in report.sums and not any(feed.staleness):
+        values["mismatch/abs_diff_mean"] = report.sums["abs_diff"] / computed
+        values["mismatch/abs_diff_max"] = report.maxima["abs_diff"]
+    return values
