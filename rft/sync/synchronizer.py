@@ -185,6 +185,7 @@ class Synchronizer:
         ended = time.perf_counter()
         async with self._changed:
             self._manifest, self._records, self._loaded = manifest, probes, version
+            self._trained = max(self._trained, version.step)
             self._proven.add(version)
             self._changed.notify_all()
         return [

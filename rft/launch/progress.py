@@ -1,0 +1,141 @@
+"""What a person sees while a run trains: a bar on a terminal, one line per step elsewhere.
+
+Knows metric records only, no Ray and no part of the run.  The one invariant: it never changes or delays anything; all it knows is in
+metrics.jsonl too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rft.logs import redact
+from rft.types.ids import Version
+from rft.types.metrics import MetricRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+_EVAL = re.compile(r"eval/(?P<taskset>.+)/(?P<what>mean@\d+)")
+_WINDOW = 10  # steps over which the time per step is averaged
+
+
+class Progress:
+    """`update` takes every record of the run, in any order; steps are those of the trainer.
+
+    `total_steps` None means "until the data ends".  A context manager: the bar is there while it is open.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, total_steps: int | None, notes: Sequence[str] = (), console: Console | None = None
+    ) -> None:
+        from rich.console import Console
+
+        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._total = total_steps
+        self._run_dir, self._notes = run_dir, notes
+        self._bar: Bar | None = None
+        self._times: deque[float] = deque(maxlen=_WINDOW)
+        self._last = 0.0
+
+    def __enter__(self) -> Self:
+        steps = "until the data ends" if self._total is None else f"{self._total} steps"
+        self._say(f"run   {self._run_dir}  ({steps})")
+        self._say(f"view  rft status {self._run_dir}")
+        for note in self._notes:
+            self._say(f"note  {note}")
+        if self._console.is_terminal:
+            self._bar = _bar(self._console)
+            self._bar.add_task("starting", total=self._total, facts="")
+            self._bar.start()
+        self._last = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, record: MetricRecord) -> None:
+        """Show what `record` adds."""
+        for name, value in record.values.items():
+            if found := _EVAL.fullmatch(name):
+                self._say(f"eval  step {record.step}: {found['taskset']} {found['what']} {value:.3f}")
+        if record.role == "trainer":
+            self._step(record)
+        elif record.role == "synchronizer" and self._bar is not None and not self._times:
+            self._bar.update(self._bar.task_ids[0], description="exploring")
+
+    def _step(self, record: MetricRecord) -> None:
+        now = time.monotonic()
+        seconds = record.values.get("perf/step_s", now - self._last)
+        self._last = now
+        self._times.append(seconds)
+        facts = step_facts(record.values, seconds)
+        left = None if self._total is None else max(self._total - record.step, 0) * sum(self._times) / len(self._times)
+        eta = "" if left is None else f"  ETA {duration(left)}"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=record.step, description="training", facts=facts + eta)
+        else:
+            of = "" if self._total is None else f"/{self._total}"
+            self._say(f"step {record.step}{of}  {facts}{eta}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(redact(line), markup=False)
+
+
+def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Version | None) -> None:
+    """The last lines of a run that went well."""
+    if seconds == 0.0 and resumed_from is not None:
+        print(f"nothing to do: {run_dir} is trained to step {version.step} already; raise total_steps to go on")
+        return
+    begin = f", from step {resumed_from.step} on" if resumed_from is not None else ""
+    print(f"done  step {version.step} in {duration(seconds)}{begin}")
+    model = run_dir / "checkpoints" / f"global_step_{version.step}" / "huggingface"
+    if model.is_dir():
+        print(f"model {model}")
+    print(f"next  rft status {run_dir}")
+
+
+def step_facts(values: dict[str, float], seconds: float) -> str:
+    """One line about a train step; what its record does not say is left out."""
+    tokens = values.get("experience/response_tokens")
+    shown = (
+        ("reward", values.get("experience/reward/mean"), ".3f"),
+        ("length", values.get("experience/response_length/mean"), ".0f"),
+        ("staleness", values.get("experience/staleness/max"), ".0f"),
+        ("tok/s", tokens / seconds if tokens is not None and seconds > 0 else None, ".0f"),
+        ("s/step", seconds, ".1f"),
+    )
+    text = "  ".join(f"{name} {value:{form}}" for name, value, form in shown if value is not None)
+    return text + ("  SKIPPED: the gradient is not finite" if values.get("train/finite", 1.0) == 0.0 else "")
+
+
+def duration(seconds: float) -> str:
+    """7s, 3m20s, 2h05m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def _bar(console: Console) -> Bar:
+    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[facts]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )

@@ -1,0 +1,77 @@
+"""Progress on a terminal and without one."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rft.launch.progress import Progress, duration, step_facts, summary
+from rft.types.ids import Version
+from rft.types.metrics import MetricRecord
+
+VALUES = {
+    "experience/reward/mean": 0.53125,
+    "experience/response_length/mean": 12.4,
+    "experience/staleness/max": 1.0,
+    "experience/response_tokens": 400.0,
+    "perf/step_s": 8.0,
+    "train/finite": 1.0,
+}
+
+
+def record(step: int, role: str = "trainer", **values: float) -> MetricRecord:
+    return MetricRecord(role=role, step=step, time=0.0, values=values)  # type: ignore[arg-type]
+
+
+def shown(terminal: bool, total: int | None, *records: MetricRecord) -> str:
+    out = io.StringIO()
+    with Progress(
+        Path("/runs/a"), total_steps=total, notes=("device cpu",), console=Console(file=out, force_terminal=terminal, width=160)
+    ) as p:
+        for r in records:
+            p.update(r)
+    return out.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    text = shown(False, 15, record(0, "explorer", **{"eval/sums/mean@8": 0.28, "eval/sums/failed": 0.0}), record(3, **VALUES))
+    assert text.splitlines() == [
+        "run   /runs/a  (15 steps)",
+        "view  rft status /runs/a",
+        "note  device cpu",
+        "eval  step 0: sums mean@8 0.280",
+        "step 3/15  reward 0.531  length 12  staleness 1  tok/s 50  s/step 8.0  ETA 1m36s",
+    ]
+
+
+def test_a_bar_on_a_terminal() -> None:
+    text = shown(True, 15, record(0, "synchronizer"), record(3, **VALUES))
+    assert "3/15" in text and "reward 0.531" in text and "ETA" in text
+
+
+def test_without_a_number_of_steps_there_is_no_eta() -> None:
+    assert "ETA" not in shown(False, None, record(3, **VALUES)) and "step 3  reward" in shown(False, None, record(3, **VALUES))
+
+
+def test_a_skipped_step_is_named() -> None:
+    assert "SKIPPED" in step_facts({**VALUES, "train/finite": 0.0}, 1.0)
+
+
+def test_markup_and_secrets_in_names_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "[red]x" in shown(False, 1, record(0, "eval", **{"eval/[red]x/mean@1": 1.0}))
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints" / "global_step_15" / "huggingface").mkdir(parents=True)
+    summary(tmp_path, Version(2, 15), 63.0, Version(1, 10))
+    summary(tmp_path, Version(2, 15), 0.0, Version(2, 15))
+    out = capsys.readouterr().out
+    assert "done  step 15 in 1m03s, from step 10 on" in out and "global_step_15/huggingface" in out and "nothing to do" in out
