@@ -25,9 +25,8 @@ def main() -> int:
     else:
         explained = ", ".join(f"{n} {reason}" for reason, n in audit.explained.items()) or "none"
         print(f"checkpoint {audit.version or '(none)'}, {audit.manifests} manifests compared, {audit.num_uses} uses counted")
-        print(
-            f"acked {audit.acked} = used {audit.used} + leased {audit.leased} + available {audit.available} + explained ({explained})"
-        )
+        where = f"used {audit.used} + leased {audit.leased} + available {audit.available} + explained ({explained})"
+        print(f"acked {audit.acked} = {where}")
         print(f"trained more often than allowed: {audit.used_twice}")
         print("\n".join(audit.problems) or "no problems")
     return 0 if audit.ok else 4

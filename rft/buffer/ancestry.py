@@ -12,7 +12,9 @@ from collections.abc import Iterable
 import xxhash
 from sqlalchemy import (
     CTE,
+    Column,
     Connection,
+    Exists,
     Integer,
     Select,
     Text,
@@ -114,14 +116,14 @@ def _outside(a: CTE) -> Select[tuple[str]]:
     """Groups with a row that weights outside the ancestry wrote.  Rows without a version (demonstrations) are never orphaned."""
     e = experiences
 
-    def inside(lineage: object, step: object) -> object:
-        return exists().where(and_(a.c.lineage == lineage, step <= a.c.step))  # type: ignore[operator]
+    def inside(lineage: Column[int], step: Column[int]) -> Exists:
+        return exists().where(and_(a.c.lineage == lineage, a.c.step >= step))
 
     return (
         select(e.c.group_id)
         .where(
             e.c.newest_lineage.is_not(None),
-            or_(~inside(e.c.newest_lineage, e.c.newest_step), ~inside(e.c.oldest_lineage, e.c.oldest_step)),  # type: ignore[operator]
+            or_(~inside(e.c.newest_lineage, e.c.newest_step), ~inside(e.c.oldest_lineage, e.c.oldest_step)),
         )
         .distinct()
     )

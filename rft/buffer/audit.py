@@ -1,6 +1,6 @@
 """The audit by files: is every acknowledged experience somewhere, and was none trained twice?
 
-It reads the ledger, the payload and the checkpoint manifests, while or after a run; it needs no running program and writes nothing.
+It reads the ledger, the payload and the checkpoint manifests, while or after a run; it needs no running program, writes nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _audit(tx: Connection, path: Path, manifests: list[_Manifest], problems: lis
     settings = BufferSettings(
         name=path.name.removesuffix(LEDGER_SUFFIX),
         folder=path.parent,
-        storage_type=about["storage_type"],  # type: ignore[arg-type]
+        storage_type=about["storage_type"],
         storage_path=about["storage_path"] or None,
     )
     storage = make_storage(settings)
@@ -117,7 +117,8 @@ def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
     counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, version)))]
     if (len(counted), digest(counted)) != (said.num_uses, said.digest):
         problems.append(
-            f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), the ledger counts {len(counted)} ({digest(counted)})"
+            f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
+            f"the ledger counts {len(counted)} ({digest(counted)})"
         )
     twice = [x for x, n in Counter(u[0] for u in counted).items() if n > max_uses]
     if twice:

@@ -1,6 +1,6 @@
-"""The buffer: keeps what explorers append and hands it to the trainer, each experience at most `max_uses` times in an ancestry.
+"""The buffer: keeps what explorers append and hands it to the trainer, at most `max_uses` times in an ancestry.
 
-    explorer → append (durable) → close_batch ─┐                    one event loop, one condition, one worker thread for the ledger
+    explorer → append (durable) → close_batch ─┐                    one event loop, one worker thread for the ledger
     trainer  ← lease ← order of closed batches ┘ → use / explain
 
 It knows neither model nor loss.  The one invariant: acked = used + leased + available + explained, after every call.
@@ -55,7 +55,7 @@ class Buffer:
         self._closed = False
 
     async def open(self) -> None:
-        """Creates or checks the ledger.  Raises SetupError on a network file system, BufferFailed when another process owns it."""
+        """Creates or checks the ledger.  Raises SetupError on a network file system, BufferFailed when it has another owner."""
         await self._work(self._ledger.open)
         if not self._storage.durable:
             log.warning("buffer %s keeps its payload in memory only (storage_path: none): it is not durable", self._settings.name)
@@ -130,7 +130,7 @@ class Buffer:
     async def lease(
         self, lineage: int, step: int, *, groups: int | None, rows: int | None, deadline_s: float, max_staleness: int | None
     ) -> Lease:
-        """The rows of `step`.  Asked again before `use` or `explain`, it gives the same rows.  Waits for events, never by the clock."""
+        """The rows of `step`.  Asked again before `use` or `explain`, it gives the same rows.  It waits for events."""
         self._fence(lineage)
         wanted = Wanted(step, groups, rows, max_staleness)
         if groups is not None and groups > self._settings.capacity:

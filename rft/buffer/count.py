@@ -20,7 +20,7 @@ def count(
     times = Counter(u[0] for u in counted)
     by_state = Counter(state for state, _ in derived.values())
     problems = [f"{n} uses are of experiences that are not stored" for n in [sum(x not in derived for x in times)] if n]
-    stored = dict(tx.execute(select(experiences.c.group_id, func.count()).group_by(experiences.c.group_id)).all())
+    stored: dict[str, int] = dict(tx.execute(select(experiences.c.group_id, func.count()).group_by(experiences.c.group_id)).all())
     short = [g.id for g in tx.execute(select(groups.c.id, groups.c.num_rows)) if stored.get(g.id) != g.num_rows]
     problems += [f"group {short[0]} has not the rows it was acknowledged with ({len(short)} such groups)"] if short else []
     audit = Audit(

@@ -9,8 +9,24 @@ from pathlib import Path
 from rft.errors import BufferFailed, SetupError
 
 NETWORK_FILE_SYSTEMS = frozenset(
-    "nfs nfs4 cifs smb smb2 smb3 smbfs afs ncpfs lustre gpfs beegfs ceph fuse.ceph fuse.glusterfs fuse.sshfs fuse.s3fs fuse.gcsfuse "
-    "fuse.rclone panfs pvfs2 orangefs weka wekafs".split()
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "afs",
+        "ncpfs",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "panfs",
+        "pvfs2",
+        "orangefs",
+    }
+    | {"weka", "wekafs", "ceph", "fuse.ceph", "fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone"}
 )
 
 

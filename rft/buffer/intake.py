@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from rft.errors import FrameRejected
+from rft.errors import Fenced, FrameRejected
 from rft.types.block import content_hash, decode
 from rft.types.experience import Experience
 from rft.types.ids import GroupId
@@ -30,8 +30,8 @@ class Intake(msgspec.Struct, frozen=True):
     frame: bytes
 
 
-def read(frame: bytes, *, accepted: bool, reason: str, ancestry: Ancestry, max_row_bytes: int) -> Intake:
-    """Raises FrameRejected("reason: detail"); the reasons are few and fixed, so that they can be counted."""
+def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: Ancestry, max_row_bytes: int) -> Intake:
+    """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be counted; Fenced for another lineage."""
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
     rows = _decode(frame)
@@ -41,6 +41,8 @@ def read(frame: bytes, *, accepted: bool, reason: str, ancestry: Ancestry, max_r
         raise FrameRejected(f"too_large: {len(frame)} bytes for {len(rows)} experiences, at most {max_row_bytes} each")
     group = rows[0].group
     _check_group(group, rows)
+    if group.lineage != lineage:
+        raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
     for row in rows:
         _check_versions(row, ancestry)
     now = time.time()

@@ -163,8 +163,9 @@ class Ledger:
         counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, parent)))]
         if (len(counted), digest(counted)) != (given.num_uses, given.digest):
             raise BufferFailed(
-                f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), but the buffer {self._path} knows "
-                f"{len(counted)} ({digest(counted)}). Checkpoint and buffer are not of the same run, or one was replaced: "
+                f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), "
+                f"but the buffer {self._path} knows {len(counted)} ({digest(counted)}). "
+                "Checkpoint and buffer are not of the same run, or one was replaced: "
                 "restore the buffer folder that belongs to it, or start a new run from its weights."
             )
 
@@ -231,12 +232,12 @@ class Ledger:
             ancestry = {**self._ancestry, self.lineage: self.newest_step}
             intake = read(
                 offer.frame,
+                lineage=self.lineage,
                 accepted=offer.accepted,
                 reason=offer.reason,
                 ancestry=ancestry,
                 max_row_bytes=self._settings.max_row_bytes,
             )
-            self.fence(intake.group["lineage"])
             if intake.group["explorer"] != offer.explorer:
                 raise FrameRejected(f"foreign_explorer: group {intake.group['id']} was appended by explorer {offer.explorer}")
         except BufferFailed as e:
@@ -349,7 +350,7 @@ class Ledger:
             return tx.scalar(select(x.reason).where(x.lineage == lineage, x.step == step, x.reason != "stale").limit(1))
 
     def drop(self, over: Sequence[Group]) -> None:
-        """Groups that are wholly done with: free what only memory holds.  Durable payload stays, a checkpoint may want it back."""
+        """Groups that are wholly done with: free what only memory holds.  Durable payload stays."""
         if not self._storage.durable and over:
             with self._transaction() as tx:
                 self._storage.drop([g.locator for g in over], tx)
@@ -363,17 +364,10 @@ class Ledger:
 
     def _cursor(self, tx: Connection, lineage: int, step: int) -> int:
         e = experiences.c
-        later = [
-            exists().where(and_(t.c.experience == e.id, t.c.lineage == lineage, t.c.step > step)) for t in (uses, explanations)
-        ]
-        ahead = [
-            tx.scalar(select(t.c.step).where(t.c.lineage == lineage, t.c.step > step).limit(1)) is not None
-            for t in (uses, explanations)
-        ]
-        pending = [e.state == "available", *(x for x, there in zip(later, ahead, strict=True) if there)]
-        first = tx.scalar(select(func.min(e.batch)).where(or_(*pending)))
+        later = [e.id.in_(select(t.c.experience).where(t.c.lineage == lineage, t.c.step > step)) for t in (uses, explanations)]
+        first = tx.scalar(select(func.min(e.batch)).where(or_(e.state == "available", *later)))
         found = [self._first_open(tx, lineage, explorer) for explorer in range(self._settings.num_explorers)]
-        return min([*found, *([] if first is None else [first])])
+        return int(min([*found, *([] if first is None else [first])]))
 
     def _first_open(self, tx: Connection, lineage: int, explorer: int) -> int:
         b = batches.c

@@ -24,7 +24,7 @@ class SqlStorage:
     def open(self) -> None: ...
 
     def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:
-        return [str(connection.execute(insert(payloads), {"block": b}).inserted_primary_key[0]) for b in blocks]
+        return [str(connection.execute(insert(payloads).returning(payloads.c.id), {"block": b}).scalar_one()) for b in blocks]
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
         found: dict[str, bytes] = {}

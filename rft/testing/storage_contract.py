@@ -1,0 +1,284 @@
+"""The tests that every payload storage must pass, behind the real buffer and ledger.  Ships to users.
+
+    class TestDuck(StorageContract):
+        def settings(self, folder):
+            return BufferSettings(folder=folder, storage_type="duck")
+
+Needs pytest with asyncio_mode=auto.  It knows storages only through `Buffer`; what a restart must keep depends on `durable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rft.buffer.buffer import Buffer
+from rft.buffer.settings import BufferSettings
+from rft.errors import DeadlineExceeded, Fenced, IdConflict, ShortBatch
+from rft.types.block import decode, encode
+from rft.types.completion import VersionSpan
+from rft.types.experience import Experience, failed
+from rft.types.ids import ExperienceId, GroupId, Version
+from rft.types.ports import EndOfData, Lease
+
+
+def row(
+    id: ExperienceId, *, reward: float | None = 1.0, tokens: int = 12, version: Version | None = None, trained: bool = True
+) -> Experience:
+    """A small valid experience; its tokens follow from its id."""
+    half = tokens // 2
+    mask = np.zeros(tokens, np.bool_)
+    mask[half:] = trained
+    values = np.random.default_rng([id.batch, id.task, id.run]).integers(0, 1000, tokens).astype(np.int32)
+    return Experience(
+        id=id,
+        taskset="toy",
+        task_index=id.task,
+        workflow="toy",
+        status="complete",
+        finish_reason="stop",
+        tokens=values,
+        loss_mask=mask,
+        logprobs=np.where(mask, np.float32(-0.5), np.float32(0)),
+        version_spans=(VersionSpan(version or Version(id.lineage, 0), half, tokens),),
+        reward=reward,
+        reward_parts={} if reward is None else {"exact": reward},
+        prompt_text="a",
+        response_text="b",
+    )
+
+
+def group(
+    lineage: int, batch: int, task: int, *, runs: int = 4, version: Version | None = None, explorer: int = 0, tokens: int = 12
+) -> list[Experience]:
+    """A group with rewards 0, 1, 0, 1 ..."""
+    name = GroupId(lineage, explorer, batch, task)
+    return [row(name.run(i), reward=float(i % 2), version=version, tokens=tokens) for i in range(runs)]
+
+
+async def fill(
+    buffer: Buffer, lineage: int, batch: int, *, groups: int = 2, version: Version | None = None, close: bool = True
+) -> None:
+    """Append the groups of a batch that are not stored yet, and close it."""
+    writer = buffer.writer(lineage)
+    held = {(h.batch, h.task) for h in await writer.held(batch)}
+    for task in range(groups):
+        if (batch, task) not in held:
+            await writer.append(encode(group(lineage, batch, task, version=version)), accepted=True)
+    if close:
+        await writer.close_batch(batch, accepted=groups, wanted=groups, reasons={})
+
+
+async def take(buffer: Buffer, lineage: int, step: int, groups: int = 2, deadline_s: float = 5.0) -> Lease:
+    return await buffer.reader(lineage).lease(step, groups=groups, rows=None, deadline_s=deadline_s, max_staleness=None)
+
+
+def ids(lease: Lease) -> list[tuple[int, int, int]]:
+    """(batch, task, run) of the leased rows."""
+    return [(x.id.batch, x.id.task, x.id.run) for x in decode(lease.frame)]
+
+
+class StorageContract:
+    """Subclass it, give `settings`, and set `durable` to what the storage promises."""
+
+    durable = True
+
+    def settings(self, folder: Path) -> BufferSettings:
+        raise NotImplementedError
+
+    async def opened(self, folder: Path) -> Buffer:
+        buffer = Buffer(self.settings(folder / "buffer"))
+        await buffer.open()
+        return buffer
+
+    async def test_what_comes_out_is_what_went_in(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        start = await buffer.start_lineage(None, None)
+        rows = group(start.lineage, 0, 0)
+        result = await buffer.writer(1).append(encode(rows), accepted=True)
+        await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={})
+        lease = await take(buffer, 1, 1, groups=1)
+        assert (start.lineage, result.appended, result.duplicates) == (1, 4, 0)
+        assert encode(decode(lease.frame)) == encode(rows)
+        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)
+        assert (lease.groups[0].mean, lease.groups[0].std) == (0.5, pytest.approx((1 / 3) ** 0.5))
+        await buffer.close()
+
+    async def test_append_is_idempotent_and_conflicts_are_told(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        writer = buffer.writer(1)
+        frame = encode(group(1, 0, 0))
+        await writer.append(frame, accepted=True)
+        again = await asyncio.gather(*(writer.append(frame, accepted=True) for _ in range(5)))
+        assert [(r.appended, r.duplicates) for r in again] == [(0, 4)] * 5
+        with pytest.raises(IdConflict):
+            await writer.append(encode(group(1, 0, 0, tokens=14)), accepted=True)
+        audit = await buffer.audit()
+        assert (audit.acked, audit.available, audit.ok) == (4, 4, True)
+        await buffer.close()
+
+    async def test_each_row_is_leased_once_and_the_audit_balances(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        for batch in range(3):
+            await fill(buffer, 1, batch)
+        seen = []
+        for step in (1, 2):
+            seen += ids(await take(buffer, 1, step))
+            assert (await buffer.audit()).leased == 8
+            await buffer.reader(1).use(step)
+            await buffer.reader(1).use(step)  # repeated after a lost answer: a no-op
+        await take(buffer, 1, 3)
+        await buffer.reader(1).explain(3, "nonfinite")
+        audit = await buffer.audit()
+        assert seen == [(b, t, r) for b in range(2) for t in range(2) for r in range(4)]
+        assert (audit.used, audit.explained, audit.available, audit.used_twice, audit.ok) == (16, {"nonfinite": 8}, 0, 0, True)
+        await buffer.close()
+
+    async def test_rows_that_cannot_be_trained_are_explained(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        writer, name = buffer.writer(1), GroupId(1, 0, 0, 0)
+        await writer.append(
+            encode(
+                [
+                    row(name.run(0)),
+                    row(name.run(1), reward=None),
+                    row(name.run(2), trained=False),
+                    failed(name.run(3), taskset="toy", task_index=0, workflow="toy", reason="timeout"),
+                ]
+            ),
+            accepted=True,
+        )
+        await writer.append(encode(group(1, 0, 1)), accepted=False, reason="zero_std")
+        await writer.close_batch(0, accepted=1, wanted=1, reasons={"zero_std": 1})
+        lease = await take(buffer, 1, 1, groups=1)
+        audit = await buffer.audit()
+        assert ids(lease) == [(0, 0, 0)]
+        assert lease.groups[0].rewards == (1.0, 1.0)  # untrainable but scored: counts in the statistics
+        assert audit.explained == {"failed": 1, "unscored": 1, "untrainable": 1, "zero_std": 4}
+        assert audit.ok
+        await buffer.close()
+
+    async def test_a_lease_never_passes_an_open_batch(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        await fill(buffer, 1, 1)
+        await fill(buffer, 1, 0, groups=1, close=False)
+        with pytest.raises(DeadlineExceeded, match="batch 0 of explorer 0 is still open with 1 groups stored"):
+            await take(buffer, 1, 1, deadline_s=0.02)
+        waiting = asyncio.create_task(take(buffer, 1, 1))
+        await fill(buffer, 1, 0)
+        assert {b for b, _, _ in ids(await waiting)} == {0}
+        await buffer.close()
+
+    async def test_rows_are_counted_out_exactly(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        await fill(buffer, 1, 0)
+        reader, seen = buffer.reader(1), []
+        for step in (1, 2):
+            lease = await reader.lease(step, groups=None, rows=3, deadline_s=5, max_staleness=None)
+            seen += ids(lease)
+            await reader.use(step)
+        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)  # of the whole group, though it was split
+        assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 1)]
+        await buffer.writer(1).finish("all epochs done")
+        with pytest.raises(ShortBatch, match="all epochs done"):
+            await reader.lease(3, groups=None, rows=3, deadline_s=5, max_staleness=None)
+        await reader.lease(3, groups=None, rows=2, deadline_s=5, max_staleness=None)
+        await reader.use(3)
+        with pytest.raises(EndOfData):
+            await reader.lease(4, groups=None, rows=2, deadline_s=5, max_staleness=None)
+        await buffer.close()
+
+    async def test_a_second_trainer_fences_the_first(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        await fill(buffer, 1, 0)
+        await take(buffer, 1, 1)
+        waiting = asyncio.create_task(take(buffer, 1, 2))
+        blocked = asyncio.create_task(buffer.writer(1).append(encode(group(1, 1, 0)), accepted=True))
+        await blocked
+        assert (await buffer.start_lineage(None, None)).lineage == 2
+        with pytest.raises(Fenced):
+            await waiting
+        for call in (
+            buffer.reader(1).use(1),
+            take(buffer, 1, 2),
+            buffer.reader(1).consumption(1),
+            buffer.writer(1).append(encode(group(1, 1, 1)), accepted=True),
+            buffer.writer(2).append(encode(group(1, 1, 1)), accepted=True),
+            buffer.writer(1).room(1),
+            buffer.writer(1).held(0),
+        ):
+            with pytest.raises(Fenced):
+                await call
+        audit = await buffer.audit()
+        assert (audit.num_uses, audit.ok) == (0, True)
+        await buffer.close()
+
+    async def test_resume_goes_on_where_the_manifest_was(self, tmp_path: Path) -> None:
+        """Steps 1 to 3 are trained, the manifest is of step 2: step 3 counts no more, and rows of its weights are orphaned."""
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        for batch in range(4):  # batch b is written by the weights of step b
+            await fill(buffer, 1, batch, version=Version(1, batch))
+            if batch < 3:
+                await take(buffer, 1, batch + 1)
+                await buffer.reader(1).use(batch + 1)
+                if batch == 1:
+                    consumption = await buffer.reader(1).consumption(2)
+        assert (consumption.num_uses, consumption.cursor) == (16, 2)
+        await buffer.close()
+
+        buffer = await self.opened(tmp_path)
+        start = await buffer.start_lineage(Version(1, 2), consumption)
+        held = await buffer.writer(2).held(start.cursor)
+        audit = await buffer.audit()
+        kept = 8 if self.durable else 0  # batch 2, of weights 1:2
+        assert (start.lineage, start.orphaned, start.available, start.cursor) == (2, 8, kept, 2)
+        assert [(h.batch, h.task) for h in held] == ([(2, 0), (2, 1)] if self.durable else [])
+        assert (audit.used, audit.num_uses, audit.explained.get("orphaned"), audit.ok) == (16, 16, 8, True)
+        assert audit.explained.get("not_durable", 0) == 8 - kept
+        await fill(buffer, 2, 2, version=Version(2, 2))
+        await fill(buffer, 2, 3, version=Version(2, 2))
+        seen = []
+        for step in (3, 4):
+            seen += ids(await take(buffer, 2, step))
+            await buffer.reader(2).use(step)
+        assert seen == [(b, t, r) for b in (2, 3) for t in range(2) for r in range(4)]
+        after = await buffer.reader(2).consumption(4)
+        assert (after.num_uses, after.cursor, (await buffer.audit()).ok) == (32, 4, True)
+        await buffer.close()
+
+    async def test_four_explorers_at_once(self, tmp_path: Path) -> None:
+        settings = self.settings(tmp_path / "buffer")
+        buffer = Buffer(dataclasses.replace(settings, num_explorers=4))
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+
+        async def explore(number: int) -> None:
+            writer = buffer.writer(1, number)
+            for batch in range(3):
+                frames = [encode(group(1, batch, task, explorer=number)) for task in range(2)]
+                await asyncio.gather(*(writer.append(f, accepted=True) for f in frames))
+                await writer.close_batch(batch, accepted=2, wanted=2, reasons={})
+            await writer.finish("done")
+
+        await asyncio.gather(*(explore(n) for n in range(4)))
+        order = []
+        for step in range(1, 13):
+            lease = await take(buffer, 1, step)
+            order += [(x.id.batch, x.id.explorer, x.id.task) for x in decode(lease.frame)][::4]
+            await buffer.reader(1).use(step)
+        assert order == [(b, e, t) for b in range(3) for e in range(4) for t in range(2)]
+        with pytest.raises(EndOfData):
+            await take(buffer, 1, 13)
+        assert (await buffer.audit()).ok
+        await buffer.close()
