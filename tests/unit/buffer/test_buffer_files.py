@@ -31,7 +31,7 @@ async def opened(folder: Path, **settings: Any) -> Buffer:
 
 def test_network_file_systems_are_refused(tmp_path: Path) -> None:
     mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {tmp_path.resolve()} nfs4 rw 0 0\n"
-    with pytest.raises(SetupError, match="nfs4.*local disk"):
+    with pytest.raises(SetupError, match=r"nfs4.*local disk"):
         refuse_network(tmp_path / "run", mounts)
     refuse_network(tmp_path.parent, mounts)
     refuse_network(tmp_path)
@@ -85,7 +85,7 @@ async def test_memory_only_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 async def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     buffer = await opened(tmp_path)
-    with pytest.raises(BufferFailed, match="made after 8 uses .* knows 0"):
+    with pytest.raises(BufferFailed, match=r"made after 8 uses .* knows 0"):
         await buffer.start_lineage(Version(1, 1), Consumption(num_uses=8, digest="0" * 32, cursor=1))
     assert (await buffer.start_lineage(Version(4, 9), None)).lineage == 5  # only its weights: a lineage above all known ones
     await buffer.close()
@@ -196,6 +196,7 @@ async def test_concurrent_appends_are_all_stored(tmp_path: Path) -> None:
 
 
 def test_the_room_is_light() -> None:
-    code = "import sys, rft.buffer.buffer, rft.buffer.audit; print([m for m in ('torch', 'ray', 'vllm', 'transformers') if m in sys.modules])"
+    heavy = ("torch", "ray", "vllm", "transformers")
+    code = f"import sys, rft.buffer.buffer, rft.buffer.audit; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

@@ -41,7 +41,7 @@ async def test_a_waiting_trainer_wakes_by_the_event(tmp_path: Path) -> None:
         await waiting
         late.append(time.perf_counter() - closed)
         await buffer.reader(1).use(step)
-    assert sorted(late)[10] < 0.05  # a polling wait would take a good part of its interval
+    assert sorted(late)[10] < 0.25  # milliseconds on an idle machine; a wait that polls takes a good part of a second
     await buffer.close()
 
 
@@ -99,7 +99,7 @@ async def test_a_group_that_cannot_be_trained_makes_the_batch_short(tmp_path: Pa
     name = GroupId(1, 0, 0, 0)
     await buffer.writer(1).append(encode([row(name.run(i), reward=None) for i in range(2)]), accepted=True)
     await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={})
-    with pytest.raises(ShortBatch, match="0 of 1 groups .*1 nothing_to_train"):
+    with pytest.raises(ShortBatch, match=r"0 of 1 groups .*1 nothing_to_train"):
         await take(buffer, 1, 1, 1)
     await buffer.close()
 
