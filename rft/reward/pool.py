@@ -105,10 +105,11 @@ class WorkerPool:
 
     def _take(self) -> _Worker:
         with self._lock:
+            if self._closing:
+                raise WorkerDied(f"the {self.name} pool is being closed")
             if self._idle:
                 return self._idle.pop()
-        worker = _Worker(self._module)
-        with self._lock:
+            worker = _Worker(self._module)
             self._all.add(worker)
         try:
             worker.wait_ready()
