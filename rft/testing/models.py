@@ -75,10 +75,18 @@ def convert(gguf: Path, folder: Path) -> Path:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     with _quiet():
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
         if (count := model.num_parameters()) != NUM_PARAMETERS:
-            raise SetupError(f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this transformers version reads it wrongly")
-        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # <|im_start|>, <|im_end|>; the file states no pad token of its own
+            raise SetupError(
+                f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this transformers version reads it wrongly"
+            )
+        ids = {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+        }  # <|im_start|>, <|im_end|>; the file states no pad token of its own
         assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2] and tokenizer.chat_template
         model.generation_config = GenerationConfig(**ids)
         tokenizer.model_max_length = model.config.max_position_embeddings

@@ -73,7 +73,12 @@ def _tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([PAD, BOS, EOS])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS, model_max_length=512, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -8,6 +8,7 @@ Protocol on the pipes: it prints {"ready": true} once everything is loaded; for 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -91,10 +92,8 @@ def main() -> None:
         train_dataset=Dataset.from_list(rows),
         callbacks=[OneStepAtATime()],
     )
-    try:
+    with contextlib.suppress(KeyboardInterrupt):  # stdin closed: the race is over
         trainer.train()
-    except KeyboardInterrupt:
-        pass  # stdin closed: the race is over
 
 
 if __name__ == "__main__":

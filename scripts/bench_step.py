@@ -1,0 +1,236 @@
+"""`step_vs_trl`: one whole GRPO step of SmolLM2 against TRL's GRPOTrainer.
+
+Both sides hold the same weights in float32 on the same number of threads, see the same questions, draw completions of at most 24
+tokens at temperature 1 and make one AdamW step on the token-mean loss.  A step of ours ends when the new weights are served and
+proven.  The learning rate is so small that the answers' lengths stay what they are at the start, on both sides.  Only one side works
+at a time: the other waits at a gate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import bench_harness as harness
+import yaml
+
+from rft.monitor.read import scan
+from rft.taskset.arithmetic import digit_sums
+from rft.testing.models import smollm2
+from rft.types.metrics import MetricRecord, Role
+
+PROMPTS, RUNS, MAX_TOKENS, LR = 4, 8, 24, 1e-7
+START_S, STEP_S = 600.0, 600.0
+
+
+class Trl:
+    """TRL in its own environment; `step` makes one optimizer step."""
+
+    def __init__(self, spec: dict[str, Any], folder: Path) -> None:
+        path = folder / "trl.json"
+        path.write_text(json.dumps({**spec, "folder": str(folder / "trl")}))
+        self._log = (folder / "trl.log").open("wb")
+        command = [str(harness.peer_python()), str(harness.ROOT / "scripts/peers/trl_step.py"), str(path)]
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0, start_new_session=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        self.reports: list[dict[str, float]] = []
+
+    def __enter__(self) -> Self:
+        self._hear(START_S)
+        return self
+
+    def step(self) -> float:
+        """Seconds of one step: generation, scoring, update."""
+        assert self._child.stdin is not None
+        began = time.monotonic()
+        self._child.stdin.write(b"step\n")
+        self.reports.append(self._hear(STEP_S))
+        return time.monotonic() - began
+
+    def _hear(self, deadline_s: float) -> dict[str, Any]:
+        try:
+            return dict(json.loads(harness.read_lines(self._child.stdout, deadline_s, "TRL")))
+        except EOFError:
+            raise RuntimeError(f"TRL has ended:\n{Path(self._log.name).read_text()[-3000:]}") from None
+
+    def __exit__(self, *_: object) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        _end(self._child)
+        self._log.close()
+
+
+class Ours:
+    """`rft run` with vLLM, Ray and the FSDP2 trainer, whose runs wait at a gate; `step` makes one whole step."""
+
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(config["buffer"]["explorer_input"]["taskset"]["workflow_args"]["socket"])
+        self._server.listen(PROMPTS * RUNS)
+        self._held: list[socket.socket] = []
+        self._run = folder / config["project"] / config["name"]
+        self._run.mkdir(parents=True)
+        self._watch = harness.FolderWatch(self._run)
+        self._step = 0
+        path = folder / "ours.yaml"
+        path.write_text(yaml.safe_dump(config))
+        self._log = (folder / "ours.log").open("wb")
+        command = [sys.executable, "-m", "rft.cli.main", "run", "--config", str(path)]
+        self._child = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def __enter__(self) -> Self:
+        self._gather(START_S)
+        self._await_served(0)
+        return self
+
+    def step(self) -> float:
+        """Seconds from opening the gate until the next step's weights are served and its runs stand at the gate."""
+        began = time.monotonic()
+        self._step += 1
+        for run in self._held:
+            run.sendall(b"g")
+            run.close()
+        self._gather(STEP_S)
+        self._await_served(self._step)
+        return time.monotonic() - began
+
+    def records(self) -> list[MetricRecord]:
+        return scan(self._run / "metrics.jsonl").records
+
+    def _gather(self, deadline_s: float) -> None:
+        """Wait until every run of a batch stands at the gate."""
+        ends = time.monotonic() + deadline_s
+        self._held = []
+        child = os.pidfd_open(self._child.pid)
+        try:
+            while len(self._held) < PROMPTS * RUNS:
+                ready, _, _ = select.select([self._server.fileno(), child], [], [], max(0.0, ends - time.monotonic()))
+                if child in ready:
+                    raise RuntimeError(f"rft has ended:\n{Path(self._log.name).read_text()[-3000:]}")
+                if not ready:
+                    raise TimeoutError(f"{len(self._held)} of {PROMPTS * RUNS} runs stood at the gate after {deadline_s:.0f} s")
+                self._held.append(self._server.accept()[0])
+        finally:
+            os.close(child)
+
+    def _await_served(self, step: int) -> None:
+        def served() -> bool:
+            path = self._run / "metrics.jsonl"
+            return path.exists() and any(r.role == "synchronizer" and r.step >= step for r in scan(path).records)
+
+        self._watch.until(served, STEP_S, f"weights of step {step}")
+
+    def __exit__(self, *_: object) -> None:
+        for run in self._held:
+            run.close()
+        self._server.close()
+        self._watch.__exit__()
+        _end(self._child)
+        self._log.close()
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask the child to stop, as Ctrl-C does; if it does not, kill what it started."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+    try:
+        child.wait(120)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def config(model: Path, folder: Path, gate: Path, steps: int) -> dict[str, Any]:
+    """The race as a run of ours."""
+    taskset = {
+        "name": "sums",
+        "path": "rft.taskset.arithmetic:digit_sums",
+        "split": "train",
+        "workflow_args": {"socket": str(gate)},
+    }
+    return {
+        "project": "bench",
+        "name": "step",
+        "checkpoint_root_dir": str(folder),
+        "plugin_dirs": [str(harness.ROOT / "scripts" / "peers")],
+        "model": {"model_path": str(model), "max_prompt_tokens": 104, "max_response_tokens": MAX_TOKENS},
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": RUNS, "kl_loss_fn": "none", "optimizer": {"lr": LR}},
+        "buffer": {
+            "batch_size": PROMPTS,
+            "total_epochs": 100,
+            "explorer_input": {
+                "taskset": taskset,
+                "default_workflow_type": "gated_workflow",
+                "default_reward_fn_type": "exact_answer",
+            },
+        },
+        "explorer": {
+            "eval_interval": 0,
+            "eval_on_startup": False,
+            "eval_at_end": False,
+            "rollout_model": {"engine_type": "vllm"},
+        },
+        "trainer": {"total_steps": steps, "save_hf_checkpoint": "never"},
+        "monitor": {"monitor_type": "none"},
+    }
+
+
+def trl_spec(model: Path, steps: int) -> dict[str, Any]:
+    """The race as TRL's peer script wants it."""
+    return {
+        "model": str(model), "rows": digit_sums(split="train"), "runs": RUNS, "prompts": PROMPTS, "max_tokens": MAX_TOKENS,
+        "lr": LR, "threads": os.cpu_count(), "steps": steps,
+    }  # fmt: skip
+
+
+def step_vs_trl(quick: bool) -> harness.Result:
+    """Seconds of TRL's step / seconds of ours; at least 1.5, aim 2.5."""
+    harness.peer_python()
+    rounds = 3 if quick else 8
+    model = smollm2()
+    measured = harness.probes()
+    with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, ExitStack() as stack:
+        folder = Path(name)
+        ours = stack.enter_context(Ours(config(model, folder, folder / "gate", rounds + 50), folder))
+        harness.note("rft is at the gate")
+        trl = stack.enter_context(Trl(trl_spec(model, rounds + 50), folder))
+        harness.note("TRL is at the gate")
+        mine, theirs = harness.in_turn(ours.step, trl.step, rounds)
+        kept = range(2, rounds + 2)
+        values = {(r.role, r.step): r.values for r in ours.records()}
+        lengths = [values["explorer", k]["rollout/response_length/mean"] for k in kept]
+        rewards = [values["explorer", k]["rollout/reward/mean"] for k in kept]
+        split = {part: round(statistics.median(_split(values, k)[part] for k in kept), 3) for part in ("train", "sync")}
+    reports = trl.reports[1:]
+    return harness.Result(
+        "step_vs_trl",
+        [harness.speed_ratio("step", mine, theirs, 1.5)],
+        harness.summary(mine, response_length=_mean(lengths), reward=_mean(rewards), split_s=split),
+        harness.summary(
+            theirs, response_length=_mean([r["length"] for r in reports]), reward=_mean([r["reward"] for r in reports])
+        ),
+        measured,
+    )
+
+
+def _split(values: dict[tuple[Role, int], dict[str, float]], step: int) -> dict[str, float]:
+    return {"train": values["trainer", step]["time/train_s"], "sync": values["synchronizer", step]["sync/total_s"]}
+
+
+def _mean(numbers: list[float]) -> float:
+    return round(statistics.fmean(numbers), 3)
