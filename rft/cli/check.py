@@ -136,7 +136,7 @@ def _table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None
 
     table = Table(title=title, title_justify="left", show_header=any(head), box=None, pad_edge=False)
     for name in head:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=table.columns == [])
     for row in rows:
         table.add_row(*[_plain(str(c)) for c in row])
     out.print(table)

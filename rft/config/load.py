@@ -127,18 +127,17 @@ def _assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]
     value = yamlfile.scalar(text, f"override {path}")
     place: Any = values
     for i, step in enumerate(steps):
-        done = tuple(steps[:i])
-        if isinstance(place, list):
-            index = _index(step, place, done, override)
-            steps[i] = step = index
+        done, is_list = tuple(steps[:i]), isinstance(place, list)
+        if is_list:
+            steps[i] = _index(step, place, done, override)
         elif isinstance(step, int):
             raise ConfigError(f"override {override!r}: {dotted(done) or 'the top level'} is not a list", key=dotted(done))
         if i == len(steps) - 1:
-            place[step] = value
+            place[steps[i]] = value
             break
-        inner = place[step] if isinstance(place, list) else place.get(step)
+        inner = place[steps[i]] if is_list else place.get(step)
         if inner is None:
-            inner = place[step] = {}
+            inner = place[steps[i]] = {}
         if not isinstance(inner, dict | list):
             here = dotted(tuple(steps[: i + 1]))
             raise ConfigError(f"override {override!r}: {here} is {inner!r} and has no keys below it", key=here, given=inner)

@@ -40,10 +40,21 @@ def _sentence(e: Any, loc: Loc, source: Source) -> str:
     if kind == "missing":
         field = field_at(loc)
         return f"is required: {field.description if field and field.description else 'write it'}"
-    got = f"given {_show(_shown(loc, given))}"
+    got = f"given {_show(_shown(loc, _written(source, loc, given)))}"
     if hint := value_advice(key, given):
         return f"{got}: {hint}{where}"
     return f"{got}; {_allowed(e, loc)}{where}"
+
+
+def _written(source: Source, loc: Loc, given: Any) -> Any:
+    """The value before validators changed its case."""
+    value: Any = source.values
+    for part in loc:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return given
+    return value
 
 
 def _unknown(loc: Loc) -> str:
@@ -76,7 +87,9 @@ def _allowed(e: Any, loc: Loc) -> str:
     tail = "; remove the quotes" if quoted and _is_number(e["input"]) else ""
     if kind.startswith("int"):
         return f"must be a whole number{_unit(loc)}{tail}"
-    if kind.startswith(("float", "finite")):
+    if kind == "finite_number":
+        return f"must be a finite number{_unit(loc)}"
+    if kind.startswith("float"):
         return f"must be a number{_unit(loc)}{tail}"
     if kind.startswith("bool"):
         return "must be true or false"

@@ -375,20 +375,27 @@ def _steps(
     """(explore steps, train steps); None where the tasksets would have to be opened."""
     b, t = config.buffer, config.trainer
     rows = b.batch_size * min((s.num_runs for s in train), default=1)
-    per_batch = rows / b.train_batch_size if b.train_batch_size else 1.0
-    batches = b.total_steps
+    size = b.train_batch_size or rows  # rows of a train step
+    batches, epochs = b.total_steps, "total_epochs" in b.model_fields_set
     if batches is None and t.total_steps is not None:
-        batches = -int(-t.total_steps // per_batch)
+        batches = -(-t.total_steps * size // rows)
         p.derive("buffer.total_steps", batches, "what trainer.total_steps needs")
-    if batches is None and num_batches is not None and train and not p.errors:
+    if b.total_steps is None and (epochs or batches is None) and num_batches is not None and train and not p.errors:
         try:
-            batches = num_batches(train, b.batch_size, b.total_epochs)
-            p.derive(
-                "buffer.total_steps", batches, f"{b.total_epochs} epoch(s) of the training tasksets in batches of {b.batch_size}"
-            )
+            whole = num_batches(train, b.batch_size, b.total_epochs)
         except ConfigError as e:
             p.take(e)
-    steps = None if batches is None else int(batches * per_batch)
+            whole = 0
+        if batches is None:
+            p.derive(
+                "buffer.total_steps", whole, f"{b.total_epochs} epoch(s) of the training tasksets in batches of {b.batch_size}"
+            )
+        elif whole < batches:
+            p.warn(
+                f"trainer.total_steps {t.total_steps} is never reached: buffer.total_epochs {b.total_epochs} gives {whole} explore steps"
+            )
+        batches = whole if batches is None else min(batches, whole)
+    steps = None if batches is None else batches * rows // size
     if t.total_steps is not None and steps is not None:
         if b.total_steps is not None and t.total_steps > steps:
             p.warn(
@@ -396,9 +403,9 @@ def _steps(
             )
         steps = min(steps, t.total_steps)
         if b.total_steps is not None and batches is not None:
-            batches = min(batches, -int(-steps // per_batch))
+            batches = min(batches, -(-steps * size // rows))
     elif steps is not None:
-        p.derive("trainer.total_steps", steps, "one per explore step" if per_batch == 1 else f"{per_batch:g} per explore step")
+        p.derive("trainer.total_steps", steps, "one per explore step" if size == rows else f"{rows} / {size} per explore step")
     return batches, steps
 
 

@@ -50,7 +50,10 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
             f"{name} has {size:,} bytes; a configuration may have at most {MAX_BYTES:,} (data belongs in its own file)"
         )
     _refuse_tabs(text, name)
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(e).split())}") from None
     try:
         node = loader.get_single_node()
         if node is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from rft.algorithm.catalog import ALGORITHMS
 from rft.config.schema.base import Args, IgnoreCase, Section, key, renamed, section
 
 
@@ -26,7 +27,7 @@ class AlgorithmConfig(Section):
     """The algorithm by name, and its parts where they should differ from what the name implies."""
 
     algorithm_type: Annotated[str, IgnoreCase] = key(
-        "grpo", "Names the parts below that are not written; `rft plugins algorithm` lists them."
+        "grpo", f"Gives the parts below that are not written: {', '.join(ALGORITHMS)}."
     )
     repeat_times: int | None = key(
         None, "Runs of each task, the size of a group.  Null: what the algorithm recommends.", unit="runs", ge=1

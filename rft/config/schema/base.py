@@ -14,12 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 class Section(BaseModel):
     """One mapping of the YAML file.  Unknown keys are errors, values are never changed afterwards."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def key(default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", **constraints: Any) -> Any:
     """A documented key.  `on_resume`: "safe" if it may change when a run is resumed, "refuse" if that would be another run."""
-    extra = {k: v for k, v in (("unit", unit), ("on_resume", on_resume)) if v}
+    extra: dict[str, Any] = {k: v for k, v in (("unit", unit), ("on_resume", on_resume)) if v}
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
 

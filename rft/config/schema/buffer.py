@@ -130,7 +130,13 @@ class BufferConfig(Section):
     train_batch_size: int | None = key(
         None, "Experiences per train step.  Null or 0: all of batch_size accepted groups.", unit="experiences", ge=0
     )
-    total_epochs: int = key(1, "Passes over the training tasksets.", unit="epochs", on_resume="safe", ge=1)
+    total_epochs: int = key(
+        1,
+        "Passes over the training tasksets.  Where it is not written, total_steps or trainer.total_steps decide alone.",
+        unit="epochs",
+        on_resume="safe",
+        ge=1,
+    )
     total_steps: int | None = key(None, "Explore steps; wins over total_epochs.", unit="explore steps", on_resume="safe", ge=1)
     explorer_input: ExplorerInputConfig = section(ExplorerInputConfig, "Tasksets.")
     trainer_input: TrainerInputConfig = section(TrainerInputConfig, "The experience buffer.")

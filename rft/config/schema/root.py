@@ -25,7 +25,7 @@ class RunConfig(Section):
     project: Name = key("rft", "First part of the run's folder; project of the trackers.")
     group: Name | Literal[""] = key("", "Second part of the run's folder; empty: none.")
     name: Name = key("run", "Last part of the run's folder.")
-    checkpoint_root_dir: str = key("checkpoints", "Folder of all runs; the run lives in <root>/<project>/<group>/<name>.")
+    checkpoint_root_dir: str = key("checkpoints", "Folder of all runs; the run lives in `root/project/group/name`.")
     continue_from_checkpoint: bool = key(
         True,
         "Resume what is in the run's folder.  False: a folder that is not empty gets a sibling with a time stamp.",

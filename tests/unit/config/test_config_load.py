@@ -1,0 +1,151 @@
+"""Files, overrides and interpolations → RunConfig."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rft.config import yamlfile
+from rft.config.load import from_dict, load
+from rft.config.source import dotted
+from rft.errors import ConfigError, ConfigErrors
+
+GOOD = Path(__file__).parent / "data" / "good"
+
+
+def test_full_file() -> None:
+    c = load(GOOD / "full.yaml")
+    assert c.group == "baseline" and c.name == "demo-GRPO"
+    assert c.algorithm.optimizer.lr == 1e-6 and c.algorithm.optimizer.betas == (0.9, 0.95)
+    assert c.algorithm.optimizer.lr_scheduler_type == "cosine" and c.algorithm.optimizer.optimizer_type == "adamw"
+    assert c.explorer.rollout_model.engine_type == "transformers"
+    assert c.synchronizer.sync_method == "checkpoint"
+    assert c.log.level == "DEBUG"
+    warm, cool = c.buffer.explorer_input.tasksets
+    assert cool.format == warm.format and cool.rollout_args.temperature == 0.6
+    assert cool.data_selector.selector_type == "shuffle"
+    assert c.monitor.monitor_type == ("tensorboard", "wandb")
+
+
+@pytest.mark.parametrize(
+    ("override", "get", "value"),
+    [
+        ("algorithm.optimizer.lr=1e-5", lambda c: c.algorithm.optimizer.lr, 1e-5),
+        ("algorithm.optimizer.lr=3", lambda c: c.algorithm.optimizer.lr, 3.0),
+        ("buffer.explorer_input.eval_tasksets.0.split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
+        ("buffer.explorer_input.eval_tasksets[0].split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
+        ("buffer.explorer_input.tasksets[-1].rollout_args.n=3", lambda c: c.buffer.explorer_input.tasksets[1].rollout_args.n, 3),
+        ("buffer.explorer_input.tasksets.0.rollout_args.stop=[a, b]", lambda c: c.buffer.explorer_input.tasksets[0].rollout_args.stop, ("a", "b")),
+        ("buffer.total_steps=null", lambda c: c.buffer.total_steps, None),
+        ("buffer.total_steps=", lambda c: c.buffer.total_steps, None),
+        ("name=2024", lambda c: c.name, "2024"),
+        ("name=1e-3", lambda c: c.name, "1e-3"),
+        ("name=on", lambda c: c.name, "on"),
+        ("project=a=b", lambda c: c.project, "a=b"),
+        ("monitor.monitor_type=wandb", lambda c: c.monitor.monitor_type, ("wandb",)),
+        ("monitor.monitor_type=none", lambda c: c.monitor.monitor_type, ()),
+        ("monitor={monitor_type: [tensorboard]}", lambda c: c.monitor.monitor_type, ("tensorboard",)),
+        ("algorithm.kl_loss_fn_args.kl_coef=${algorithm.optimizer.weight_decay}", lambda c: c.algorithm.kl_loss_fn_args, {"kl_coef": 0.5}),
+        ("trainer.total_steps=${oc.env:RFT_TEST_STEPS}", lambda c: c.trainer.total_steps, 12),
+        ("model.chat_template_path=~/ä b/t.jinja", lambda c: c.model.chat_template_path, "~/ä b/t.jinja"),
+        ("trainer.use_dynamic_bsz=False", lambda c: c.trainer.use_dynamic_bsz, False),
+        ("plugin_dirs.0=x", None, "is a list of 0"),
+        ("plugin_dirs=[mine]", lambda c: c.plugin_dirs, ("mine",)),
+    ],
+)  # fmt: skip
+def test_overrides(override: str, get: Any, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RFT_TEST_STEPS", "12")
+    extra = ["algorithm.optimizer.weight_decay=0.5", "plugin_dirs=[]"]
+    if get is None:
+        with pytest.raises(ConfigError, match=value):
+            load(GOOD / "full.yaml", [*extra, override])
+    else:
+        assert get(load(GOOD / "full.yaml", [*extra, override])) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.optimizer.lr", "is not of the form key.path=value"),
+        ("=3", "is not of the form key.path=value"),
+        ("+trainer.total_steps=3", "leave out the '+'"),
+        ("seed.a=1", "seed is 7 and has no keys below it"),
+        ("buffer.explorer_input.tasksets.2.split=x", "is a list of 2; indexes: 0 to 1"),
+        ("buffer.explorer_input.tasksets.x.split=x", "is a list of 2; indexes: 0 to 1"),
+        ("buffer[0]=x", "buffer is not a list"),
+        ("trainer.total_steps=[1", "override trainer.total_steps, line 1"),
+        ("trainer.total_step=3", "Did you mean trainer.total_steps"),
+        ("trainer.total_steps=many", "given 'many'; must be a whole number (train steps)  (override)"),
+    ],
+)
+def test_bad_overrides(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(GOOD / "full.yaml", [override])
+    assert message in str(caught.value)
+
+
+def test_all_bad_overrides_are_reported() -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        load(GOOD / "full.yaml", ["a", "b", "seed=3"])
+    assert len(caught.value.errors) == 2
+
+
+def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RFT_TEST_LR", "2e-5")
+    monkeypatch.setenv("RFT_TEST_NAME", "77")
+    c = load(GOOD / "full.yaml", ["algorithm.optimizer.lr=${oc.env:RFT_TEST_LR}", "name=${oc.env:RFT_TEST_NAME}"])
+    assert c.algorithm.optimizer.lr == 2e-5 and c.name == "77"
+    assert c.source.where(("algorithm", "optimizer", "lr")) == "override ($RFT_TEST_LR)"
+
+
+def test_where_values_come_from() -> None:
+    source = load(GOOD / "full.yaml", ["seed=9"]).source
+    assert source.where(("seed",)) == "override"
+    assert source.where(("algorithm", "repeat_times")) == "line 8"
+    assert source.where(("group",)) == "line 2 ($RFT_TEST_GROUP)"
+    assert source.where(("deterministic",)) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6), ("1E6", 1e6), ("-.5", -0.5), ("1_000", 1000), ("0x1F", 31), ("010", "010"), ("1:30", "1:30"), ("2020-01-01", "2020-01-01"),
+        ("true", True), ("off", False), ("~", None), ("null", None), ("'1e-6'", "1e-6"), ("1e", "1e"), ("e5", "e5"), (".inf", float("inf")),
+        ("[1, 2e3]", [1, 2000.0]), ("{a: {b: 1}}", {"a": {"b": 1}}), ("", None), ("a: b: c", ConfigError),
+    ],
+)  # fmt: skip
+def test_scalars(text: str, value: Any) -> None:
+    if value is ConfigError:
+        with pytest.raises(ConfigError):
+            yamlfile.scalar(text)
+    else:
+        assert yamlfile.scalar(text) == value
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_parsed_or_refused(text: str) -> None:
+    """Whatever is in a file, the answer is values or a ConfigError."""
+    try:
+        yamlfile.parse(text, "file")
+    except ConfigError:
+        pass
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=4), c, max_size=3)))  # fmt: skip
+def test_any_values_are_validated_or_refused(value: Any) -> None:
+    with pytest.raises(ConfigError):
+        from_dict({"trainer": {"total_steps": [value]}, "unknown": value})
+
+
+def test_dotted() -> None:
+    assert dotted(("a", 0, "b", 2)) == "a[0].b[2]"
+
+
+def test_frozen() -> None:
+    c = load(GOOD / "short.yaml")
+    with pytest.raises(ValueError, match="frozen"):
+        c.seed = 3  # type: ignore[misc]
