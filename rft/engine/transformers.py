@@ -419,7 +419,7 @@ def _load_model(settings: EngineSettings) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rft.engine import kvcache
+    from rft.engine import kvcache, packed
 
     kvcache.register()
     try:
@@ -435,7 +435,10 @@ def _load_model(settings: EngineSettings) -> Any:
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds:
         raise SetupError(f"{settings.name}: the transformers engine has full attention only, {settings.model_path} has {', '.join(kinds)}; use vllm")
-    return model.to(settings.device).eval().requires_grad_(False)
+    model = model.to(settings.device).eval().requires_grad_(False)
+    if settings.fixed_weights:
+        packed.pack(model)
+    return model
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
