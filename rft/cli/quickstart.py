@@ -52,7 +52,12 @@ def report(run_dir: Path, seconds: float, console: Any) -> None:
     from rft.monitor.plot import reward_curve
     from rft.monitor.read import read
 
-    evals = [(r.step, k, v) for r in read(run_dir / "metrics.jsonl") for k, v in r.values.items() if k.startswith("eval/") and "/mean@" in k]
+    evals = [
+        (r.step, k, v)
+        for r in read(run_dir / "metrics.jsonl")
+        for k, v in r.values.items()
+        if k.startswith("eval/") and "/mean@" in k
+    ]
     if not evals:
         raise RuntimeError(f"{run_dir / 'metrics.jsonl'} has no evaluation; was explorer.eval_tasksets removed?")
     name = evals[0][1]
@@ -69,10 +74,14 @@ def report(run_dir: Path, seconds: float, console: Any) -> None:
     picture = run_dir / "reward_curve.png"
     reward_curve(run_dir, picture)
     metric = name.rpartition("/")[2]
-    console.print(f"\nheld-out accuracy ({metric}, temperature 1): [bold]{first[2]:.2f} -> {last[2]:.2f}[/bold] in {last[0]} steps, {seconds:.0f} s")
+    console.print(
+        f"\nheld-out accuracy ({metric}, temperature 1): [bold]{first[2]:.2f} -> {last[2]:.2f}[/bold] in {last[0]} steps, {seconds:.0f} s"
+    )
     console.print(f"curve     {picture}\nrun       {run_dir}\nmodel     {run_dir}/checkpoints/global_step_{last[0]}/huggingface")
     console.print(
-        "next      rft status " + str(run_dir) + "\n          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL\n"
+        "next      rft status "
+        + str(run_dir)
+        + "\n          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL\n"
         "          docs/ tells how to write a workflow, a reward, a taskset"
     )
 

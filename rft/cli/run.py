@@ -9,22 +9,19 @@ import typer
 
 
 def run(
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False)] = None,
-    config: Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)] = ...,  # type: ignore[assignment]
+    config: Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value; lists too: a.tasksets.0.path=x", show_default=False)
+    ] = None,
     plugin_dir: Annotated[list[str] | None, typer.Option(help="folder with your plugins; repeatable", show_default=False)] = None,
     name: Annotated[str | None, typer.Option(help="name of the run (same as name=...)", show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="same as seed=...", show_default=False)] = None,
     in_process: Annotated[bool, typer.Option("--in-process", help="one process, no Ray: transformers engine, one rank")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only check, as `rft check` does")] = False,
 ) -> None:
     """Train: explore, judge, learn, synchronise, until the configured number of steps; resumes where it was stopped."""
-    changes = [*(overrides or []), *([f"name={name}"] if name else []), *([f"seed={seed}"] if seed is not None else [])]
-    if dry_run:
-        from rft.cli.check import check
-
-        return check(changes, config=config, plugin_dir=plugin_dir)
     from rft.launch.execute import execute
     from rft.launch.progress import summary
 
+    changes = [*(overrides or []), *([f"name={name}"] if name else []), *([f"seed={seed}"] if seed is not None else [])]
     outcome = execute(config, changes, plugin_dirs=plugin_dir or (), in_process=in_process)
     summary(outcome.run_dir, outcome.version, outcome.seconds, outcome.resumed_from)

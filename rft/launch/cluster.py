@@ -62,7 +62,9 @@ class Cluster:
             try:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ValueError) as e:
-                raise SetupError(f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it or remove the key.") from e
+                raise SetupError(
+                    f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it or remove the key."
+                ) from e
             return cls(None)
         folder = Path(tempfile.mkdtemp(prefix="rft-"))
         if len(str(folder)) > _SOCKET_PATH_LIMIT:
@@ -134,4 +136,3 @@ class _quiet_sigint:
         import signal
 
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old)
-

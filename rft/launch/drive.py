@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -98,7 +98,7 @@ async def work(
     signals: Signals,
 ) -> None:
     """Until explorer and trainer are both done.  The first failure is told to everyone who waits, and raised."""
-    both = {asyncio.ensure_future(train), asyncio.ensure_future(explore)}
+    both: set[asyncio.Future[None]] = {asyncio.ensure_future(train), asyncio.ensure_future(explore)}
     follower = _Follower(coordinator, on_record)
     news, stop = asyncio.ensure_future(follower.run()), asyncio.ensure_future(signals.wait())
     try:
@@ -138,7 +138,7 @@ class _Follower:
         self._seen += len(records)
 
 
-async def _cause(failed: list[asyncio.Future[Any]], others: set[asyncio.Future[Any]]) -> BaseException:
+async def _cause(failed: Sequence[asyncio.Future[None]], others: set[asyncio.Future[None]]) -> BaseException:
     """The cause among failures that come together: a part that broke explains those who waited for it in vain."""
     if others:
         late, _ = await asyncio.wait(others, timeout=2.0)
@@ -147,7 +147,7 @@ async def _cause(failed: list[asyncio.Future[Any]], others: set[asyncio.Future[A
     return min(errors, key=lambda e: (isinstance(e, DeadlineExceeded), isinstance(e, RunFailed) and type(e) is RunFailed))
 
 
-async def _wind_down(pending: set[asyncio.Future[Any]], sides: Iterable[Stoppable], signals: Signals) -> None:
+async def _wind_down(pending: set[asyncio.Future[None]], sides: Iterable[Stoppable], signals: Signals) -> None:
     """Ask both sides to end after what they are doing; a second signal or the deadline ends the wait."""
     asked = [asyncio.ensure_future(quietly(side.stop())) for side in sides]
     ended = asyncio.ensure_future(asyncio.wait(pending))

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from rft import logs
 from rft.config.check import load_plan
-from rft.config.save import save
+from rft.config.plan import Plan
+from rft.config.save import refuse_changes, save
 from rft.errors import RftError
+from rft.launch import leftovers
 from rft.launch.drive import Outcome
 from rft.launch.progress import Progress
 from rft.launch.rundir import RunDir
@@ -30,7 +32,10 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
     began = time.time()
     handler = logs.to_file(rundir.logs / "launcher.log", plan.log_level)
     try:
+        for change in refuse_changes(loaded, rundir.path) if plan.continue_from_checkpoint else ():
+            log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
         save(loaded, rundir.path)
+        _clean_after_a_crash(rundir)
         with Progress(plan.run_dir, total_steps=plan.trainer.total_steps, notes=plan.notes) as progress:
             outcome = asyncio.run(_run(plan, rundir, progress, in_process))
         rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))
@@ -47,7 +52,14 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
         sys.stdout.flush()
 
 
-async def _run(plan, rundir, progress, in_process):  # type: ignore[no-untyped-def]
+def _clean_after_a_crash(rundir: RunDir) -> None:
+    """A run that was killed could not clean up; whatever of it is still on this machine goes now."""
+    if run_id := rundir.read_state().get("run_id"):
+        for line in leftovers.clean(run_id):
+            log.info("left by the run before: %s", line)
+
+
+async def _run(plan: Plan, rundir: RunDir, progress: Progress, in_process: bool) -> Outcome:
     if in_process:
         from rft.launch import inprocess
 

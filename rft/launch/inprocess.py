@@ -26,7 +26,9 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
     if plan.learner.world_size != 1:
         raise ConfigError(f"{plan.learner.world_size} ranks need Ray; one process has one", key="trainer.world_size")
     if not engines and any(e.engine_type == "vllm" for e in plan.engines):
-        raise ConfigError("vllm needs Ray; use `transformers` in one process", key="explorer.rollout_model.engine_type", given="vllm")
+        raise ConfigError(
+            "vllm needs Ray; use `transformers` in one process", key="explorer.rollout_model.engine_type", given="vllm"
+        )
     began = time.monotonic()
     found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
     if found is not None and found.version.step >= plan.trainer.total_steps:

@@ -191,7 +191,9 @@ class TrainerPart:
         from rft.trainer.trainer import Trainer
 
         s = self.plan.sync
-        schedule = Schedule(style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, start_step=start.step)
+        schedule = Schedule(
+            style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, start_step=start.step
+        )
         self._transport = make(s, self.plan.run_dir / "sync")
         ranks = Ranks(self.learner, others)
         try:

@@ -29,11 +29,8 @@ class Seat:
 def placement(engines: Sequence[EngineSettings], learner: LearnerSettings, gpus_per_node: list[int]) -> list[Seat]:
     """Seats for all engines and trainer ranks.  Raises SetupError when the cluster is too small, naming role and numbers."""
     free = list(gpus_per_node)
-    seats: list[Seat] = []
-    for index, settings in enumerate(engines):
-        seats.append(Seat("engine", index, _need(settings.device, settings.tensor_parallel_size), 0))
-    for rank in range(learner.world_size):
-        seats.append(Seat("trainer", rank, _need(learner.device, 1), 0))
+    seats = [Seat("engine", i, _need(e.device, e.tensor_parallel_size), 0) for i, e in enumerate(engines)]
+    seats += [Seat("trainer", rank, _need(learner.device, 1), 0) for rank in range(learner.world_size)]
     placed = []
     for seat in seats:
         node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
@@ -82,5 +79,7 @@ async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
     try:
         await asyncio.wait_for(group.ready(), timeout_s)
     except TimeoutError:
-        raise SetupError(f"the cluster did not reserve {sum(s.gpus for s in wanted)} GPUs within {timeout_s:.0f} s; other jobs hold them") from None
+        raise SetupError(
+            f"the cluster did not reserve {sum(s.gpus for s in wanted)} GPUs within {timeout_s:.0f} s; other jobs hold them"
+        ) from None
     return Places(seats, group)

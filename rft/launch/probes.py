@@ -15,4 +15,5 @@ def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
     config = json.loads((Path(model_path) / "config.json").read_text())
     vocabulary = int(config.get("text_config", config)["vocab_size"])
     draw = np.random.default_rng(seed)
-    return draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(count, _LENGTH)).tolist()
+    ids = draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(count, _LENGTH))
+    return [[int(i) for i in row] for row in ids]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RunFailed
+from rft.errors import DeadlineExceeded, OutOfMemory, RunFailed
 
 
 class Host:
@@ -34,7 +34,12 @@ class Host:
         return await getattr(self._part, method)(*args, **kwargs)
 
     async def facts(self) -> dict[str, Any]:
-        return {"name": self._name, "pid": os.getpid(), "node": os.uname().nodename, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        return {
+            "name": self._name,
+            "pid": os.getpid(),
+            "node": os.uname().nodename,
+            "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
 
 
 def own_output(logs: Path, name: str, level: str) -> None:
@@ -47,7 +52,7 @@ def own_output(logs: Path, name: str, level: str) -> None:
         stream.flush()
     os.dup2(out, 1)
     os.dup2(out, 2)
-    faulthandler.enable(file=sys.__stderr__)
+    faulthandler.enable(file=2)
     if sys.platform == "linux":
         _die_with_parent()
     try:
@@ -89,10 +94,19 @@ class Proxy:
 
 async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeout_s: float | None = None) -> Any:
     """The value of a Ray reference, with Ray's errors translated."""
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+    from ray.exceptions import (
+        ActorDiedError,
+        ActorUnavailableError,
+        OutOfMemoryError,
+        RayActorError,
+        RayTaskError,
+        WorkerCrashedError,
+    )
 
+    answer = asyncio.ensure_future(ref)
+    answer.add_done_callback(lambda a: a.cancelled() or a.exception())  # a caller that was cancelled never looks at it
     try:
-        return await asyncio.wait_for(asyncio.shield(ref), timeout_s)
+        return await asyncio.wait_for(asyncio.shield(answer), timeout_s)
     except TimeoutError:
         raise DeadlineExceeded(f"{name} did not answer within {timeout_s:.0f} s; see its log in the run folder") from None
     except OutOfMemoryError as e:
@@ -132,4 +146,3 @@ def _memory(name: str) -> str:
         f"{name} ran out of memory. Lower trainer.max_token_len_per_gpu, buffer.batch_size or the model's lengths, "
         "or give the machine more memory."
     )
-

@@ -21,6 +21,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.run_id = ""  # of the processes that this run started
         self._lock: int | None = None
 
     @classmethod
@@ -62,14 +63,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
-    def started(self) -> bool:
-        """Whether a run has been here before."""
-        return (self.path / "state.json").exists()
-
     def state(self, phase: str, **facts: Any) -> None:
         """What the run is doing, for `rft status`."""
-        write_json(self.path / "state.json", {"phase": phase, "pid": os.getpid(), "time": time.time(), **facts})
+        write_json(
+            self.path / "state.json", {"phase": phase, "pid": os.getpid(), "time": time.time(), "run_id": self.run_id, **facts}
+        )
 
     def read_state(self) -> dict[str, Any]:
         try:

@@ -37,22 +37,22 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     if found is not None and found.version.step >= plan.trainer.total_steps:
         log.info("already trained to step %d; raise buffer.total_steps to go on", found.version.step)
         return Outcome(found.version, rundir.path, 0.0, found.version)
-    run_id = os.environ["RFT_RUN_ID"] = uuid.uuid4().hex[:12]
-    rundir.state("starting", run_id=run_id)
+    run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
+    rundir.state("starting")
     with Signals() as signals:
         cluster = await asyncio.to_thread(Cluster.connect, plan.cluster.ray_address)
         parts = _Parts(plan, rundir, cluster)
         try:
             start = await signals.guard(parts.start(found))
-            rundir.state("running", run_id=run_id, lineage=start.lineage, parts=parts.pids)
+            rundir.state("running", lineage=start.lineage, parts=parts.pids)
             await parts.work(start, on_record, signals)
         finally:
-            rundir.state("stopping", run_id=run_id)
+            rundir.state("stopping")
             await parts.end()
             await asyncio.to_thread(cluster.close)
             for line in leftovers.clean(run_id):
                 log.info("cleaned up: %s", line)
-            os.environ.pop("RFT_RUN_ID", None)
+            del os.environ[leftovers.RUN_ID]
     last = manifests.latest(rundir.checkpoints)
     assert last is not None, "a run that ends without an error has a final checkpoint"
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
@@ -72,11 +72,16 @@ class _Parts:
         plan = self.plan
         places = await reserve(placement(plan.engines, plan.learner, self.cluster.gpus_per_node()))
         world = plan.learner.world_size
-        rendezvous = str(self.rundir.path / f".rendezvous-{os.environ['RFT_RUN_ID']}") if world > 1 else None
-        starting: list[Coroutine[Any, Any, None]] = [self._part("buffer", "buffer", plan), self._part("explorer", "explorer", plan)]
+        rendezvous = str(self.rundir.path / f".rendezvous-{self.rundir.run_id}") if world > 1 else None
+        starting: list[Coroutine[Any, Any, None]] = [
+            self._part("buffer", "buffer", plan),
+            self._part("explorer", "explorer", plan),
+        ]
         for i, settings in enumerate(plan.engines):
             seat = places.options("engine", i)
-            starting.append(self._part(f"engine-{i}", "engine", plan, i, env=cpu_environment(settings), error=EngineFailed, **seat))
+            starting.append(
+                self._part(f"engine-{i}", "engine", plan, i, env=cpu_environment(settings), error=EngineFailed, **seat)
+            )
         for rank in range(world):
             seat = places.options("trainer", rank)
             env = trainer_environment(plan.learner.cpu_threads)
@@ -108,7 +113,13 @@ class _Parts:
         return [self.proxies[f"engine-{i}"] for i in range(len(self.plan.engines))]
 
     async def _part(
-        self, name: str, factory: str, *args: Any, env: dict[str, str] | None = None, error: type[RunFailed] = RunFailed, **options: Any
+        self,
+        name: str,
+        factory: str,
+        *args: Any,
+        env: dict[str, str] | None = None,
+        error: type[RunFailed] = RunFailed,
+        **options: Any,
     ) -> None:
         import ray
 

@@ -26,7 +26,13 @@ class _Array(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
-_DTYPES = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "token_rewards": np.float32, "teacher_logprobs": np.float32}
+_DTYPES = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "token_rewards": np.float32,
+    "teacher_logprobs": np.float32,
+}
 
 
 def encode(rows: Sequence[Experience]) -> bytes:
@@ -71,7 +77,7 @@ def content_hash(row: Experience) -> str:
 
 
 def _row(header: dict[str, Any], body: memoryview) -> Experience:
-    arrays = {}
+    arrays: dict[str, np.ndarray | None] = {}
     for name in _ARRAYS:
         spec = header.pop(name)
         if spec is None:

@@ -201,7 +201,7 @@ class Consumption(Struct, frozen=True, kw_only=True):
     """What a checkpoint manifest says about the rows used so far in its lineage."""
 
     num_uses: int
-    digest: str  # xxh3-128 over the sorted "id@step" of all counted uses
+    digest: str  # xxh3-128 over the sorted lines "id@lineage:step" of all counted uses
     cursor: int  # first explore batch that is not wholly used or explained
 
 
@@ -235,7 +235,9 @@ class BufferWriter(Protocol):
 class BufferReader(Protocol):
     """The trainer's view of the buffer."""
 
-    async def lease(self, step: int, *, groups: int | None, rows: int | None, deadline_s: float, max_staleness: int | None) -> Lease:
+    async def lease(
+        self, step: int, *, groups: int | None, rows: int | None, deadline_s: float, max_staleness: int | None
+    ) -> Lease:
         """Rows for optimizer step `step` (from 1): exactly `groups` accepted groups, or exactly `rows` rows.
 
         Raises EndOfData when the explorer finished and nothing is left, ShortBatch when it finished and too little is left,
