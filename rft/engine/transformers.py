@@ -348,7 +348,7 @@ class TransformersEngine:
         assert self.version is not None
         tokens, logps = draw(logits, [row.state for row in rows])
         self._counted["generated_tokens"] += len(tokens)
-        ended: list[_Row] = []
+        ended: list[tuple[_Row, FinishReason]] = []
         for row, token, logp in zip(rows, tokens, logps, strict=True):
             at = len(row.state.written)
             row.state.written.append(token)
@@ -358,9 +358,10 @@ class TransformersEngine:
             else:
                 row.spans.append(VersionSpan(self.version, at, at + 1))
             if (reason := self._end(row, token)) is not None:
-                self._finish(row, reason)
-                ended.append(row)
-        self._remove(ended)
+                ended.append((row, reason))
+        self._remove([row for row, _ in ended])
+        for row, reason in ended:
+            self._finish(row, reason)
 
     def _end(self, row: _Row, token: int) -> FinishReason | None:
         sampling, written = row.state.sampling, row.state.written

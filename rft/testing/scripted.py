@@ -77,6 +77,7 @@ class ScriptedEngine:
         self.version: Version | None = FIXED  # serves at once; a load replaces it
         self.loads: list[WeightManifest] = []
         self._key = xxhash.xxh3_64_intdigest(str(FIXED).encode())
+        self._names: frozenset[str] | None = None  # the tensors of the first load; later ones must have the same
         self._texts: deque[str] = deque(texts)
         self._failures: deque[Exception] = deque()
         self._dead = ""
@@ -135,6 +136,8 @@ class ScriptedEngine:
         self.calls.append(request)
         if self._failures:
             raise self._failures.popleft()
+        if not request.prompt_tokens and not request.messages:
+            raise ValueError("a request needs messages or prompt_tokens")
         prompt = np.array(request.prompt_tokens, np.int32) if request.prompt_tokens else encode(request.messages, request.tools)
         check_prompt(len(prompt), self.settings)
         texts = [self._next(request) for _ in range(request.n)]
@@ -158,20 +161,26 @@ class ScriptedEngine:
         missing: list[str] = []
         if "sync.corrupt_byte" in active and manifest.tensors:
             bad.append(manifest.tensors[0].name)
-        if "sync.missing_tensor" in active and manifest.tensors:
-            missing.append(manifest.tensors[-1].name)
+        names = [t.name for t in manifest.tensors]
+        if "sync.missing_tensor" in active and names:
+            missing.append(names.pop())
+        unexpected = sorted(set(names) - self._names) if self._names is not None else []
+        missing += sorted((self._names or frozenset()) - {*names, *missing})
         stale, skip = "sync.stale_head" in active, "sync.skip" in active
         version = Version(manifest.version.lineage, manifest.version.step + 1) if "sync.wrong_version" in active else manifest.version
-        if not bad and not missing:
+        whole = not (bad or missing or unexpected)
+        if whole:
+            self._names = frozenset(names)
             self.loads.append(manifest)
             self.version = version
             if not skip:
                 self._key = weights_key(manifest) ^ stale
         return LoadReport(
             version=version,
-            num_tensors=0 if bad else len(manifest.tensors) - len(missing),
-            nbytes=0 if bad else manifest.nbytes,
+            num_tensors=len(names) if whole else 0,
+            nbytes=manifest.nbytes if whole else 0,
             missing=tuple(missing),
+            unexpected=tuple(unexpected),
             bad_hash=tuple(bad),
             probed_layers=len(manifest.tensors),
             probe_error=1.0 if stale else 0.0,
