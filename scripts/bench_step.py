@@ -167,7 +167,7 @@ def config(model: Path, folder: Path, gate: Path, steps: int) -> dict[str, Any]:
         "project": "bench",
         "name": "step",
         "checkpoint_root_dir": str(folder),
-        "plugin_dirs": [str(harness.ROOT / "scripts" / "peers")],
+        "plugin_dirs": [str(harness.ROOT / "scripts" / "plugins")],
         "model": {"model_path": str(model), "max_prompt_tokens": 104, "max_response_tokens": MAX_TOKENS},
         "algorithm": {"algorithm_type": "grpo", "repeat_times": RUNS, "kl_loss_fn": "none", "optimizer": {"lr": LR}},
         "buffer": {
