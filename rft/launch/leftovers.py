@@ -86,6 +86,23 @@ def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     return [*found, *(f"listener {line}" for line in sorted(new))]
 
 
+def orphans() -> list[str]:
+    """Parts of runs whose launcher is gone: processes with a RFT_RUN_ID below no living process without one, except init."""
+    found = []
+    for process in _all_processes():
+        if RUN_ID in _environment(process):
+            above = next((p for p in _quietly(process.parents) or [] if RUN_ID not in _environment(p)), None)
+            if above is None or above.pid == 1:
+                found.append(_describe(process))
+    return found
+
+
+def unused_shm() -> list[str]:
+    """Names in /dev/shm that look like ours and that no living process has open."""
+    others = _Others(exclude=set())
+    return [p.name for p in _entries(SHM, _SHM_NAMES) if not others.use(p) and not _owner_lives(p, exclude=set())]
+
+
 def clean(run_id: str) -> list[str]:
     """End and remove what the run `run_id`, and killed processes of this user, left; says what it did, one line each.
 

@@ -64,7 +64,7 @@ def stage(transport: Transport, step: int, seed: int | None = None) -> WeightMan
 @pytest.fixture(params=["memory", "checkpoint", "memory-through-files"])
 def transport(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
     if request.param == "memory-through-files":
-        monkeypatch.setattr(memory, "_memfd_is_readable", lambda: False)
+        monkeypatch.setattr(memory, "memory_is_readable", lambda: False)
         monkeypatch.setattr(memory, "_SHM", tmp_path / "shm-that-is-not-there")
     made = make(SyncSettings(method="checkpoint" if request.param == "checkpoint" else "memory"), tmp_path / "sync")
     yield made

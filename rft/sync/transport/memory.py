@@ -45,7 +45,7 @@ class MemoryTransport:
         self._staged = 0
         self._layout: tuple[TensorSpec, ...] = ()
         self._closed = False
-        self.place = "memory" if _memfd_is_readable() else ""
+        self.place = "memory" if memory_is_readable() else ""
 
     def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
         if self._closed:
@@ -107,7 +107,7 @@ class MemoryTransport:
         return _Slot(fd, str(file), file)
 
 
-def _memfd_is_readable() -> bool:
+def memory_is_readable() -> bool:
     """Whether another process of this user can open our anonymous memory."""
     try:
         fd = os.memfd_create("rft-probe", os.MFD_CLOEXEC)

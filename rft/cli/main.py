@@ -1,0 +1,109 @@
+"""The program `rft`: finds the verb, imports its file alone, turns errors into messages and exit codes.
+
+Knows no verb's inside.  The one invariant: people's mistakes and failed runs end with a message and their exit code, never with a
+traceback; everything else is a bug and ends with one (exit code 4).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from rft import __version__
+from rft.errors import RftError
+
+VERBS = {
+    "run": "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
+    "check": "Say what a configuration will do, and everything that is wrong with it.",
+    "quickstart": "A real pretrained model learns single-digit sums on this machine.",
+    "doctor": "Say what this machine has, and what is missing.",
+    "status": "What a run is doing or how it ended, read from its files.",
+    "export": "Copy the verified Hugging Face model of a checkpoint.",
+    "log": "Show a run's logs, merged by time.",
+    "plugins": "List what a configuration can name.",
+    "buffer": "Look into a run's experience buffer.",
+}
+EXIT_CODES = "Exit codes: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; ends the process."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [a for a in given if a != "--debug"]
+    try:
+        make(next((a for a in given if not a.startswith("-")), ""))(args=given, prog_name="rft")
+    except RftError as e:
+        if debug:
+            traceback.print_exc()
+        from rft.logs import learn_environment, redact
+
+        learn_environment()
+        print(redact(f"{type(e).__name__}: {e}"), file=sys.stderr)
+        sys.exit(e.exit_code)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; the interpreter must not complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:
+        from rft.logs import learn_environment, redact
+
+        learn_environment()
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
+        print("This is a bug in rft, or in a plugin; please report it with the lines above.", file=sys.stderr)
+        sys.exit(4)
+
+
+def make(verb: str) -> typer.Typer:
+    """The whole program, of which only `verb` can do something: importing the others would make every command slow."""
+    app = typer.Typer(
+        name="rft",
+        help="Reinforcement fine-tuning of language models.",
+        epilog=EXIT_CODES,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name, says in VERBS.items():
+        if name != verb:
+            app.command(name, help=says)(_elsewhere)
+            continue
+        module = importlib.import_module(f"rft.cli.{name}")
+        if isinstance(found := vars(module).get("app"), typer.Typer):
+            app.add_typer(found, name=name, help=says)
+        else:
+            app.command(name)(getattr(module, name))
+    return app
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"rft {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere.")] = False,
+) -> None:
+    """Only for the help: `main` has read both already, or ends here."""
+
+
+def _elsewhere() -> None:
+    raise AssertionError("a verb that was not asked for was called")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""status, export, log and buffer audit: they read a run's files and nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from rft.cli import export, status
+from rft.cli import main as cli
+from rft.errors import CheckpointInvalid, ConfigError
+from rft.launch.rundir import RunDir
+from rft.trainer import manifest as manifests
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+
+def said(*arguments: str) -> tuple[str, int]:
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(SystemExit) as e:
+        cli.main(list(arguments))
+    return out.getvalue(), int(e.value.code or 0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that saved steps 5 and 10, the latter with a model."""
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.state("done", version="1:10")
+    for step in (5, 10):
+        folder = run.checkpoints / f"global_step_{step}"
+        (folder / "trainer").mkdir(parents=True)
+        (folder / "trainer" / "model.safetensors").write_bytes(b"t" * step)
+        if step == 10:
+            (folder / "huggingface").mkdir()
+            (folder / "huggingface" / "model.safetensors").write_bytes(b"weights")
+            (folder / "huggingface" / "config.json").write_text("{}")
+        manifests.commit(folder, version=Version(1, step), parent=None, consumption=Consumption(num_uses=0, digest="", cursor=0))
+    lines = [
+        {"role": "explorer", "step": 0, "time": 1.0, "values": {"eval/sums/mean@8": 0.25}},
+        {"role": "trainer", "step": 10, "time": 2.0, "values": {"experience/reward/mean": 0.5, "perf/step_s": 2.0}},
+        {"role": "explorer", "step": 10, "time": 3.0, "values": {"eval/sums/mean@8": 0.9}},
+    ]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"role": "tra')
+    return run.path
+
+
+# ------------------------------------------------------------ status
+
+
+def test_status(run_dir: Path) -> None:
+    out, code = said("status", str(run_dir))
+    assert code == 0
+    assert "phase        done" in out
+    assert "step         10  reward 0.500  s/step 2.0" in out
+    assert "eval         step 0: sums" in out.replace("eval/", "") and "0.250" in out and "0.900" in out
+    assert "checkpoint   step 10, version 1:10, 0 MB, model" in out
+    assert "the last line is cut" in out
+
+
+def test_status_of_a_run_that_goes_on(run_dir: Path) -> None:
+    claimed = RunDir.claim(run_dir)
+    claimed.state("running", waiting=["the trainer waits for rows"], parts={"trainer-0": os.getpid(), "engine-0": 2**22 - 1})
+    facts = status.collect(run_dir)
+    assert (facts["phase"], facts["holder"]) == ("running", os.getpid())
+    text = "\n".join(status.lines(facts))
+    assert "waiting      the trainer waits for rows" in text and f"engine-0 {2**22 - 1} (gone)" in text
+    claimed.release()
+
+
+def test_status_of_a_run_that_was_killed(run_dir: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    run = RunDir(run_dir)
+    run.state("running")
+    run.lock_file.write_text(child.stdout)
+    assert status.collect(run_dir)["phase"] == "died"
+    run.lock_file.write_text("1")  # the number was given to another process since
+    os.utime(run.lock_file, (1, 1))
+    assert status.collect(run_dir)["phase"] == "died"
+
+
+def test_status_json_and_nonsense(run_dir: Path, tmp_path: Path) -> None:
+    out, _ = said("status", str(run_dir), "--json")
+    assert json.loads(out)["checkpoints"][1]["step"] == 10
+    assert said("status", str(tmp_path))[1] == 2
+    (run_dir / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"state\.json is damaged"):
+        status.collect(run_dir)
+    (run_dir / "checkpoints" / "global_step_5" / "manifest.json").write_text("{")
+    (run_dir / "state.json").write_text('{"phase": "done"}')
+    assert "damaged" in "\n".join(status.lines(status.collect(run_dir)))
+
+
+# ------------------------------------------------------------ export
+
+
+def test_export_copies_the_model_whole(run_dir: Path, tmp_path: Path) -> None:
+    out = export.copy_model(run_dir, tmp_path / "model", None)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert (out / "model.safetensors").read_bytes() == b"weights"
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_export_refuses(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"5 has no model.*there are 10"):
+        export.copy_model(run_dir, tmp_path / "model", 5)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists"):
+        export.copy_model(run_dir, tmp_path / "there", None)
+    with pytest.raises(ConfigError, match="0 checkpoints"):
+        export.copy_model(tmp_path, tmp_path / "model", None)
+    (run_dir / "checkpoints/global_step_10/huggingface/model.safetensors").write_bytes(b"weighty")
+    with pytest.raises(CheckpointInvalid, match=r"huggingface/model\.safetensors: sha256"):
+        export.copy_model(run_dir, tmp_path / "model", None)
+    assert not (tmp_path / "model").exists()
+
+
+# ------------------------------------------------------------ log
+
+
+LAUNCHER = """2026-01-01 00:00:00,000 I rft.a: one
+2026-01-01 00:00:02,000 E rft.a: three broke
+Traceback (most recent call last):
+  File "x"
+2026-01-01 00:00:03,000 D rft.a: four \x1b[31mred
+"""
+TRAINER = "2026-01-01 00:00:01,000 W rft.b: two\n2026-01-01 00:00:04,000 I rft.b: not whole"
+
+
+@pytest.fixture
+def logs(run_dir: Path) -> Path:
+    (run_dir / "logs" / "launcher.log").write_text(LAUNCHER)
+    (run_dir / "logs" / "trainer-0.log").write_text(TRAINER)
+    return run_dir
+
+
+def words(out: str) -> list[str]:
+    return [w for w in ("one", "two", "three", "Traceback", "four", "not whole") if w in out]
+
+
+def test_log_merges_by_time_and_keeps_tracebacks_together(logs: Path) -> None:
+    out, code = said("log", str(logs), "-l", "debug")
+    assert code == 0
+    assert [out.index(w) for w in ("one", "two", "three", "Traceback", "four")] == sorted(
+        out.index(w) for w in ("one", "two", "three", "Traceback", "four")
+    )
+    assert "\\x1b[31mred" in out and "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ((), ["one", "two", "three", "Traceback"]),
+        (("-l", "warning"), ["two", "three", "Traceback"]),
+        (("-k", "BROKE"), ["three", "Traceback"]),
+        (("-n", "2", "-l", "debug"), ["three", "Traceback", "four"]),
+    ],
+)
+def test_log_filters(logs: Path, options: tuple[str, ...], found: list[str]) -> None:
+    assert words(said("log", str(logs), *options)[0]) == found
+
+
+def test_log_refuses(logs: Path, tmp_path: Path) -> None:
+    assert said("log", str(logs), "-l", "loud")[1] == 2
+    assert said("log", str(tmp_path))[1] == 2
+
+
+def test_log_follows(logs: Path) -> None:
+    following = subprocess.Popen(
+        [sys.executable, "-m", "rft.cli.main", "log", str(logs), "-f", "-k", "needle"], stdout=subprocess.PIPE, text=True
+    )
+    assert following.stdout is not None
+    try:
+        with (logs / "logs" / "launcher.log").open("a") as file:
+            file.write("2026-01-01 00:00:05,000 I rft.a: needle 1\n")
+        assert "needle 1" in following.stdout.readline()
+        (logs / "logs" / "late.log").write_text("2026-01-01 00:00:06,000 I rft.a: needle 2\n")
+        assert following.stdout.readline().startswith("late ")
+    finally:
+        following.kill()
+        following.communicate()
+
+
+# ------------------------------------------------------------ buffer
+
+
+def test_buffer_audit_without_a_buffer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["buffer", "audit", str(tmp_path)])
+    assert e.value.code == 4
+    assert "must hold one buffer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_buffer_audit_exit_code_follows_the_audit(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import rft.buffer.audit
+    from rft.buffer.base import Audit
+
+    good = Audit(acked=10, used=4, leased=2, available=3, explained={"failed": 1}, used_twice=0, num_uses=4, digest="")
+    bad = Audit(
+        acked=11, used=4, leased=2, available=3, explained={"failed": 1}, used_twice=1, num_uses=5, digest="", problems=("lost",)
+    )
+    for audit, code in ((good, 0), (bad, 4)):
+        monkeypatch.setattr(rft.buffer.audit, "audit_run", lambda run_dir, payload=True, audit=audit: audit)
+        out, got = said("buffer", "audit", "x", *(["--json"] if as_json else []))
+        assert got == code
+        assert json.loads(out)["ok"] == (code == 0) if as_json else ("balanced     NO" in out) == (code == 4)
