@@ -89,7 +89,7 @@ def report(run_dir: Path, seconds: float, console: Any) -> None:
 def _samples(run_dir: Path, taskset: str, step: int) -> dict[str, dict[str, Any]]:
     """First answer per prompt of one evaluation."""
     found: dict[str, dict[str, Any]] = {}
-    for line in (run_dir / "samples" / f"{taskset}_{step}.jsonl").read_text().splitlines():
+    for line in (run_dir / "samples" / f"eval_{taskset}_{step}.jsonl").read_text().splitlines():
         row = json.loads(line)
         found.setdefault(row["prompt"], row)
     return found
