@@ -1,0 +1,66 @@
+"""The named fault points of an engine, through the shipped scripted engine: each is detected and stops the sync with a named error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rft import faults
+from rft.engine.pool import EnginePool
+from rft.errors import WeightSyncFailed
+from rft.sync.base import Transport, make
+from rft.sync.schedule import Schedule
+from rft.sync.settings import SyncSettings
+from rft.sync.synchronizer import Synchronizer
+from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
+from rft.types.ids import Version
+from rft.types.ports import ScoreRow, WeightManifest
+
+PROMPTS = [list(f"probe number {i}".encode()) for i in range(8)]
+SAID = {
+    "sync.skip": "differ from the trainer's",
+    "sync.missing_tensor": "did not get any weights",
+    "sync.stale_head": "layer lm_head computes with other weights",
+    "sync.corrupt_byte": "arrived damaged",
+    "sync.wrong_version": "loaded version 1:2",
+}
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[Transport]:
+    made = make(SyncSettings(), tmp_path)
+    yield made
+    made.close()
+
+
+class Scorer:
+    """Scores as the scripted engine does with the weights staged last."""
+
+    key = 0
+
+    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+
+
+@pytest.mark.parametrize("point", faults.SYNC_POINTS)
+async def test_every_fault_point_stops_the_sync(point: str, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, engines = Scorer(), [ScriptedEngine(answer=echo) for _ in range(2)]
+    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0))
+
+    def stage(step: int) -> WeightManifest:
+        manifest = transport.stage(Version(1, step), {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}.items(), {})
+        scorer.key = weights_key(manifest)
+        return manifest
+
+    await sync.publish(stage(0))
+    loads = 2  # publishing loads both engines, so does the way back: only the published version is hurt
+    faults._seen.clear()
+    monkeypatch.setenv(faults.VARIABLE, f"{point}:1,{point}:{2 * loads + 1}")
+    with pytest.raises(WeightSyncFailed, match=f"1:1 are not served, 2 attempts.*{SAID[point]}.*serve 1:0 again"):
+        await sync.publish(stage(1))
+    monkeypatch.delenv(faults.VARIABLE)
+    assert [e.version for e in engines] == [Version(1, 0)] * 2
