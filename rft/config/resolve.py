@@ -376,23 +376,21 @@ def _steps(
     b, t = config.buffer, config.trainer
     rows = b.batch_size * min((s.num_runs for s in train), default=1)
     size = b.train_batch_size or rows  # rows of a train step
-    batches, epochs = b.total_steps, "total_epochs" in b.model_fields_set
+    batches, epochs = b.total_steps, b.total_epochs or 1
     if batches is None and t.total_steps is not None:
         batches = -(-t.total_steps * size // rows)
         p.derive("buffer.total_steps", batches, "what trainer.total_steps needs")
-    if b.total_steps is None and (epochs or batches is None) and num_batches is not None and train and not p.errors:
+    if b.total_steps is None and (b.total_epochs or batches is None) and num_batches is not None and train and not p.errors:
         try:
-            whole = num_batches(train, b.batch_size, b.total_epochs)
+            whole = num_batches(train, b.batch_size, epochs)
         except ConfigError as e:
             p.take(e)
             whole = 0
         if batches is None:
-            p.derive(
-                "buffer.total_steps", whole, f"{b.total_epochs} epoch(s) of the training tasksets in batches of {b.batch_size}"
-            )
+            p.derive("buffer.total_steps", whole, f"{epochs} epoch(s) of the training tasksets in batches of {b.batch_size}")
         elif whole < batches:
             p.warn(
-                f"trainer.total_steps {t.total_steps} is never reached: buffer.total_epochs {b.total_epochs} gives {whole} explore steps"
+                f"trainer.total_steps {t.total_steps} is never reached: buffer.total_epochs {epochs} gives {whole} explore steps"
             )
         batches = whole if batches is None else min(batches, whole)
     steps = None if batches is None else batches * rows // size
@@ -428,7 +426,7 @@ def _explorer(
         eval_tasksets=evals,
         batch_size=config.buffer.batch_size,
         total_batches=batches,
-        total_epochs=config.buffer.total_epochs,
+        total_epochs=config.buffer.total_epochs or 1,
         seed=config.seed,
         max_timeout_s=e.max_timeout,
         max_retry_times=e.max_retry_times,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,9 @@ import yaml
 from rft.config.messages import field_at
 from rft.config.resolve import shown
 from rft.config.schema.root import RunConfig
-from rft.config.source import Loc, dotted
+from rft.config.source import Loc, dotted, is_secret
 from rft.errors import ConfigError, ConfigErrors
-from rft.logs import redact
+from rft.logs import REDACTED, redact
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ def save(config: RunConfig, run_dir: Path) -> None:
     source = config.source
     tree = shown(config)
     head = f"# {source.path}\n" if source.path else ""
-    said = "".join(f"# override: {redact(o)}\n" for o in source.overrides)
+    overrides = [_override(o) for o in source.overrides]
+    said = "".join(f"# override: {o}\n" for o in overrides)
     written = redact(_without_secrets(source.text)) if source.text else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     record = {
         "sha256": hashlib.sha256(source.text.encode()).hexdigest() if source.text else None,
         "path": str(source.path) if source.path else None,
-        "overrides": [redact(o) for o in source.overrides],
+        "overrides": overrides,
         "tree": tree,
     }
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -103,13 +105,23 @@ def _safe(loc: Loc) -> bool:
     return False
 
 
+_REMARK = re.compile(r"(#.*?\b)([\w-]+)(\s*[:=]\s*)(\S+)")
+
+
+def _override(text: str) -> str:
+    key, equals, value = text.partition("=")
+    secret = is_secret(re.split(r"[.\[\]]+", key.strip().rstrip("]"))[-1], value)
+    return f"{key}{equals}{REDACTED}" if secret and "${" not in value else redact(text)
+
+
 def _without_secrets(text: str) -> str:
     """The YAML text with values under secret names replaced, line by line (block scalars and flow maps included)."""
     from rft.config.yamlfile import secret_spans
 
     for start, end in sorted(secret_spans(text), reverse=True):
-        text = text[:start] + "'***'" + text[end:]
-    return text
+        end_of_block = "\n" if text[start:end].endswith("\n") else ""
+        text = text[:start] + f"'{REDACTED}'" + end_of_block + text[end:]
+    return _REMARK.sub(lambda m: f"{m[1]}{m[2]}{m[3]}{REDACTED}" if is_secret(m[2], m[4]) else m[0], text)
 
 
 def _write(path: Path, text: str) -> None:

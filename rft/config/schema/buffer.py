@@ -130,9 +130,9 @@ class BufferConfig(Section):
     train_batch_size: int | None = key(
         None, "Experiences per train step.  Null or 0: all of batch_size accepted groups.", unit="experiences", ge=0
     )
-    total_epochs: int = key(
-        1,
-        "Passes over the training tasksets.  Where it is not written, total_steps or trainer.total_steps decide alone.",
+    total_epochs: int | None = key(
+        None,
+        "Passes over the training tasksets.  Null: as many as total_steps or trainer.total_steps need, else 1.",
         unit="epochs",
         on_resume="safe",
         ge=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rft.config.load import from_dict, load
 from rft.config.source import dotted
 from rft.errors import ConfigError, ConfigErrors
 
+IN = "buffer.explorer_input"
 GOOD = Path(__file__).parent / "data" / "good"
 
 
@@ -36,10 +38,10 @@ def test_full_file() -> None:
     [
         ("algorithm.optimizer.lr=1e-5", lambda c: c.algorithm.optimizer.lr, 1e-5),
         ("algorithm.optimizer.lr=3", lambda c: c.algorithm.optimizer.lr, 3.0),
-        ("buffer.explorer_input.eval_tasksets.0.split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
-        ("buffer.explorer_input.eval_tasksets[0].split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
-        ("buffer.explorer_input.tasksets[-1].rollout_args.n=3", lambda c: c.buffer.explorer_input.tasksets[1].rollout_args.n, 3),
-        ("buffer.explorer_input.tasksets.0.rollout_args.stop=[a, b]", lambda c: c.buffer.explorer_input.tasksets[0].rollout_args.stop, ("a", "b")),
+        (f"{IN}.eval_tasksets.0.split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
+        (f"{IN}.eval_tasksets[0].split=dev", lambda c: c.buffer.explorer_input.eval_tasksets[0].split, "dev"),
+        (f"{IN}.tasksets[-1].rollout_args.n=3", lambda c: c.buffer.explorer_input.tasksets[1].rollout_args.n, 3),
+        (f"{IN}.tasksets.0.rollout_args.stop=[a, b]", lambda c: c.buffer.explorer_input.tasksets[0].rollout_args.stop, ("a", "b")),
         ("buffer.total_steps=null", lambda c: c.buffer.total_steps, None),
         ("buffer.total_steps=", lambda c: c.buffer.total_steps, None),
         ("name=2024", lambda c: c.name, "2024"),
@@ -74,8 +76,8 @@ def test_overrides(override: str, get: Any, value: Any, monkeypatch: pytest.Monk
         ("=3", "is not of the form key.path=value"),
         ("+trainer.total_steps=3", "leave out the '+'"),
         ("seed.a=1", "seed is 7 and has no keys below it"),
-        ("buffer.explorer_input.tasksets.2.split=x", "is a list of 2; indexes: 0 to 1"),
-        ("buffer.explorer_input.tasksets.x.split=x", "is a list of 2; indexes: 0 to 1"),
+        (f"{IN}.tasksets.2.split=x", "is a list of 2; indexes: 0 to 1"),
+        (f"{IN}.tasksets.x.split=x", "is a list of 2; indexes: 0 to 1"),
         ("buffer[0]=x", "buffer is not a list"),
         ("trainer.total_steps=[1", "override trainer.total_steps, line 1"),
         ("trainer.total_step=3", "Did you mean trainer.total_steps"),
@@ -113,7 +115,8 @@ def test_where_values_come_from() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-6", 1e-6), ("1E6", 1e6), ("-.5", -0.5), ("1_000", 1000), ("0x1F", 31), ("010", "010"), ("1:30", "1:30"), ("2020-01-01", "2020-01-01"),
+        ("1e-6", 1e-6), ("1E6", 1e6), ("-.5", -0.5), ("1_000", 1000), ("0x1F", 31), ("010", "010"), ("1:30", "1:30"),
+        ("2020-01-01", "2020-01-01"),
         ("true", True), ("off", False), ("~", None), ("null", None), ("'1e-6'", "1e-6"), ("1e", "1e"), ("e5", "e5"), (".inf", float("inf")),
         ("[1, 2e3]", [1, 2000.0]), ("{a: {b: 1}}", {"a": {"b": 1}}), ("", None), ("a: b: c", ConfigError),
     ],
@@ -129,13 +132,15 @@ def test_scalars(text: str, value: Any) -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     """Whatever is in a file, the answer is values or a ConfigError."""
-    try:
+    with contextlib.suppress(ConfigError):
         yamlfile.parse(text, "file")
-    except ConfigError:
-        pass
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=4), c, max_size=3)))  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+TREES = st.recursive(LEAVES, lambda c: st.lists(c, max_size=3) | st.dictionaries(st.text(max_size=4), c, max_size=3))
+
+
+@given(TREES)
 def test_any_values_are_validated_or_refused(value: Any) -> None:
     with pytest.raises(ConfigError):
         from_dict({"trainer": {"total_steps": [value]}, "unknown": value})

@@ -180,23 +180,61 @@ def test_error_given_values() -> None:
 
 # ---------------------------------------------------------------- every key: a bad value is refused, a good one changes the plan
 
-TEXTS = {  # a value that differs from the file's, for keys where none can be made from the type
-    "mode": None, "algorithm.algorithm_type": "dr_grpo", "algorithm.advantage_fn": "a.py:x", "algorithm.policy_loss_fn": "a.py:x",
-    "algorithm.kl_loss_fn": "k3", "algorithm.entropy_loss_fn": "none", "algorithm.kl_penalty_fn": None, "algorithm.optimizer.optimizer_type": None,
-    "algorithm.advantage_fn_args": "{epsilon: 0.5}", "algorithm.policy_loss_fn_args": "{clip_range: 0.5}", "algorithm.entropy_loss_fn_args": "{entropy_coef: 0.1}",
-    "algorithm.kl_loss_fn_args": None, "model.logprobs": None, "trainer.trainer_strategy": None, "synchronizer.sync_style": None,
-    "model.top_p": None, "model.top_k": None, "model.repetition_penalty": None, "model.min_response_tokens": None,  # refused for training
-    "model.chat_template_path": None, "explorer.name": None, "trainer.name": None, "trainer.micro_batch_size_per_gpu": None,
-    "trainer.param_dtype": None, "explorer.rollout_model.device": None, "trainer.device": None, "model.max_model_len": "64",
-    "explorer.rollout_model.tensor_parallel_size": "2", "buffer.total_epochs": "7", "buffer.explorer_input.taskset.format.prompt_type": "messages",
-    "explorer.eval_interval": None, "explorer.eval_on_startup": None, "explorer.eval_at_end": None, "monitor.monitor_args": None,
-    "buffer.explorer_input.default_workflow_type": "other", "buffer.explorer_input.default_eval_workflow_type": None,
-    "buffer.explorer_input.default_reward_fn_type": "other", "cluster.node_num": None, "cluster.gpu_per_node": None, "plugin_dirs": "[x]",
-    "algorithm.optimizer.betas": "[0.5, 0.6]", "synchronizer.max_staleness": "5", "buffer.train_batch_size": "16", "monitor.monitor_type": "wandb",
-    "buffer.explorer_input.taskset.storage_type": "python", "trainer.use_dynamic_bsz": None, "deterministic": "true", "name": "other", "group": "g",
-    "algorithm.loss_agg_mode": "seq-mean-token-sum", "explorer.rollout_model.dtype": "bfloat16", "explorer.rollout_model.enforce_eager": "false",
+TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: there is none, or it is refused for training
+    "mode": None,
+    "algorithm.algorithm_type": "dr_grpo",
+    "algorithm.advantage_fn": "a.py:x",
+    "algorithm.policy_loss_fn": "a.py:x",
+    "algorithm.kl_loss_fn": "k3",
+    "algorithm.entropy_loss_fn": "none",
+    "algorithm.kl_penalty_fn": None,
+    "algorithm.optimizer.optimizer_type": None,
+    "algorithm.advantage_fn_args": "{epsilon: 0.5}",
+    "algorithm.policy_loss_fn_args": "{clip_range: 0.5}",
+    "algorithm.entropy_loss_fn_args": "{entropy_coef: 0.1}",
+    "algorithm.kl_loss_fn_args": None,
+    "model.logprobs": None,
+    "trainer.trainer_strategy": None,
+    "synchronizer.sync_style": None,
+    "model.top_p": None,
+    "model.top_k": None,
+    "model.repetition_penalty": None,
+    "model.min_response_tokens": None,
+    "model.chat_template_path": None,
+    "explorer.name": None,
+    "trainer.name": None,
+    "trainer.micro_batch_size_per_gpu": None,
+    "trainer.param_dtype": None,
+    "explorer.rollout_model.device": None,
+    "trainer.device": None,
+    "model.max_model_len": "64",
+    "explorer.rollout_model.tensor_parallel_size": "2",
+    "buffer.total_epochs": "7",
+    "buffer.explorer_input.taskset.format.prompt_type": "messages",
+    "explorer.eval_interval": None,
+    "explorer.eval_on_startup": None,
+    "explorer.eval_at_end": None,
+    "monitor.monitor_args": None,
+    "buffer.explorer_input.default_workflow_type": "other",
+    "buffer.explorer_input.default_eval_workflow_type": None,
+    "buffer.explorer_input.default_reward_fn_type": "other",
+    "cluster.node_num": None,
+    "cluster.gpu_per_node": None,
+    "plugin_dirs": "[x]",
+    "algorithm.optimizer.betas": "[0.5, 0.6]",
+    "synchronizer.max_staleness": "5",
+    "buffer.train_batch_size": "16",
+    "monitor.monitor_type": "wandb",
+    "buffer.explorer_input.taskset.storage_type": "python",
+    "trainer.use_dynamic_bsz": None,
+    "deterministic": "true",
+    "name": "other",
+    "group": "g",
+    "algorithm.loss_agg_mode": "seq-mean-token-sum",
+    "explorer.rollout_model.dtype": "bfloat16",
+    "explorer.rollout_model.enforce_eager": "false",
     "trainer.total_steps": "1",
-}  # fmt: skip
+}
 
 
 def leaves() -> Iterator[str]:
@@ -234,7 +272,7 @@ def test_every_key_refuses_a_bad_value_and_reaches_the_plan(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(f"{key}=[{{bad: [value]}}]")
     named = [e.key for e in getattr(caught.value, "errors", [caught.value])]
-    assert any(n == key or n.startswith(f"{key}[") or n.startswith(f"{key}.") for n in named), named
+    assert any(n == key or n.startswith((f"{key}[", f"{key}.")) for n in named), named
     if (value := another(key)) is None:
         return
     need = [f"{IN}.eval_tasksets=[{{path: rows.jsonl}}]"]

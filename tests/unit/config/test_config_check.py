@@ -1,0 +1,308 @@
+"""The second stage: plugins, data and model files; and the command."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rft.config.check import Report, check, load_plan
+from rft.config.modelfiles import look, read_header
+from rft.config.plan import Facts
+from rft.errors import ConfigError, ConfigErrors
+
+GOOD = Path(__file__).parent / "data" / "good"
+CPU = Facts(cpus=2, gpus=0)
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TASKSET = "buffer.explorer_input.taskset"
+
+
+def make_model(folder: Path, *, tied: bool = True) -> Path:
+    """A small folder that looks like a Llama: three tensors, a tokenizer of words, a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir()
+    tensors = {"model.embed_tokens.weight": np.zeros((8, 4), np.float32), "model.norm.weight": np.ones(4, np.float32)}
+    if not tied:
+        tensors["lm_head.weight"] = np.zeros((8, 4), np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": 4,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 512,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "1": 1, "2": 2, "?": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "tiny-model")
+
+
+def run(model: Path | str, *overrides: str, **more: object) -> Report:
+    rows = GOOD.parent / "rows.jsonl"
+    given = [f"model.model_path={model}", f"{TASKSET}.path={rows}", *overrides]
+    return check(GOOD / "short.yaml", given, facts=CPU, **more)  # type: ignore[arg-type]
+
+
+def errors(report: Report) -> str:
+    return "\n".join(str(e) for e in report.errors)
+
+
+def test_good_file(model: Path) -> None:
+    report = run(model)
+    assert report.ok, errors(report)
+    assert report.warnings == ()
+    (rows,) = report.tasksets
+    assert (rows.name, rows.num_rows, rows.is_eval) == ("sums", 20, False)
+    assert [r.prompt for r in rows.rows] == ["<|user|>0+0?\n<|assistant|>", "<|user|>0+1?\n<|assistant|>"]
+    assert [r.gold_reward for r in rows.rows] == [1.0, 1.0]
+    assert rows.rows[0].tokens is not None and rows.max_prompt_tokens == rows.rows[0].tokens
+    assert report.model["parameters"] == 36 and report.model["stored"] == "F32"
+    assert json.loads(json.dumps(report.to_json()))["plan"]["trainer"]["total_steps"] == 2
+
+
+def test_load_plan_has_the_steps_of_the_epochs(model: Path) -> None:
+    rows = GOOD.parent / "rows.jsonl"
+    given = [f"model.model_path={model}", f"{TASKSET}.path={rows}", "buffer.total_steps=null", "buffer.total_epochs=2"]
+    config, plan = load_plan(GOOD / "short.yaml", given, facts=CPU)
+    assert plan.total_steps == plan.trainer.total_steps == plan.learner.total_steps == plan.explorer.total_batches == 10
+    assert config.buffer.total_epochs == 2
+    with pytest.raises(ConfigErrors, match="do not fill one batch"):
+        load_plan(GOOD / "short.yaml", [*given, "buffer.batch_size=50"], facts=CPU)
+
+
+def test_wrong_column(model: Path) -> None:
+    report = run(model, f"{TASKSET}.format.response_key=anwser")
+    assert f"{TASKSET}.format.response_key" in errors(report) and "anwser" in errors(report)
+
+
+def test_missing_and_broken_data(model: Path, tmp_path: Path) -> None:
+    assert f"{TASKSET}.path" in errors(run(model, f"{TASKSET}.path={tmp_path}/none.jsonl"))
+    (tmp_path / "broken.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": \n')
+    report = run(model, f"{TASKSET}.path={tmp_path}/broken.jsonl")
+    assert "broken.jsonl" in errors(report) and "2" in errors(report)
+
+
+def test_gold_answer_that_does_not_score(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2", "other": "x"}\n')
+    plugin = tmp_path / "plugins"
+    plugin.mkdir()
+    (plugin / "mine.py").write_text(
+        "from rft.reward.base import reward\n\n@reward('never_config_test')\ndef never(task, transcript):\n    return 0.0\n\n"
+        "@reward('raises_config_test')\ndef raises(task, transcript):\n    raise RuntimeError('no judge')\n"
+    )
+    more = [f"{TASKSET}.path={tmp_path}/rows.jsonl", "buffer.batch_size=1"]
+    report = run(model, *more, f"{TASKSET}.default_reward_fn_type=never_config_test", plugin_dirs=[str(plugin)])
+    assert report.ok and any("scores 0 with never_config_test" in w for w in report.warnings)
+    report = run(model, *more, f"{TASKSET}.default_reward_fn_type=raises_config_test", plugin_dirs=[str(plugin)])
+    assert any("raised on the gold answer of row 0: RuntimeError: no judge" in w for w in report.warnings)
+
+
+def test_unknown_names_and_arguments(model: Path) -> None:
+    assert "unknown reward 'exact_anwser'" in errors(run(model, f"{TASKSET}.default_reward_fn_type=exact_anwser"))
+    assert "Did you mean exact_answer" in errors(run(model, f"{TASKSET}.default_reward_fn_type=exact_anwser"))
+    report = run(model, f"{TASKSET}.reward_fn_args.comparee=text")
+    assert f"{TASKSET}.reward_fn_args" in errors(report) and "Did you mean compare" in errors(report)
+    assert "unknown workflow" in errors(run(model, f"{TASKSET}.default_workflow_type=nothing"))
+
+
+def test_plugin_that_fails_to_import_is_an_error(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "bad.py").write_text("raise RuntimeError('planted')\n")
+    report = run(model, plugin_dirs=[str(folder)])
+    assert "planted" in errors(report) and "Traceback" in errors(report)
+
+
+def test_overlap_of_training_and_evaluation(model: Path) -> None:
+    rows = GOOD.parent / "rows.jsonl"
+    report = run(
+        model, f"buffer.explorer_input.eval_tasksets=[{{path: {rows}, format: {{prompt_key: question, response_key: answer}}}}]"
+    )
+    assert any("20 of 20 prompts of rows_eval are also in sums" in w for w in report.warnings)
+
+
+def test_prompts_that_are_too_long(model: Path) -> None:
+    report = run(model, "model.max_prompt_tokens=3")
+    assert any("more than model.max_prompt_tokens 3" in w for w in report.warnings)
+
+
+def test_two_stages_report_data_and_model_together(tmp_path: Path) -> None:
+    report = run(tmp_path / "nothing", f"{TASKSET}.path={tmp_path}/none.jsonl")
+    assert {e.key for e in report.errors} == {"model.model_path", f"{TASKSET}.path"}
+
+
+# ---------------------------------------------------------------- model folders
+
+
+def wrong(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        look(str(folder))
+    return str(caught.value)
+
+
+def test_missing_model_names_the_nearest(model: Path) -> None:
+    assert f"Did you mean {model}?" in wrong(model.with_name("tiny-modle"))
+    assert "nor a model in the local hub cache" in wrong(Path("someone/some-model"))
+    (model.parent / "file").write_text("")
+    assert "is a file" in wrong(model.parent / "file")
+
+
+def test_damaged_model_folders(model: Path) -> None:
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-7])
+    assert "cut short" in wrong(model)
+    weights.write_bytes(struct.pack("<Q", 1 << 63) + whole[8:])
+    assert "header claims 9,223,372,036,854,775,808 bytes" in wrong(model)
+    weights.write_bytes(b"abc")
+    assert "too few for a safetensors file" in wrong(model)
+    weights.write_bytes(struct.pack("<Q", 4) + b"{{{{")
+    assert "header is not JSON" in wrong(model)
+    weights.write_bytes(whole)
+    (model / "config.json").write_text("{")
+    assert "config.json cannot be read as JSON" in wrong(model)
+    (model / "config.json").unlink()
+    assert "config.json does not exist" in wrong(model)
+
+
+def test_tokenizer_is_needed(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in wrong(model)
+
+
+def test_pickled_weights_are_refused(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert "only as pickles (pytorch_model.bin)" in wrong(model)
+
+
+def test_weights_of_another_model(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 9}))
+    assert "says vocab_size 9, but the weights have 8" in wrong(model)
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert "no lm_head.weight" in wrong(model)
+
+
+def test_sharded_weights(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = model / "model.safetensors.index.json"
+    names = {
+        "model.embed_tokens.weight": "model-00001-of-00002.safetensors",
+        "lm_head.weight": "model-00002-of-00002.safetensors",
+    }
+    index.write_text(json.dumps({"weight_map": names}))
+    assert "model-00002-of-00002.safetensors does not exist, but model.safetensors.index.json names it" in wrong(model)
+    names["lm_head.weight"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps({"weight_map": names}))
+    assert "names 1 tensor(s) that no file holds, e.g. lm_head.weight" in wrong(model)
+
+
+def test_own_and_tied_head_is_warned_about(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "untied", tied=False)
+    assert look(str(folder)).warnings == ()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert any("own lm_head.weight" in w for w in look(str(folder)).warnings)
+
+
+def test_header(model: Path) -> None:
+    assert read_header(model / "model.safetensors")["model.norm.weight"] == ("F32", (4,))
+
+
+def test_no_chat_template(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text("{}")
+    assert "has no chat template" in errors(run(model))
+    report = run(model, "model.custom_chat_template='{{ messages[0].content }}!'")
+    assert report.tasksets[0].rows[0].prompt == "0+0?!"
+    assert "the chat template does not work" in errors(run(model, "model.custom_chat_template='{{ messages[0'"))
+
+
+def test_chat_templates_cannot_reach_python(model: Path) -> None:
+    report = run(model, "model.custom_chat_template=\"{{ ''.__class__.__mro__[1].__subclasses__() }}\"")
+    assert "the chat template does not work" in errors(report) and "SecurityError" in errors(report)
+
+
+def test_too_long_for_the_model(model: Path) -> None:
+    assert "the model knows 512 positions" in errors(run(model, "model.max_prompt_tokens=600"))
+
+
+# ---------------------------------------------------------------- the command
+
+COMMAND = [sys.executable, "-X", "importtime", "-m", "rft.cli.check", "--config"]
+
+
+def command(*arguments: str) -> tuple[int, str, str, float]:
+    began = time.perf_counter()
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr, time.perf_counter() - began
+
+
+def test_command_on_a_wrong_file_is_quick_and_light() -> None:
+    runs = [command(str(GOOD.parent / "bad" / "unknown_key.yaml")) for _ in range(3)]
+    code, out, err, _ = runs[0]
+    assert code == 2
+    assert "buffer.batch_sise: unknown key.  Did you mean buffer.batch_size?" in out
+    for heavy in ("torch", "transformers", "ray", "datasets", "numpy"):
+        assert f" {heavy}\n" not in err, f"{heavy} was imported"
+    assert min(r[3] for r in runs) < 1.5
+
+
+def test_command_on_a_good_file(model: Path) -> None:
+    given = [str(GOOD / "short.yaml"), f"model.model_path={model}", f"{TASKSET}.path={GOOD.parent / 'rows.jsonl'}"]
+    code, out, err, seconds = command(*given)
+    assert code == 0, out + err
+    for text in (
+        "4 tasks, 32 experiences",
+        "on-policy",
+        "trainer 0",
+        "gold answer '0' scores 1",
+        "is fine",
+        "override",
+        "line 1",
+    ):
+        assert text in out
+    for heavy in ("torch", "transformers", "ray"):
+        assert f" {heavy}\n" not in err, f"{heavy} was imported"
+    assert seconds < 6
+    code, out, _, _ = command(*given, "--json")
+    assert code == 0 and set(json.loads(out)) >= {"ok", "errors", "warnings", "not_active", "plan"}
+
+
+def test_command_gives_errors_as_json() -> None:
+    code, out, _, _ = command(str(GOOD.parent / "bad" / "negative_lr.yaml"), "--json", "--schema-only")
+    found = json.loads(out)
+    assert code == 2 and found["ok"] is False and found["plan"] is None
+    assert found["errors"] == [
+        {"key": "algorithm.optimizer.lr", "given": -1e-06, "message": "given -1e-06; must be greater than 0  (line 10)"}
+    ]
+
+
+def test_command_with_declared_gpus_on_a_machine_without(model: Path) -> None:
+    given = [
+        str(GOOD / "short.yaml"),
+        "cluster.gpu_per_node=8",
+        "cluster.node_num=1",
+        "explorer.rollout_model.engine_num=2",
+        "--schema-only",
+    ]
+    code, out, _, _ = command(*given)
+    assert code == 0 and "engine 1" in out and "trainer 5" in out and "node 0, 1 GPU(s)" in out

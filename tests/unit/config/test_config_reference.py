@@ -1,0 +1,90 @@
+"""The generated pages are up to date and complete."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rft.config.known import INSTEAD, LATER, VALUES, advice
+from rft.config.messages import all_keys, field_at, literals
+from rft.config.reference import json_schema, markdown
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_pages_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/generate_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_key_is_documented() -> None:
+    page = markdown()
+    for key in all_keys():
+        field = field_at(tuple(re.sub(r"\[\]", "", key).split(".")))
+        assert field is not None and field.description, key
+        listed = key.replace("explorer_input.taskset.", "explorer_input.tasksets[].").replace("eval_tasksets[]", "tasksets[]")
+        has_below = any(k.startswith((f"{key}.", f"{key}[].")) for k in all_keys())
+        assert has_below or f"`{listed}`" in page, key
+
+
+def test_numbers_have_a_unit_or_a_reason() -> None:
+    """A key that ends in a unit-like word, or counts something, says what it counts."""
+    for key in all_keys():
+        field = field_at(tuple(re.sub(r"\[\]", "", key).split(".")))
+        assert field is not None
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        is_number = "int" in str(field.annotation) or "float" in str(field.annotation)
+        if is_number and re.search(r"(timeout|_tokens|_len|_steps|_interval|_times|_bytes|_num|_size|_rows|_threads)$", key):
+            assert extra.get("unit"), key
+
+
+@pytest.mark.parametrize("pattern", [*LATER, *INSTEAD])
+def test_advice_is_for_keys_that_do_not_exist(pattern: str) -> None:
+    """`advice` is asked for unknown keys only; a pattern without a wildcard at its end must not name a real key."""
+    name = re.sub(r"\[\[\]\*\]|\*taskset\*", "[0]", pattern)
+    assert name not in all_keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("buffer.explorer_input.tasksets[0].format.image_key", "multimodal inputs are not offered"),
+        ("buffer.explorer_input.tasksets[0].format.chosen_key", "known, not supported yet"),
+        ("buffer.explorer_input.tasksets[0].format.promt_key", ""),
+        ("buffer.trainer_input.experience_buffer.replay_buffer", "known, not supported yet"),
+        ("buffer.trainer_input.experience_buffer.capacityy", ""),
+        ("data_processor", "known, not supported yet"),
+        ("service", "Data-Juicer"),
+        ("stages", "known, not supported yet"),
+        ("explorer.runner_per_model", "explorer.max_concurrent_runs"),
+        ("nonsense", ""),
+    ],
+)
+def test_advice(key: str, expected: str) -> None:
+    assert expected in advice(key) if expected else advice(key) == ""
+
+
+def test_values_with_advice_are_no_values_of_the_schema() -> None:
+    for pattern, values in VALUES.items():
+        key = pattern.replace("*tasksets[[]*]", "taskset")
+        field = field_at(tuple(key.split(".")))
+        assert field is not None, pattern
+        assert not set(values) & set(map(str, literals(field.annotation))), pattern
+
+
+def test_json_schema_accepts_the_examples() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for path in (ROOT / "examples").glob("*/config.yaml"):
+        assert not list(validator.iter_errors(yaml.safe_load(path.read_text()))), path
+    assert list(validator.iter_errors({"trainer": {"total_step": 3}}))
+    assert not list(validator.iter_errors({"trainer": {"total_steps": "${oc.env:STEPS}"}}))
