@@ -18,6 +18,7 @@ import numpy as np
 
 from rft.config.plan import Plan
 from rft.launch.probes import probe_prompts
+from rft.sync.schedule import Schedule
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import BufferReader, BufferWriter, ChatModel, Engine, ExploreGate, MetricSink, Scorer, ScoreRow, WeightSync
@@ -38,6 +39,20 @@ class Start:
     @property
     def version(self) -> Version:
         return Version(self.lineage, self.step)
+
+
+def schedule(plan: Plan, start: Start) -> Schedule:
+    """The schedule that coordinator and trainer both follow; it knows how many explore batches a train step consumes."""
+    s, runs = plan.sync, min(t.num_runs for t in plan.explorer.tasksets)
+    return Schedule(
+        style=s.style,
+        interval=s.interval,
+        offset=s.offset,
+        max_staleness=s.max_staleness,
+        start_step=start.step,
+        batch_units=plan.explorer.batch_size * (1 if plan.trainer.batch_rows is None else runs),
+        step_units=plan.trainer.batch_rows or plan.trainer.batch_groups or plan.explorer.batch_size,
+    )
 
 
 # ---------------------------------------------------------------- buffer
@@ -71,7 +86,6 @@ class Coordinator:
     def __init__(self, plan: Plan, engines: Sequence[Engine], scorer: Scorer, start: Start) -> None:
         from rft.engine.pool import EnginePool
         from rft.monitor.monitor import Monitor
-        from rft.sync.schedule import Schedule
         from rft.sync.synchronizer import Synchronizer
 
         s = plan.sync
@@ -79,7 +93,7 @@ class Coordinator:
             s,
             EnginePool(engines),
             scorer,
-            Schedule(style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, start_step=start.step),
+            schedule(plan, start),
             probe_prompts(plan.learner.model_path, s.canary_prompts, plan.seed),
             start.version,
         )
@@ -186,15 +200,10 @@ class TrainerPart:
 
     async def run(self, others: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start) -> None:
         from rft.sync.base import make
-        from rft.sync.schedule import Schedule
         from rft.trainer.ranks import Ranks
         from rft.trainer.trainer import Trainer
 
-        s = self.plan.sync
-        schedule = Schedule(
-            style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, start_step=start.step
-        )
-        self._transport = make(s, self.plan.run_dir / "sync")
+        self._transport = make(self.plan.sync, self.plan.run_dir / "sync")
         ranks = Ranks(self.learner, others)
         try:
             if start.checkpoint is not None:
@@ -209,7 +218,7 @@ class TrainerPart:
                 lineage=start.lineage,
                 start_step=start.step,
                 parent=start.parent,
-                must_publish=schedule.must_publish,
+                must_publish=schedule(self.plan, start).must_publish,
             )
             await self._trainer.run()
         finally:

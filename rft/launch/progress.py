@@ -88,6 +88,7 @@ class Progress:
 
     def _say(self, line: str) -> None:
         self._console.print(redact(line), markup=False)
+        self._console.file.flush()  # a log file or a pipe shows each line when it happens
 
 
 def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Version | None) -> None:
