@@ -11,7 +11,7 @@ from typing import Any
 
 from rft import plugins
 from rft.engine.settings import EngineSettings
-from rft.errors import ConfigError
+from rft.errors import ConfigError, EngineFailed
 from rft.types.ids import Version
 from rft.types.ports import Engine, LoadReport
 
@@ -29,13 +29,19 @@ class PromptTooLong(ValueError):
 
     def __init__(self, tokens: int, limit: int) -> None:
         super().__init__(
-            f"the prompt has {tokens} tokens, the engine takes at most {limit}; shorten the prompt or raise max_model_len / max_prompt_tokens"
+            f"the prompt has {tokens} tokens, the engine takes at most {limit}; "
+            "shorten the prompt or raise max_model_len / max_prompt_tokens"
         )
         self.tokens = tokens
         self.limit = limit
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PromptTooLong, (self.tokens, self.limit))
+
+
+def not_loaded(name: str) -> EngineFailed:
+    """What an engine raises when it is asked before its first load."""
+    return EngineFailed(f"{name}: no weights were loaded yet; an engine serves only versions that were published to it")
 
 
 def prompt_limit(settings: EngineSettings) -> int:
@@ -57,10 +63,14 @@ async def make(settings: EngineSettings) -> Engine:
     name = settings.engine_type
     known = plugins.REGISTRY.names("engine")
     if name not in BUILT_IN and ":" not in name and name not in known:
-        raise ConfigError(f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.", key="engine_type", given=name)
+        raise ConfigError(
+            f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.", key="engine_type", given=name
+        )
     found = plugins.REGISTRY.get("engine", name if name in known else BUILT_IN.get(name, name)).obj
     if not callable(getattr(found, "start", None)):
-        raise ConfigError(f"{name!r} is not an engine: it has no async class method start(settings)", key="engine_type", given=name)
+        raise ConfigError(
+            f"{name!r} is not an engine: it has no async class method start(settings)", key="engine_type", given=name
+        )
     started: Engine = await found.start(settings)
     return started
 

@@ -24,7 +24,9 @@ class Chat:
         self.tokenizer = tokenizer
         self.template = _template(settings.chat_template)
         if self.template is None and tokenizer.chat_template is None:
-            self._no_template = f"the tokenizer of {settings.model_path} has no chat template; set chat_template or send prompt_tokens"
+            self._no_template = (
+                f"the tokenizer of {settings.model_path} has no chat template; set chat_template or send prompt_tokens"
+            )
         else:
             self._no_template = ""
 

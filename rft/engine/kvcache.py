@@ -39,7 +39,9 @@ class RowCache:
         self._fresh, self._length = None, length
         self._at = (torch.arange(self.rows, device=self.device), positions)
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the model's attention layers with [B, K, new tokens, D]; gives what they attend to."""
         if self._fresh is not None:
             assert layer_idx == len(self._fresh)
@@ -106,7 +108,9 @@ def attention(
     batch, heads, queries, size = query.shape
     groups = heads // key.shape[1]
     if queries == 1:
-        out = F.scaled_dot_product_attention(query.view(batch, -1, groups, size), key, value, attn_mask=attention_mask, scale=scaling)
+        out = F.scaled_dot_product_attention(
+            query.view(batch, -1, groups, size), key, value, attn_mask=attention_mask, scale=scaling
+        )
         return out.reshape(batch, 1, heads, size), None
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -30,7 +30,7 @@ def pack(model: nn.Module, *, skip: nn.Module | None = None) -> None:
         return
     for _, module in linears(model):
         if module is not skip:
-            module.forward = _packed(module.weight, module.bias)  # type: ignore[method-assign]
+            module.forward = _packed(module.weight, module.bias)  # type: ignore[method-assign,assignment]
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from rft.engine.base import engine
+from rft.engine.base import engine, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
@@ -81,8 +81,6 @@ class TransformersEngine:
     """Made by `start`; `generate`, `pause`, `load`, `resume` may be called from any event loop."""
 
     def __init__(self, settings: EngineSettings, model: Any, chat: Chat) -> None:
-        import torch
-
         from rft.engine.kvcache import RowCache
 
         self.settings = settings
@@ -101,7 +99,9 @@ class TransformersEngine:
         self._closing = False
         self._dead: BaseException | None = None
         self._wake = threading.Condition()
-        self._counted = dict.fromkeys(("requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens"), 0)
+        self._counted = dict.fromkeys(
+            ("requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens"), 0
+        )
         self._thread = threading.Thread(target=self._run, name=settings.name, daemon=True)
         self._thread.start()
 
@@ -114,7 +114,7 @@ class TransformersEngine:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self.version is None:
-            raise EngineFailed(f"{self.settings.name}: no weights were loaded yet; an engine serves only versions that were published to it")
+            raise not_loaded(self.settings.name)
         prompt = self._chat.encode(request)
         loop = asyncio.get_running_loop()
         job = _Job(request, prompt, loop, loop.create_future())
@@ -413,7 +413,9 @@ class TransformersEngine:
         if len(rows) == 1:
             return True
         limit = self.settings.kv_cache_bytes or KV_CACHE_BYTES
-        return len(rows) <= self.settings.max_num_seqs and len(rows) * max(r.need for r in rows) * _token_bytes(self.model) <= limit
+        return (
+            len(rows) <= self.settings.max_num_seqs and len(rows) * max(r.need for r in rows) * _token_bytes(self.model) <= limit
+        )
 
 
 def _load_model(settings: EngineSettings) -> Any:
@@ -435,7 +437,10 @@ def _load_model(settings: EngineSettings) -> Any:
         raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds:
-        raise SetupError(f"{settings.name}: the transformers engine has full attention only, {settings.model_path} has {', '.join(kinds)}; use vllm")
+        raise SetupError(
+            f"{settings.name}: the transformers engine has full attention only; "
+            f"{settings.model_path} has {', '.join(sorted(kinds))}: use vllm"
+        )
     model = model.to(settings.device).eval().requires_grad_(False)
     if settings.fixed_weights:
         packed.pack(model)
@@ -456,7 +461,9 @@ def _token_bytes(model: Any) -> int:
     return int(2 * c.num_hidden_layers * c.num_key_value_heads * size * model.dtype.itemsize)
 
 
-def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | None = None, *, error: BaseException | None = None) -> None:
+def _answer(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | None = None, *, error: BaseException | None = None
+) -> None:
     def settle() -> None:
         if not future.done():
             if error is not None:

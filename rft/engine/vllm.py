@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.metadata
 import itertools
 import logging
+import os
 from collections.abc import Awaitable, Sequence
 from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
 
-from rft.engine.base import engine, worst
+from rft.engine.base import engine, not_loaded, worst
 from rft.engine.chat import Chat
 from rft.engine.settings import EngineSettings
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
@@ -43,11 +43,14 @@ CLOSE_TIMEOUT_S = 10.0
 class VllmEngine:
     """One vLLM engine; made by `start`.  All methods belong to the event loop that started it."""
 
-    def __init__(self, settings: EngineSettings, llm: Any, chat: Chat) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
+        """Starts vLLM's processes; must be called inside the event loop, which stands still meanwhile."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         self.settings = settings
         self.version: Version | None = None
-        self._llm = llm
-        self._chat = chat
+        self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings))
+        self._chat = Chat(settings, self._llm.renderer.get_tokenizer())
         self._ids = itertools.count()
         self._paused = False
         self._running = 0
@@ -57,38 +60,33 @@ class VllmEngine:
     async def start(cls, settings: EngineSettings) -> Self:
         """Checks vLLM's version, starts its processes, loads the model of `model_path`.  Raises SetupError with the remedy."""
         check_installed()
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(settings.start_timeout_s)))
         try:
-            async with asyncio.timeout(settings.start_timeout_s):
-                llm = await _unblocked(lambda: AsyncLLM.from_engine_args(engine_args(settings)))
+            self = cls(settings)
         except TimeoutError:
             raise DeadlineExceeded(f"{settings.name}: vLLM did not start within {settings.start_timeout_s:.0f} s") from None
-        except RftError:
-            raise
         except (RuntimeError, ValueError, OSError) as e:
             raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
-        self = cls(settings, llm, Chat(settings, llm.renderer.get_tokenizer()))
         if settings.fixed_weights:
-            await self._call("label the fixed weights", llm.update_weight_version(str(FIXED)))
+            await self._call("label the fixed weights", self._llm.update_weight_version(str(FIXED)))
             self.version = FIXED
         return self
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self.version is None:
-            raise EngineFailed(f"{self.settings.name}: no weights were loaded yet; an engine serves only versions that were published to it")
+            raise not_loaded(self.settings.name)
         prompt = self._chat.encode(request)
         room = self.settings.max_model_len - len(prompt)
-        from vllm import TokensPrompt
-
-        name = f"{request.request_id or 'request'}-{next(self._ids)}"
-        stream = self._llm.generate(TokensPrompt(prompt_token_ids=prompt), sampling_params(request.sampling, request.n, room), name)
+        # vLLM refuses n > 1 when greedy, where each of them is a request of its own
+        asks, n = (request.n, 1) if request.sampling.temperature == 0 else (1, request.n)
+        params = sampling_params(request.sampling, n, room)
         self._running += request.n
         try:
-            final = await self._call("answer a request", _last(stream), self.settings.request_timeout_s)
+            finals = await asyncio.gather(*(self._ask(request, prompt, params) for _ in range(asks)))
         finally:
             self._running -= request.n
-        return self._completions(request, np.array(prompt, np.int32), final)
+        outputs = [out for final in finals for out in sorted(final.outputs, key=lambda o: o.index)]
+        return self._completions(request, np.array(prompt, np.int32), outputs)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
@@ -130,10 +128,17 @@ class VllmEngine:
             del llm
             gc.collect()  # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at interpreter exit
 
-    def _completions(self, request: GenerateRequest, prompt: np.ndarray, final: Any) -> list[Completion]:
+    async def _ask(self, request: GenerateRequest, prompt: list[int], params: Any) -> Any:
+        from vllm import TokensPrompt
+
+        name = f"{request.request_id or 'request'}-{next(self._ids)}"
+        stream = self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name)
+        return await self._call("answer a request", _last(stream), self.settings.request_timeout_s)
+
+    def _completions(self, request: GenerateRequest, prompt: np.ndarray, outputs: list[Any]) -> list[Completion]:
         self._counted["requests"] += request.n
         self._counted["prompt_tokens"] += len(prompt)
-        made = [self._completion(request, prompt, out) for out in sorted(final.outputs, key=lambda o: o.index)]
+        made = [self._completion(request, prompt, out) for out in outputs]
         if len(made) != request.n:
             raise EngineFailed(f"{self.settings.name}: vLLM answered with {len(made)} completions, {request.n} were asked for")
         return made
@@ -271,8 +276,3 @@ async def _last(stream: Any) -> Any:
     if final is None:
         raise EngineFailed("vLLM ended a request without an answer")
     return final
-
-
-async def _unblocked(make: Any) -> Any:
-    """AsyncLLM must be made inside its loop; the loop stands still while vLLM's processes start, as nothing else runs in it yet."""
-    return make()

@@ -104,7 +104,7 @@ def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     missing = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.numel() and names[id(parameter)] != name or name.startswith(experts):
+        if (parameter.numel() and names[id(parameter)] != name) or name.startswith(experts):
             continue
         owner, _, kind = name.rpartition(".")
         shards = published.get(name, {})
@@ -136,7 +136,11 @@ def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers whose arithmetic is known exactly: unquantized linear layers, heads, embeddings and norms."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
 
     linears = {
         linear.ReplicatedLinear,
@@ -175,7 +179,12 @@ def probe(
 
 
 def _compare(
-    module: Any, parts: dict[Shard, torch.Tensor], biases: dict[Shard, torch.Tensor] | None, dtype: torch.dtype, device: torch.device, random: Any
+    module: Any,
+    parts: dict[Shard, torch.Tensor],
+    biases: dict[Shard, torch.Tensor] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    random: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the layer answers and what the published weights say it should."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -203,21 +212,20 @@ def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tenso
         return [parts[None][index.org_vocab_start_index : index.org_vocab_end_index]]
     if not isinstance(module, linear.LinearBase):
         return [parts[None]]
-    rank, size = module.tp_rank, module.tp_size
+    rank, ranks = module.tp_rank, module.tp_size
     if isinstance(module, linear.RowParallelLinear):
         weight = parts[None]
-        return [weight.chunk(size, dim=1)[rank] if weight.dim() == 2 else weight]
+        return [weight.chunk(ranks, dim=1)[rank] if weight.dim() == 2 else weight]
     if isinstance(module, linear.QKVParallelLinear):
         heads, kv, kv_rank = module.num_heads * module.head_size, module.num_kv_heads, rank // module.num_kv_head_replicas
         kv_total = module.total_num_kv_heads
         whole = (module.total_num_heads * module.head_size, kv_total * module.head_size, kv_total * module.v_head_size)
-        cuts = ((rank * heads, heads), (kv_rank * kv * module.head_size, kv * module.head_size))
-        cuts = (*cuts, (kv_rank * kv * module.v_head_size, kv * module.v_head_size))
+        cuts = [(rank * heads, heads)] + [(kv_rank * kv * size, kv * size) for size in (module.head_size, module.v_head_size)]
         return [w.narrow(0, at, n) for w, (at, n) in zip(_split(parts, ("q", "k", "v"), whole), cuts, strict=True)]
     if isinstance(module, linear.MergedColumnParallelLinear):
         sizes = tuple(module.output_sizes)
-        return [w.chunk(size)[rank] for w in _split(parts, tuple(range(len(sizes))), sizes)]
-    return [parts[None].chunk(size)[rank] if isinstance(module, linear.ColumnParallelLinear) else parts[None]]
+        return [w.chunk(ranks)[rank] for w in _split(parts, tuple(range(len(sizes))), sizes)]
+    return [parts[None].chunk(ranks)[rank] if isinstance(module, linear.ColumnParallelLinear) else parts[None]]
 
 
 def _split(parts: dict[Shard, torch.Tensor], names: tuple[Shard, ...], sizes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -49,7 +49,9 @@ class MappedWeights:
 
     def bad(self) -> tuple[str, ...]:
         """Names of the tensors whose bytes are not what the manifest says (xxh3-128, size, place)."""
-        return tuple(t.name for t in self.manifest.tensors if _misfit(t, len(self)) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128)
+        return tuple(
+            t.name for t in self.manifest.tensors if _misfit(t, len(self)) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128
+        )
 
 
 def open_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:

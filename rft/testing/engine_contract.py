@@ -73,10 +73,14 @@ class Subject:
     hold: Callable[[], None] = field(default=lambda: None)  # make the next answers stop half-way, for engines that are too quick
     release: Callable[[], None] = field(default=lambda: None)
 
-    async def publish(self, weights: Weights | None = None, version: Version | None = None, *, clear_cache: bool = True) -> LoadReport:
+    async def publish(
+        self, weights: Weights | None = None, version: Version | None = None, *, clear_cache: bool = True
+    ) -> LoadReport:
         """pause, load, resume."""
         version = version or Version(1, next(_steps))
-        manifest = stage(self.folder / f"weights-{version.step % 4}", self.weights if weights is None else weights, version, self.tied)
+        manifest = stage(
+            self.folder / f"weights-{version.step % 4}", self.weights if weights is None else weights, version, self.tied
+        )
         await self.engine.pause(clear_cache=clear_cache)
         report = await self.engine.load(manifest)
         await self.engine.resume()

@@ -95,7 +95,9 @@ class ScriptedEngine:
         args = dict(settings.extra_engine_args)
         texts, answer = args.pop("texts", []), args.pop("answer", None)
         if args:
-            raise ConfigError(f"unknown arguments {', '.join(args)} for the scripted engine; known: texts, answer", key="extra_engine_args")
+            raise ConfigError(
+                f"unknown arguments {', '.join(args)} for the scripted engine; known: texts, answer", key="extra_engine_args"
+            )
         found = plugins.REGISTRY.get("answer", answer).obj if answer else (None if texts else echo)
         return cls(*texts, answer=found, settings=settings)
 
@@ -167,7 +169,9 @@ class ScriptedEngine:
         unexpected = sorted(set(names) - self._names) if self._names is not None else []
         missing += sorted((self._names or frozenset()) - {*names, *missing})
         stale, skip = "sync.stale_head" in active, "sync.skip" in active
-        version = Version(manifest.version.lineage, manifest.version.step + 1) if "sync.wrong_version" in active else manifest.version
+        version = (
+            Version(manifest.version.lineage, manifest.version.step + 1) if "sync.wrong_version" in active else manifest.version
+        )
         whole = not (bad or missing or unexpected)
         if whole:
             self._names = frozenset(names)
@@ -239,7 +243,9 @@ class ScriptedEngine:
         if self._texts:
             return self._texts.popleft()
         if self.answer is None:
-            raise EngineFailed(f"{self.settings.name}: the script is over and there is no `answer`; call will_say with more texts")
+            raise EngineFailed(
+                f"{self.settings.name}: the script is over and there is no `answer`; call will_say with more texts"
+            )
         messages = [dict(m) for m in request.messages] or [{"role": "user", "content": decode(request.prompt_tokens)}]
         return self.answer(messages)
 

@@ -60,7 +60,9 @@ class TestTransformers(EngineContract):
         from safetensors.numpy import load_file
 
         folder = tiny_model if tied else tiny_untied
-        engine = await make(EngineSettings(engine_type="transformers", model_path=str(folder), max_model_len=LENGTH, max_num_seqs=16))
+        engine = await make(
+            EngineSettings(engine_type="transformers", model_path=str(folder), max_model_len=LENGTH, max_num_seqs=16)
+        )
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
         subject = Subject(engine, load_file(folder / "model.safetensors"), aliases, tmp_path)
         await subject.publish(version=Version(1, 0))

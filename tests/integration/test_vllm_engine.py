@@ -1,0 +1,230 @@
+"""vLLM for real, tiny models on CPU: the engine contract, log-probs after every load, and each injected fault made visible."""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rft.engine.environment import cpu_environment
+from rft.engine.settings import EngineSettings
+from rft.engine.vllm import VllmEngine
+from rft.errors import EngineFailed
+from rft.testing.engine_contract import EngineContract, Subject, ask, clean, shaken, stage
+from rft.types.completion import Completion
+from rft.types.ids import Version
+from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+from rft.types.task import SamplingArgs
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's imports are full of other people's deprecations
+]
+LENGTH = 501
+FIRST_FAULT = 61  # faults fire at these loads of the tied engine, after all that the contract does
+FAULTS = ("sync.skip", "sync.stale_head", "sync.corrupt_byte", "sync.missing_tensor", "sync.wrong_version")
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+class Counting(VllmEngine):
+    loads = 0
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        report = await super().load(manifest)
+        self.loads += 1
+        return report
+
+
+def settings_for(folder: Path, **changes: Any) -> EngineSettings:
+    return EngineSettings(model_path=str(folder), max_model_len=LENGTH, max_num_seqs=64, kv_cache_bytes=1 << 28, **changes)
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[pytest.MonkeyPatch]:
+    """Variables are inherited by vLLM's processes and given back afterwards, also those that vLLM sets itself."""
+    before = dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Counting:
+    settings = settings_for(folder, **changes)
+    for name, value in cpu_environment(settings).items():
+        patch.setenv(name, value)
+    return await Counting.start(settings)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tied_engine(tiny_model: Path, environment: pytest.MonkeyPatch) -> AsyncIterator[Counting]:
+    environment.setenv("RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS)))
+    engine = await started(tiny_model, environment)
+    with pytest.raises(EngineFailed, match="no weights were loaded"):
+        await engine.generate(ask())
+    yield engine
+    await engine.close()
+    await engine.close()
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def reference(folder: Path, weights: dict[str, np.ndarray]) -> Any:
+    """The transformers model with `weights`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+    model.tie_weights()
+    return model
+
+
+def difference(model: Any, made: list[Completion]) -> float:
+    """Largest difference of log-probs, engine against model, at each completion's own temperature."""
+    import torch
+
+    worst = 0.0
+    for c in made:
+        ids = torch.from_numpy(np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(c.prompt_tokens) - 1 : -1] / c.sampling.temperature
+        want = logits.log_softmax(-1).gather(1, ids[0, len(c.prompt_tokens) :, None])[:, 0].numpy()
+        worst = max(worst, float(np.abs(want - c.logprobs).max()))
+    return worst
+
+
+class TestContract(EngineContract):
+    @pytest_asyncio.fixture(loop_scope="module")
+    async def subject(self, tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> Subject:
+        subject = Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path)
+        await subject.publish()
+        return subject
+
+
+async def check_parity(engine: VllmEngine, folder: Path, tied: dict[str, str], tmp_path: Path) -> None:
+    for step, temperature in ((1001, 1.0), (1002, 0.7)):
+        weights = shaken(weights_of(folder), step)
+        subject = Subject(engine, weights, tied, tmp_path)
+        report = await subject.publish(version=Version(1, step))
+        assert clean(report), report
+        made = await engine.generate(ask(n=4, max_tokens=24, temperature=temperature))
+        assert difference(reference(folder, weights), made) < 1e-4
+
+
+async def test_log_probs_after_each_load(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+    await check_parity(tied_engine, tiny_model, TIED, tmp_path)
+
+
+async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+    """After a load in the middle of an answer its later tokens have the new model's log-probs, prompt included."""
+    import asyncio
+
+    old, new = shaken(weights_of(tiny_model), 5), shaken(weights_of(tiny_model), 6)
+    subject = Subject(tied_engine, new, TIED, tmp_path)
+    await subject.publish(old, Version(2, 1))
+    task = asyncio.create_task(tied_engine.generate(ask(max_tokens=400, ignore_eos=True)))
+    await asyncio.wait([task], timeout=0.1)
+    await subject.publish(new, Version(2, 2))
+    made = (await task)[0]
+    cut = next(s for s in made.version_spans if s.version == Version(2, 2)).start
+    assert 0 < cut < 400, made.version_spans
+    prompt = (*made.prompt_tokens.tolist(), *made.tokens[:cut].tolist())
+    sampling = SamplingArgs(max_tokens=400, ignore_eos=True)
+    later = Completion(
+        prompt_tokens=np.array(prompt, np.int32),
+        tokens=made.tokens[cut:],
+        logprobs=made.logprobs[cut:],
+        text="",
+        finish_reason="length",
+        version_spans=(),
+        sampling=sampling,
+    )
+    assert difference(reference(tiny_model, new), [later]) < 1e-4
+
+
+async def test_each_fault_is_visible(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+    """One load for each fault; what the synchronizer would see of it."""
+    assert tied_engine.loads < FIRST_FAULT, "raise FIRST_FAULT"
+    good = weights_of(tiny_model)
+    subject = Subject(tied_engine, good, TIED, tmp_path)
+    while tied_engine.loads < FIRST_FAULT - 1:
+        await subject.publish()
+
+    async def load(seed: int) -> tuple[LoadReport, Version, float]:
+        """Publish other weights; the report, the version then served, and the error of the log-probs against these weights."""
+        weights = shaken(good, seed)
+        report = await subject.publish(weights, Version(3, seed))
+        made = await tied_engine.generate(ask(n=2, max_tokens=16))
+        return report, made[0].version, difference(reference(tiny_model, weights), made)
+
+    report, served, error = await load(1)  # skip: the report lies, the log-probs do not
+    assert clean(report) and served == Version(3, 1) and error > 1e-2
+    report, served, error = await load(
+        2
+    )  # stale head: what vLLM's reload leaves behind on CPU when a tied head is not packed anew
+    assert report.probe_error > 1e-2 and "embed" not in report.probe_worst and error > 1e-2, report
+    report, served, _ = await load(3)
+    assert report.bad_hash and served == Version(3, 2)
+    report, served, _ = await load(4)
+    assert report.missing and served == Version(3, 2)
+    report, served, _ = await load(5)
+    assert report.version == served == Version(3, 6)
+    report, served, error = await load(7)  # and all is well again
+    assert clean(report) and served == Version(3, 7) and error < 1e-4
+
+
+async def test_stop_string_seed_and_finish(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+    await Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path).publish(version=Version(4, 1))
+    first = await tied_engine.generate(ask(n=2, max_tokens=20, ignore_eos=True, seed=7))
+    again = await tied_engine.generate(ask(n=2, max_tokens=20, ignore_eos=True, seed=7))
+    assert [c.tokens.tolist() for c in first] == [c.tokens.tolist() for c in again]
+    assert first[0].tokens.tolist() != first[1].tokens.tolist()
+
+
+@pytest.mark.slow
+async def test_untied(tiny_untied: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.delenv("RFT_FAULT", raising=False)
+    engine = await started(tiny_untied, environment)
+    try:
+        await check_parity(engine, tiny_untied, {}, tmp_path)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+async def test_two_shards(
+    tiny_model: Path, tiny_untied: Path, tied: bool, environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tensor parallel 2: each worker loads and probes its own part."""
+    folder = tiny_model if tied else tiny_untied
+    for name in ("RFT_FAULT", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
+        environment.delenv(name, raising=False)
+    engine = await started(folder, environment, tensor_parallel_size=2)
+    try:
+        await check_parity(engine, folder, TIED if tied else {}, tmp_path)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.slow
+async def test_fixed_weights_serve_at_once(tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.delenv("RFT_FAULT", raising=False)
+    engine = await started(tiny_model, environment, fixed_weights=True)
+    try:
+        made = await engine.generate(GenerateRequest(prompt_tokens=(3, 4, 5), sampling=SamplingArgs(max_tokens=8)))
+        assert made[0].version == Version(1, 0) and difference(reference(tiny_model, weights_of(tiny_model)), made) < 1e-4
+        with pytest.raises(EngineFailed, match="fixed"):
+            await engine.load(stage(tmp_path / "w", weights_of(tiny_model), Version(1, 1), TIED))
+    finally:
+        await engine.close()
