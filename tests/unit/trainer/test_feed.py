@@ -1,0 +1,106 @@
+"""From a lease to shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from rft.algorithm.build import build
+from rft.errors import RunFailed
+from rft.trainer import feed
+from rft.trainer.pack import Budget
+from rft.trainer.settings import AlgorithmSettings
+from rft.types.block import encode
+from rft.types.completion import VersionSpan
+from rft.types.experience import Experience, SamplingRecord
+from rft.types.ids import GroupId, Version
+from rft.types.ports import GroupStats, Lease
+from rft.types.task import SamplingArgs
+
+
+def experience(task: int, run: int, reward: float | None, *, written_by: int = 0, **changes: Any) -> Experience:
+    tokens = np.array([1, 5, 6, 7 + run, 2], np.int32)
+    fields: dict[str, Any] = {
+        "id": GroupId(1, 0, 0, task).run(run),
+        "taskset": "sums",
+        "task_index": task,
+        "workflow": "math_workflow",
+        "status": "complete",
+        "tokens": tokens,
+        "loss_mask": np.array([0, 0, 0, 1, 1], np.bool_),
+        "logprobs": np.array([0, 0, 0, -1, -2], np.float32),
+        "version_spans": (VersionSpan(Version(1, written_by), 3, 5),),
+        "sampling": (SamplingRecord(start=3, end=5, sampling=SamplingArgs(temperature=0.5)),),
+        "reward": reward,
+    }
+    return Experience(**{**fields, **changes})
+
+
+def lease(rows: list[Experience], *, step: int = 1) -> Lease:
+    stats = []
+    for group in dict.fromkeys(r.group for r in rows):
+        rewards = tuple(float(r.reward or 0) for r in rows if r.group == group)
+        std = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 0.0
+        stats.append(GroupStats(group=str(group), rewards=rewards, mean=float(np.mean(rewards)), std=std))
+    return Lease(step=step, frame=encode(rows), groups=tuple(stats))
+
+
+def make(rows: list[Experience], *, step: int = 1, world_size: int = 1, **algorithm: Any) -> feed.Feed:
+    return feed.make(
+        lease(rows, step=step), build(AlgorithmSettings(**algorithm)), Budget(100), world_size=world_size, policy_loss="ppo"
+    )
+
+
+def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
+    made = make([experience(0, 0, 1.0), experience(0, 1, 0.0), experience(1, 0, 1.0), experience(1, 1, 1.0)])
+    (share,) = made.shares
+    ((first, second),) = share.micro_batches
+    assert (share.tokens, share.rows, made.skipped_rows) == (8.0, 4.0, 2)
+    assert [first.advantage, second.advantage] == pytest.approx([0.7071058, -0.7071058])
+    assert first.temperatures[3:].tolist() == [0.5, 0.5]
+    assert made.metrics["frac_reward_zero_std"] == 0.5
+
+
+def test_a_kl_loss_needs_every_row() -> None:
+    made = make([experience(1, 0, 1.0), experience(1, 1, 1.0)], kl_loss_fn="k2")
+    assert made.skipped_rows == 0 and len(made.shares[0].micro_batches[0]) == 2
+
+
+def test_all_rewards_equal_leaves_no_micro_batch() -> None:
+    made = make([experience(1, 0, 1.0), experience(1, 1, 1.0)], world_size=2)
+    assert [s.micro_batches for s in made.shares] == [(), ()]
+
+
+def test_staleness_counts_finished_steps_since_the_oldest_token() -> None:
+    made = make([experience(0, 0, 1.0, written_by=4), experience(0, 1, 0.0, written_by=2)], step=5)
+    assert made.staleness == [0, 2]
+    assert made.metrics["experience/staleness/max"] == 2.0 and made.metrics["experience/staleness/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": (SamplingRecord(start=3, end=5, sampling=SamplingArgs(temperature=0.0)),)}, "sampled with temperature 0.0"),
+        (
+            {"sampling": (SamplingRecord(start=3, end=5, sampling=SamplingArgs(top_p=0.9)),)},
+            "top_p 0.9.*change the taskset's rollout_args",
+        ),
+        ({"sampling": (SamplingRecord(start=3, end=5, sampling=SamplingArgs(), logprob_mode="raw"),)}, "has raw log-probs"),
+        ({"has_logprobs": False}, "has no log-probs of a sampling policy"),
+        ({"reward": None}, "only scored rows"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RunFailed, match=rf"experience 0001.00.00000000.000000.0001.00.0000 of taskset 'sums'.*{message}"):
+        make([experience(0, 0, 1.0), experience(0, 1, **{"reward": 0.0, **changes})])
+
+
+def test_rows_without_group_statistics_are_refused() -> None:
+    given = lease([experience(0, 0, 1.0)])
+    with pytest.raises(RunFailed, match="no statistics of its group"):
+        feed.make(
+            msgspec.structs.replace(given, groups=()), build(AlgorithmSettings()), Budget(100), world_size=1, policy_loss="ppo"
+        )

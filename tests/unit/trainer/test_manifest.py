@@ -1,0 +1,110 @@
+"""A checkpoint counts only when every file is as its manifest says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rft.errors import CheckpointInvalid
+from rft.trainer import manifest as manifests
+from rft.trainer.checkpoint import Checkpoints
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+USED = Consumption(num_uses=32, digest="ab" * 16, cursor=4)
+
+
+async def inline(work, *args):  # type: ignore[no-untyped-def]
+    return work(*args)
+
+
+async def save(folder: Path, step: int, *, lineage: int = 1, keep: int = 0) -> manifests.Manifest:
+    async def fill(aside: Path) -> None:
+        assert aside.name.endswith(".tmp")
+        (aside / "trainer").mkdir()
+        (aside / "trainer" / "model.safetensors").write_bytes(b"weights of %d" % step)
+
+    parent = Version(1, 0) if lineage > 1 else None
+    return await Checkpoints(folder, keep=keep, run=inline).save(Version(lineage, step), parent, USED, fill)
+
+
+async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -> None:
+    made = await save(tmp_path, 3, lineage=2)
+    found = manifests.latest(tmp_path)
+    assert found == made
+    stored = json.loads((tmp_path / "global_step_3" / "manifest.json").read_text())
+    assert stored["format"] == 1 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
+    assert stored["consumption"] == {"num_uses": 32, "digest": "ab" * 16, "cursor": 4}
+    assert stored["files"]["trainer/model.safetensors"]["size"] == 12
+    assert manifests.latest(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: f.write_bytes(b"weights of 9"), "trainer/model.safetensors: sha256"),
+        (lambda f: f.write_bytes(b"short"), "trainer/model.safetensors: 5 bytes, the manifest says 12"),
+        (lambda f: f.unlink(), "trainer/model.safetensors: missing"),
+        (lambda f: (f.parent.parent / "manifest.json").write_text("{"), "manifest.json: damaged"),
+        (
+            lambda f: (f.parent.parent / "manifest.json").write_text('{"format": 9}'),
+            "manifest.json: format 9, this version of rft reads 1",
+        ),
+    ],
+)
+async def test_damage_names_the_file_and_falls_back(damage, message, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    await save(tmp_path, 1)
+    newest = await save(tmp_path, 2)
+    damage(newest.folder / "trainer" / "model.safetensors")
+    with pytest.raises(CheckpointInvalid, match=message):
+        manifests.read(newest.folder)
+    with caplog.at_level(logging.WARNING):
+        found = manifests.latest(tmp_path)
+    assert found is not None and found.version == Version(1, 1)
+    assert message in caplog.text and "falling back to" in caplog.text
+
+
+async def test_nothing_whole_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    made = await save(tmp_path, 1)
+    (made.folder / "trainer" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointInvalid, match=r"no checkpoint in .* is whole"):
+        manifests.latest(tmp_path)
+
+
+async def test_half_written_does_not_count(tmp_path: Path) -> None:
+    await save(tmp_path, 1)
+    (tmp_path / "global_step_2.tmp" / "trainer").mkdir(parents=True)
+    (tmp_path / "global_step_3" / "trainer").mkdir(parents=True)  # renamed, but killed before its manifest
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version.step == 1
+    await save(tmp_path, 3)
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version.step == 3
+
+
+async def test_a_newer_lineage_wins_over_a_higher_step_and_is_kept(tmp_path: Path) -> None:
+    await save(tmp_path, 1)
+    await save(tmp_path, 10)
+    await save(tmp_path, 2, lineage=2, keep=1)
+    assert [p.name for p in manifests.committed(tmp_path)] == ["global_step_2"]
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version == Version(2, 2)
+
+
+async def test_the_same_step_of_an_earlier_lineage_is_replaced(tmp_path: Path) -> None:
+    await save(tmp_path, 2)
+    await save(tmp_path, 2, lineage=2)
+    assert os.listdir(tmp_path) == ["global_step_2"]
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version == Version(2, 2)
+
+
+def test_reading_a_manifest_loads_no_torch() -> None:
+    code = "import sys, rft.trainer.manifest, rft.trainer.settings, rft.trainer.pack; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rft.errors import ConfigError
+from rft.trainer.pack import Budget, TrainRow, plan
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture is a pure function
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(2, 9)), min_size=1, max_size=12),
+    world_size=st.integers(1, 3),
+    share=st.booleans(),
+)
+def test_each_row_once_within_budget_and_equal_counts(
+    make_row: Callable[..., TrainRow], lengths: list[tuple[int, int]], world_size: int, share: bool
+) -> None:
+    made = [make_row([group] * group, list(range(length)), group=str(group)) for group, length in lengths]
+    budget = Budget(tokens=20, share_prompts=share)
+    ranks = plan(made, world_size, budget)
+    assert sorted(i for mine in ranks for micro in mine for i in micro) == list(range(len(made)))
+    assert len({len(mine) for mine in ranks}) == 1
+    assert all(budget.cost([made[i] for i in micro]) <= 20 for mine in ranks for micro in mine if micro)
+
+
+def test_dynamic_batching_is_a_hard_limit(make_row: Callable[..., TrainRow]) -> None:
+    rows = [make_row([1], [2] * 6) for _ in range(3)]  # each reads 6 tokens
+    (mine,) = plan(rows, 1, Budget(tokens=10, share_prompts=False))
+    assert mine == [[0], [1], [2]]
+
+
+def test_a_group_stays_together_and_is_counted_once(make_row: Callable[..., TrainRow]) -> None:
+    rows = [make_row([1, 2, 3, 4], [5 + i, 0], group="a") for i in range(4)]
+    assert Budget(tokens=8).cost(rows) == 8  # 4 prompt tokens, 4 first answer tokens; the last of each row is only predicted
+    assert plan(rows, 1, Budget(tokens=8)) == [[[0, 1, 2, 3]]]
+
+
+def test_fewer_groups_than_ranks_are_cut(make_row: Callable[..., TrainRow]) -> None:
+    rows = [make_row([1, 2], [5 + i, 0], group="a") for i in range(4)]
+    assert [len(mine[0]) for mine in plan(rows, 2, Budget(tokens=100))] == [2, 2]
+
+
+def test_a_row_longer_than_the_budget_names_the_key(make_row: Callable[..., TrainRow]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.max_token_len_per_gpu: one row alone has 11 tokens, more than the 10"):
+        plan([make_row([1] * 10, [2, 3])], 1, Budget(tokens=10))
+
+
+def test_fixed_micro_batches_must_divide(make_row: Callable[..., TrainRow]) -> None:
+    rows = [make_row([1], [2]) for _ in range(8)]
+    assert plan(rows, 2, Budget(tokens=1, rows=2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    with pytest.raises(ConfigError, match="8 rows cannot be cut into micro-batches of 3 on 2 rank"):
+        plan(rows, 2, Budget(tokens=1, rows=3))

@@ -1,0 +1,271 @@
+"""The loop with a real learner, buffer, transport and checkpoints; only the engines' side is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rft.buffer.buffer import Buffer
+from rft.buffer.settings import BufferSettings
+from rft.errors import RunFailed, WeightSyncFailed
+from rft.sync.transport.checkpoint import CheckpointTransport
+from rft.trainer import manifest as manifests
+from rft.trainer.learner import Learner
+from rft.trainer.ranks import Ranks
+from rft.trainer.settings import LearnerSettings, TrainerSettings
+from rft.trainer.trainer import Trainer
+from rft.types.block import encode
+from rft.types.completion import VersionSpan
+from rft.types.experience import Experience, SamplingRecord
+from rft.types.ids import GroupId, Version
+from rft.types.metrics import Metric, MetricRecord
+from rft.types.ports import ScoreRow, WeightManifest
+from rft.types.task import SamplingArgs
+
+
+class Sync:
+    """Asks for scores while publishing, as the canary does."""
+
+    def __init__(self) -> None:
+        self.published: list[Version] = []
+        self.trained_steps: list[int] = []
+        self.finished: int | None = None
+        self.refuse: Version | None = None
+        self.scorer: Trainer | None = None
+        self.scores: list[np.ndarray] = []
+
+    async def publish(self, manifest: WeightManifest) -> list[Metric]:
+        assert self.scorer is not None
+        if manifest.version == self.refuse:
+            raise WeightSyncFailed("engine-0 does not serve it")
+        rows = [
+            ScoreRow(tokens=np.array([1, 5, 6, 7], np.int32), prompt_length=2),
+            ScoreRow(tokens=np.array([1, 5], np.int32), prompt_length=2),
+        ]
+        scores = await self.scorer.score(rows)
+        assert [len(s) for s in scores] == [2, 0]
+        self.scores.append(scores[0])
+        self.published.append(manifest.version)
+        return []
+
+    async def trained(self, step: int, *, finished: bool = False) -> None:
+        if finished:
+            self.finished = step
+        else:
+            self.trained_steps.append(step)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.records: list[MetricRecord] = []
+        self.logged = asyncio.Event()
+
+    async def log(self, record: MetricRecord) -> None:
+        self.records.append(record)
+        self.logged.set()
+
+    async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        raise AssertionError("the trainer shows no samples")
+
+
+def group(lineage: int, batch: int, *, poison: bool = False) -> bytes:
+    """Two runs; the batch number is their task.  `poison`: a log-prob so low that the ratio's loss is not finite."""
+    rows = []
+    for run in range(2):
+        tokens = np.array([1, 40 + batch, 6, 7 + run, 9, 2], np.int32)
+        rows.append(
+            Experience(
+                id=GroupId(lineage, 0, batch, 0).run(run),
+                taskset="t",
+                task_index=batch,
+                workflow="w",
+                status="complete",
+                tokens=tokens,
+                loss_mask=np.arange(6) > 2,
+                logprobs=np.where(np.arange(6) > 2, -5.5, 0).astype(np.float32),
+                version_spans=(VersionSpan(Version(lineage, 0), 3, 6),),
+                sampling=(SamplingRecord(start=3, end=6, sampling=SamplingArgs()),),
+                reward=1e39 * run if poison else float(run),  # beyond float32: its advantage without std is infinite
+            )
+        )
+    return encode(rows)
+
+
+@pytest.fixture
+async def buffer(tmp_path: Path) -> AsyncIterator[Buffer]:
+    made = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+    await made.open()
+    yield made
+    await made.close()
+
+
+class Stage:
+    """One trainer lineage and everything around it."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        tmp_path: Path,
+        learner: Learner,
+        lineage: int,
+        parent: manifests.Manifest | None = None,
+        **changes: Any,
+    ):
+        self.sync, self.sink = Sync(), Sink()
+        self.settings = TrainerSettings(
+            **{"total_steps": 3, "batch_groups": 1, "batch_rows": None, "checkpoint_dir": tmp_path / "checkpoints", **changes}
+        )
+        self.learner, self.ranks = learner, Ranks(learner)
+        self.transport = CheckpointTransport(tmp_path / f"sync{lineage}")
+        self.trainer = Trainer(
+            self.settings,
+            self.ranks,
+            buffer.reader(lineage),
+            self.sync,
+            self.sink,
+            transport=self.transport,
+            lineage=lineage,
+            start_step=parent.version.step if parent else 0,
+            parent=parent.version if parent else None,
+            must_publish=lambda step: step % 2 == 0,
+        )
+        self.sync.scorer = self.trainer
+
+
+async def fill(buffer: Buffer, lineage: int, batches: range, **what: Any) -> None:
+    writer = buffer.writer(lineage)
+    for batch in batches:
+        await writer.append(group(lineage, batch, **what), accepted=True)
+        await writer.close_batch(batch, accepted=1, wanted=1, reasons={})
+
+
+@pytest.fixture
+def learner(settings: Callable[..., LearnerSettings]) -> Callable[..., Learner]:
+    return lambda **changes: Learner(settings(**changes))
+
+
+async def test_a_run_from_base_model_to_export(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(3))
+    stage = Stage(buffer, tmp_path, learner(), lineage, save_interval=2)
+    await stage.trainer.run()
+    assert stage.sync.published == [Version(lineage, 0), Version(lineage, 2), Version(lineage, 3)]
+    assert stage.sync.trained_steps == [1, 3] and stage.sync.finished == 3
+    assert not np.array_equal(stage.sync.scores[0], stage.sync.scores[1])
+    assert [p.name for p in manifests.committed(stage.settings.checkpoint_dir)] == ["global_step_2", "global_step_3"]
+    last = manifests.latest(stage.settings.checkpoint_dir)
+    assert last is not None and (last.version, last.parent) == (Version(lineage, 3), None)
+    assert last.consumption == await buffer.consumption(lineage, 3) and last.consumption.num_uses == 6
+    assert (last.folder / "huggingface" / "config.json").is_file()
+    assert not (stage.settings.checkpoint_dir / "global_step_2" / "huggingface").exists()
+    first = stage.sink.records[0]
+    assert (first.role, first.step) == ("trainer", 1)
+    assert first.values["experience/staleness/max"] == 0.0 and first.values["train/finite"] == 1.0
+    assert 0 < first.values["mismatch/abs_diff_mean"] <= first.values["mismatch/abs_diff_max"]
+    assert "mismatch/abs_diff_mean" not in stage.sink.records[1].values  # written by the weights before step 1
+    assert first.values["actor/grad_norm"] > 0 and first.values["time/train_s"] > 0
+
+
+async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(4))
+    whole = Stage(buffer, tmp_path, learner(), lineage, total_steps=4, save_interval=2)
+    await whole.trainer.run()
+    expected = load_file(tmp_path / "checkpoints" / "global_step_4" / "trainer" / "model.safetensors")
+
+    (tmp_path / "checkpoints" / "global_step_4" / "manifest.json").unlink()  # as if killed before the commit of step 4
+    found = manifests.latest(tmp_path / "checkpoints")
+    assert found is not None and found.version.step == 2
+    second = (await buffer.start_lineage(found.version, found.consumption)).lineage
+    stage = Stage(buffer, tmp_path, learner(), second, found, total_steps=4)
+    await stage.ranks.load(found.folder)
+    writer = buffer.writer(second)
+    held = {h.batch for h in await writer.held(found.consumption.cursor)}
+    for batch in range(found.consumption.cursor, 4):
+        if batch not in held:
+            await writer.append(group(second, batch), accepted=True)
+        await writer.close_batch(batch, accepted=1, wanted=1, reasons={})
+    await stage.trainer.run()
+    assert stage.sync.published[0] == Version(second, 2)
+    last = manifests.latest(tmp_path / "checkpoints")
+    assert last is not None and (last.version, last.parent) == (Version(second, 4), found.version)
+    weights = load_file(last.folder / "trainer" / "model.safetensors")
+    assert all(torch.equal(weights[n], t) for n, t in expected.items())
+
+
+async def test_end_of_data_finishes_early(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(1))
+    await buffer.writer(lineage).finish("the tasksets are over")
+    stage = Stage(buffer, tmp_path, learner(), lineage, save_hf_checkpoint="never")
+    await stage.trainer.run()
+    assert stage.sync.finished == 1 and stage.sync.published[-1] == Version(lineage, 1)
+    assert [p.name for p in manifests.committed(stage.settings.checkpoint_dir)] == ["global_step_1"]
+
+
+async def test_non_finite_steps_are_explained_and_end_the_run_with_a_checkpoint(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner], settings: Callable[..., LearnerSettings]
+) -> None:
+    from rft.trainer.settings import AlgorithmSettings
+
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(3), poison=True)
+    made = learner(algorithm=AlgorithmSettings(advantage_fn_args={"norm_by_std": False}))
+    before = {n: p.detach().clone() for n, p in made.policy.names().items()}
+    stage = Stage(buffer, tmp_path, made, lineage, total_steps=9)
+    with (
+        pytest.warns(RuntimeWarning, match="overflow"),
+        pytest.raises(RunFailed, match="3 train steps in a row, the last being 3"),
+    ):
+        await stage.trainer.run()
+    assert all(torch.equal(before[n], p) for n, p in made.policy.names().items())
+    last = manifests.latest(stage.settings.checkpoint_dir)
+    assert last is not None and last.version.step == 3 and last.consumption.num_uses == 0
+    assert [r.values["train/finite"] for r in stage.sink.records] == [0.0, 0.0, 0.0]
+
+
+async def test_stop_ends_a_wait_and_saves(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(1))
+    stage = Stage(buffer, tmp_path, learner(), lineage)
+    running = asyncio.ensure_future(stage.trainer.run())
+    async with asyncio.timeout(30):
+        await stage.sink.logged.wait()
+        await stage.trainer.stop()
+        await running
+    assert stage.sync.finished is None
+    found = manifests.latest(stage.settings.checkpoint_dir)
+    assert found is not None and found.version.step == 1
+
+
+async def test_weights_that_no_engine_serves_end_the_run(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(3))
+    stage = Stage(buffer, tmp_path, learner(), lineage)
+    stage.sync.refuse = Version(lineage, 2)
+    with pytest.raises(WeightSyncFailed, match="engine-0"):
+        await stage.trainer.run()
+
+
+async def test_running_out_of_memory_names_the_remedy(
+    tmp_path: Path, learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rft.errors import OutOfMemory
+
+    made = learner()
+
+    def full(*_: Any, **__: Any) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(made.policy, "forward", full)
+    with pytest.raises(OutOfMemory, match=r"ran out of cpu memory while scoring.  Lower trainer.max_token_len_per_gpu"):
+        await Ranks(made).score([ScoreRow(tokens=np.array([1, 2, 3], np.int32), prompt_length=1)])
