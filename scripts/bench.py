@@ -9,6 +9,7 @@ Exit codes: 0 goals reached, 1 a goal missed, 3 a peer is missing (`make peers`)
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="at least 3 rounds, at most 6 minutes")
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, not as a table")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     results = []
     try:
         for name in [args.name] if args.name else BENCHMARKS:
