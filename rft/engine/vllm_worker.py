@@ -184,7 +184,7 @@ def _compare(
     biases: dict[Shard, torch.Tensor] | None,
     dtype: torch.dtype,
     device: torch.device,
-    random: Any,
+    random: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the layer answers and what the published weights say it should."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
