@@ -49,13 +49,29 @@ def test_prompt_limit_leaves_room_for_a_token() -> None:
 
 
 def test_the_worst_of_several_reports() -> None:
-    good = LoadReport(version=Version(1, 2), num_tensors=3, nbytes=30, probed_layers=2, probe_error=1e-7, probe_worst="a", load_s=1.0)
+    good = LoadReport(
+        version=Version(1, 2), num_tensors=3, nbytes=30, probed_layers=2, probe_error=1e-7, probe_worst="a", load_s=1.0
+    )
     bad = LoadReport(
-        version=Version(1, 1), num_tensors=0, nbytes=0, missing=("x",), probed_layers=0, probe_error=0.5, probe_worst="b", load_s=0.5
+        version=Version(1, 1),
+        num_tensors=0,
+        nbytes=0,
+        missing=("x",),
+        probed_layers=0,
+        probe_error=0.5,
+        probe_worst="b",
+        load_s=0.5,
     )
     report = worst([good, bad], Version(1, 2))
     assert report == LoadReport(
-        version=Version(1, 1), num_tensors=0, nbytes=0, missing=("x",), probed_layers=0, probe_error=0.5, probe_worst="b", load_s=1.0
+        version=Version(1, 1),
+        num_tensors=0,
+        nbytes=0,
+        missing=("x",),
+        probed_layers=0,
+        probe_error=0.5,
+        probe_worst="b",
+        load_s=1.0,
     )
     assert worst([good, good], Version(1, 2)) == good
 
@@ -100,6 +116,8 @@ def test_vllm_must_be_there_and_supported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_light_parts_load_no_torch() -> None:
-    modules = "rft.engine.base, rft.engine.pool, rft.engine.environment, rft.engine.weights, rft.engine.vllm, rft.engine.transformers"
+    modules = (
+        "rft.engine.base, rft.engine.pool, rft.engine.environment, rft.engine.weights, rft.engine.vllm, rft.engine.transformers"
+    )
     code = f"import sys, {modules}, rft.testing.scripted, rft.faults; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

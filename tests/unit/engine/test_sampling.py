@@ -42,7 +42,13 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize(
     ("sampling", "kept"),
-    [({"top_k": 2}, {1, 2}), ({"top_p": 0.7}, {1, 2}), ({"top_p": 0.01}, {2}), ({"min_p": 0.3}, {1, 2}), ({"min_tokens": 1}, {1, 2, 3, 4})],
+    [
+        ({"top_k": 2}, {1, 2}),
+        ({"top_p": 0.7}, {1, 2}),
+        ({"top_p": 0.01}, {2}),
+        ({"min_p": 0.3}, {1, 2}),
+        ({"min_tokens": 1}, {1, 2, 3, 4}),
+    ],
 )
 def test_cuts(sampling: dict[str, object], kept: set[int]) -> None:
     rows = [row(seed=i, temperature=3.0 if "min_tokens" in sampling else 1.0, **sampling) for i in range(300)]

@@ -1,0 +1,151 @@
+"""What the transformers engine promises beyond the contract: exact log-probs, reproducible draws, visible faults."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rft.engine.settings import EngineSettings
+from rft.engine.transformers import TransformersEngine
+from rft.errors import EngineFailed, SetupError
+from rft.testing.engine_contract import Subject, ask, clean, shaken
+from rft.types.completion import Completion
+from rft.types.ids import Version
+
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.fixture
+async def subject(tiny_model: Path, tmp_path: Path) -> AsyncIterator[Subject]:
+    from safetensors.numpy import load_file
+
+    settings = EngineSettings(engine_type="transformers", model_path=str(tiny_model), max_model_len=400, max_num_seqs=6)
+    engine = await TransformersEngine.start(settings)
+    subject = Subject(engine, load_file(tiny_model / "model.safetensors"), TIED, tmp_path)
+    yield subject
+    await engine.close()
+
+
+def reference(folder: Path, weights: dict[str, np.ndarray]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+    model.tie_weights()
+    return model
+
+
+def errors(model: Any, c: Completion) -> np.ndarray:
+    """|log-prob of the engine - log-prob of the model| for each token."""
+    ids = torch.from_numpy(np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(c.prompt_tokens) - 1 : -1] / c.sampling.temperature
+    want = logits.log_softmax(-1).gather(1, ids[0, len(c.prompt_tokens) :, None])[:, 0].numpy()
+    return np.abs(want - c.logprobs)
+
+
+async def test_it_serves_nothing_before_the_first_load(subject: Subject) -> None:
+    with pytest.raises(EngineFailed, match="no weights were loaded"):
+        await subject.engine.generate(ask())
+
+
+async def test_log_probs_with_rows_that_come_and_go(subject: Subject, tiny_model: Path) -> None:
+    """Prompts and answers of many lengths through six rows: every log-prob is the model's own."""
+    weights = shaken(subject.weights, 3)
+    assert clean(await subject.publish(weights))
+    model = reference(tiny_model, weights)
+    requests = [
+        ask("w" * (1 + 7 * i % 40), n=1 + i % 4, max_tokens=1 + 5 * i % 30, temperature=1.0 - 0.05 * i) for i in range(10)
+    ]
+    for made in await asyncio.gather(*map(subject.engine.generate, requests)):
+        assert max(errors(model, c).max() for c in made) < 1e-5
+
+
+async def test_a_load_in_the_middle_recomputes_the_cache(subject: Subject, tiny_model: Path) -> None:
+    old, new = shaken(subject.weights, 1), shaken(subject.weights, 2)
+    await subject.publish(old, Version(1, 1))
+    task = asyncio.create_task(subject.engine.generate(ask(n=3, max_tokens=300, ignore_eos=True)))
+    await asyncio.wait([task], timeout=0.1)
+    await subject.publish(new, Version(1, 2))
+    for c in await task:
+        cut = c.version_spans[-1].start
+        assert [s.version for s in c.version_spans] == [Version(1, 1), Version(1, 2)] and 0 < cut < 300
+        assert errors(reference(tiny_model, old), c)[:cut].max() < 1e-5
+        assert errors(reference(tiny_model, new), c)[cut:].max() < 1e-5
+
+
+async def test_a_seed_gives_the_same_answer_in_any_company(subject: Subject) -> None:
+    await subject.publish()
+    request = ask("seeded", n=2, max_tokens=20, seed=11, ignore_eos=True)
+    alone = await subject.engine.generate(request)
+    crowd = [subject.engine.generate(ask(f"other {i}", n=2, max_tokens=9)) for i in range(3)]
+    beside, *_ = await asyncio.gather(subject.engine.generate(request), *crowd)
+    assert [c.tokens.tolist() for c in alone] == [c.tokens.tolist() for c in beside]
+    assert alone[0].tokens.tolist() != alone[1].tokens.tolist()
+
+
+async def test_equal_batches_are_equal_to_the_bit(subject: Subject) -> None:
+    await subject.publish()
+    runs = []
+    for _ in range(2):
+        await subject.engine.pause()
+        tasks = [asyncio.create_task(subject.engine.generate(ask(f"q{i}", n=2, max_tokens=12, seed=i))) for i in range(3)]
+        await asyncio.wait(tasks, timeout=0.05)  # all of them are queued
+        await subject.engine.resume()
+        runs.append([c for made in await asyncio.gather(*tasks) for c in made])
+    for a, b in zip(*runs, strict=True):
+        assert a.tokens.tobytes() == b.tokens.tobytes() and a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+async def test_a_stop_string_ends_and_is_cut_off(subject: Subject) -> None:
+    await subject.publish()
+    whole = (await subject.engine.generate(ask(max_tokens=60, seed=1, ignore_eos=True)))[0]
+    stop = next(ch for ch in whole.text if ch.isascii() and ch.isalnum())
+    cut = (await subject.engine.generate(ask(max_tokens=60, seed=1, ignore_eos=True, stop=(stop,))))[0]
+    assert cut.finish_reason == "stop" and cut.text == whole.text.split(stop, 1)[0] and len(cut.tokens) < len(whole.tokens)
+
+
+@pytest.mark.parametrize("point", ["skip", "stale_head", "corrupt_byte", "missing_tensor", "wrong_version"])
+async def test_each_fault_is_visible(subject: Subject, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    await subject.publish(version=Version(1, 1))
+    monkeypatch.setenv("RFT_FAULT", f"sync.{point}")
+    weights = shaken(subject.weights, 4)
+    report = await subject.publish(weights, Version(1, 2))
+    made = (await subject.engine.generate(ask(max_tokens=16)))[0]
+    error = errors(reference(tiny_model, weights), made).max()
+    match point:
+        case "skip":
+            assert clean(report) and error > 1e-2
+        case "stale_head":
+            assert report.probe_error > 1e-2 and report.probe_worst == "lm_head" and error > 1e-2
+        case "corrupt_byte":
+            assert report.bad_hash and made.version == Version(1, 1)
+        case "missing_tensor":
+            assert report.missing and made.version == Version(1, 1)
+        case "wrong_version":
+            assert report.version == made.version == Version(1, 3) and error < 1e-5
+    monkeypatch.delenv("RFT_FAULT")
+    assert clean(await subject.publish(weights, Version(1, 5)))
+    assert errors(reference(tiny_model, weights), (await subject.engine.generate(ask()))[0]).max() < 1e-5
+
+
+async def test_a_closed_engine_fails_what_waits(subject: Subject) -> None:
+    await subject.publish()
+    await subject.engine.pause()
+    task = asyncio.create_task(subject.engine.generate(ask()))
+    await asyncio.wait([task], timeout=0.05)
+    await subject.engine.close()
+    await subject.engine.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        await task
+    with pytest.raises(EngineFailed, match="closed"):
+        await subject.engine.health()
+
+
+async def test_no_model_is_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="no model could be loaded"):
+        await TransformersEngine.start(EngineSettings(engine_type="transformers", model_path=str(tmp_path)))
