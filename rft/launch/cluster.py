@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise Ray replaces 127.0.0.1 by the routable address
     "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",  # engines and trainer are the work of this machine, not background jobs
     "RAY_enable_worker_prestart": "0",  # every actor has its own environment, so prestarted workers are never used
     "RAY_prestart_worker_first_driver": "0",
 }

@@ -55,12 +55,6 @@ def own_output(logs: Path, name: str, level: str) -> None:
     faulthandler.enable(file=2)
     if sys.platform == "linux":
         _die_with_parent()
-    try:
-        import setproctitle
-
-        setproctitle.setproctitle(f"rft:{name}")
-    except ImportError:  # optional: only makes `ps` read better
-        pass
 
 
 def _die_with_parent() -> None:

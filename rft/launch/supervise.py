@@ -42,13 +42,15 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     with Signals() as signals:
         cluster = await asyncio.to_thread(Cluster.connect, plan.cluster.ray_address)
         parts = _Parts(plan, rundir, cluster)
+        graceful = False
         try:
             start = await signals.guard(parts.start(found))
+            graceful = True
             rundir.state("running", lineage=start.lineage, parts=parts.pids)
             await parts.work(start, on_record, signals)
         finally:
             rundir.state("stopping")
-            await parts.end()
+            await parts.end(graceful)
             await asyncio.to_thread(cluster.close)
             for line in leftovers.clean(run_id):
                 log.info("cleaned up: %s", line)
@@ -126,22 +128,27 @@ class _Parts:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10000, **options}
         if env:
             options["runtime_env"] = {"env_vars": env}
-        handle = ray.remote(Host).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level)
+        titled = type(name.replace("-", "_"), (Host,), {})  # `ps` shows the class: ray::engine_0
+        handle = ray.remote(titled).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level)
         self.handles[name] = handle
         self.pids[name] = (await guarded(handle.facts.remote(), name, error, START_DEADLINE_S))["pid"]
         await guarded(handle.start.remote(factory, *args), name, error, START_DEADLINE_S)
         self.proxies[name] = Proxy(handle, name, error)
         log.info("%s is up (pid %d)", name, self.pids[name])
 
-    async def end(self) -> None:
-        """Close along the data path, then end every process."""
+    async def end(self, graceful: bool) -> None:
+        """Close along the data path, if the parts ever worked together, then end every process."""
         import ray
 
-        closing = [n for n in self.proxies if n.startswith(("engine", "trainer", "coordinator"))]
-        await asyncio.gather(*(drive.quietly(self.proxies[n].close()) for n in closing))
-        if "buffer" in self.proxies:
-            await drive.quietly(self.proxies["buffer"].close())
+        if graceful:
+            await self._close()
         for handle in self.handles.values():
             ray.kill(handle, no_restart=True)
         for path in self.rundir.path.glob(".rendezvous-*"):
             path.unlink(missing_ok=True)
+
+    async def _close(self) -> None:
+        closing = [n for n in self.proxies if n.startswith(("engine", "trainer", "coordinator"))]
+        await asyncio.gather(*(drive.quietly(self.proxies[n].close()) for n in closing))
+        if "buffer" in self.proxies:
+            await drive.quietly(self.proxies["buffer"].close())

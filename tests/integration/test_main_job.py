@@ -1,0 +1,100 @@
+"""The main job with everything real: vLLM, Ray, FSDP2 on two ranks, the buffer, weights synchronised and proven after every step."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rft.launch import leftovers
+from rft.monitor.read import read, series
+
+spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
+runs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runs)
+
+ACCURACY = "eval/copy_eval/mean@1"
+
+
+@pytest.fixture(scope="module")
+def job(tiny_model, tmp_path_factory):
+    """One run on vLLM; listeners of its processes are looked at in the middle."""
+    root = tmp_path_factory.mktemp("main_job")
+    before = leftovers.snapshot()
+    run = runs.Run(
+        *runs.arguments(
+            tiny_model, root, "explorer.rollout_model.engine_type=vllm", "trainer.world_size=2", "explorer.eval_on_startup=true"
+        )
+    )
+    run.wait_for("step 2/")
+    family = runs.parts(runs.state(root)["run_id"])
+    listening = [c.laddr for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    code = run.end()
+    return root, run, code, listening, leftovers.compare(before)
+
+
+@pytest.mark.vllm
+def test_it_ends_well_and_learns(job):
+    root, run, code, _, _ = job
+    assert code == 0, run.output
+    accuracy = series(read(runs.folder(root) / "metrics.jsonl"), ACCURACY)
+    assert accuracy[0][0] == 0 and accuracy[0][1] < 0.3
+    assert accuracy[-1] == (80, pytest.approx(1.0, abs=0.1)), accuracy
+
+
+@pytest.mark.vllm
+def test_every_sync_is_proven_to_1e_4(job):
+    root, *_ = job
+    errors = series(read(runs.folder(root) / "metrics.jsonl"), "sync/canary_max_abs")
+    assert [step for step, _ in errors] == list(range(81))
+    assert max(error for _, error in errors) <= 1e-4
+
+
+@pytest.mark.vllm
+def test_training_sees_the_engines_log_probs(job):
+    root, *_ = job
+    mismatch = series(read(runs.folder(root) / "metrics.jsonl"), "mismatch/abs_diff_max")
+    assert mismatch and max(error for _, error in mismatch) <= 1e-4
+    staleness = series(read(runs.folder(root) / "metrics.jsonl"), "experience/staleness/max")
+    assert {value for _, value in staleness} == {0.0}
+
+
+@pytest.mark.vllm
+def test_everything_listens_on_loopback(job):
+    _, _, _, listening, _ = job
+    assert listening, "a live run has listeners; none seen means the scan looked at nothing"
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.vllm
+def test_nothing_is_left(job):
+    *_, left = job
+    assert left == []
+
+
+@pytest.mark.vllm
+def test_the_account_balances_from_files_alone(job):
+    root, *_ = job
+    done = subprocess.run(
+        [sys.executable, str(runs.ROOT / "scripts" / "audit.py"), str(runs.folder(root))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"used 40960\b", done.stdout) or "40960" in done.stdout, done.stdout  # 80 steps x 64 tasks x 8 runs
+
+
+@pytest.mark.vllm
+def test_the_exported_model_loads_and_knows_the_task(job):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    root, *_ = job
+    folder = runs.folder(root) / "checkpoints" / "global_step_80" / "huggingface"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "zq7"}], add_generation_prompt=True, return_tensors="pt")
+    answer = model.generate(ids["input_ids"], max_new_tokens=1, do_sample=False)
+    assert tokenizer.decode(answer[0, -1]) == "7"
