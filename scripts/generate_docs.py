@@ -1,4 +1,4 @@
-"""Writes the pages that are made from the code: docs/reference/configuration.md and docs/reference/config.schema.json.
+"""Writes the pages that are made from the code: docs/reference/configuration.md, config.schema.json and cli.md.
 
 python scripts/generate_docs.py            writes them
 python scripts/generate_docs.py --check    exit code 1 if they differ from what is there
@@ -10,13 +10,68 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import typer.main
+
+from rft.cli.main import EXIT_CODES, VERBS
+from rft.cli.main import make as program
 from rft.config.reference import json_schema, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def cli_page() -> str:
+    """docs/reference/cli.md: every verb with its arguments and options, from what `--help` is made of."""
+    whole: Any = typer.main.get_command(program(""))
+    parts = [
+        "# Command line",
+        "<!-- made by scripts/generate_docs.py from rft/cli; edit the verbs instead -->",
+        f"{whole.help}  {EXIT_CODES}",
+        "\n".join(f"- [`rft {verb}`](#rft-{verb}): {says}" for verb, says in VERBS.items()),
+        "For every verb: `--help`, `-h`; `--debug` shows the traceback of an error.  `rft --version` prints the version.",
+    ]
+    for verb in VERBS:
+        command: Any = typer.main.get_command(program(verb))
+        parts += _command(f"rft {verb}", command.commands[verb], "##")
+    return "\n\n".join(parts) + "\n"
+
+
+def _command(name: str, command: Any, level: str) -> list[str]:
+    if hasattr(command, "commands"):
+        below = [part for verb, inner in command.commands.items() for part in _command(f"{name} {verb}", inner, level + "#")]
+        return [f"{level} {name}", command.help, *below]
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *(_argument(p) for p in arguments)])
+    rows = [f"| `{_argument(p)}` | {p.help} | |" for p in arguments]
+    rows += [f"| `{_option(p)}` | {p.help} | {_default(p)} |" for p in options]
+    table = ["| | | Default |\n|---|---|---|\n" + "\n".join(rows)] if rows else []
+    return [f"{level} {name}", command.help, f"```text\n{usage}\n```", *table]
+
+
+def _argument(p: Any) -> str:
+    text = p.name.upper() + ("..." if p.nargs == -1 else "")
+    return text if p.required else f"[{text}]"
+
+
+def _option(p: Any) -> str:
+    value = "" if p.is_flag else f" {p.name.upper()}"
+    return ", ".join([*p.opts, *p.secondary_opts]) + value
+
+
+def _default(p: Any) -> str:
+    if p.required:
+        return "*required*"
+    if p.is_flag:
+        return f"`{p.opts[0]}`" if p.default is True and p.secondary_opts else "off"
+    return f"`{p.default}`" if p.show_default and p.default is not None else ""
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": markdown,
     "docs/reference/config.schema.json": lambda: json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
+    "docs/reference/cli.md": cli_page,
 }
 
 
