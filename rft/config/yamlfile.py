@@ -16,13 +16,27 @@ from rft.errors import ConfigError, ConfigErrors
 from rft.logs import is_secret_name
 
 MAX_BYTES = 1 << 20
-MAX_VALUES = 50_000
+MAX_VALUES = 20_000
 MAX_DEPTH = 64
 _KINDS = {f"tag:yaml.org,2002:{k}" for k in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number and neither dates, octals (010) nor sexagesimals (1:30)."""
+    """SafeLoader that reads 1e-6 as a number and neither dates, octals (010) nor sexagesimals (1:30), and gives up on monsters early."""
+
+    depth = count = 0
+    name = "value"
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth, self.count = self.depth + 1, self.count + 1
+        line = self.peek_event().start_mark.line + 1
+        if self.depth > MAX_DEPTH:
+            raise ConfigError(f"{self.name}, line {line}: nested too deeply; at most {MAX_DEPTH} levels are allowed")
+        if self.count > MAX_VALUES:
+            raise ConfigError(f"{self.name}, line {line}: more than {MAX_VALUES:,} values; data belongs in its own file")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -54,6 +68,7 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         loader = _Loader(text)
     except yaml.YAMLError as e:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(e).split())}") from None
+    loader.name = name
     try:
         node = loader.get_single_node()
         if node is None:
@@ -68,8 +83,6 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         raise ConfigError(f"{name}{where}: not valid YAML: {e.problem or 'unreadable'}{more}") from None
     except yaml.YAMLError as e:
         raise ConfigError(f"{name}: not valid YAML: {e}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} is nested too deeply; at most {MAX_DEPTH} levels are allowed") from None
     finally:
         loader.dispose()
 
@@ -89,31 +102,29 @@ def _refuse_tabs(text: str, name: str) -> None:
 
 def _count(root: yaml.Node, name: str) -> None:
     """Refuses trees that aliases make large, deep or endless."""
-    sizes: dict[int, int] = {}
+    known: dict[int, tuple[int, int]] = {}
     open_nodes: set[int] = set()
 
-    def size(node: yaml.Node, depth: int) -> int:
-        if id(node) in sizes:
-            return sizes[id(node)]
+    def measure(node: yaml.Node) -> tuple[int, int]:
+        """(values, levels) of the tree below `node`, aliases unfolded."""
+        if id(node) in known:
+            return known[id(node)]
+        where = f"{name}, line {node.start_mark.line + 1}"
         if id(node) in open_nodes:
-            raise ConfigError(f"{name}, line {node.start_mark.line + 1}: an alias refers to the value it stands in")
-        if depth > MAX_DEPTH:
-            raise ConfigError(
-                f"{name}, line {node.start_mark.line + 1}: nested too deeply; at most {MAX_DEPTH} levels are allowed"
-            )
+            raise ConfigError(f"{where}: an alias refers to the value it stands in")
         open_nodes.add(id(node))
         children = node.value if isinstance(node.value, list) else []
-        flat = [n for c in children for n in (c if isinstance(c, tuple) else (c,))]
-        total = 1 + sum(size(n, depth + 1) for n in flat)
+        below = [measure(n) for c in children for n in (c if isinstance(c, tuple) else (c,))]
         open_nodes.discard(id(node))
-        sizes[id(node)] = total
+        total, levels = 1 + sum(t for t, _ in below), 1 + max((n for _, n in below), default=0)
         if total > MAX_VALUES:
-            raise ConfigError(
-                f"{name}, line {node.start_mark.line + 1}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases"
-            )
-        return total
+            raise ConfigError(f"{where}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases")
+        if levels > MAX_DEPTH:
+            raise ConfigError(f"{where}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed")
+        known[id(node)] = total, levels
+        return total, levels
 
-    size(root, 0)
+    measure(root)
 
 
 def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:

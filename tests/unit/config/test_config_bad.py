@@ -72,3 +72,23 @@ def test_merge_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "merge.yaml"
     path.write_text("\n".join(lines))
     assert "unfold to more than" in str(check(path).errors[0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: " + "[" * 400_000, "a: " + "{a: " * 200_000, "- " * 400_000, "a:\n" + "- x\n" * 200_000],
+    ids=["brackets", "braces", "dashes", "long list"],
+)
+def test_monsters_are_refused_at_once(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "monster.yaml"
+    path.write_text(text)
+    began = time.perf_counter()
+    (error,) = check(path).errors
+    assert "monster.yaml, line" in str(error)
+    assert time.perf_counter() - began < 2.0
+
+
+def test_chain_of_aliases_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chain.yaml"
+    path.write_text("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 1500)))
+    assert "nest too deeply" in str(check(path).errors[0])

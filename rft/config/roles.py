@@ -1,0 +1,222 @@
+"""The machines' share: which device each role uses, how GPUs are split, the engines' and the learner's settings.
+
+Part of `resolve`; the same rules hold here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rft.config.plan import ClusterSettings, Facts
+from rft.config.problems import Problems
+from rft.config.schema.root import RunConfig
+from rft.engine.settings import EngineSettings
+from rft.taskset.settings import TasksetSettings
+from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
+
+
+def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettings, str, int, str]:
+    """(cluster, device of the engines, training ranks, device of the trainer)."""
+    c, model, t = config.cluster, config.explorer.rollout_model, config.trainer
+    nodes, per_node = c.node_num or 1, c.gpu_per_node or facts.gpus
+    total = nodes * per_node
+    if not c.gpu_per_node:
+        p.derive("cluster.gpu_per_node", per_node, "found on this machine")
+    device = {}
+    for role, wanted, key in (("engine", model.device, "explorer.rollout_model.device"), ("trainer", t.device, "trainer.device")):
+        device[role] = ("cuda" if total else "cpu") if wanted == "auto" else wanted
+        if wanted == "auto":
+            p.derive(key, device[role], f"the cluster has {total} GPUs")
+        if device[role] == "cuda" and not total:
+            p.error(
+                key, "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu", given=wanted
+            )
+            total = per_node = max(1, model.engine_num * model.tensor_parallel_size + (t.world_size or 1))
+    tp = model.tensor_parallel_size
+    taken = model.engine_num * tp if device["engine"] == "cuda" else 0
+    if device["engine"] == "cuda" and tp > per_node:
+        p.error(
+            "explorer.rollout_model.tensor_parallel_size",
+            f"is {tp}, but a node has {per_node} GPUs and an engine stays in one",
+            given=tp,
+        )
+    world = t.world_size or 1
+    if device["trainer"] == "cuda":
+        left = total - taken
+        world = t.world_size or max(1, left)
+        if world > left:
+            key = "trainer.world_size" if t.world_size else "cluster.gpu_per_node"
+            p.error(
+                key,
+                f"the engines take {taken} of {total} GPUs ({model.engine_num} x tensor_parallel_size {tp}) and leave {max(0, left)} "
+                f"for {world} trainer rank(s); lower explorer.rollout_model.engine_num, add GPUs, or set one of the devices to cpu",
+                given=t.world_size or c.gpu_per_node,
+            )
+        if world > per_node and world % per_node:
+            p.error(
+                "trainer.world_size", f"is {world}: more than one node ({per_node} GPUs) must be whole nodes", given=t.world_size
+            )
+        if not t.world_size:
+            p.derive("trainer.world_size", world, f"{total} GPUs less {taken} of the engines")
+    elif t.world_size is None:
+        p.derive("trainer.world_size", 1, "trainer on CPU")
+    cluster = ClusterSettings(
+        ray_address=c.ray_address,
+        node_num=nodes,
+        gpu_per_node=per_node,
+        gpus_per_engine=tp if device["engine"] == "cuda" else 0,
+        trainer_gpus=world if device["trainer"] == "cuda" else 0,
+    )
+    return cluster, device["engine"], world, device["trainer"]
+
+
+def engines(
+    config: RunConfig, facts: Facts, lengths: tuple[int, int, int], device: str, find: Callable[[str], str], p: Problems
+) -> tuple[EngineSettings, ...]:
+    model, e = config.model, config.explorer.rollout_model
+    dtype = e.dtype if e.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
+    if e.dtype == "auto":
+        p.derive("explorer.rollout_model.dtype", dtype, f"engines on {device}")
+    if device == "cpu" and dtype != "float32":
+        p.warn(
+            f"explorer.rollout_model.dtype {dtype} on CPU: slow, and log-probs agree less well with the trainer's; float32 is meant"
+        )
+    threads = e.cpu_threads or facts.cpus
+    if e.cpu_threads is None:
+        p.derive("explorer.rollout_model.cpu_threads", threads, "the machine's cores")
+    if e.engine_type != "vllm" and e.tensor_parallel_size > 1:
+        p.error(
+            "explorer.rollout_model.tensor_parallel_size",
+            f"the {e.engine_type} engine knows 1 only",
+            given=e.tensor_parallel_size,
+        )
+    seed = config.seed if e.seed is None else e.seed
+    template = model.custom_chat_template
+    if model.chat_template_path is not None:
+        try:
+            template = facts.read_text(find(model.chat_template_path))
+        except OSError as error:
+            p.error("model.chat_template_path", f"cannot be read: {error.strerror}", given=model.chat_template_path)
+    if model.trust_remote_code:
+        p.warn("model.trust_remote_code: Python code from the model's folder will run with your rights")
+    return tuple(
+        EngineSettings(
+            engine_type=e.engine_type,
+            name=f"engine-{i}",
+            model_path=find(model.model_path),
+            device=device,
+            dtype=dtype,
+            tensor_parallel_size=e.tensor_parallel_size,
+            max_model_len=lengths[0],
+            max_prompt_tokens=lengths[1],
+            max_num_seqs=e.max_num_seqs,
+            max_num_batched_tokens=e.max_num_batched_tokens,
+            gpu_memory_utilization=e.gpu_memory_utilization,
+            kv_cache_bytes=e.kv_cache_bytes,
+            enforce_eager=device == "cpu" if e.enforce_eager is None else e.enforce_eager,
+            enable_prefix_caching=e.enable_prefix_caching and not config.deterministic,
+            block_size=e.block_size,
+            cpu_threads=threads,
+            seed=seed + i,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=template,
+            chat_template_kwargs={} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking},
+            extra_engine_args=dict(e.extra_engine_args),
+            start_timeout_s=e.start_timeout,
+        )
+        for i in range(e.engine_num)
+    )
+
+
+def learner(
+    config: RunConfig,
+    facts: Facts,
+    algorithm: AlgorithmSettings,
+    lengths: tuple[int, int, int],
+    device: str,
+    world: int,
+    steps: int | None,
+    find: Callable[[str], str],
+    p: Problems,
+) -> LearnerSettings:
+    t, o = config.trainer, config.algorithm.optimizer
+    if t.grad_clip is not None and o.clip_grad is not None and t.grad_clip != o.clip_grad:
+        p.error(
+            "trainer.grad_clip",
+            f"is {t.grad_clip}, but algorithm.optimizer.clip_grad is {o.clip_grad}; write one of them",
+            given=t.grad_clip,
+        )
+    clip = t.grad_clip or o.clip_grad or 1.0
+    if t.grad_clip is None:
+        p.derive("trainer.grad_clip", clip, "algorithm.optimizer.clip_grad" if o.clip_grad else "default")
+    budget = t.max_token_len_per_gpu or max(2048, 2 * lengths[0])
+    if t.max_token_len_per_gpu is None:
+        p.derive("trainer.max_token_len_per_gpu", budget, "2 x max_model_len, at least 2048")
+    elif t.use_dynamic_bsz and budget < lengths[0]:
+        p.error(
+            "trainer.max_token_len_per_gpu",
+            f"is {budget} tokens; the longest experience may have {lengths[0]} (max_model_len)",
+            given=budget,
+        )
+    if not t.use_dynamic_bsz and t.micro_batch_size_per_gpu is None:
+        p.error("trainer.micro_batch_size_per_gpu", "is required with use_dynamic_bsz: false")
+    if t.use_dynamic_bsz and t.micro_batch_size_per_gpu is not None:
+        p.warn("trainer.micro_batch_size_per_gpu has no effect with use_dynamic_bsz: true (micro-batches are cut by tokens)")
+    dtype = t.param_dtype if t.param_dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
+    if t.param_dtype == "auto":
+        p.derive("trainer.param_dtype", dtype, f"trainer on {device}")
+    if device == "cpu" and dtype != "float32":
+        p.error("trainer.param_dtype", f"{dtype} training on CPU takes minutes per step; use float32", given=dtype)
+    if o.lr_warmup_steps > (steps or o.lr_warmup_steps):
+        p.warn(f"algorithm.optimizer.lr_warmup_steps {o.lr_warmup_steps} is longer than the run ({steps} train steps)")
+    threads = t.cpu_threads or max(1, facts.cpus // (world if device == "cpu" else 1))
+    if t.cpu_threads is None:
+        p.derive("trainer.cpu_threads", threads, f"{facts.cpus} cores for {world} rank(s)")
+    return LearnerSettings(
+        model_path=find(config.model.model_path),
+        device=device,
+        dtype=dtype,
+        world_size=world,
+        cpu_threads=threads,
+        algorithm=algorithm,
+        optim=OptimSettings(
+            lr=o.lr,
+            lr_warmup_steps=o.lr_warmup_steps,
+            lr_warmup_steps_ratio=o.lr_warmup_steps_ratio,
+            min_lr_ratio=o.min_lr_ratio,
+            lr_scheduler_type=o.lr_scheduler_type,
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            clip_grad=clip,
+        ),
+        total_steps=steps or 1,
+        max_token_len_per_gpu=budget,
+        use_dynamic_bsz=t.use_dynamic_bsz,
+        micro_batch_size=t.micro_batch_size_per_gpu,
+        max_response_tokens=lengths[2],
+        share_prompts=t.share_prompts,
+        logprob_chunk_tokens=t.logprob_chunk_tokens,
+        gradient_checkpointing=t.enable_gradient_checkpointing,
+        reshard_after_forward=t.reshard_after_forward,
+        attn_implementation=t.attn_implementation,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
+        deterministic=config.deterministic,
+    )
+
+
+def micro_batches(config: RunConfig, train: tuple[TasksetSettings, ...], learner: LearnerSettings, p: Problems) -> None:
+    micro = learner.micro_batch_size
+    if learner.use_dynamic_bsz or micro is None:
+        return
+    for runs in sorted({t.num_runs for t in train}):
+        rows = config.buffer.train_batch_size or config.buffer.batch_size * runs
+        if rows % (micro * learner.world_size):
+            p.error(
+                "trainer.micro_batch_size_per_gpu",
+                f"is {micro}, and {micro} x {learner.world_size} rank(s) does not divide the {rows} experiences of a step "
+                f"(batch_size {config.buffer.batch_size} x {runs} runs); change one of them, or use use_dynamic_bsz: true",
+                given=micro,
+            )
+            return
