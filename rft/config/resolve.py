@@ -44,6 +44,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     groups, rows = steps.batch(config, train, p)
     learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, find, p)
     roles.micro_batches(config, train, learner, p)
+    roles.deterministic(config, train, p)
     sync = steps.sync(config, engines[0].dtype, train, p)
     buffer = steps.buffer(config, run_dir, p)
     explorer = steps.explorer(config, train, evals, num_explore, plugin_dirs, p)

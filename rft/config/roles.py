@@ -206,6 +206,18 @@ def learner(
     )
 
 
+def deterministic(config: RunConfig, train: tuple[TasksetSettings, ...], p: Problems) -> None:
+    """A deterministic step is submitted as a whole, so all of it must be decoded at the same time."""
+    wanted = config.buffer.batch_size * max((t.num_runs for t in train), default=1)
+    given = config.explorer.rollout_model.max_num_seqs
+    if config.deterministic and given < wanted:
+        p.error(
+            "explorer.rollout_model.max_num_seqs",
+            f"is {given}; with deterministic: true it must hold the {wanted} runs of a step",
+            given=given,
+        )
+
+
 def micro_batches(config: RunConfig, train: tuple[TasksetSettings, ...], learner: LearnerSettings, p: Problems) -> None:
     micro = learner.micro_batch_size
     if learner.use_dynamic_bsz or micro is None:
