@@ -433,7 +433,7 @@ def _load_model(settings: EngineSettings) -> Any:
             trust_remote_code=settings.trust_remote_code,
             **settings.extra_engine_args,
         )
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, TypeError) as e:
         raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds:

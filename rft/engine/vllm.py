@@ -22,7 +22,7 @@ import numpy as np
 from rft.engine.base import engine, not_loaded, worst
 from rft.engine.chat import Chat
 from rft.engine.settings import EngineSettings
-from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
+from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
@@ -231,7 +231,9 @@ def engine_args(settings: EngineSettings) -> Any:
             args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     unknown = sorted(set(settings.extra_engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
     if unknown:
-        raise SetupError(f"extra_engine_args {', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs")
+        raise ConfigError(
+            f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs", key="extra_engine_args", given=unknown
+        )
     return AsyncEngineArgs(**{**args, **settings.extra_engine_args})
 
 

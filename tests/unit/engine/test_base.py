@@ -27,7 +27,7 @@ async def test_scripted_from_settings() -> None:
 
 
 async def test_an_unknown_engine_is_named() -> None:
-    with pytest.raises(ConfigError, match="unknown engine 'vlm'.*transformers"):
+    with pytest.raises(ConfigError, match=r"unknown engine 'vlm'.*transformers"):
         await make(EngineSettings(engine_type="vlm"))
 
 
@@ -94,7 +94,7 @@ async def test_a_pool_names_the_engine_that_failed() -> None:
     engines = [ScriptedEngine(answer=lambda _: "ok") for _ in range(2)]
     pool = EnginePool(engines)
     engines[0].die("out of order")
-    with pytest.raises(EngineFailed, match="engine 0 of 2: .*out of order"):
+    with pytest.raises(EngineFailed, match=r"engine 0 of 2: .*out of order"):
         await pool.generate(ask())
     with pytest.raises(EngineFailed, match="out of order"):
         await pool.health()
