@@ -1,0 +1,45 @@
+"""The documents do what they say: every block of every how-to is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from rft.plugins import REGISTRY
+
+_spec = importlib.util.spec_from_file_location("docs_howto", Path(__file__).with_name("howto.py"))
+assert _spec is not None and _spec.loader is not None
+howto = importlib.util.module_from_spec(_spec)
+sys.modules["docs_howto"] = howto
+_spec.loader.exec_module(howto)
+
+PAGES = sorted((howto.ROOT / "docs" / "howto").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_howto(page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        howto.play(page, tmp_path, tiny_model)
+    finally:  # what the page has marked is not there for other tests
+        for key, plugin in list(REGISTRY._found.items()):
+            if plugin.source.startswith(str(tmp_path)):
+                del REGISTRY._found[key]
+
+
+def test_the_runner_notices_what_is_wrong(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    for body, why in [
+        ("```console\n$ rft --version\nrft 99…\n```\n", "did not print"),
+        ("```console\n$ rft check --config missing.yaml\n```\n", "ended with 2, expected 0"),
+        ("```console\n$ rm -rf x\n```\n", "may use rft"),
+        ("```python\nassert False, 'no'\n```\n", "no"),
+        ("```yaml\nmodel: {tempreature: 1}\n```\n", "tempreature"),
+    ]:
+        page.write_text(body)
+        with pytest.raises(Exception, match=why):
+            howto.play(page, tmp_path, tiny_model)
