@@ -149,7 +149,7 @@ def _shard(policy: Policy, settings: LearnerSettings) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if settings.dtype == "float16":
-        raise ConfigError("float16 needs loss scaling, which the trainer does not have; use bfloat16", key="trainer.dtype")
+        raise ConfigError("float16 needs loss scaling, which the trainer does not have; use bfloat16", key="trainer.param_dtype")
     mesh = init_device_mesh(settings.device, (settings.world_size,))
     low = DTYPES[settings.dtype]
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low != torch.float32 else MixedPrecisionPolicy()

@@ -98,7 +98,7 @@ def _fixed(count: int, world_size: int, size: int) -> list[list[list[int]]]:
             f"{count} rows cannot be cut into micro-batches of {size} on {world_size} rank(s): they must be a multiple of "
             f"{world_size * size}.  Set trainer.use_dynamic_bsz: true, which takes any number, or change the "
             "micro-batch or train batch size.",
-            key="trainer.ppo_micro_batch_size_per_gpu",
+            key="trainer.micro_batch_size_per_gpu",
             given=size,
         )
     each = count // world_size

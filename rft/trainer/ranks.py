@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rft.errors import ConfigError
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
@@ -65,6 +66,8 @@ class Ranks:
     @property
     def budget(self) -> Budget:
         s = self.settings
+        if not s.use_dynamic_bsz and s.micro_batch_size is None:
+            raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.micro_batch_size_per_gpu")
         return Budget(s.max_token_len_per_gpu, s.share_prompts, None if s.use_dynamic_bsz else s.micro_batch_size)
 
     async def step(self, shares: Sequence[RankBatch]) -> StepReport:
