@@ -29,6 +29,11 @@ def learn_secrets(values: Iterable[str]) -> None:
     _values.update(v for v in values if len(v) >= 6)
 
 
+def learnt_secrets() -> tuple[str, ...]:
+    """What `learn_secrets` has been told in this process, for the processes that it starts."""
+    return tuple(_values)
+
+
 def learn_environment() -> None:
     """Remember the values of all environment variables whose name says secret."""
     learn_secrets(v for k, v in os.environ.items() if is_secret_name(k))

@@ -9,21 +9,27 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import importlib
+import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rft.errors import DeadlineExceeded, OutOfMemory, RunFailed
+from rft.logs import learn_secrets, redact, to_file
 
 
 class Host:
-    """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on to it."""
+    """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on to it.
 
-    def __init__(self, name: str, logs: str, level: str) -> None:
+    `secrets` are what the launcher has learnt from the configuration, so that this process keeps them out of its files too.
+    """
+
+    def __init__(self, name: str, logs: str, level: str, secrets: Sequence[str] = ()) -> None:
         self._name = name
+        learn_secrets(secrets)
         own_output(Path(logs), name, level)
         self._part: Any = None
 
@@ -44,17 +50,24 @@ class Host:
 
 def own_output(logs: Path, name: str, level: str) -> None:
     """This process writes its log to `logs/name.log` and everything it or its children print to `logs/name.out`."""
-    from rft.logs import to_file
-
     to_file(logs / f"{name}.log", level)
     out = os.open(logs / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(out, 1)
     os.dup2(out, 2)
+    sys.stdout = sys.stderr = _Redacting(os.fdopen(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
     faulthandler.enable(file=2)
     if sys.platform == "linux":
         _die_with_parent()
+
+
+class _Redacting(io.TextIOWrapper):
+    """What plugins print goes into a file of the run, so it passes the same filter as the log."""
+
+    def write(self, text: str, /) -> int:
+        super().write(redact(text))
+        return len(text)
 
 
 def _die_with_parent() -> None:

@@ -38,7 +38,8 @@ class Wandb(Tracker):
         import wandb
 
         # "off": the console belongs to the progress display, and our logs are redacted while wandb's copy would not be.
-        own: dict[str, Any] = {"console": "off", "silent": True}
+        # Nor does wandb's own look at the process go along: the command line and the git remote may hold secrets.
+        own: dict[str, Any] = {"console": "off", "silent": True, "x_disable_meta": True, "disable_git": True, "save_code": False}
         if args.base_url is not None:
             own["base_url"] = args.base_url
         if args.api_key is not None:
@@ -58,7 +59,7 @@ class Wandb(Tracker):
             settings=wandb.Settings(**own),
         )
         log.info("wandb run: %s", self._run.url or self._run.dir)
-        self._table = wandb.Table
+        self._table, self._teardown = wandb.Table, wandb.teardown
         self._names = OneRun()
         self._defined: set[str] = set()
 
@@ -72,6 +73,7 @@ class Wandb(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+        self._teardown()  # ends wandb's service process, which would otherwise outlive the run until this process ends
 
     def _log(self, role: str, step: int, values: dict[str, Any]) -> None:
         axis = f"{role}_step"

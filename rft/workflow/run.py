@@ -20,6 +20,7 @@ import msgspec
 
 from rft.engine.base import PromptTooLong
 from rft.errors import RftError
+from rft.logs import redact
 from rft.reward.base import score
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.experience import Experience, failed, from_completions
@@ -233,9 +234,9 @@ def _prompt_text(transcript: Transcript) -> str:
 
 
 def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:
-    """The header row: one line of reason, and the end of the traceback for the person who wrote the workflow."""
-    text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-    lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
+    """The header row: one line of reason, and the end of the traceback for the person who wrote the workflow; without secrets."""
+    text = redact(str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}")
+    lines = redact("".join(traceback.format_exception(error))).splitlines()[-_TRACEBACK_LINES:]
     return failed(
         group.run(run, attempt),
         taskset=task.taskset,
