@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from rft import __version__
-from rft.errors import RftError
+from rft.errors import Interrupted, RftError
 
 VERBS = {
     "run": "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
@@ -46,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         learn_environment()
         print(redact(f"{type(e).__name__}: {e}"), file=sys.stderr)
+        if isinstance(e, Interrupted):
+            # All of ours is closed by now; the exit handlers of a Ray that was stopped half-way would wait a minute for it.
+            sys.stdout.flush()
+            os._exit(e.exit_code)
         sys.exit(e.exit_code)
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; the interpreter must not complain when it flushes.

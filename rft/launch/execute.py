@@ -6,16 +6,17 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from rft import logs
 from rft.config.check import load_plan
 from rft.config.plan import Plan
 from rft.config.save import refuse_changes, save
-from rft.errors import RftError
+from rft.errors import Interrupted, RftError
 from rft.launch import leftovers
-from rft.launch.drive import Outcome
+from rft.launch.drive import INTERRUPTED, OnRecord, Outcome
 from rft.launch.progress import Progress
 from rft.launch.rundir import RunDir
 from rft.monitor.monitor import check_available
@@ -27,7 +28,11 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
     """Runs `config` to the end.  Raises RftError; nothing has been started if it is a ConfigError."""
     logs.learn_environment()
     loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
+    if not plan.continue_from_checkpoint and plan.run_dir.exists():
+        name = f"{plan.run_dir.name}_{time.strftime('%Y%m%d_%H%M%S')}"
+        loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs), name=name)
     check_available(plan.monitor.kinds, plan.monitor.args)
+    run = _runner(in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
     rundir = RunDir.claim(plan.run_dir)
     began = time.time()
     handler = logs.to_file(rundir.logs / "launcher.log", plan.log_level)
@@ -36,13 +41,15 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
             log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
         save(loaded, rundir.path)
         _clean_after_a_crash(rundir)
-        with Progress(plan.run_dir, total_steps=plan.trainer.total_steps, notes=plan.notes) as progress:
-            outcome = asyncio.run(_run(plan, rundir, progress, in_process))
+        with Progress(plan.run_dir, total_steps=plan.trainer.total_steps, notes=(*plan.notes, *plan.warnings)) as progress:
+            outcome = asyncio.run(run(plan, rundir, progress.update))
         rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))
         return outcome
+    except (Interrupted, KeyboardInterrupt) as e:
+        rundir.state("interrupted", reason=INTERRUPTED)
+        raise Interrupted(INTERRUPTED) from e
     except BaseException as e:
-        phase = "interrupted" if isinstance(e, KeyboardInterrupt) or getattr(e, "exit_code", 4) == 130 else "failed"
-        rundir.state(phase, reason=f"{type(e).__name__}: {e}")
+        rundir.state("failed", reason=f"{type(e).__name__}: {e}")
         log.error("%s", e, exc_info=not isinstance(e, RftError))
         raise
     finally:
@@ -59,11 +66,11 @@ def _clean_after_a_crash(rundir: RunDir) -> None:
             log.info("left by the run before: %s", line)
 
 
-async def _run(plan: Plan, rundir: RunDir, progress: Progress, in_process: bool) -> Outcome:
+def _runner(in_process: bool) -> Callable[[Plan, RunDir, OnRecord], Coroutine[Any, Any, Outcome]]:
     if in_process:
         from rft.launch import inprocess
 
-        return await inprocess.run(plan, rundir, progress.update)
+        return inprocess.run
     from rft.launch import supervise
 
-    return await supervise.run(plan, rundir, progress.update)
+    return supervise.run

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
-from rft.config.plan import Plan
-from rft.errors import ConfigError
+from rft.config.plan import Facts, Plan
+from rft.errors import ConfigError, SetupError
 from rft.launch import drive, parts
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.rundir import RunDir
@@ -29,18 +30,30 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
         raise ConfigError(
             "vllm needs Ray; use `transformers` in one process", key="explorer.rollout_model.engine_type", given="vllm"
         )
+    if "cuda" in {plan.learner.device, *(e.device for e in plan.engines)} and Facts().gpus == 0:
+        raise SetupError(
+            "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and trainer.device to cpu, "
+            "leave out cluster.gpu_per_node, or use a machine with GPUs"
+        )
     began = time.monotonic()
     found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
     if found is not None and found.version.step >= plan.trainer.total_steps:
         return Outcome(found.version, rundir.path, 0.0, found.version)
     rundir.state("running")
-    buffer = await parts.buffer(plan)
-    made = list(engines) or [await parts.engine(plan, i) for i in range(len(plan.engines))]
-    trainer = await parts.trainer(plan, 0, None)
-    explorer = await parts.explorer(plan)
-    start = await drive.begin(buffer, found)
-    coordinator = parts.Coordinator(plan, made, trainer, start)
-    try:
+    async with AsyncExitStack() as started:
+        buffer = await parts.buffer(plan)
+        started.push_async_callback(buffer.close)
+        trainer = await parts.trainer(plan, 0, None)
+        started.push_async_callback(trainer.close)
+        made = list(engines)
+        for i in range(0 if made else len(plan.engines)):
+            made.append(await parts.engine(plan, i))
+        for engine in made:
+            started.push_async_callback(engine.close)
+        explorer = await parts.explorer(plan)
+        start = await drive.begin(buffer, found)
+        coordinator = parts.Coordinator(plan, made, trainer, start)
+        started.push_async_callback(coordinator.close)
         with Signals() as signals:
             await drive.work(
                 trainer.run([], buffer.reader(start.lineage), coordinator, coordinator, start),
@@ -50,9 +63,6 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
                 on_record,
                 signals,
             )
-    finally:
-        for part in (*made, coordinator, trainer, buffer):
-            await part.close()
     last = manifests.latest(rundir.checkpoints)
     assert last is not None, "a run that ends without an error has a final checkpoint"
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Coroutine
@@ -24,6 +25,7 @@ from rft.launch.parts import Start
 from rft.launch.place import placement, reserve
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
+from rft.logs import learnt_secrets
 from rft.trainer import manifest as manifests
 
 log = logging.getLogger(__name__)
@@ -33,31 +35,63 @@ START_DEADLINE_S = 900.0
 async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     """Runs to the end.  Raises the RftError of the part that failed first, or Interrupted."""
     began = time.monotonic()
-    found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
-    if found is not None and found.version.step >= plan.trainer.total_steps:
-        log.info("already trained to step %d; raise buffer.total_steps to go on", found.version.step)
-        return Outcome(found.version, rundir.path, 0.0, found.version)
-    run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
-    rundir.state("starting")
     with Signals() as signals:
-        cluster = await asyncio.to_thread(Cluster.connect, plan.cluster.ray_address)
+        found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
+        if found is not None and found.version.step >= plan.trainer.total_steps:
+            log.info("already trained to step %d; raise buffer.total_steps to go on", found.version.step)
+            return Outcome(found.version, rundir.path, 0.0, found.version)
+        run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
+        rundir.state("starting")
+        try:
+            cluster = await signals.guard(_connect(plan.cluster.ray_address))
+        except BaseException:
+            _clean(run_id)
+            raise
         parts = _Parts(plan, rundir, cluster)
-        graceful = False
+        worked = False
         try:
             start = await signals.guard(parts.start(found))
-            graceful = True
+            worked = True
             rundir.state("running", lineage=start.lineage, parts=parts.pids)
             await parts.work(start, on_record, signals)
         finally:
             rundir.state("stopping")
-            await parts.end(graceful)
+            await parts.end(graceful=worked)
             await asyncio.to_thread(cluster.close)
-            for line in leftovers.clean(run_id):
-                log.info("cleaned up: %s", line)
-            del os.environ[leftovers.RUN_ID]
+            _clean(run_id)
     last = manifests.latest(rundir.checkpoints)
     assert last is not None, "a run that ends without an error has a final checkpoint"
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
+
+
+async def _connect(address: str | None) -> Cluster:
+    """Connects in a daemon thread: starting Ray cannot be interrupted, and a person's Ctrl-C must not wait for it."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Cluster] = loop.create_future()
+
+    def give(cluster: Cluster | None, error: BaseException | None) -> None:
+        if answer.cancelled():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        elif cluster is not None:
+            answer.set_result(cluster)
+
+    def connect() -> None:
+        try:
+            loop.call_soon_threadsafe(give, Cluster.connect(address), None)
+        except BaseException as e:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(give, None, e)
+
+    threading.Thread(target=connect, name="ray-start", daemon=True).start()
+    return await answer
+
+
+def _clean(run_id: str) -> None:
+    for line in leftovers.clean(run_id):
+        log.info("cleaned up: %s", line)
+    os.environ.pop(leftovers.RUN_ID, None)
 
 
 class _Parts:
@@ -129,7 +163,7 @@ class _Parts:
         if env:
             options["runtime_env"] = {"env_vars": env}
         titled = type(name.replace("-", "_"), (Host,), {})  # `ps` shows the class: ray::engine_0
-        handle = ray.remote(titled).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level)
+        handle = ray.remote(titled).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level, learnt_secrets())
         self.handles[name] = handle
         self.pids[name] = (await guarded(handle.facts.remote(), name, error, START_DEADLINE_S))["pid"]
         await guarded(handle.start.remote(factory, *args), name, error, START_DEADLINE_S)
