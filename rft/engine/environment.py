@@ -51,8 +51,12 @@ def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[st
 
 
 def trainer_environment(threads: int) -> dict[str, str]:
-    """Variables for a trainer rank on CPU that computes with `threads` threads."""
-    return _unless_set({"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_preload(ALLOCATOR)})
+    """Variables for a trainer rank on CPU that computes with `threads` threads.
+
+    Idle OpenMP threads may spin for a moment only: the engine needs the cores as soon as the trainer waits.
+    """
+    env = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000", "TOKENIZERS_PARALLELISM": "false"}
+    return _unless_set({**env, **_preload(ALLOCATOR)})
 
 
 def library(name: str) -> Path | None:

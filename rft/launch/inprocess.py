@@ -43,13 +43,12 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
     async with AsyncExitStack() as started:
         buffer = await parts.buffer(plan)
         started.push_async_callback(buffer.close)
+        made: list[Engine] = []
+        for i in range(len(engines) or len(plan.engines)):
+            made.append(engines[i] if engines else await parts.engine(plan, i))
+            started.push_async_callback(made[-1].close)
         trainer = await parts.trainer(plan, 0, None)
         started.push_async_callback(trainer.close)
-        made = list(engines)
-        for i in range(0 if made else len(plan.engines)):
-            made.append(await parts.engine(plan, i))
-        for engine in made:
-            started.push_async_callback(engine.close)
         explorer = await parts.explorer(plan)
         start = await drive.begin(buffer, found)
         coordinator = parts.Coordinator(plan, made, trainer, start)

@@ -42,8 +42,9 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
             return Outcome(found.version, rundir.path, 0.0, found.version)
         run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
         rundir.state("starting")
+        ended = threading.Event()
         try:
-            cluster = await signals.guard(_connect(plan.cluster.ray_address))
+            cluster = await signals.guard(_connect(plan.cluster.ray_address, ended))
         except BaseException:
             _clean(run_id)
             raise
@@ -58,14 +59,18 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
             rundir.state("stopping")
             await parts.end(graceful=worked)
             await asyncio.to_thread(cluster.close)
+            ended.set()
             _clean(run_id)
     last = manifests.latest(rundir.checkpoints)
     assert last is not None, "a run that ends without an error has a final checkpoint"
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
 
 
-async def _connect(address: str | None) -> Cluster:
-    """Connects in a daemon thread: starting Ray cannot be interrupted, and a person's Ctrl-C must not wait for it."""
+async def _connect(address: str | None, ended: threading.Event) -> Cluster:
+    """Connects in a daemon thread: starting Ray cannot be interrupted, and a person's Ctrl-C must not wait for it.
+
+    The thread stays until `ended`, because Ray's processes ask the kernel to die with the thread that started them.
+    """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Cluster] = loop.create_future()
 
@@ -80,6 +85,7 @@ async def _connect(address: str | None) -> Cluster:
     def connect() -> None:
         try:
             loop.call_soon_threadsafe(give, Cluster.connect(address), None)
+            ended.wait()
         except BaseException as e:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(give, None, e)
