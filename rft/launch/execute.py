@@ -13,13 +13,15 @@ from typing import Any
 from rft import logs
 from rft.config.check import load_plan
 from rft.config.plan import Plan
-from rft.config.save import refuse_changes, save
-from rft.errors import Interrupted, RftError
+from rft.config.save import Change, refuse_changes, save
+from rft.config.schema.root import RunConfig
+from rft.errors import ConfigError, Interrupted, RftError
 from rft.launch import leftovers
 from rft.launch.drive import INTERRUPTED, OnRecord, Outcome
 from rft.launch.progress import Progress
 from rft.launch.rundir import RunDir
 from rft.monitor.monitor import check_available
+from rft.trainer import manifest as manifests
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +34,13 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
         name = f"{plan.run_dir.name}_{time.strftime('%Y%m%d_%H%M%S')}"
         loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs), name=name)
     check_available(plan.monitor.kinds, plan.monitor.args)
-    run = _runner(in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
+    run = _runner(plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
     rundir = RunDir.claim(plan.run_dir)
     began = time.time()
+    changed = _changes(loaded, rundir)
     handler = logs.to_file(rundir.logs / "launcher.log", plan.log_level)
     try:
-        for change in refuse_changes(loaded, rundir.path) if plan.continue_from_checkpoint else ():
+        for change in changed:
             log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
         save(loaded, rundir.path)
         _clean_after_a_crash(rundir)
@@ -59,6 +62,15 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
         sys.stdout.flush()
 
 
+def _changes(loaded: RunConfig, rundir: RunDir) -> list[Change]:
+    """What is new since the run began.  Until there is a checkpoint anything may change: nothing learnt would be thrown away."""
+    try:
+        return refuse_changes(loaded, rundir.path) if manifests.committed(rundir.checkpoints) else []
+    except ConfigError:
+        rundir.release()
+        raise
+
+
 def _clean_after_a_crash(rundir: RunDir) -> None:
     """A run that was killed could not clean up; whatever of it is still on this machine goes now."""
     if run_id := rundir.read_state().get("run_id"):
@@ -66,10 +78,11 @@ def _clean_after_a_crash(rundir: RunDir) -> None:
             log.info("left by the run before: %s", line)
 
 
-def _runner(in_process: bool) -> Callable[[Plan, RunDir, OnRecord], Coroutine[Any, Any, Outcome]]:
+def _runner(plan: Plan, in_process: bool) -> Callable[[Plan, RunDir, OnRecord], Coroutine[Any, Any, Outcome]]:
     if in_process:
         from rft.launch import inprocess
 
+        inprocess.check(plan)
         return inprocess.run
     from rft.launch import supervise
 

@@ -22,19 +22,27 @@ from rft.types.ports import Engine
 log = logging.getLogger(__name__)
 
 
-async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Sequence[Engine] = ()) -> Outcome:
-    """Runs to the end.  `engines` replace the plan's own (tests).  Raises the RftError of the part that failed, or Interrupted."""
+def check(plan: Plan) -> None:
+    """Raises ConfigError or SetupError for what one process, or this machine, cannot do."""
     if plan.learner.world_size != 1:
-        raise ConfigError(f"{plan.learner.world_size} ranks need Ray; one process has one", key="trainer.world_size")
-    if not engines and any(e.engine_type == "vllm" for e in plan.engines):
         raise ConfigError(
-            "vllm needs Ray; use `transformers` in one process", key="explorer.rollout_model.engine_type", given="vllm"
+            "several ranks need Ray; leave out --in-process, or use 1", key="trainer.world_size", given=plan.learner.world_size
+        )
+    if any(e.engine_type == "vllm" for e in plan.engines):
+        raise ConfigError(
+            "vllm needs Ray; leave out --in-process, or use transformers",
+            key="explorer.rollout_model.engine_type",
+            given="vllm",
         )
     if "cuda" in {plan.learner.device, *(e.device for e in plan.engines)} and Facts().gpus == 0:
         raise SetupError(
             "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and trainer.device to cpu, "
             "leave out cluster.gpu_per_node, or use a machine with GPUs"
         )
+
+
+async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Sequence[Engine] = ()) -> Outcome:
+    """Runs to the end.  `engines` replace the plan's own (tests).  Raises the RftError of the part that failed, or Interrupted."""
     began = time.monotonic()
     found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
     if found is not None and found.version.step >= plan.trainer.total_steps:
