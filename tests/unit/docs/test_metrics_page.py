@@ -1,0 +1,109 @@
+"""docs/reference/metrics.md names everything that runs write, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rft.launch.execute import execute
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+ROLES = {"Explorer": "explorer", "Trainer": "trainer", "Synchronizer": "synchronizer", "Evaluation": "eval", "Alarms": "any"}
+FLOW = """
+from rft.workflow.base import Workflow
+
+class Flow(Workflow):
+    async def run(self, task, ctx):
+        await ctx.chat(task.chat())
+        return ctx.transcript(metrics={"answer_chars": 1.0})
+
+def parts(task, transcript):
+    return {"exact": float(transcript.answer == task.truth), "luck": float(len(transcript.turns[0].completion.text) % 2)}
+"""
+
+
+def documented() -> dict[str, dict[str, bool]]:
+    """role -> {name as written: whether every run writes it}."""
+    found: dict[str, dict[str, bool]] = {}
+    for section in PAGE.split("\n## ")[1:]:
+        role = ROLES[re.match(r"\w+", section)[0]]  # type: ignore[index]
+        rows = re.findall(r"^\| (\*?)`([^`]+)`\*? \|", section, re.MULTILINE)
+        found[role] = {name: not star for star, name in rows}
+    return found
+
+
+def form(name: str) -> re.Pattern[str]:
+    return re.compile("".join(r"[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name)))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, set[str]]:
+    """role -> names of two small runs that switch on what they can."""
+    folder = tmp_path_factory.mktemp("metrics")
+    (folder / "flow.py").write_text(FLOW)
+    common = [
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={folder}",
+        "buffer.batch_size=4",
+        "algorithm.repeat_times=4",
+        "buffer.explorer_input.eval_tasksets.0.max_rows=4",
+        "trainer.save_interval=1",
+        f"buffer.explorer_input.default_workflow_type={folder}/flow.py:Flow",
+        f"buffer.explorer_input.default_reward_fn_type={folder}/flow.py:parts",
+    ]
+    plain = ["name=plain", "trainer.total_steps=2"]
+    more = [
+        *("name=more", "trainer.total_steps=2", "algorithm.kl_loss_fn=k2", "algorithm.entropy_loss_fn_args.entropy_coef=0.01"),
+        "buffer.explorer_input.eval_tasksets.0.rollout_args.temperature=0",
+        "buffer.explorer_input.default_reward_fn_type=math_reward",
+    ]
+    names: dict[str, set[str]] = {}
+    for changes in (plain, more):
+        outcome = execute(ROOT / "examples" / "tiny" / "config.yaml", [*common, *changes], in_process=True)
+        for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            names.setdefault(record["role"], set()).update(record["values"])
+    return names
+
+
+def test_everything_that_is_written_is_documented(written: dict[str, set[str]]) -> None:
+    pages = documented()
+    unknown = [
+        f"{role}: {name}"
+        for role, names in written.items()
+        for name in sorted(names)
+        if not any(form(known).fullmatch(name) for known in pages[role])
+    ]
+    assert not unknown, "add these to docs/reference/metrics.md:\n" + "\n".join(unknown)
+
+
+def test_what_is_documented_as_always_there_is_written(written: dict[str, set[str]]) -> None:
+    missing = [
+        f"{role}: {known}"
+        for role, names in documented().items()
+        for known, always in names.items()
+        if always and not any(form(known).fullmatch(name) for name in written[role])
+    ]
+    assert not missing, "these are not written:\n" + "\n".join(missing)
+
+
+def test_most_conditional_names_were_seen(written: dict[str, set[str]]) -> None:
+    every = set().union(*written.values())
+    unseen = {
+        k
+        for names in documented().values()
+        for k, always in names.items()
+        if not always and not any(map(form(k).fullmatch, every))
+    }
+    assert unseen <= {"alarm/monitor_failed"}
+
+
+def test_every_row_has_a_unit_and_a_meaning() -> None:
+    for line in re.findall(r"^\| \*?`.+$", PAGE, re.MULTILINE):
+        name, unit, reduction, meaning = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:5]]
+        assert unit or name in ("`actor/lr`",) or "ratio" in name or "advantage" in name, line
+        assert reduction or meaning, line
