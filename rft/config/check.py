@@ -109,6 +109,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         plugins.load_all(plan.plugin_dirs)
     except ConfigError as e:
         return Report(errors=_listed(e), config=config, plan=plan)
+    _storage_is_there(plan, problems)
     model = None
     try:
         model = modelfiles.look(plan.learner.model_path)
@@ -146,6 +147,17 @@ def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> R
         plan=plan,
         **more,
     )
+
+
+def _storage_is_there(plan: Plan, problems: Problems) -> None:
+    key, url = "buffer.trainer_input.experience_buffer", plan.buffer.ledger_url
+    if plan.buffer.storage_type == "file":
+        problems.error(f"{key}.storage_type", "file comes later; use sql or queue", given="file")
+    if url is not None and not url.startswith("sqlite:///"):
+        kind = url.partition("://")[0]
+        problems.error(
+            f"{key}.path", f"a ledger in {kind} comes later; write sqlite:///FILE, or leave it out (SQLite in the run folder)"
+        )
 
 
 def _model_fits(model: Any, plan: Plan, problems: Problems) -> None:

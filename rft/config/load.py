@@ -50,7 +50,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Source:
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text (byte {e.start})") from None
     except OSError as e:
-        raise ConfigError(f"cannot read configuration {path}: {e.strerror}") from None
+        raise ConfigError(f"cannot read configuration {path}: {e.strerror}; --config names the YAML file") from None
     values, lines = yamlfile.parse(text, path.name)
     if values is None:
         raise ConfigError(f"{path} is empty; it needs at least model.model_path and buffer.explorer_input")

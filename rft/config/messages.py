@@ -36,7 +36,7 @@ def _sentence(e: Any, loc: Loc, source: Source) -> str:
     key, kind, given = dotted(loc), e["type"], e.get("input")
     where = f"  ({source.where(loc)})" if source.where(loc) else ""
     if kind == "extra_forbidden":
-        return f"{_unknown(loc)}{where}"
+        return f"{_unknown(loc, given)}{where}"
     if kind == "missing":
         field = field_at(loc)
         return f"is required: {field.description if field and field.description else 'write it'}"
@@ -50,6 +50,8 @@ def _written(source: Source, loc: Loc, given: Any) -> Any:
     """The value before validators changed its case."""
     value: Any = source.values
     for part in loc:
+        if isinstance(value, str):
+            return value  # one name where a list may stand
         try:
             value = value[part]
         except (KeyError, IndexError, TypeError):
@@ -57,14 +59,15 @@ def _written(source: Source, loc: Loc, given: Any) -> Any:
     return value
 
 
-def _unknown(loc: Loc) -> str:
+def _unknown(loc: Loc, given: Any) -> str:
     key = dotted(loc)
     if text := advice(key):
         return text
     names = list(fields_at(loc[:-1]))
+    near = [n for n in names if fields_at((*loc[:-1], n))] if isinstance(given, dict) else names
     last = str(loc[-1])
     close = [k for k in all_keys() if k.rsplit(".", 1)[-1] == last]
-    close = close or [dotted((*loc[:-1], n)) for n in difflib.get_close_matches(last, names, n=1, cutoff=0.65)]
+    close = close or [dotted((*loc[:-1], n)) for n in difflib.get_close_matches(last, near, n=1, cutoff=0.65)]
     close = close or difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.8)
     hint = f"  Did you mean {' or '.join(close[:2])}?" if close else ""
     return f"unknown key.{hint}  Known here: {', '.join(names) or 'nothing, it is a value'}"

@@ -128,7 +128,10 @@ def find_model(path: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError("is a file; it must be a folder with config.json, tokenizer and safetensors", key=KEY, given=path)
+        advice = "  A GGUF cannot be trained; name the original model that it was made from" if folder.suffix == ".gguf" else ""
+        raise ConfigError(
+            f"{path} is a file; it must be a folder with config.json, tokenizer and safetensors.{advice}", key=KEY, given=path
+        )
     if _HUB_ID.fullmatch(path) and not path.startswith("."):
         home = Path(
             os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"

@@ -34,7 +34,7 @@ def open_path(settings: TasksetSettings) -> Taskset:
             raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_SUFFIXES)} or a folder")
         return reader(settings, path)
     if path.suffix.lower() in _SUFFIXES or path.is_absolute() or settings.path.startswith((".", "~")):
-        raise _error(settings, f"{path} does not exist" + _near(path))
+        raise _error(settings, f"{path} does not exist{_near(path)}{_looked(path)}")
     return _open_datasets(settings, None)
 
 
@@ -153,6 +153,10 @@ def _near(path: Path) -> str:
         return f"; the folder {path.parent} does not exist either"
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def _looked(path: Path) -> str:
+    return "" if path.is_absolute() else f"; relative paths are looked up in {Path.cwd()} and beside the configuration file"
 
 
 def _error(settings: TasksetSettings, message: str) -> ConfigError:
