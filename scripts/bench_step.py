@@ -129,9 +129,12 @@ class Ours:
             os.close(child)
 
     def _await_served(self, step: int) -> None:
+        """Wait until the step's weights are proven and its last record, the trainer's, is written; step 0 has no training."""
+        last = "trainer" if step else "synchronizer"
+
         def served() -> bool:
             path = self._run / "metrics.jsonl"
-            return path.exists() and any(r.role == "synchronizer" and r.step >= step for r in scan(path).records)
+            return path.exists() and any(r.role == last and r.step == step for r in scan(path).records)
 
         self._watch.until(served, STEP_S, f"weights of step {step}")
 
