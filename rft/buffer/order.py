@@ -299,7 +299,7 @@ class Order:
             self._base += 1
 
 
-_REMEDY = "Raise explorer.max_refill, ease the filters, or set buffer.on_short_batch to train or carry"
+_REMEDY = "Raise buffer.max_refill, ease the filters, or set buffer.on_short_batch to train or carry"
 
 
 def _short(key: Key, closed: Closed) -> str:

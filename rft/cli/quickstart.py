@@ -21,7 +21,7 @@ def quickstart(
     from rft.launch.execute import execute
     from rft.testing.models import smollm2
 
-    console = Console()
+    console = Console(soft_wrap=True)
     console.print("fetching SmolLM2-135M-Instruct (93 MB, once) ...")
     model = smollm2()
     changes = [
@@ -59,7 +59,7 @@ def report(run_dir: Path, seconds: float, console: Any) -> None:
         if k.startswith("eval/") and "/mean@" in k
     ]
     if not evals:
-        raise RuntimeError(f"{run_dir / 'metrics.jsonl'} has no evaluation; was explorer.eval_tasksets removed?")
+        raise RuntimeError(f"{run_dir / 'metrics.jsonl'} has no evaluation; was buffer.explorer_input.eval_tasksets removed?")
     name = evals[0][1]
     first, last = evals[0], [e for e in evals if e[1] == name][-1]
     taskset = name.split("/")[1]

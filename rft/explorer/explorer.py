@@ -66,9 +66,7 @@ class Explorer:
         if self.num_batches is None and settings.total_epochs is not None:
             self.num_batches = self.order.num_batches(settings.total_epochs)
         if settings.on_short_batch not in ("stop", "train", "carry"):
-            raise ConfigError(
-                f"{settings.on_short_batch!r} is not known; use stop, train or carry", key="explorer.on_short_batch"
-            )
+            raise ConfigError(f"{settings.on_short_batch!r} is not known; use stop, train or carry", key="buffer.on_short_batch")
         self._max_refill = 3 * settings.batch_size if settings.max_refill is None else settings.max_refill
         self._limits = Limits(settings.max_timeout_s, settings.max_retry_times)
         self._slots = asyncio.Semaphore(settings.max_concurrent_runs)
@@ -241,7 +239,7 @@ class Explorer:
         return (
             f"explore batch {batch.number}: only {batch.accepted} of {batch.size} groups can be trained ({reasons}), and all "
             f"{self._max_refill} refills are used up.  Correct the workflow or reward, make the tasks easier, or set "
-            f"explorer.on_short_batch to train or carry.{last}"
+            f"buffer.on_short_batch to train or carry.{last}"
         )
 
 

@@ -285,7 +285,7 @@ class Learner:
     def _remedy(self, doing: str) -> str:
         return (
             f"trainer rank {self.rank} ran out of {self.settings.device} memory while {doing}.  Lower trainer.max_token_len_per_gpu "
-            f"(now {self.settings.max_token_len_per_gpu}), set gradient_checkpointing: true, or use more ranks."
+            f"(now {self.settings.max_token_len_per_gpu}), set trainer.enable_gradient_checkpointing: true, or use more ranks."
         )
 
 
