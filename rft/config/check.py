@@ -74,7 +74,7 @@ def load_plan(
     if report.errors:
         raise ConfigErrors(list(report.errors))
     assert report.config is not None and report.plan is not None
-    return report.config, report.plan
+    return report.config, replace(report.plan, warnings=report.warnings, notes=report.notes)
 
 
 def check(

@@ -108,7 +108,13 @@ def _rows(
         if n < len(tasks):
             gold = _gold(task, reward, key, problems) if n == 0 or reward is not None else None
             rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
-    if limit is not None and (over := sum(n > limit for n in lengths)):
+    if limit is not None and lengths and min(lengths) > limit:
+        problems.error(
+            "model.max_prompt_tokens",
+            f"is {limit}, but every prompt of {key} that was looked at is longer (from {min(lengths)} tokens); raise it",
+            given=limit,
+        )
+    elif limit is not None and (over := sum(n > limit for n in lengths)):
         problems.warn(
             f"{key}: {over} of {len(lengths)} rows looked at have prompts of more than model.max_prompt_tokens {limit} (longest: "
             f"{max(lengths)}); their runs will fail.  Raise it"

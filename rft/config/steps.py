@@ -150,6 +150,12 @@ def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...
 def buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:
     b = config.buffer.trainer_input.experience_buffer
     url = path = None
+    if b.capacity < config.buffer.batch_size:
+        p.error(
+            "buffer.trainer_input.experience_buffer.capacity",
+            f"is {b.capacity} groups, too few for a step of buffer.batch_size {config.buffer.batch_size}; raise it or lower that",
+            given=b.capacity,
+        )
     if b.storage_type == "sql":
         url = b.path
         if url is not None:

@@ -141,8 +141,10 @@ def test_overlap_of_training_and_evaluation(model: Path) -> None:
 
 
 def test_prompts_that_are_too_long(model: Path) -> None:
-    report = run(model, "model.max_prompt_tokens=3")
-    assert any("more than model.max_prompt_tokens 3" in w for w in report.warnings)
+    assert "model.max_prompt_tokens: is 3, but every prompt of" in errors(run(model, "model.max_prompt_tokens=3"))
+    limit = (run(model).tasksets[0].max_prompt_tokens or 0) - 1
+    report = run(model, f"model.max_prompt_tokens={limit}")
+    assert report.ok and any(f"more than model.max_prompt_tokens {limit}" in w for w in report.warnings)
 
 
 def test_two_stages_report_data_and_model_together(tmp_path: Path) -> None:
