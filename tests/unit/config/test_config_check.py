@@ -140,10 +140,12 @@ def test_overlap_of_training_and_evaluation(model: Path) -> None:
     assert any("20 of 20 prompts of rows_eval are also in sums" in w for w in report.warnings)
 
 
-def test_prompts_that_are_too_long(model: Path) -> None:
+def test_prompts_that_are_too_long(model: Path, tmp_path: Path) -> None:
     assert "model.max_prompt_tokens: is 3, but every prompt of" in errors(run(model, "model.max_prompt_tokens=3"))
-    limit = (run(model).tasksets[0].max_prompt_tokens or 0) - 1
-    report = run(model, f"model.max_prompt_tokens={limit}")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{"what is " * n} 1 + 1 ?", "answer": "2"}}\n' for n in range(1, 9)))
+    limit = (run(model, f"{TASKSET}.path={rows}").tasksets[0].max_prompt_tokens or 0) - 1
+    report = run(model, f"{TASKSET}.path={rows}", f"model.max_prompt_tokens={limit}")
     assert report.ok and any(f"more than model.max_prompt_tokens {limit}" in w for w in report.warnings)
 
 
