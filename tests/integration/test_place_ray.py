@@ -60,8 +60,9 @@ import tempfile, shutil
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
 import ray
 from ray.cluster_utils import Cluster as Nodes
-nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 4, "include_dashboard": False, "node_ip_address": "127.0.0.1"})
-nodes.add_node(num_cpus=4, num_gpus=4, node_ip_address="127.0.0.1")
+node = {"num_cpus": 4, "num_gpus": 4, "node_ip_address": "127.0.0.1"}
+nodes = Nodes(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+nodes.add_node(**node)
 folder = nodes.head_node.get_session_dir_path()
 try:
     ray.init(address=nodes.address, log_to_driver=False)
