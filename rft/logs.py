@@ -29,6 +29,11 @@ def learn_secrets(values: Iterable[str]) -> None:
     _values.update(v for v in values if len(v) >= 6)
 
 
+def url_passwords(text: str) -> list[str]:
+    """The passwords of the URLs in `text`."""
+    return [m["secret"] for m in _URL_PASSWORD.finditer(text)]
+
+
 def learnt_secrets() -> tuple[str, ...]:
     """What `learn_secrets` has been told in this process, for the processes that it starts."""
     return tuple(_values)

@@ -19,7 +19,7 @@ from rft.config.messages import explain
 from rft.config.schema.root import RunConfig
 from rft.config.source import Loc, Source, dotted, is_secret
 from rft.errors import ConfigError, ConfigErrors
-from rft.logs import is_secret_name, learn_secrets
+from rft.logs import is_secret_name, learn_secrets, url_passwords
 
 _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)")
@@ -102,6 +102,7 @@ def _source(path: Path | None, text: str, values: dict[str, Any], lines: dict[Lo
     values, replaced = _interpolate(values)
     raw.update(replaced)
     learn_secrets(str(v) for loc, v in _leaves(values) if loc and is_secret(str(loc[-1]), v))
+    learn_secrets(p for _, v in _leaves(values) if isinstance(v, str) for p in url_passwords(v))
     return Source(path=path, text=text, overrides=tuple(overrides), values=values, origins=origins, raw_texts=raw)
 
 

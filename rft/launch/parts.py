@@ -240,7 +240,9 @@ class TrainerPart:
 
 
 async def trainer(plan: Plan, rank: int, rendezvous: str | None) -> TrainerPart:
+    from rft.plugins import load_all
     from rft.trainer.learner import Learner
 
+    load_all(plan.plugin_dirs)
     learner = await asyncio.to_thread(Learner, plan.learner, rank, rendezvous)
     return TrainerPart(plan, learner, rank)

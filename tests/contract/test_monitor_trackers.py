@@ -54,6 +54,14 @@ def tensorboard(folder: Path) -> tuple[Values, str]:
 
 
 def wandb(folder: Path) -> tuple[Values, str]:
+    values, run = wandb_values(folder)
+    (table,) = (folder / "wandb").glob("offline-run-*/files/media/table/samples/*.table.json")
+    assert (run.project, run.run_group, run.display_name) == ("project", "group", "name")
+    return unprefixed(values), table.read_text()
+
+
+def wandb_values(folder: Path) -> tuple[Values, Any]:
+    """The numbers in the one offline file below `folder`, and its record of the run."""
     import json
 
     from wandb.proto.wandb_internal_pb2 import Record
@@ -68,10 +76,8 @@ def wandb(folder: Path) -> tuple[Values, str]:
             if name in axes and isinstance(value, int | float):
                 axis = axes[name]
                 values[(axis.removesuffix("_step"), name, row[axis])] = value
-    (table,) = (folder / "wandb").glob("offline-run-*/files/media/table/samples/*.table.json")
     (run,) = [r.run for r in records if r.run.run_id]
-    assert (run.project, run.run_group, run.display_name) == ("project", "group", "name")
-    return unprefixed(values), table.read_text()
+    return values, run
 
 
 def mlflow(folder: Path) -> tuple[Values, str]:

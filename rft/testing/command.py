@@ -1,0 +1,35 @@
+"""`rft` called as a person calls it, inside this process: what it prints and its exit code.  For tests.
+
+Importing torch costs a process more than a tiny run does, so tests that need no process of their own share theirs.
+Knows nothing of the verbs.  Not for Ctrl-C: the program ends its process then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rft.cli.main import main
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a call ended.  `output` is everything printed, both streams in order."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+def rft(*arguments: Any) -> Done:
+    """`rft ARGUMENTS`, e.g. rft("run", "-c", path, "seed=1")."""
+    out, began, code = io.StringIO(), time.monotonic(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            main([str(a) for a in arguments])
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    return Done(code, out.getvalue(), time.monotonic() - began)
