@@ -8,13 +8,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, SetupError
 from rft.taskset.base import ByIndex, Row, RowTaskset, Taskset, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
@@ -117,6 +118,11 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
         else:
             loaded = datasets.load_dataset(source, settings.subset_name, split=settings.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+        if isinstance(e, OSError) and not _can_write(cache := Path(datasets.config.HF_DATASETS_CACHE)):
+            raise SetupError(
+                f"taskset {settings.name}: {source} is read through the cache of Hugging Face datasets, and {cache} cannot be written "
+                f"({e}).  Set HF_HOME or HF_DATASETS_CACHE to a folder that can be, or name a jsonl, csv or parquet file itself."
+            ) from e
         hint = (
             ""
             if folder is not None
@@ -153,6 +159,16 @@ def _near(path: Path) -> str:
         return f"; the folder {path.parent} does not exist either"
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
     return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether this process can write to `folder`, tried out: permissions alone do not tell."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _looked(path: Path) -> str:
