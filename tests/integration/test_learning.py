@@ -1,0 +1,23 @@
+"""A random model learns the tiny task from scratch, in one process, whatever the seed of its weights, its data and its sampling."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from rft.monitor.read import read, series
+from rft.testing import tiny
+
+spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
+runs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runs)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_in_eighty_steps(tmp_path, seed):
+    model = tiny.make(tmp_path / "model", seed=seed)
+    overrides = (f"seed={seed}", "explorer.eval_interval=1000", "explorer.eval_on_startup=true")
+    run = runs.Run(*runs.arguments(model, tmp_path / "runs", *overrides), "--in-process")
+    assert run.end() == 0, run.output
+    accuracy = dict(series(read(runs.folder(tmp_path / "runs") / "metrics.jsonl"), "eval/copy_eval/mean@1"))
+    assert accuracy[0] < 0.3 and accuracy[80] >= 0.9, accuracy
