@@ -115,7 +115,7 @@ class Registry:
         if where.endswith(".py"):
             module = import_file(Path(where).expanduser())
         else:
-            module = _guarded(name, lambda: importlib.import_module(where))
+            module = _guarded(name, partial(_import_named, kind, name, where))
         if not hasattr(module, attribute):
             raise PluginError(
                 f"{kind} {name!r}: {where} has no {attribute!r}; it defines {', '.join(_public(module)) or 'nothing'}"
@@ -213,6 +213,17 @@ def shipped_workflows() -> Path:
     """The folder of shipped workflows: beside the package in a source tree, inside it in a wheel."""
     inside = Path(__file__).parent / "_workflows"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "workflows"
+
+
+def _import_named(kind: str, name: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{where}.".startswith(f"{e.name}."):
+            raise  # the module is there; something that it imports is not
+        raise PluginError(
+            f"{kind} {name!r}: {e}.  Add its folder to PYTHONPATH or install it; a file can be named as path/file.py:Name"
+        ) from None
 
 
 def _guarded(what: str, load: Callable[[], Any]) -> Any:

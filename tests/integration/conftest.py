@@ -10,7 +10,7 @@ import json
 import socket
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,22 @@ ENVIRONMENT = {  # planted secrets; nothing may print or store them
 }
 WRITTEN = {"wandb": "c4a7cfga" * 5, "workflow": "c4a7cfgb-token", "database": "c4a7cfgc-password", "override": "c4a7cfgd-token"}
 CANARIES = (*ENVIRONMENT.values(), *WRITTEN.values())
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Any]]:
+    """Starts `rft` in a process of its own: `launch("run", ...)` gives a `runs.Run`; one that a failed test forgot is killed."""
+    started: list[Any] = []
+
+    def start(*arguments: str, **environment: str) -> Any:
+        started.append(runs.Run(*arguments, env=environment))
+        return started[-1]
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.end()
 
 
 @pytest.fixture(scope="session")
