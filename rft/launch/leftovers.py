@@ -31,6 +31,7 @@ T = TypeVar("T")
 RUN_ID = "RFT_RUN_ID"
 MARK = "RFT_LEFTOVER_MARK"
 SHM = Path("/dev/shm")
+SETTLED_S = 10.0
 GRACE_S = 5.0  # how long processes that are ending may take
 _SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|rft-|sem\.mp-|plasma|ray")
 _OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-)(\d+)[_-]")
@@ -121,7 +122,9 @@ def clean(run_id: str) -> list[str]:
         stat = _stat(path)
         if stat is None or stat.st_uid != os.getuid() or others.use(path):
             continue
-        dead = not _owner_lives(path, exclude=set()) if _OWNER_IN_NAME.match(path.name) else stat.st_mtime >= began
+        # a file without its owner's name that is only just made may belong to a process that has not opened it yet
+        ours = began <= stat.st_mtime <= time.time() - SETTLED_S
+        dead = not _owner_lives(path, exclude=set()) if _OWNER_IN_NAME.match(path.name) else ours
         if dead and path.is_file():
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")

@@ -180,6 +180,7 @@ class Learner:
                 logprobs = self.policy(self._micro_batch(rows))[0].cpu().numpy()
                 lengths = [int(r.loss_mask.sum()) for r in rows]
                 scored.append(np.split(logprobs, np.cumsum(lengths)[:-1]) if rows else [])
+            self.policy.to_shards()
         return scored
 
     def _micro_batch(self, rows: Sequence[TrainRow]) -> batches.MicroBatch:

@@ -59,6 +59,15 @@ class Policy(nn.Module):
             entropy=entropy,
         )
 
+    def to_shards(self) -> None:
+        """Back to shards after a forward without a backward; FSDP2 keeps the root's parameters whole until then."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(self, FSDPModule):
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def names(self) -> dict[str, nn.Parameter]:
         """Parameters by Hugging Face name; tied ones once."""
         return {name.removeprefix("lm."): p for name, p in self.named_parameters()}
