@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +59,7 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
 
     from rft.logs import redact
 
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     if report.ok and not seat_error and report.plan is not None:
         _show_plan(out, report, report.plan, seats)
     for text in report.notes:
