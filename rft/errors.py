@@ -70,6 +70,21 @@ class OutOfMemory(RunFailed):
     """A process ran out of memory; the message names the process and the remedy."""
 
 
+_NO_MEMORY = (
+    "can't allocate memory",  # torch's allocator on CPU
+    "could not create a primitive",  # oneDNN: its scratch memory
+    "std::bad_alloc",
+    "can't start new thread",  # no room for its stack
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a library says that memory is used up; few of them use MemoryError."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, on a GPU
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
 class DeadlineExceeded(RunFailed):
     """A wait passed its deadline.  The message names who waited for whom and how long."""
 

@@ -24,7 +24,7 @@ import numpy as np
 from rft.engine.base import engine, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
-from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
+from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError, is_out_of_memory
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
@@ -478,6 +478,9 @@ def _answer(
 def _failure(name: str, error: BaseException) -> RftError:
     if isinstance(error, RftError):
         return error
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return OutOfMemory(f"{name}: out of memory; lower max_num_seqs, max_model_len or kv_cache_bytes: {error}")
+    if is_out_of_memory(error):
+        return OutOfMemory(
+            f"{name} ran out of memory.  Lower explorer.rollout_model.max_num_seqs or model.max_model_len, or give the machine more "
+            f"({type(error).__name__}: {error})"
+        )
     return EngineFailed(f"{name}: {type(error).__name__}: {error}")

@@ -98,7 +98,7 @@ async def work(
     signals: Signals,
 ) -> None:
     """Until explorer and trainer are both done.  The first failure is told to everyone who waits, and raised."""
-    both: set[asyncio.Future[None]] = {asyncio.ensure_future(train), asyncio.ensure_future(explore)}
+    both: tuple[asyncio.Future[None], ...] = (asyncio.ensure_future(explore), asyncio.ensure_future(train))
     follower = _Follower(coordinator, on_record)
     news, stop = asyncio.ensure_future(follower.run()), asyncio.ensure_future(signals.wait())
     try:
@@ -108,8 +108,8 @@ async def work(
             if stop in done:
                 await _wind_down(pending, sides, signals)
                 raise Interrupted(INTERRUPTED)
-            if failed := [t for t in done if t.exception() is not None]:
-                raise await _cause(failed, pending - done)
+            if [t for t in done if t.exception() is not None]:
+                raise await _cause((*both, news))
             pending -= done
         await follower.rest()
     except BaseException as e:
@@ -138,12 +138,13 @@ class _Follower:
         self._seen += len(records)
 
 
-async def _cause(failed: Sequence[asyncio.Future[None]], others: set[asyncio.Future[None]]) -> BaseException:
-    """The cause among failures that come together: a part that broke explains those who waited for it in vain."""
-    if others:
-        late, _ = await asyncio.wait(others, timeout=2.0)
-        failed = [*failed, *late]
-    errors = [e for t in failed if not t.cancelled() and (e := t.exception()) is not None]
+async def _cause(tasks: Sequence[asyncio.Future[None]]) -> BaseException:
+    """The cause among failures that come together: a part that broke explains those who waited for it in vain.
+
+    Where neither did, the first of `tasks` counts: what the explorer says of its runs tells more than the trainer's empty batch.
+    """
+    await asyncio.wait(tasks[:-1], timeout=2.0)  # the last, who follows the news, never ends by itself
+    errors = [e for t in tasks if t.done() and not t.cancelled() and (e := t.exception()) is not None]
     return min(errors, key=lambda e: (isinstance(e, DeadlineExceeded), isinstance(e, RunFailed) and type(e) is RunFailed))
 
 

@@ -15,10 +15,11 @@ from rft.config.check import load_plan
 from rft.config.plan import Plan
 from rft.config.save import Change, refuse_changes, save
 from rft.config.schema.root import RunConfig
-from rft.errors import ConfigError, Interrupted, RftError
+from rft.errors import ConfigError, Interrupted, OutOfMemory, RftError, is_out_of_memory
 from rft.launch import leftovers
 from rft.launch.drive import INTERRUPTED, OnRecord, Outcome
 from rft.launch.progress import Progress
+from rft.launch.remote import memory_remedy
 from rft.launch.rundir import RunDir
 from rft.monitor.monitor import check_available
 from rft.trainer import manifest as manifests
@@ -52,9 +53,12 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
         rundir.state("interrupted", reason=INTERRUPTED)
         raise Interrupted(INTERRUPTED) from e
     except BaseException as e:
+        if is_out_of_memory(e):
+            log.error("%s", e, exc_info=True)
+            e = OutOfMemory(memory_remedy("the process of rft run"))
         rundir.state("failed", reason=f"{type(e).__name__}: {e}")
         log.error("%s", e, exc_info=not isinstance(e, RftError))
-        raise
+        raise e
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()

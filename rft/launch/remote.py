@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rft.errors import DeadlineExceeded, OutOfMemory, RunFailed
+from rft.errors import DeadlineExceeded, OutOfMemory, RunFailed, is_out_of_memory
 from rft.logs import learn_secrets, redact, to_file
 
 
@@ -117,14 +117,14 @@ async def guarded(ref: Any, name: str, error: type[RunFailed] = RunFailed, timeo
     except TimeoutError:
         raise DeadlineExceeded(f"{name} did not answer within {timeout_s:.0f} s; see its log in the run folder") from None
     except OutOfMemoryError as e:
-        raise OutOfMemory(_memory(name)) from e
+        raise OutOfMemory(memory_remedy(name)) from e
     except RayTaskError as e:
-        if isinstance(e.cause, MemoryError):
-            raise OutOfMemory(_memory(name)) from e
+        if is_out_of_memory(e.cause):
+            raise OutOfMemory(memory_remedy(name)) from e
         raise e.cause from e
     except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as e:
         if _oom_kills() > _OOM_KILLS_AT_START:
-            raise OutOfMemory(_memory(name)) from None
+            raise OutOfMemory(memory_remedy(name)) from None
         raise error(f"{name} died: {_why(e)}; see {name}.log and {name}.out in the run folder's logs") from None
 
 
@@ -148,8 +148,8 @@ def _why(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def _memory(name: str) -> str:
+def memory_remedy(name: str) -> str:
     return (
-        f"{name} ran out of memory. Lower trainer.max_token_len_per_gpu, buffer.batch_size or the model's lengths, "
+        f"{name} ran out of memory.  Lower trainer.max_token_len_per_gpu, buffer.batch_size or the model's lengths, "
         "or give the machine more memory."
     )

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.build import build
-from rft.errors import CheckpointInvalid, OutOfMemory
+from rft.errors import CheckpointInvalid, OutOfMemory, is_out_of_memory
 from rft.trainer import batch as batches
 from rft.trainer import model as models
 from rft.trainer import tensors
@@ -276,10 +276,8 @@ class Learner:
     def _memory(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except (MemoryError, torch.OutOfMemoryError) as e:
-            raise OutOfMemory(self._remedy(doing)) from e
-        except RuntimeError as e:
-            if "can't allocate memory" not in str(e):
+        except (MemoryError, RuntimeError) as e:
+            if not is_out_of_memory(e):
                 raise
             raise OutOfMemory(self._remedy(doing)) from e
 

@@ -22,10 +22,12 @@ class RunConfig(Section):
     """What a person writes.  `source` tells which file, line or override each value came from."""
 
     mode: Annotated[Literal["both"], IgnoreCase] = key("both", "both: explore and train.")
-    project: Name = key("rft", "First part of the run's folder; project of the trackers.")
-    group: Name | Literal[""] = key("", "Second part of the run's folder; empty: none.")
-    name: Name = key("run", "Last part of the run's folder.")
-    checkpoint_root_dir: str = key("checkpoints", "Folder of all runs; the run lives in `root/project/group/name`.")
+    project: Name = key("rft", "First part of the run's folder; project of the trackers.", on_resume="safe")
+    group: Name | Literal[""] = key("", "Second part of the run's folder; empty: none.", on_resume="safe")
+    name: Name = key("run", "Last part of the run's folder.", on_resume="safe")
+    checkpoint_root_dir: str = key(
+        "checkpoints", "Folder of all runs; the run lives in `root/project/group/name`.", on_resume="safe"
+    )  # these four say where a run is, so a run that was moved or renamed goes on
     continue_from_checkpoint: bool = key(
         True,
         "Resume what is in the run's folder.  False: a folder that is not empty gets a sibling with a time stamp.",
