@@ -33,7 +33,7 @@ MARK = "RFT_LEFTOVER_MARK"
 SHM = Path("/dev/shm")
 SETTLED_S = 10.0
 GRACE_S = 5.0  # how long processes that are ending may take
-_SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|rft-|sem\.mp-|plasma|ray")
+_SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|vllm_dist_|rft-|sem\.mp-|plasma|ray")
 _OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-)(\d+)[_-]")
 _TEMP_NAMES = re.compile(r"rft-|ray(_|$|-)|ray\.")
 _PROCESS_NAMES = re.compile(r"raylet|gcs_server|ray::|VLLM::|vllm|rft\b")
@@ -107,8 +107,8 @@ def unused_shm() -> list[str]:
 def clean(run_id: str) -> list[str]:
     """End and remove what the run `run_id`, and killed processes of this user, left; says what it did, one line each.
 
-    Ends processes started with RFT_RUN_ID=run_id; removes shared memory whose owner is dead, or that nobody has open and that is no
-    older than this process; removes folders of a Ray that no process uses.
+    Ends processes started with RFT_RUN_ID=run_id; removes shared memory whose owner is dead, or that nobody has open and that is
+    not quite new; removes folders of a Ray that no process uses.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     found = [p for p in _all_processes() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id]
@@ -117,14 +117,13 @@ def clean(run_id: str) -> list[str]:
         _quietly(process.kill)
     psutil.wait_procs(found, timeout=GRACE_S)
     others = _Others(exclude=set())
-    began = psutil.Process().create_time()
     for path in _entries(SHM, _SHM_NAMES):
         stat = _stat(path)
         if stat is None or stat.st_uid != os.getuid() or others.use(path):
             continue
         # a file without its owner's name that is only just made may belong to a process that has not opened it yet
-        ours = began <= stat.st_mtime <= time.time() - SETTLED_S
-        dead = not _owner_lives(path, exclude=set()) if _OWNER_IN_NAME.match(path.name) else ours
+        settled = stat.st_mtime <= time.time() - SETTLED_S
+        dead = not _owner_lives(path, exclude=set()) if _OWNER_IN_NAME.match(path.name) else settled
         if dead and path.is_file():
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")

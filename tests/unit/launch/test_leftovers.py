@@ -117,14 +117,16 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
     ours, other = started(RFT_RUN_ID=run_id), started(RFT_RUN_ID="another")
     try:
         gone = [leftovers.SHM / f"rft-weights-{dead.pid}-1-0.bin", leftovers.SHM / f"__KMP_REGISTERED_LIB_{dead.pid}_0"]
-        kept = [leftovers.SHM / f"rft-weights-{os.getpid()}-1-0.bin", leftovers.SHM / "psm_older", leftovers.SHM / "unknown"]
+        kept = [leftovers.SHM / f"rft-weights-{os.getpid()}-1-0.bin", leftovers.SHM / "psm_new", leftovers.SHM / "unknown"]
         for file in (*gone, *kept):
             file.write_bytes(b"x")
-        os.utime(leftovers.SHM / "psm_older", (1, 1))
+        gone.append(leftovers.SHM / "psm_older")
+        gone[-1].write_bytes(b"x")
+        os.utime(gone[-1], (1, 1))
         (temp / "rft-ray" / "session_1").mkdir(parents=True)
         (temp / "rft-just-made").mkdir()
         done = leftovers.clean(run_id)
-        assert len(done) == 4 and done[0].startswith(f"ended process {ours.pid} ")
+        assert len(done) == 5 and done[0].startswith(f"ended process {ours.pid} ")
         assert not any(f.exists() for f in gone) and all(f.exists() for f in kept)
         assert not (temp / "rft-ray").exists() and (temp / "rft-just-made").exists()
         assert other.poll() is None
