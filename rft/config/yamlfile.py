@@ -75,7 +75,7 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
             return None, {}
         _count(node, name)
         lines = _lines(node, name)
-        return loader.construct_document(node), lines
+        return _own(loader.construct_document(node)), lines
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -90,6 +90,13 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
 def scalar(text: str, name: str = "value") -> Any:
     """One value written on a command line, read as YAML."""
     return parse(text, name)[0]
+
+
+def _own(value: Any) -> Any:
+    """Every place gets a value of its own: an override of one place must not change what an alias puts elsewhere."""
+    if isinstance(value, dict):
+        return {k: _own(v) for k, v in value.items()}
+    return [_own(v) for v in value] if isinstance(value, list) else value
 
 
 def _refuse_tabs(text: str, name: str) -> None:

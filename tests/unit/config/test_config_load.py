@@ -154,3 +154,12 @@ def test_frozen() -> None:
     c = load(GOOD / "short.yaml")
     with pytest.raises(ValueError, match="frozen"):
         c.seed = 3  # type: ignore[misc]
+
+
+def test_an_override_of_one_place_leaves_the_others_of_an_alias(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "buffer: {explorer_input: {tasksets: [{path: a.jsonl, workflow_args: &shared {k: 1}}, {path: b.jsonl, workflow_args: *shared}]}}\n"
+    )
+    c = load(file, ["buffer.explorer_input.tasksets.1.workflow_args.k=2"])
+    assert [t.workflow_args for t in c.buffer.explorer_input.tasksets] == [{"k": 1}, {"k": 2}]
