@@ -236,7 +236,8 @@ def test_another_learning_rate_is_taken_and_logged(copy: Path, tiny_model: Path)
     assert done.code == 0 and "from step 2 on" in done.output, done.output
     log = (folder(copy) / "logs" / "launcher.log").read_text()
     assert "changed since the run began: algorithm.optimizer.lr 0.001 -> 0.0005" in log
-    assert series(read(folder(copy) / "metrics.jsonl"), "actor/lr")[-1] == (3, pytest.approx(5e-4))
+    step, rate = series(read(folder(copy) / "metrics.jsonl"), "actor/lr")[-1]
+    assert step == 3 and rate == pytest.approx(5e-4)
 
 
 def test_a_damaged_checkpoint_is_passed_over(copy: Path, tiny_model: Path) -> None:
