@@ -216,7 +216,7 @@ def taken(ports: tuple[int, ...]) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def python_path(doors: Doors) -> Iterator[None]:
     """The module and the distribution can be imported in this process too."""
     sys.path.insert(0, str(doors.path))
