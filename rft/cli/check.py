@@ -66,6 +66,8 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
         out.print(f"[dim]note[/]     {_plain(redact(text))}")
     for text in report.warnings:
         out.print(f"[yellow]warning[/]  {_plain(redact(text))}")
+    for later in report.not_active:
+        out.print(f"[yellow]later[/]    {_plain(redact(str(later)))}")
     for e in report.errors:
         out.print(f"[red]error[/]    {_plain(redact(str(e)))}")
     if seat_error:
@@ -75,7 +77,9 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
         out.print(f"[bold red]{path}: {errors} error(s)[/]")
     else:
         stage = " (the file alone; plugins, data and model were not looked at)" if report.schema_only else ""
-        out.print(f"[bold green]{path} is fine[/]{stage}.  Start it with: rft run --config {path}")
+        waiting = sum(not n.harmless for n in report.not_active)
+        start = f"Start it with: rft run --config {path}" if not waiting else f"It cannot run before {waiting} key(s) are active"
+        out.print(f"[bold green]{path} is fine[/]{stage}.  {start}")
 
 
 def _plain(text: str) -> str:

@@ -58,8 +58,14 @@ class Finding:
     text: str
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON array")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON array")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="the configuration keys that are accepted and not active yet")] = False,
+) -> None:
     """Say what this machine has, and what is missing.  Exit code 3 if something needed is."""
+    if keys:
+        _keys(as_json)
+        return
     found = examine()
     if as_json:
         print(json.dumps([asdict(f) for f in found], indent=1))
@@ -69,6 +75,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
             print(f"{mark}  {finding.topic:13} {finding.text}")
     if any(f.state == "missing" for f in found):
         raise typer.Exit(3)
+
+
+def _keys(as_json: bool) -> None:
+    from rft.config.active import listed
+
+    rows = listed()
+    if as_json:
+        print(json.dumps([{"key": key, "instead": instead} for key, instead in rows], indent=1))
+        return
+    for key, instead in rows:
+        print(f"{key}\n    {instead}")
+    print(f"{len(rows)} accepted, not active yet")
 
 
 def examine() -> list[Finding]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rft import plugins
+from rft.config.active import NotActive
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
 from rft.config.problems import Problems
@@ -33,7 +34,6 @@ class Report:
     errors: tuple[ConfigError, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    not_active: tuple[str, ...] = ()  # accepted keys whose feature comes later
     config: RunConfig | None = None
     plan: Plan | None = None
     tasksets: tuple[Any, ...] = ()  # preview.TasksetPreview
@@ -44,6 +44,11 @@ class Report:
     def ok(self) -> bool:
         return not self.errors
 
+    @property
+    def not_active(self) -> tuple[NotActive, ...]:
+        """What is accepted and comes later."""
+        return self.plan.not_active if self.plan is not None else ()
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, secrets redacted."""
         return {
@@ -51,7 +56,7 @@ class Report:
             "errors": [plain({"key": e.key, "given": e.given, "message": redact(e.message)}) for e in self.errors],
             "warnings": [redact(w) for w in self.warnings],
             "notes": [redact(n) for n in self.notes],
-            "not_active": list(self.not_active),
+            "not_active": plain(self.not_active),
             "plan": plain(self.plan) if self.plan is not None else None,
             "tasksets": plain(self.tasksets),
             "model": plain(self.model),
@@ -74,7 +79,12 @@ def load_plan(
     if report.errors:
         raise ConfigErrors(list(report.errors))
     assert report.config is not None and report.plan is not None
-    return report.config, replace(report.plan, warnings=report.warnings, notes=report.notes)
+    if waiting := [n for n in report.not_active if not n.harmless]:
+        raise ConfigErrors(
+            [ConfigError(f"accepted by `rft check`, not active yet: {n.instead}", key=n.key, given=n.value) for n in waiting]
+        )
+    idle = tuple(f"{n.key} has no effect yet: {n.instead}" for n in report.not_active)
+    return report.config, replace(report.plan, warnings=(*report.warnings, *idle), notes=report.notes)
 
 
 def check(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rft.buffer.settings import BufferSettings
+from rft.config.active import NotActive
 from rft.engine.settings import EngineSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
@@ -66,6 +67,7 @@ class Plan:
     derived: tuple[Derived, ...] = ()
     notes: tuple[str, ...] = ()  # worth knowing
     warnings: tuple[str, ...] = ()  # probably not what was meant
+    not_active: tuple[NotActive, ...] = ()  # accepted; a run starts only if all of them are harmless
 
     @property
     def staleness_bound(self) -> int:

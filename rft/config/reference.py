@@ -57,9 +57,16 @@ def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
     rows = ["| Key | Type | Default | Unit | Meaning | On resume |\n|---|---|---|---|---|---|\n"]
     for key, field in _fields(model, prefix, own):
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        cells = [f"`{key}`", _type(field), _default(field), extra.get("unit", ""), field.description, extra.get("on_resume", "")]
+        later = extra.get("not_active")
+        meaning = field.description if not isinstance(later, dict) else f"{field.description}  {_later(later)}"
+        cells = [f"`{key}`", _type(field), _default(field), extra.get("unit", ""), meaning, extra.get("on_resume", "")]
         rows.append(f"| {' | '.join(str(c) for c in cells)} |\n")
     return "".join(rows)
+
+
+def _later(mark: dict[str, Any]) -> str:
+    which = ", ".join(f"`{v}`" for v in mark.get("values", ()))
+    return f"*{f'{which} not' if which else 'Not'} active yet: {mark['instead']}*"
 
 
 def _fields(model: type[BaseModel], prefix: str, own: bool) -> Iterator[tuple[str, FieldInfo]]:

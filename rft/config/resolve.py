@@ -13,6 +13,7 @@ from typing import Any
 from rft.algorithm.args import ARGS, check_args
 from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults
 from rft.config import roles, steps
+from rft.config.active import used
 from rft.config.plan import Facts, Plan
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
@@ -89,6 +90,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         derived=tuple(p.derived),
         notes=tuple(p.notes),
         warnings=tuple(p.warnings),
+        not_active=tuple(used(config)),
     )
 
 

@@ -6,6 +6,8 @@ JSON Schema and `rft explain` read them from here, so a key is described in one 
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -17,15 +19,34 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-def key(default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", **constraints: Any) -> Any:
+@dataclass(frozen=True)
+class Later:
+    """Marks what is accepted and not active yet: a key, a whole section, or single values of a key.
+
+    `instead` says what happens today or what to write.  A run whose configuration uses it is refused, unless it is `harmless`: then
+    the same weights come out, only speed, memory or an extra file differ, and the run starts with a warning.
+    """
+
+    instead: str
+    harmless: bool = False
+    values: tuple[Any, ...] = ()  # empty: every value that is not the default
+
+
+def key(
+    default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", later: Later | None = None, **constraints: Any
+) -> Any:
     """A documented key.  `on_resume`: "safe" if it may change when a run is resumed, "refuse" if that would be another run."""
     extra: dict[str, Any] = {k: v for k, v in (("unit", unit), ("on_resume", on_resume)) if v}
-    return Field(default, description=doc, json_schema_extra=extra, **constraints)
+    return Field(default, description=doc, json_schema_extra=extra | _marked(later), **constraints)
 
 
-def section(model: type[Section], doc: str, **more: Any) -> Any:
+def section(model: type[Section], doc: str, *, later: Later | None = None, **more: Any) -> Any:
     """A sub-section with all its defaults."""
-    return Field(default_factory=model, description=doc, **more)
+    return Field(default_factory=model, description=doc, json_schema_extra=_marked(later) or None, **more)
+
+
+def _marked(later: Later | None) -> dict[str, Any]:
+    return {} if later is None else {"not_active": {k: v for k, v in dataclasses.asdict(later).items() if v}}
 
 
 def _lower(value: Any) -> Any:
