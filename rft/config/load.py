@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rft.config import yamlfile
+from rft.config import aliases, extends, stages, yamlfile
 from rft.config.messages import explain
 from rft.config.schema.root import RunConfig
 from rft.config.source import Loc, Source, dotted, is_secret
@@ -25,38 +25,35 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)")
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: str | Path, overrides: Sequence[str] = (), *, stage: str = "") -> RunConfig:
     """The configuration written in `path`, with `overrides` such as "algorithm.optimizer.lr=1e-5" or "a.b[0].c=[1, 2]" on top.
 
-    Values of overrides are YAML.  Raises ConfigError, or ConfigErrors with all that is wrong.
+    Values of overrides are YAML.  Of a file with stages, `stage` says which.  Raises ConfigError, or ConfigErrors with all that is
+    wrong.
     """
-    return validate(read(path, overrides))
+    return validate(read(path, overrides, stage=stage))
 
 
 def from_dict(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """The same from values that are already there."""
-    return validate(_source(None, "", values, {}, overrides))
+    if "extends" in values:
+        raise ConfigError("belongs into a file, whose folder it is relative to; merge the values yourself", key="extends")
+    origins: dict[Loc, str] = {}
+    warnings = aliases.expand(values, origins)
+    return validate(_source(None, extends.Written(values, origins, "", [], warnings), overrides, ""))
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> Source:
+def stage_names(path: str | Path, overrides: Sequence[str] = ()) -> tuple[str, ...]:
+    """The stages that `path` describes, in order; none of an ordinary configuration."""
+    written = extends.read(Path(path).expanduser(), lambda values: _interpolate(values)[0])
+    _override(written, overrides)
+    return stages.names(written.values)
+
+
+def read(path: str | Path, overrides: Sequence[str] = (), *, stage: str = "") -> Source:
     """The written form, merged and interpolated, not yet checked against the schema."""
     path = Path(path).expanduser()
-    try:
-        if path.stat().st_size > yamlfile.MAX_BYTES:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size:,} bytes; a configuration may have at most {yamlfile.MAX_BYTES:,}"
-            )
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {e.start})") from None
-    except OSError as e:
-        raise ConfigError(f"cannot read configuration {path}: {e.strerror}; --config names the YAML file") from None
-    values, lines = yamlfile.parse(text, path.name)
-    if values is None:
-        raise ConfigError(f"{path} is empty; it needs at least model.model_path and buffer.explorer_input")
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; the top level must be a mapping such as `model:`")
-    return _source(path, text, values, lines, overrides)
+    return _source(path, extends.read(path, lambda values: _interpolate(values)[0]), overrides, stage)
 
 
 def validate(source: Source) -> RunConfig:
@@ -67,11 +64,11 @@ def validate(source: Source) -> RunConfig:
     except ValidationError as e:
         fixed = _retype(values, e, source)
         if fixed is None:
-            raise ConfigErrors(explain(e, source)) from None
+            raise ConfigErrors(stages.rekey(explain(e, source), source)) from None
         try:
             config = _validate(fixed)
         except ValidationError as again:
-            raise ConfigErrors(explain(again, source)) from None
+            raise ConfigErrors(stages.rekey(explain(again, source), source)) from None
     config._source = source
     return config
 
@@ -80,21 +77,10 @@ def _validate(values: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(values), strict=True)
 
 
-def _source(path: Path | None, text: str, values: dict[str, Any], lines: dict[Loc, int], overrides: Sequence[str]) -> Source:
-    origins: dict[Loc, str] = {loc: f"line {n}" for loc, n in lines.items()}
-    raw: dict[Loc, str] = {}
-    errors = []
-    for override in overrides:
-        try:
-            loc, given = _assign(values, override)
-        except ConfigError as e:
-            errors.append(e)
-            continue
-        origins = {at: o for at, o in origins.items() if at[: len(loc)] != loc}
-        origins.update(dict.fromkeys((leaf for leaf, _ in _leaves(given[1], loc)), "override"))
-        raw[loc] = given[0]
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+def _source(path: Path | None, written: extends.Written, overrides: Sequence[str], stage: str) -> Source:
+    raw = _override(written, overrides)
+    chosen = stages.select(written.values, written.origins, stage)
+    values, origins = chosen.values, chosen.origins
     for loc, leaf in _leaves(values):
         if isinstance(leaf, str) and "${" in leaf:
             names = _ENV.findall(leaf)
@@ -103,7 +89,45 @@ def _source(path: Path | None, text: str, values: dict[str, Any], lines: dict[Lo
     raw.update(replaced)
     learn_secrets(str(v) for loc, v in _leaves(values) if loc and is_secret(str(loc[-1]), v))
     learn_secrets(p for _, v in _leaves(values) if isinstance(v, str) for p in url_passwords(v))
-    return Source(path=path, text=text, overrides=tuple(overrides), values=values, origins=origins, raw_texts=raw)
+    return Source(
+        path=path,
+        text=written.text,
+        overrides=tuple(overrides),
+        values=values,
+        origins=origins,
+        raw_texts=raw,
+        files=tuple(written.files),
+        warnings=(*written.warnings, *chosen.warnings),
+        stage=stage,
+        sections=chosen.sections,
+    )
+
+
+def _override(written: extends.Written, overrides: Sequence[str]) -> dict[Loc, str]:
+    """Puts the overrides over what is written; the text of each."""
+    raw: dict[Loc, str] = {}
+    errors = []
+    for override in overrides:
+        try:
+            loc, (text, value) = _assign(written.values, override)
+        except ConfigError as e:
+            errors.append(e)
+            continue
+        if loc[0] == "extends":
+            errors.append(ConfigError("cannot be an override; give the differing keys as key=value", key="extends", given=value))
+        for at in [at for at in written.origins if at[: len(loc)] == loc]:
+            del written.origins[at]
+        written.origins.update(dict.fromkeys((leaf for leaf, _ in _leaves(value, loc)), "override"))
+        raw[loc] = text
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    origins = written.origins
+
+    def given_here(loc: Loc) -> bool:
+        return any(o.startswith("override") for at, o in origins.items() if at[: len(loc)] == loc)
+
+    written.warnings += aliases.expand(written.values, origins, given_here)
+    return raw
 
 
 def _leaves(value: Any, loc: Loc = ()) -> list[tuple[Loc, Any]]:

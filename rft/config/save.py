@@ -6,7 +6,6 @@ tree for comparing.  Invariant: no secret is written; the hash is of the origina
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -39,12 +38,14 @@ def save(config: RunConfig, run_dir: Path) -> None:
     """Writes the three files, each aside and renamed."""
     source = config.source
     tree = shown(config)
-    head = f"# {source.path}\n" if source.path else ""
+    head = (f"# {source.path}\n" if source.path else "") + (f"# stage: {source.stage}\n" if source.stage else "")
     overrides = [_override(o) for o in source.overrides]
     said = "".join(f"# override: {o}\n" for o in overrides)
     written = redact(_without_secrets(source.text)) if source.text else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     record = {
-        "sha256": hashlib.sha256(source.text.encode()).hexdigest() if source.text else None,
+        "sha256": source.files[0][1] if source.files else None,
+        "files": dict(source.files),
+        "stage": source.stage,
         "path": str(source.path) if source.path else None,
         "overrides": overrides,
         "tree": tree,

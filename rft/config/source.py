@@ -25,6 +25,10 @@ class Source:
     values: Mapping[str, Any] = field(default_factory=dict)  # file and overrides merged, interpolations replaced
     origins: Mapping[Loc, str] = field(default_factory=dict)  # leaf -> "line 12", "override", "line 12, from the environment"
     raw_texts: Mapping[Loc, str] = field(default_factory=dict)  # leaves that came as text: overrides and interpolations
+    files: tuple[tuple[str, str], ...] = ()  # (path, sha256) of the file and of what it extends
+    warnings: tuple[str, ...] = ()  # what was read and has no effect
+    stage: str = ""  # the stage of a staged configuration that this is
+    sections: Mapping[str, str] = field(default_factory=dict)  # section -> where the stage wrote it, e.g. "stages[1].algorithm"
 
     def where(self, loc: Loc) -> str:
         """Which line or override set `loc`; "" for a default."""

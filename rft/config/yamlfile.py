@@ -56,6 +56,18 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader` would read as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dump(value: Any) -> str:
+    """YAML text that `parse` reads as `value` again."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
     """The value of a YAML text and the line (from 1) of each leaf.  Raises ConfigError(s) naming `name` and the line."""
     size = len(text.encode("utf-8", "surrogatepass"))
