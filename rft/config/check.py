@@ -17,11 +17,12 @@ import msgspec
 from rft import plugins
 from rft.config.active import NotActive
 from rft.config.load import load
-from rft.config.plan import Facts, Plan
+from rft.config.plan import Derived, Facts, Plan
 from rft.config.problems import Problems
 from rft.config.resolve import resolve
 from rft.config.schema.root import RunConfig
 from rft.config.source import is_secret
+from rft.config.stages import rekey
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
 from rft.taskset.settings import TasksetSettings
@@ -70,12 +71,14 @@ def load_plan(
     plugin_dirs: Sequence[str] = (),
     facts: Facts | None = None,
     name: str = "",
+    stage: str = "",
+    model_path: str = "",
 ) -> tuple[RunConfig, Plan]:
     """The configuration and its complete Plan, ready to run.  Raises ConfigErrors with all that is wrong.
 
-    `plugin_dirs` are further folders with plugins; `name` replaces the run's name.
+    `plugin_dirs` are further folders with plugins; `name` replaces the run's name; `stage` and `model_path` as for `check`.
     """
-    report = check(path, overrides, plugin_dirs=plugin_dirs, facts=facts, name=name)
+    report = check(path, overrides, plugin_dirs=plugin_dirs, facts=facts, name=name, stage=stage, model_path=model_path)
     if report.errors:
         raise ConfigErrors(list(report.errors))
     assert report.config is not None and report.plan is not None
@@ -95,13 +98,29 @@ def check(
     schema_only: bool = False,
     facts: Facts | None = None,
     name: str = "",
+    stage: str = "",
+    model_path: str = "",
 ) -> Report:
-    """Both stages, or with `schema_only` the first.  Never raises for a configuration that is wrong: it reports."""
+    """Both stages, or with `schema_only` the first.  Never raises for a configuration that is wrong: it reports.
+
+    Of a program of several stages, `stage` says which one, and `model_path` is what the one before has exported; where nothing has been
+    exported yet, the program's own model stands in for it.
+    """
     facts = replace(facts or Facts(), plugin_dirs=tuple(plugin_dirs))
     try:
-        config = load(path, overrides)
+        written = load(path, overrides, stage=stage)
     except ConfigError as e:
         return Report(errors=_listed(e), schema_only=schema_only)
+    config = written if not model_path else _with_model(written, model_path)
+    report = _checked(config, facts, f"{name or config.name}/{stage}" if stage else name, schema_only)
+    plan = report.plan
+    if plan is not None and model_path:
+        why = Derived(key="model.model_path", value=model_path, why="what the stage before exported")
+        plan = replace(plan, derived=(*plan.derived, why))
+    return replace(report, config=written, plan=plan, errors=tuple(rekey(report.errors, written.source)))
+
+
+def _checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Report:
     try:
         plan = resolve(config, facts, name=name)
     except ConfigError as e:
@@ -109,6 +128,10 @@ def check(
     if schema_only:
         return _report(config, plan, Problems(), schema_only=True)
     return _second_stage(config, plan, facts, name)
+
+
+def _with_model(config: RunConfig, path: str) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"model_path": path})})
 
 
 def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Report:
@@ -151,7 +174,7 @@ def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> R
     inline = _inline_secrets(config)
     return Report(
         errors=tuple(problems.errors),
-        warnings=(*plan.warnings, *problems.warnings, *inline),
+        warnings=(*config.source.warnings, *plan.warnings, *problems.warnings, *inline),
         notes=(*plan.notes, *problems.notes),
         config=config,
         plan=plan,
