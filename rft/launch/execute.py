@@ -12,6 +12,7 @@ from typing import Any
 
 from rft import logs
 from rft.config.check import load_plan
+from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.save import Change, refuse_changes, save
 from rft.config.schema.root import RunConfig
@@ -21,6 +22,7 @@ from rft.launch.drive import INTERRUPTED, OnRecord, Outcome
 from rft.launch.progress import Progress
 from rft.launch.remote import memory_remedy
 from rft.launch.rundir import RunDir
+from rft.launch.stages import Program, refuse_program
 from rft.monitor.monitor import check_available
 from rft.trainer import manifest as manifests
 
@@ -28,12 +30,20 @@ log = logging.getLogger(__name__)
 
 
 def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str] = (), in_process: bool = False) -> Outcome:
-    """Runs `config` to the end.  Raises RftError; nothing has been started if it is a ConfigError."""
+    """Runs `config` to the end, with all its stages.  Raises RftError; nothing has been started if it is a ConfigError."""
     logs.learn_environment()
+    if stage_names(config, overrides):
+        return Program(config, overrides, plugin_dirs).run(lambda loaded, plan: _run(loaded, plan, in_process))
     loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
     if not plan.continue_from_checkpoint and plan.run_dir.exists():
         name = f"{plan.run_dir.name}_{time.strftime('%Y%m%d_%H%M%S')}"
         loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs), name=name)
+    refuse_program(plan.run_dir)
+    return _run(loaded, plan, in_process)
+
+
+def _run(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
+    """One run, or one stage of a program."""
     check_available(plan.monitor.kinds, plan.monitor.args)
     run = _runner(plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
     rundir = RunDir.claim(plan.run_dir)

@@ -1,0 +1,174 @@
+"""A program of several runs: which stages are done, which model goes from one to the next.
+
+Knows configurations, run folders and checkpoints, not how a run works.  `stages.json` in the program's folder records every finished
+stage; the stages run in folders below it.  Invariant: a stage begins with what the one before it exported, or it does not begin.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rft.config.check import load_plan
+from rft.config.load import stage_names
+from rft.config.plan import Plan
+from rft.config.save import changes, refuse_changes
+from rft.config.schema.root import RunConfig
+from rft.errors import ConfigError, ConfigErrors, Interrupted, SetupError
+from rft.launch.drive import INTERRUPTED, Outcome
+from rft.launch.rundir import RunDir, write_json
+from rft.trainer import manifest as manifests
+from rft.types.ids import Version
+
+log = logging.getLogger(__name__)
+RECORD = "stages.json"
+_LENGTHS = {"buffer.total_epochs", "buffer.total_steps", "trainer.total_steps"}
+RunStage = Callable[[RunConfig, Plan], Outcome]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished stage."""
+
+    name: str
+    version: Version
+    model: str  # of its last checkpoint, relative to the program's folder: a program that was moved goes on
+
+
+class Program:
+    """The stages of one configuration file."""
+
+    def __init__(self, config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str]) -> None:
+        self._config, self._overrides, self._plugin_dirs = config, list(overrides), list(plugin_dirs)
+        self._names = stage_names(config, overrides)
+
+    def run(self, run: RunStage) -> Outcome:
+        """Runs what is not done yet; the outcome of the last stage.  Raises the error of the stage that failed."""
+        plans = self._plans("")
+        folder = plans[0][1].run_dir.parent
+        if not plans[0][1].continue_from_checkpoint and folder.exists():
+            plans = self._plans(f"{folder.name}_{time.strftime('%Y%m%d_%H%M%S')}")
+            folder = plans[0][1].run_dir.parent
+        if manifests.committed(folder / "checkpoints"):
+            raise ConfigError("its folder holds a run without stages; give this program another name", key="name", given=folder.name)
+        done = self._done(folder, plans)
+        rundir = RunDir.claim(folder)
+        began = time.time()
+        try:
+            last = self._remaining(run, rundir, done, plans)
+            rundir.state("done", stage=self._names[-1], version=str(last.version), seconds=round(time.time() - began, 1))
+            return last
+        except (Interrupted, KeyboardInterrupt):
+            rundir.state("interrupted", reason=INTERRUPTED)
+            raise
+        except BaseException as e:
+            rundir.state("failed", reason=f"{type(e).__name__}: {e}")
+            raise
+        finally:
+            rundir.release()
+
+    def _plans(self, name: str) -> list[tuple[RunConfig, Plan]]:
+        """Every stage's configuration and plan, checked before anything starts.  Raises ConfigErrors naming the stages."""
+        plans, errors = [], []
+        for stage in self._names:
+            try:
+                plans.append(self._plan(stage, name, ""))
+            except ConfigErrors as e:
+                errors += [ConfigError(f"{x.message}  (stage {stage})", key=x.key, given=x.given) for x in e.errors]
+        if errors:
+            raise ConfigErrors(errors)
+        return plans
+
+    def _plan(self, stage: str, name: str, model: str) -> tuple[RunConfig, Plan]:
+        return load_plan(
+            self._config, self._overrides, plugin_dirs=self._plugin_dirs, name=name, stage=stage, model_path=model
+        )
+
+    def _done(self, folder: Path, plans: list[tuple[RunConfig, Plan]]) -> list[Done]:
+        """The finished stages.  Raises ConfigError if the file does not describe what was done."""
+        done = read(folder)
+        if (names := tuple(d.name for d in done)) != self._names[: len(done)]:
+            raise ConfigError(
+                f"begin with {', '.join(names)} in {folder}, where they are done; keep these first, or choose another `name`",
+                key="stages",
+                given=list(self._names),
+            )
+        for d, (loaded, plan) in zip(done, plans, strict=False):
+            refuse_changes(loaded, plan.run_dir)
+            if plan.trainer.total_steps > d.version.step and any(
+                c.key in _LENGTHS for c in changes(loaded, plan.run_dir)
+            ):
+                raise ConfigError(
+                    f"stage {d.name} is done at step {d.version.step} and the next one began with its model; choose another `name`",
+                    key="trainer.total_steps",
+                    given=plan.trainer.total_steps,
+                )
+        return done
+
+    def _remaining(self, run: RunStage, rundir: RunDir, done: list[Done], plans: list[tuple[RunConfig, Plan]]) -> Outcome:
+        last = Outcome(done[-1].version, plans[len(done) - 1][1].run_dir, 0.0, done[-1].version) if done else None
+        for d in done:
+            print(f"stage {d.name} is done at step {d.version.step}", flush=True)
+        _write(rundir.path, self._names, done)
+        for stage in self._names[len(done) :]:
+            model = str(_verified(rundir.path, done[-1])) if done else ""
+            loaded, plan = self._plan(stage, plans[0][1].run_dir.parent.name, model)
+            print(f"stage {stage} begins{f' with {model}' if model else ''}", flush=True)
+            rundir.state("running", stage=stage)
+            last = run(loaded, plan)
+            exported = last.run_dir / "checkpoints" / manifests.folder_name(last.version.step) / "huggingface"
+            done = [*done, Done(stage, last.version, str(exported.relative_to(rundir.path)))]
+            _verified(rundir.path, done[-1])
+            _write(rundir.path, self._names, done)
+        assert last is not None, "a program has a stage"
+        return last
+
+
+def read(folder: Path) -> list[Done]:
+    """The finished stages of the program in `folder`; none if there is none.  Raises ConfigError if the record is damaged."""
+    return [Done(s["stage_name"], Version.parse(s["version"]), s["model"]) for s in record(folder) if s["version"]]
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    """The record of a program as stored, one entry for each stage; empty if `folder` holds none."""
+    file = folder / RECORD
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))["stages"])
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{file} is damaged ({e}); restore it, or choose another `name` for this run") from None
+
+
+def refuse_program(run_dir: Path) -> None:
+    """Raises ConfigError if a run without stages would go into the folder of a program."""
+    if record(run_dir):
+        raise ConfigError("its folder holds a program of stages; give this run another name", key="name", given=run_dir.name)
+
+
+def _write(folder: Path, names: tuple[str, ...], done: list[Done]) -> None:
+    finished = {d.name: d for d in done}
+    entries = [
+        {"stage_name": n, "version": str(finished[n].version), "model": finished[n].model}
+        if n in finished
+        else {"stage_name": n, "version": None, "model": None}
+        for n in names
+    ]
+    write_json(folder / RECORD, {"stages": entries})
+
+
+def _verified(folder: Path, done: Done) -> Path:
+    """The exported model of a finished stage, every file hashed.  Raises CheckpointInvalid, or SetupError if it is not there."""
+    model = folder / done.model
+    if not (model / "config.json").is_file():
+        raise SetupError(
+            f"stage {done.name} is done, but its model {model} is not there; bring it back, or remove {done.name} and {RECORD} "
+            f"from {folder} to train it again"
+        )
+    manifests.read(model.parent)
+    return model
