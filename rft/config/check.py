@@ -155,12 +155,13 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         opened = {t.settings.name: t for t in seen.opened}
 
         def num_batches(tasksets: tuple[TasksetSettings, ...], batch_size: int, epochs: int) -> int:
-            from rft.taskset.order import Order
+            from rft.taskset.order import num_batches as count
 
-            return Order([opened[t.name] for t in tasksets], batch_size, plan.seed).num_batches(epochs)
+            return count([len(opened[t.name]) for t in tasksets], batch_size, epochs)
 
+        known = all(t.name in opened for t in plan.explorer.tasksets)  # else a kind of storage that is not active yet
         try:
-            plan = resolve(config, replace(facts, plugins_loaded=True), num_batches=num_batches, name=name)
+            plan = resolve(config, replace(facts, plugins_loaded=True), num_batches=num_batches if known else None, name=name)
         except ConfigError as e:
             problems.take(e)
     facts_of_model = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from rft.config.known import advice, value_advice
@@ -194,9 +194,13 @@ def field_at(loc: Loc) -> FieldInfo | None:
 def _field(model: type[BaseModel] | None, name: str) -> FieldInfo | None:
     if model is None:
         return None
-    if name == "task_selector":
-        name = "data_selector"
-    return model.model_fields.get(name)
+    return model.model_fields.get(name) or next((f for f in model.model_fields.values() if name in aliases(f)), None)
+
+
+def aliases(field: FieldInfo) -> list[str]:
+    """Every name under which a key may be written, its own first; none if it has only one."""
+    given = field.validation_alias
+    return [str(name) for name in given.choices] if isinstance(given, AliasChoices) else []
 
 
 @cache

@@ -5,20 +5,16 @@ Knows the Hugging Face folder layout.  Invariant: no weights are read, only the 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import os
-import re
 import struct
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rft.errors import ConfigError, ConfigErrors
+from rft.taskset.chatfiles import KEY, ChatFiles, find_model
 
-KEY = "model.model_path"
 _MAX_HEADER = 100 << 20
 _BYTES = {
     "F64": 8,
@@ -35,17 +31,14 @@ _BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@dataclass(frozen=True)
-class ModelFiles:
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles(ChatFiles):
     """What a whole model folder says about itself."""
 
-    folder: Path
     config: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
-    tokenizer_config: dict[str, Any]
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -59,96 +52,6 @@ class ModelFiles:
         for dtype, shape in self.tensors.values():
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
         return max(sizes, key=lambda d: sizes[d])
-
-    @cached_property
-    def chat_template(self) -> str | None:
-        file = self.folder / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-        given = self.tokenizer_config.get("chat_template")
-        if isinstance(given, list):  # several named templates
-            named = {t["name"]: t["template"] for t in given}
-            given = named.get("default", next(iter(named.values()), None))
-        return given
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-
-    @property
-    def can_count(self) -> bool:
-        return (self.folder / "tokenizer.json").is_file()
-
-    def count_tokens(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, template: str | None, **kwargs: Any) -> str:
-        """The prompt that the engine will see.  Raises ConfigError when there is no template or it does not work."""
-        source = template or self.chat_template
-        if source is None:
-            raise ConfigError(f"the tokenizer of {self.folder} has no chat template; write model.chat_template_path", key=KEY)
-        return render(source, messages, tools, {**self._special_tokens(), **kwargs})
-
-    def _special_tokens(self) -> dict[str, str]:
-        found = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = self.tokenizer_config.get(name)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                found[name] = value
-        return found
-
-
-def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], names: dict[str, Any]) -> str:
-    """A chat template on `messages`, in Jinja's sandbox, the way transformers does it."""
-    from datetime import datetime
-
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    env.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
-    env.globals["raise_exception"] = refuse
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return env.from_string(source).render(messages=messages, tools=tools or None, add_generation_prompt=True, **names)
-    except (TemplateError, TypeError, KeyError) as e:
-        raise ConfigError(f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY) from None
-
-
-def find_model(path: str) -> Path:
-    """The folder that `path` names: a folder, or a hub id in the local cache.  Raises ConfigError."""
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        advice = "  A GGUF cannot be trained; name the original model that it was made from" if folder.suffix == ".gguf" else ""
-        raise ConfigError(
-            f"{path} is a file; it must be a folder with config.json, tokenizer and safetensors.{advice}", key=KEY, given=path
-        )
-    if _HUB_ID.fullmatch(path) and not path.startswith("."):
-        home = Path(
-            os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-        )
-        repo = home / f"models--{path.replace('/', '--')}"
-        main = repo / "refs" / "main"
-        if main.is_file() and (snapshot := repo / "snapshots" / main.read_text().strip()).is_dir():
-            return snapshot
-        if "/" not in path or path.count("/") == 1:
-            near = _near(folder)
-            raise ConfigError(
-                f"{path!r} is neither a folder nor a model in the local hub cache ({home}).{near}  Download it first "
-                f"(`hf download {path}`), or write the path of a folder",
-                key=KEY,
-                given=path,
-            )
-    raise ConfigError(f"folder {path} does not exist.{_near(folder)}", key=KEY, given=path)
 
 
 def look(path: str) -> ModelFiles:
@@ -175,7 +78,7 @@ def look(path: str) -> ModelFiles:
         _fits(config, tensors, folder, wrong, warnings)
     if errors:
         raise ConfigErrors(errors)
-    return ModelFiles(folder, config, tensors, tokenizer_config, tuple(warnings))
+    return ModelFiles(folder=folder, config=config, tensors=tensors, tokenizer_config=tokenizer_config, warnings=tuple(warnings))
 
 
 def _json(path: Path, wrong: Any, *, required: bool) -> dict[str, Any]:
@@ -280,15 +183,3 @@ def _fits(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: 
         wrong(f"{folder / 'config.json'} says tie_word_embeddings: false, but the weights have no lm_head.weight; set it to true")
     if tied is True and head:
         warnings.append(f"{folder} ties its embeddings, yet holds an own lm_head.weight, which is ignored")
-
-
-def _near(path: Path) -> str:
-    folder = path.parent
-    while not folder.is_dir() and folder != folder.parent:
-        folder, path = folder.parent, path.parent
-    try:
-        names = [p.name for p in folder.iterdir() if p.is_dir()]
-    except OSError:
-        return ""
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"  Did you mean {folder / near[0]}?" if near else ""

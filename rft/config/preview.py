@@ -16,7 +16,8 @@ import numpy as np
 from rft.config.modelfiles import ModelFiles
 from rft.config.plan import Plan
 from rft.config.problems import Problems
-from rft.errors import ConfigError
+from rft.errors import ConfigError, PluginError
+from rft.reward.sources import REWARDS
 from rft.taskset.base import Taskset, open_taskset
 from rft.types.completion import Completion, Transcript, Turn, VersionSpan
 from rft.types.ids import Version
@@ -61,14 +62,19 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
     result, recipes = Look(), Recipes()
     for settings in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets):
         key = keys[settings.name]
+        if settings.storage_type == "sql":
+            continue  # not active yet; `check` says so
         try:
             taskset = open_taskset(settings)
             tasks = [taskset.task(i) for i in range(min(2, len(taskset)))]
-            recipe = recipes.of(tasks[0])
+            rewards = [recipes.of(task).reward for task in tasks]
+            _every_reward(taskset, recipes)
         except ConfigError as e:
             problems.take(_placed(e, settings.name, key))
             continue
-        rows, (mean, longest) = _rows(plan, taskset, tasks, recipe.reward, key, model, problems)
+        if taskset.left_out is not None:
+            problems.note(f"{key}: {taskset.left_out}")
+        rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, key, model, problems)
         preview = TasksetPreview(
             name=settings.name,
             key=key,
@@ -84,8 +90,30 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
     return result
 
 
+def _every_reward(taskset: Taskset, recipes: Recipes) -> None:
+    """Finds what the rows name for themselves.  Raises ConfigError naming the row and the value that is neither reward nor data source."""
+    column = taskset.settings.format.reward_fn_key
+    for value, index in taskset.rewards().items():
+        try:
+            recipes.of(taskset.task(index))
+        except PluginError as e:
+            raise ConfigError(
+                f"row {taskset.task(index).index} of {taskset.settings.path} has {value!r} in column {column!r}, which is neither a "
+                f"reward nor a data source that has one here ({', '.join(REWARDS)}).  Name a reward in default_reward_fn_type, e.g. "
+                f"path/file.py:compute_score, or correct the column.  ({e.message.partition('.')[0]})",
+                key=f"taskset {taskset.settings.name}.format.reward_fn_key",
+                given=value,
+            ) from None
+
+
 def _rows(
-    plan: Plan, taskset: Taskset, tasks: Sequence[Task], reward: Any, key: str, model: ModelFiles | None, problems: Problems
+    plan: Plan,
+    taskset: Taskset,
+    tasks: Sequence[Task],
+    rewards: Sequence[Any],
+    key: str,
+    model: ModelFiles | None,
+    problems: Problems,
 ) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
     engine, limit = plan.engines[0], plan.engines[0].max_prompt_tokens
     lengths: list[int] = []
@@ -97,7 +125,12 @@ def _rows(
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
             text = _prompt(task)
             if model is not None:
-                text = model.render(task.chat(), list(task.tools), template=engine.chat_template, **engine.chat_template_kwargs)
+                text = model.render(
+                    task.chat(),
+                    list(task.tools),
+                    template=task.chat_template or engine.chat_template,
+                    **{**engine.chat_template_kwargs, **task.chat_template_args},
+                )
         except ConfigError as e:
             problems.take(_placed(e, taskset.settings.name, key))
             break
@@ -106,7 +139,7 @@ def _rows(
         tokens = model.count_tokens(text) if model is not None and model.can_count else None
         lengths += [tokens] if tokens is not None else []
         if n < len(tasks):
-            gold = _gold(task, reward, key, problems) if n == 0 or reward is not None else None
+            gold = _gold(task, rewards[n], key, problems)
             rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
     if limit is not None and lengths and min(lengths) > limit:
         problems.error(
@@ -132,6 +165,8 @@ _FORMS = (
     "<answer>{}</answer>",
     "<think>\n.\n</think>\n<answer>{}</answer>",
     "<think>.</think>\\boxed{{{}}}",
+    "#### {}",
+    "Answer: {}",
 )
 
 
@@ -139,7 +174,7 @@ def _gold(task: Task, reward: Any, key: str, problems: Problems) -> float | None
     """The best score of the gold answer among the usual forms of an answer; a warning if that is not full marks."""
     if reward is None or task.truth is None:
         return None
-    gold = task.truth if isinstance(task.truth, str) else json.dumps(task.truth, ensure_ascii=False)
+    gold = _gold_text(task.truth)
     try:
         scores = asyncio.run(_scores(task, reward, [form.format(gold) for form in _FORMS]))
     except Exception as e:  # plugin code may raise anything; it is reported, not hidden
@@ -152,6 +187,15 @@ def _gold(task: Task, reward: Any, key: str, problems: Problems) -> float | None
             "it should score the most there is (1).  Is format.response_key the right column, and the reward the right one?"
         )
     return best
+
+
+def _gold_text(truth: Any) -> str:
+    """The gold answer as one would say it: of several, the first."""
+    while isinstance(truth, dict) and "target" in truth:
+        truth = truth["target"]
+    if isinstance(truth, list) and truth and isinstance(truth[0], str):
+        truth = truth[0]
+    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
 
 
 async def _scores(task: Task, reward: Any, answers: list[str]) -> list[float]:

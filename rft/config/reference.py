@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rft.config.known import INSTEAD, LATER, VALUES
-from rft.config.messages import literals, models
+from rft.config.messages import aliases, literals, models
 from rft.config.schema.root import RunConfig
 
 HEAD = """# Configuration reference
@@ -127,9 +127,19 @@ def json_schema() -> dict[str, Any]:
     for definition in (schema, *schema.get("$defs", {}).values()):
         for name, value in definition.get("properties", {}).items():
             definition["properties"][name] = _or_interpolation(value)
-        if "task_selector" not in definition.get("properties", {}) and "data_selector" in definition.get("properties", {}):
-            definition["properties"]["task_selector"] = definition["properties"]["data_selector"]
+        for own, others in _other_names(RunConfig).items():
+            if own in definition.get("properties", {}):
+                definition["properties"] |= dict.fromkeys(others, definition["properties"][own])
     return schema
+
+
+def _other_names(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Keys of `model` and below that may be written under other names, and those names."""
+    found = {name: aliases(field)[1:] for name, field in model.model_fields.items() if aliases(field)}
+    for field in model.model_fields.values():
+        for inner, _ in models(field.annotation):
+            found |= _other_names(inner)
+    return found
 
 
 def _or_interpolation(value: dict[str, Any]) -> dict[str, Any]:

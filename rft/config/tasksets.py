@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rft.config.problems import Problems
-from rft.config.schema.buffer import ExplorerInputConfig, RolloutArgs, TasksetConfig
+from rft.config.schema.buffer import ExplorerInputConfig, FormatConfig, RolloutArgs, TasksetConfig
 from rft.config.schema.root import RunConfig
-from rft.taskset.settings import FormatSettings, TasksetSettings
+from rft.engine.settings import EngineSettings
+from rft.taskset.settings import FormatSettings, PromptLimit, TasksetSettings
 from rft.types.task import SamplingArgs
 
 INPUT = "buffer.explorer_input"
@@ -23,7 +25,7 @@ def tasksets(
 ) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
     """Settings of the tasksets to train on and to evaluate on."""
     given = config.buffer.explorer_input
-    train = _train(given, problems)
+    train = _train(given, problems, needed=config.mode in ("both", "explore", "colocate"))
     evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
     names: dict[str, str] = {}
     made: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])
@@ -39,6 +41,7 @@ def tasksets(
                     "no workflow is named; write it here or as buffer.explorer_input.default_workflow_type "
                     "(`rft plugins workflow` lists them; simple_workflow asks once, math_workflow asks for a final answer)",
                 )
+            named = t.default_reward_fn_type or given.default_reward_fn_type
             made[is_eval].append(
                 TasksetSettings(
                     name=name,
@@ -46,10 +49,10 @@ def tasksets(
                     storage_type=t.storage_type,
                     subset_name=t.subset_name,
                     split=t.split,
-                    format=FormatSettings(**t.format.model_dump()),
+                    format=_format(t.format, named is not None, key, problems),
                     workflow=find(workflow or ""),
                     workflow_args=dict(t.workflow_args),
-                    reward=_found(t.default_reward_fn_type or given.default_reward_fn_type, find),
+                    reward=_found(named, find),
                     reward_args=dict(t.reward_fn_args),
                     sampling=_sampling(config, t.rollout_args, max_response_tokens, key, problems, is_eval),
                     num_runs=_runs(t, 1 if is_eval else repeat_times, key, problems),
@@ -69,12 +72,60 @@ def tasksets(
     return tuple(made[0]), tuple(made[1])
 
 
-def _train(given: ExplorerInputConfig, problems: Problems) -> list[tuple[str, TasksetConfig]]:
+def limit_prompts(
+    config: RunConfig, train: tuple[TasksetSettings, ...], evals: tuple[TasksetSettings, ...], engine: EngineSettings
+) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
+    """The same tasksets; those with `filter_overlong_prompts` know what the engine will make of a chat, and the limit."""
+    given = config.buffer.explorer_input
+    written = (given.taskset,) if given.taskset is not None else given.tasksets
+
+    def limited(t: TasksetConfig, settings: TasksetSettings) -> TasksetSettings:
+        if not t.filter_overlong_prompts or engine.max_prompt_tokens is None:
+            return settings
+        limit = PromptLimit(
+            model_path=engine.model_path,
+            max_tokens=engine.max_prompt_tokens,
+            chat_template=settings.format.chat_template or engine.chat_template,
+            chat_template_args={**engine.chat_template_kwargs, **settings.format.chat_template_args},
+        )
+        return replace(settings, prompt_limit=limit)
+
+    return tuple(map(limited, written, train)), tuple(map(limited, given.eval_tasksets, evals))
+
+
+VERL = {"prompt_type": "messages", "response_key": "reward_model.ground_truth", "reward_fn_key": "data_source"}
+"""What the columns of veRL's data mean, as values of `format`."""
+
+
+def _format(f: FormatConfig, reward_is_named: bool, key: str, problems: Problems) -> FormatSettings:
+    """The meaning of the columns.  A key that has its default counts as not written: the preset decides it."""
+    values = {name: getattr(f, name) for name in FORMAT_KEYS}
+    template_args = dict(f.chat_template_args)
+    if f.enable_thinking is not None and template_args.setdefault("enable_thinking", f.enable_thinking) != f.enable_thinking:
+        problems.error(f"{key}.format.enable_thinking", "chat_template_args says otherwise; write one", given=f.enable_thinking)
+    if f.preset is None:
+        return FormatSettings(**values, chat_template_args=template_args)
+    standard = FormatConfig()
+    values |= {name: value for name, value in VERL.items() if values[name] == getattr(standard, name)}
+    if f.messages_key == standard.messages_key:
+        values["messages_key"] = f.prompt_key
+    data_source = values["reward_fn_key"]
+    if reward_is_named:
+        values["reward_fn_key"] = ""
+    return FormatSettings(**values, preset=f.preset, data_source_key=data_source, chat_template_args=template_args)
+
+
+FORMAT_KEYS = (
+    "prompt_type prompt_key response_key messages_key system_prompt_key system_prompt tools_key workflow_key reward_fn_key chat_template"
+).split()
+
+
+def _train(given: ExplorerInputConfig, problems: Problems, *, needed: bool) -> list[tuple[str, TasksetConfig]]:
     if given.taskset is not None and given.tasksets:
         problems.error(f"{INPUT}.taskset", "taskset and tasksets are both written; put all of them into tasksets")
     if given.taskset is not None:
         return [(f"{INPUT}.taskset", given.taskset)]
-    if not given.tasksets:
+    if not given.tasksets and needed:
         problems.error(f"{INPUT}.tasksets", "there is nothing to train on; write taskset: {path: ...} or a list of tasksets")
     return [(f"{INPUT}.tasksets[{i}]", t) for i, t in enumerate(given.tasksets)]
 
@@ -121,6 +172,7 @@ def _sampling(
         "repetition_penalty": m.repetition_penalty,
         "max_tokens": max_response_tokens,
         "min_tokens": m.min_response_tokens,
+        "ignore_eos": config.explorer.rollout_model.ignore_eos,
     }
     values |= {k: v for k, v in args.model_dump(exclude={"n", "logprobs"}).items() if v is not None}
     if values["top_k"] == 0:

@@ -36,17 +36,17 @@ class Chat:
             ids = list(request.prompt_tokens)
         elif not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
-        elif self._no_template:
+        elif self._no_template and request.chat_template is None:
             raise ValueError(self._no_template)
         else:
             ids = self.tokenizer.apply_chat_template(
                 [dict(m) for m in request.messages],
                 tools=[dict(t) for t in request.tools] or None,
-                chat_template=self.template,
+                chat_template=request.chat_template or self.template,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
-                **self.settings.chat_template_kwargs,
+                **{**self.settings.chat_template_kwargs, **request.chat_template_args},
             )
         check_prompt(len(ids), self.settings)
         return ids

@@ -4,7 +4,8 @@
     def exact_answer(task, transcript): return float(transcript.answer.strip() == task.truth)
 
 A reward is a function or an object with `__call__`; a class is constructed with the checked `reward_args`.  It may be async.
-It returns a number, a `Score`, or a dict of parts whose sum is the value.  One that cannot score raises.
+It returns a number, a `Score`, or a dict of parts whose sum is the value.  One that cannot score raises.  A function with veRL's
+parameter names is taken as it is (`rft.reward.functions`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ async def score(fn: Reward, task: Task, transcript: Transcript) -> Score:
     if isinstance(result, Score):
         if result.value is not None:
             _number(result.value, "reward")
+        for name, part in result.parts.items():
+            _number(part, f"reward part {name!r}")
         return result
     return Score(value=_number(result, "reward"))
 

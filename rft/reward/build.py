@@ -8,24 +8,37 @@ from functools import partial
 from typing import Any, cast
 
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, checked_args
+from rft.plugins import REGISTRY, Plugin, checked_args
+from rft.reward import functions, overlong, sources
 from rft.reward.base import Reward
 
 
 def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
-    """The reward called `name`: a class is constructed with `args`, a function gets them as keyword arguments.
+    """The reward called `name`, or the one of the data source `name`.
 
-    Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
+    A class is constructed with `args`, a function gets them as keyword arguments; the arguments of the overlong penalty are taken by
+    every reward.  Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
     """
+    if ":" not in name and name not in REGISTRY.names("reward") and (ours := sources.reward_of(name)) is not None:
+        name, args = ours, {n: v for n, v in args.items() if n not in sources.SANDBOX_ARGS}
     plugin = REGISTRY.get("reward", name)
-    keywords = checked_args(plugin, args, key=key)
+    own, penalty = overlong.split(args, _own(plugin), key=key)
     made: Any
-    if inspect.isclass(plugin.obj):
-        made = plugin.obj(**keywords)
+    if functions.is_compute_score(plugin.obj):
+        made = functions.adapt(plugin.obj, own, name=name, key=key)
+    elif inspect.isclass(plugin.obj):
+        made = plugin.obj(**checked_args(plugin, own, key=key))
     else:
-        made = partial(plugin.obj, **keywords)
+        made = partial(plugin.obj, **checked_args(plugin, own, key=key))
     if not callable(made):
         raise ConfigError(
             f"reward {name!r} cannot be called; write a function or a class with __call__(task, transcript)", key=key
         )
-    return cast(Reward, made)
+    return overlong.shaped(made, penalty) if penalty is not None else cast(Reward, made)
+
+
+def _own(plugin: Plugin) -> set[str]:
+    """Names of the arguments that the reward itself knows."""
+    if plugin.args is not None:
+        return set(plugin.args.model_fields)  # type: ignore[attr-defined]
+    return set(inspect.signature(plugin.obj).parameters) if callable(plugin.obj) else set()

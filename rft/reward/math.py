@@ -55,7 +55,11 @@ async def accuracy_reward(task: Task, transcript: Transcript, *, timeout_s: floa
 async def math_boxed_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> dict[str, float]:
     """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0."""
     boxed = last_boxed(transcript.answer)
-    return {"accuracy": 0.0 if boxed is None else await same(f"\\boxed{{{boxed}}}", task, timeout_s)}
+    if boxed is None:
+        return {"accuracy": 0.0}
+    if task.truth is not None and boxed.strip() == str(task.truth).strip():  # also where math-verify could not read the truth
+        return {"accuracy": 1.0}
+    return {"accuracy": await same(f"\\boxed{{{boxed}}}", task, timeout_s)}
 
 
 async def same(answer: str, task: Task, timeout_s: float) -> float:

@@ -5,19 +5,25 @@ It knows neither engines nor rewards (a task carries their names).  Invariant: `
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, overload
 
 import msgspec
+import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
+from rft.taskset import overlong
+from rft.taskset.overlong import LeftOut
 from rft.taskset.settings import FormatSettings, TasksetSettings
 from rft.types.task import Task
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 _FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
 
@@ -35,16 +41,25 @@ class Taskset(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def left_out(self) -> LeftOut | None:
+        """Rows that the taskset's prompt limit removed; None where none was."""
+        ...
+
     def task(self, index: int) -> Task:
         """Row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key of a bad row."""
         ...
 
+    def rewards(self) -> dict[str, int]:
+        """Every reward that rows name for themselves, with the index of the first that does."""
+        ...
+
 
 class ByIndex(Sequence[Row]):
-    """Rows fetched one at a time, so that a large table is not turned into Python objects as a whole."""
+    """Rows fetched one at a time, so that a large table is not turned into Python objects as a whole.  `scan` gives all in order."""
 
-    def __init__(self, length: int, fetch: Callable[[int], Row]) -> None:
-        self._length, self._fetch = length, fetch
+    def __init__(self, length: int, fetch: Callable[[int], Row], scan: Callable[[], Iterable[Row]] | None = None) -> None:
+        self._length, self._fetch, self._scan = length, fetch, scan
 
     def __len__(self) -> int:
         return self._length
@@ -59,7 +74,7 @@ class ByIndex(Sequence[Row]):
         return self._fetch(index)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self._fetch, range(self._length))
+        return iter(self._scan()) if self._scan is not None else map(self._fetch, range(self._length))
 
 
 class RowTaskset:
@@ -82,11 +97,17 @@ class RowTaskset:
             )
         first = rows[0]
         fmt = settings.format
-        self._has_truth = fmt.response_key in first
+        self._has_truth = _lookup(first, fmt.response_key) is not _ABSENT
         if not self._has_truth and fmt.response_key != FormatSettings().response_key:
             raise _missing(settings, where(0), "response_key", fmt.response_key, first)
         for i in range(self._length if check_all else 1):
-            self.task(i)
+            self._task(i)
+        self._left_out = overlong.find(self._all_tasks(), settings) if settings.prompt_limit is not None else None
+        self._kept: np.ndarray | None = None  # numbers of the rows that are used; None = all
+        if self._left_out is not None:
+            self._kept = np.setdiff1d(np.arange(self._length), self._left_out.rows, assume_unique=True)
+            self._fingerprint += f"-{xxhash.xxh3_64_hexdigest(self._kept.tobytes())}"
+            log.info("taskset %s: %s", settings.name, self._left_out)
 
     @property
     def settings(self) -> TasksetSettings:
@@ -96,18 +117,45 @@ class RowTaskset:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    @property
+    def left_out(self) -> LeftOut | None:
+        return self._left_out
+
     def __len__(self) -> int:
-        return self._length
+        return self._length if self._kept is None else len(self._kept)
 
     def task(self, index: int) -> Task:
-        if not 0 <= index < self._length:
-            raise IndexError(f"taskset {self._settings.name!r} has {self._length} rows; asked for {index}")
-        return row_to_task(self._settings, self._rows[index], index, self._where(index), has_truth=self._has_truth)
+        if not 0 <= index < len(self):
+            raise IndexError(f"taskset {self._settings.name!r} has {len(self)} rows; asked for {index}")
+        return self._task(index if self._kept is None else int(self._kept[index]))
+
+    def rewards(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        key = self._settings.format.reward_fn_key
+        if not key:
+            return found
+        number = itertools.count()
+        left_out = set(self._left_out.rows) if self._left_out is not None else set()
+        for row, values in enumerate(itertools.islice(self._rows, self._length)):
+            if row not in left_out:
+                found.setdefault(_get(self._settings, values, self._where(row), "reward_fn_key", key), next(number))
+        return found
+
+    def _task(self, row: int) -> Task:
+        return self._made(row, self._rows[row])
+
+    def _all_tasks(self) -> Iterator[Task]:
+        return itertools.starmap(self._made, enumerate(itertools.islice(self._rows, self._length)))
+
+    def _made(self, row: int, values: Row) -> Task:
+        return row_to_task(self._settings, values, row, self._where(row), has_truth=self._has_truth)
 
 
 def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, has_truth: bool) -> Task:
     """The task of one row, by the taskset's `format`.  Raises ConfigError naming `where` and the key."""
     fmt = settings.format
+    if fmt.preset == "verl":
+        row = _verl_row(settings, row, where)
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
     if fmt.prompt_type == "messages":
@@ -131,6 +179,8 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
         messages=messages,
         tools=_tools(settings, row, where),
         system_prompt=system,
+        chat_template=fmt.chat_template,
+        chat_template_args=fmt.chat_template_args,
         truth=_get(settings, row, where, "response_key", fmt.response_key) if has_truth else None,
         workflow=_get(settings, row, where, "workflow_key", fmt.workflow_key) if fmt.workflow_key else settings.workflow,
         workflow_args=settings.workflow_args,
@@ -178,9 +228,44 @@ def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -
 
 
 def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> Any:
-    if name not in row:
+    if (value := _lookup(row, name)) is _ABSENT:
         raise _missing(settings, where, which, name, row)
-    return row[name]
+    return value
+
+
+_ABSENT = object()
+
+
+def _lookup(row: Row, name: str) -> Any:
+    """The column `name`; else, with dots, what lies below a column: reward_model.ground_truth."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
+
+
+def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
+    """The row with its data source under the name that rewards look for.  Raises ConfigError for pictures, and for a row that only a
+    model can score where a rule was to."""
+    if column := next((c for c in ("images", "videos") if row.get(c)), None):
+        raise ConfigError(
+            f"{where}: column {column!r} is not empty; multimodal inputs are not offered.  Use rows of text",
+            key=_key(settings, "format.preset"),
+            given="verl",
+        )
+    source = _lookup(row, settings.format.data_source_key)
+    if settings.format.reward_fn_key and _lookup(row, "reward_model.style") == "model":
+        raise ConfigError(
+            f"{where}: reward_model.style is 'model', so no rule for data source {source!r} scores it.  Name a reward in "
+            "default_reward_fn_type",
+            key=_key(settings, "format.preset"),
+            given="verl",
+        )
+    return row if source is _ABSENT else {**row, "data_source": source}
 
 
 def _messages(settings: TasksetSettings, value: Any, where: str) -> tuple[dict[str, Any], ...]:
@@ -188,7 +273,8 @@ def _messages(settings: TasksetSettings, value: Any, where: str) -> tuple[dict[s
     given = _from_json(value)
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
         raise _wrong(settings, where, "messages_key", key, value, "a list of messages such as {role: user, content: ...}")
-    return tuple(given)
+    # a table gives every message all keys that one of them has; templates ask whether a key is there
+    return tuple({k: v for k, v in m.items() if v is not None or k == "content"} for m in given)
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:

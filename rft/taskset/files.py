@@ -26,11 +26,10 @@ def open_path(settings: TasksetSettings) -> Taskset:
     """The rows of a file, a folder, or a Hugging Face data set id."""
     path = Path(settings.path).expanduser()
     if path.is_dir():
-        return _open_datasets(settings, path)
+        file = _of_split(settings, path)
+        return _open_datasets(settings, path) if file is None else _READERS[file.suffix](settings, file)
     if path.is_file():
-        reader = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}.get(
-            path.suffix.lower()
-        )
+        reader = _READERS.get(path.suffix.lower())
         if reader is None:
             raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_SUFFIXES)} or a folder")
         return reader(settings, path)
@@ -100,11 +99,28 @@ def _parquet(settings: TasksetSettings, path: Path) -> Taskset:
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowInvalid, OSError) as e:
         raise _error(settings, f"{path}: not a readable Parquet file ({e})") from None
-    rows = ByIndex(table.num_rows, lambda i: table.slice(i, 1).to_pylist()[0])
+    rows = ByIndex(
+        table.num_rows,
+        lambda i: table.slice(i, 1).to_pylist()[0],
+        lambda: (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()),
+    )
     where = f"{path}, row "
     return RowTaskset(
         settings, rows, where=lambda i: where + str(i), fingerprint=sample_fingerprint(rows, table.column_names), check_all=False
     )
+
+
+_READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+
+
+def _of_split(settings: TasksetSettings, folder: Path) -> Path | None:
+    """The file of a folder that is named after the split, such as train.parquet; None where `datasets` has to find the rows."""
+    if settings.subset_name is not None or (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return None
+    found = [folder / f"{settings.split}{suffix}" for suffix in _READERS if (folder / f"{settings.split}{suffix}").is_file()]
+    if len(found) > 1:
+        raise _error(settings, f"{folder} holds {' and '.join(f.name for f in found)}; name one of them in path")
+    return found[0] if found else None
 
 
 def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
@@ -133,7 +149,7 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
         if settings.split not in loaded:
             raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
         loaded = loaded[settings.split]
-    rows = ByIndex(len(loaded), lambda i: dict(loaded[i]))
+    rows = ByIndex(len(loaded), lambda i: dict(loaded[i]), lambda: map(dict, loaded))
     fingerprint = sample_fingerprint(rows, loaded.column_names)
     return RowTaskset(
         settings, rows, where=lambda i: f"{source} ({settings.split}), row {i}", fingerprint=fingerprint, check_all=False

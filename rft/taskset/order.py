@@ -21,8 +21,9 @@ _MIN_BLOCK = 1000  # slots over which explicit weights are apportioned
 class Order:
     """Batches of `batch_size` tasks out of one or several tasksets.
 
-    Slots 0, 1, 2 ... are cut into blocks; in each block every taskset gets its share of slots (by `weight`, else by length), in a
-    shuffled arrangement.  A taskset's own slots are filled by its selector: `sequential` (in file order, again and again),
+    Slots 0, 1, 2 ... are cut into blocks; in each block every taskset gets its share of slots.  By `weight` they are spread evenly, so
+    that after any number of tasks every taskset is within a task or two of its share; by length (no weights) they are shuffled, and a
+    pass takes every row once.  A taskset's own slots are filled by its selector: `sequential` (in file order, again and again),
     `shuffle` (another permutation each epoch) or `random` (drawn per batch, without repetition inside a batch).
     """
 
@@ -57,16 +58,8 @@ class Order:
         return xxhash.xxh3_128_hexdigest(repr((facts, self._shares, self.batch_size, self._seed)).encode())
 
     def num_batches(self, epochs: int) -> int:
-        """Whole batches in `epochs` passes over all rows.  Raises ConfigError if there is not even one."""
-        rows = sum(len(t) for t in self.tasksets)
-        if (n := rows * epochs // self.batch_size) < 1:
-            raise ConfigError(
-                f"{rows} rows and {epochs} epochs do not fill one batch of {self.batch_size} tasks; "
-                "raise buffer.total_epochs, set buffer.total_steps, or lower buffer.batch_size",
-                key="buffer.batch_size",
-                given=self.batch_size,
-            )
-        return n
+        """Whole batches in `epochs` epochs.  Raises ConfigError if there is not even one."""
+        return num_batches([len(t) for t in self.tasksets], self.batch_size, epochs)
 
     def batch(self, b: int) -> list[Task]:
         """The tasks of explore batch `b` (from 0), in task order."""
@@ -97,7 +90,10 @@ class Order:
 
     def _arrange(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         owners = np.repeat(np.arange(len(self._shares)), self._shares)
-        if len(self._shares) > 1:
+        if self.tasksets[0].settings.weight is not None:  # the j-th task of a taskset stands at (j + 1/2) / share of the block
+            places = np.concatenate([(np.arange(share) + 0.5) / share for share in self._shares])
+            owners = owners[np.argsort(places, kind="stable")]
+        elif len(self._shares) > 1:
             self._rng("mixture", block).shuffle(owners)
         ranks = np.empty(len(owners), np.int64)
         for t, share in enumerate(self._shares):
@@ -125,6 +121,19 @@ class Order:
 
     def _rng(self, *what: str | int) -> np.random.Generator:
         return np.random.default_rng(xxhash.xxh3_64_intdigest(repr((self._seed, *what)).encode()))
+
+
+def num_batches(lengths: Sequence[int], batch_size: int, epochs: int) -> int:
+    """Whole batches in `epochs` epochs; an epoch is as many tasks as all tasksets have rows together, whatever their weights."""
+    rows = sum(lengths)
+    if (n := rows * epochs // batch_size) < 1:
+        raise ConfigError(
+            f"{rows} rows and {epochs} epochs do not fill one batch of {batch_size} tasks; "
+            "raise buffer.total_epochs, set buffer.total_steps, or lower buffer.batch_size",
+            key="buffer.batch_size",
+            given=batch_size,
+        )
+    return n
 
 
 def _shares(tasksets: Sequence[Taskset]) -> list[int]:

@@ -21,6 +21,20 @@ class FormatSettings:
     workflow_key: str = ""
     reward_fn_key: str = ""
     prompt_type: str = "plaintext"  # "plaintext" reads prompt_key, "messages" reads messages_key
+    preset: str | None = None  # "verl": rows also keep their data source under the name `data_source`
+    data_source_key: str = "data_source"  # preset verl: column of the data source
+    chat_template: str | None = None  # None = the engine's
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLimit:
+    """Rows whose chat has more than `max_tokens` tokens under this tokenizer and template are left out."""
+
+    model_path: str  # folder with tokenizer.json
+    max_tokens: int
+    chat_template: str | None = None  # None = the tokenizer's own
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +59,4 @@ class TasksetSettings:
     is_eval: bool = False
     args: dict[str, Any] = field(default_factory=dict)  # arguments of a generator such as reasoning_gym
     max_rows: int | None = None
+    prompt_limit: PromptLimit | None = None  # None = no row is left out

@@ -25,6 +25,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_tokens: tuple[int, ...] = ()
+    chat_template: str | None = None  # Jinja text; None = the engine's
+    chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
     sampling: SamplingArgs = SamplingArgs()
     n: int = 1
     request_id: str = ""

@@ -63,6 +63,8 @@ class Task(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()  # OpenAI form; wins over `prompt`
     tools: tuple[dict[str, Any], ...] = ()
     system_prompt: str | None = None
+    chat_template: str | None = None  # Jinja text; None = the engine's
+    chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
     truth: Any = None  # the gold answer, JSON
     workflow: str
     workflow_args: dict[str, Any] = field(default_factory=dict)

@@ -58,6 +58,8 @@ class RunContext:
         request = GenerateRequest(
             messages=tuple(messages),
             tools=tuple(tools if tools is not None else self._task.tools),
+            chat_template=self._task.chat_template,
+            chat_template_args=self._task.chat_template_args,
             sampling=sampling,
             request_id=f"{self.request_id}-{len(self._turns)}",
         )

@@ -6,25 +6,47 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices
 
-from rft.config.schema.base import Args, IgnoreCase, Name, Section, key, section
+from rft.config.schema.base import Args, IgnoreCase, Later, Name, Section, key, section
 
+_REPLAY = "belongs to replay_buffer.enable; each experience is trained once, oldest first"
+_DATASET = "belongs to training on a data set, which comes later; experiences have their own format"
 OnShortBatch = Annotated[Literal["stop", "train", "carry"], IgnoreCase]
 
 
 class FormatConfig(Section):
-    """Which columns of a row mean what."""
+    """Which columns of a row mean what.  A key with dots goes into a column of mappings: reward_model.ground_truth."""
 
+    preset: Annotated[Literal["verl"], IgnoreCase] | None = key(
+        None,
+        "verl: the other keys take the values of veRL's data where they are not written: the chat in `prompt`, the gold answer in "
+        "`reward_model.ground_truth`, the reward chosen by `data_source` unless one is named.",
+    )
     prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
         "plaintext", "plaintext: prompt_key holds the question; messages: messages_key holds a chat."
     )
-    prompt_key: str = key("prompt", "Column of the question.")
+    prompt_key: str = key("prompt", "Column of the question; with preset verl of the chat.")
     response_key: str = key("response", "Column of the gold answer.")
     messages_key: str = key("message", "Column of the chat, a list of {role, content}.")
     tools_key: str = key("tools", "Column of the tools, a list or JSON text.")
     system_prompt_key: str | None = key(None, "Column of the system prompt.")
     system_prompt: str | None = key(None, "System prompt of all rows.")
     workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
-    reward_fn_key: str = key("", "Column that names the row's reward; empty: none.")
+    reward_fn_key: str = key(
+        "", "Column that names the row's reward, or veRL's data source, which has a reward of ours; empty: none."
+    )
+    chat_template: str | None = key(None, "Chat template (Jinja text) of this taskset.  Null: the model's.")
+    chat_template_args: Args = key({}, "Values for the chat template, e.g. {enable_thinking: false}; over those of `model`.")
+    enable_thinking: bool | None = key(
+        None, "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking."
+    )
+    reply_prefix: str | None = key(
+        None, "Beginning of every answer.", later=Later("ask for that beginning in the prompt, or write a workflow")
+    )
+    chosen_key: str = key("chosen", "Column of the better answer.", later=Later("pairs of answers come with dpo"))
+    rejected_key: str = key("rejected", "Column of the worse answer.", later=Later("pairs of answers come with dpo"))
+    enable_concatenated_multi_turn: bool = key(
+        False, "Train every answer of a demonstration's chat.", later=Later("demonstrations come with sft")
+    )
 
 
 class RolloutArgs(Section):
@@ -48,8 +70,18 @@ class RolloutArgs(Section):
 class DataSelectorConfig(Section):
     """In which order the rows are attempted."""
 
-    selector_type: Annotated[Literal["sequential", "shuffle", "random"], IgnoreCase] = key("sequential", "Order of the rows.")
+    selector_type: Annotated[Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"], IgnoreCase] = (
+        key(
+            "sequential",
+            "Order of the rows: file order, another permutation in each pass, or drawn for each batch.",
+            later=Later("sort the file yourself and write sequential", values=("offline_easy2hard", "difficulty_based")),
+        )
+    )
     seed: int = key(42, "Seed of that order.", ge=0)
+    feature_keys: tuple[str, ...] = key(
+        (), "Columns by which a selector orders the rows.", later=Later("sort the file yourself and write sequential")
+    )
+    kwargs: Args = key({}, "Arguments of the selector.", later=Later("sequential, shuffle and random take none"))
 
 
 class TasksetConfig(Section):
@@ -59,13 +91,33 @@ class TasksetConfig(Section):
     path: str = key(
         ..., "Local file or folder (jsonl, json, parquet, csv), a hub dataset in the local cache, or reasoning_gym://NAME."
     )
-    storage_type: Annotated[Literal["file", "reasoning_gym", "python"], IgnoreCase] = key(
+    storage_type: Annotated[Literal["file", "reasoning_gym", "python", "sql"], IgnoreCase] = key(
         "file",
-        "file: what `path` names; reasoning_gym: the generator of that name; python: a function pkg.module:func or file.py:func.",
+        "file: what `path` names; reasoning_gym: the generator of that name; python: a function pkg.module:func or file.py:func; "
+        "sql: a table.",
+        later=Later("write the rows to a jsonl or parquet file", values=("sql",)),
+    )
+    reader_path: str | None = key(
+        None,
+        "File with a data set class of your own.",
+        later=Later("write a function that returns the rows, and path: file.py:function"),
+    )
+    reader_name: str | None = key(
+        None, "Name of that class.", later=Later("write a function that returns the rows, and path: file.py:function")
     )
     subset_name: str | None = key(None, "Subset (configuration) of a hub dataset.")
     split: str = key("train", "Split of the dataset.")
-    max_rows: int | None = key(None, "Use only the first rows; needed for generators.", unit="rows", ge=1)
+    max_rows: int | None = key(
+        None,
+        "Use only the first rows (max_samples is another name); needed for generators.",
+        unit="rows",
+        ge=1,
+        validation_alias=AliasChoices("max_rows", "max_samples"),
+    )
+    filter_overlong_prompts: bool = key(
+        False,
+        "Leave out rows whose chat, rendered and tokenized, has more than model.max_prompt_tokens tokens, before anything else.",
+    )
     args: Args = key({}, "Arguments of a generator, e.g. of reasoning_gym://chain_sum.")
     format: FormatConfig = section(FormatConfig, "Meaning of the columns.")
     default_workflow_type: str | None = key(None, "Workflow of the rows.  Null: explorer_input.default_workflow_type.")
@@ -82,6 +134,15 @@ class TasksetConfig(Section):
         validation_alias=AliasChoices("data_selector", "task_selector"),
     )
     weight: float | None = key(None, "Share of this taskset in the mixture.  Null: proportional to its length.", gt=0)
+    max_retry_times: int = key(
+        3,
+        "Tries to read a row.",
+        unit="tries",
+        ge=0,
+        later=Later("a file is read once; explorer.max_retry_times is for runs", True),
+    )
+    max_retry_interval: float = key(1.0, "Pause between them.", unit="s", ge=0, later=Later("a file is read once", True))
+    enable_progress_bar: bool = key(False, "Show how far reading is.", later=Later("files are opened without one", True))
 
 
 class ExplorerInputConfig(Section):
@@ -97,12 +158,26 @@ class ExplorerInputConfig(Section):
     default_reward_fn_type: str | None = key(None, "Reward of tasksets that name none.")
 
 
+class ReplayBufferConfig(Section):
+    """Training on experiences more than once, those with the highest priority first."""
+
+    enable: bool = key(False, "Use it.", later=Later("each experience is trained once, oldest first", values=(True,)))
+    priority_fn: str = key("linear_decay", "Function that gives the priority.", later=Later(_REPLAY, True))
+    priority_fn_args: Args = key({"decay": 2.0}, "Its arguments.", later=Later(_REPLAY, True))
+    reuse_cooldown_time: float | None = key(
+        None, "How long an experience rests before it may be used again.  Null: it is used once.", unit="s", gt=0,
+        later=Later(_REPLAY, True),
+    )  # fmt: skip
+
+
 class ExperienceBufferConfig(Section):
     """The store between explorer and trainer."""
 
     name: Name = key("experience_buffer", "Name of the buffer.")
     storage_type: Annotated[Literal["sql", "queue", "file"], IgnoreCase] = key(
-        "sql", "sql: in the database; queue: memory with write-ahead segments; file: one segment per group."
+        "sql",
+        "sql: in the database; queue: memory with write-ahead segments; file: one segment per group.",
+        later=Later("use sql or queue", values=("file",)),
     )
     path: str | None = key(
         None,
@@ -115,12 +190,39 @@ class ExperienceBufferConfig(Section):
         "What an acknowledged experience survives: the death of every process, or also of the machine.",
         on_resume="safe",
     )
+    replay_buffer: ReplayBufferConfig = section(ReplayBufferConfig, "Training on experiences more than once.")
+    max_retry_times: int = key(
+        3, "Tries to reach the database.", unit="tries", on_resume="safe", ge=0,
+        later=Later("the database waits 30 s for its lock, then the run stops and can be resumed", True),
+    )  # fmt: skip
+    max_retry_interval: float = key(
+        1.0, "Pause between them.", unit="s", on_resume="safe", ge=0,
+        later=Later("the database waits 30 s for its lock, then the run stops and can be resumed", True),
+    )  # fmt: skip
+    split: str | None = key(None, "Split, where path names a data set.", later=Later(_DATASET))
+    subset_name: str | None = key(None, "Subset, where path names a data set.", later=Later(_DATASET))
+    format: FormatConfig = section(FormatConfig, "Meaning of the columns, where path names a data set.", later=Later(_DATASET))
+    data_selector: DataSelectorConfig = section(
+        DataSelectorConfig, "Order of the rows, where path names a data set.", later=Later(_DATASET)
+    )
+    enable_progress_bar: bool = key(
+        False, "Show how far reading is.", on_resume="safe", later=Later("nothing is read beforehand", True)
+    )
+
+
+class AuxiliaryBufferConfig(ExperienceBufferConfig):
+    """Further data for the trainer, e.g. answers of experts that are mixed in."""
+
+    path: str = key(..., "Local file or folder, a hub data set in the local cache, or a database URL.")
 
 
 class TrainerInputConfig(Section):
     """What the trainer reads."""
 
     experience_buffer: ExperienceBufferConfig = section(ExperienceBufferConfig, "The main channel from explorer to trainer.")
+    auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key(
+        {}, "Further data for the trainer, by name, e.g. sft_dataset.", later=Later("algorithms that mix in such data come later")
+    )
 
 
 class BufferConfig(Section):
@@ -138,6 +240,9 @@ class BufferConfig(Section):
         ge=1,
     )
     total_steps: int | None = key(None, "Explore steps; wins over total_epochs.", unit="explore steps", on_resume="safe", ge=1)
+    total_tasks: int | None = key(
+        None, "Tasks in all: total_steps is this divided by batch_size, rounded up.", unit="tasks", on_resume="safe", ge=1
+    )
     explorer_input: ExplorerInputConfig = section(ExplorerInputConfig, "Tasksets.")
     trainer_input: TrainerInputConfig = section(TrainerInputConfig, "The experience buffer.")
     on_short_batch: OnShortBatch = key(

@@ -1,0 +1,103 @@
+"""Functions with veRL's signature as rewards: compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs).
+
+Such a function is known by the names of its parameters.  An ordinary one runs in a thread of its own, so that a slow one holds up
+nobody; an async one is awaited.  Invariant: what it raises reaches the run, and a number that is not finite is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+from rft.errors import ConfigError
+from rft.reward.base import Reward
+from rft.types.completion import Score, Transcript
+from rft.types.task import Task
+
+GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def is_compute_score(obj: Any) -> bool:
+    """Whether `obj` is a function that takes at least solution_str and ground_truth."""
+    return inspect.isroutine(obj) and {"solution_str", "ground_truth"} <= set(inspect.signature(obj).parameters)
+
+
+def own_args(fn: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Names of the arguments that `reward_fn_args` may give, and whether any other name is taken too."""
+    parameters = inspect.signature(fn).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in GIVEN]
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def adapt(fn: Callable[..., Any], args: Mapping[str, Any], *, name: str, key: str) -> Reward:
+    """The function as a reward, `args` as its keyword arguments.  Raises ConfigError for arguments that it does not take."""
+    known, any_name = own_args(fn)
+    if unknown := [n for n in args if (n not in known and not any_name) or n in GIVEN]:
+        raise ConfigError(f"unknown argument {unknown[0]!r} for reward {name!r}.  Known: {', '.join(known) or 'none'}.", key=key)
+    takes = GIVEN if any_name else [n for n in GIVEN if n in inspect.signature(fn).parameters]
+    try:
+        inspect.signature(fn).bind(**dict.fromkeys(takes), **args)
+    except TypeError as e:
+        raise ConfigError(f"reward {name!r} cannot be called with these arguments: {e}", key=key) from None
+
+    async def compute_score(task: Task, transcript: Transcript) -> Score:
+        values = {
+            "data_source": task.row.get("data_source", task.taskset),
+            "solution_str": transcript.answer,
+            "ground_truth": task.truth,
+            "extra_info": task.row.get("extra_info") or {},
+        }
+        given = {n: values[n] for n in takes} | dict(args)
+        result = await (fn(**given) if inspect.iscoroutinefunction(fn) else _in_thread(lambda: fn(**given)))
+        return to_score(result, name)
+
+    return compute_score
+
+
+def to_score(result: Any, name: str) -> Score:
+    """A number, or a dict with `score`, whose other numbers become parts.  Raises ValueError on anything else."""
+    if not isinstance(result, dict):
+        return Score(value=_number(result, f"reward {name!r}"))
+    if "score" not in result:
+        raise ValueError(f"reward {name!r} returned a dict without 'score'; it has {', '.join(map(str, result)) or 'no keys'}")
+    parts = {str(k): _number(v, f"reward {name!r}: {k!r}") for k, v in result.items() if k != "score" and _is_number(v)}
+    return Score(value=_number(result["score"], f"reward {name!r}: 'score'"), parts=parts)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or type(value).__name__ in ("bool", "bool_")  # numpy's own truth value is no Real
+
+
+def _number(value: Any, what: str) -> float:
+    if not _is_number(value):
+        raise ValueError(f"{what} is {value!r} ({type(value).__name__}); it must be a number")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{what} is {value!r}; it must be finite")
+    return number
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """A daemon thread: one that never returns does not keep the program alive."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def deliver(set_it: Callable[[Any], None], value: Any) -> None:
+        if not result.done():
+            set_it(value)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (result.set_result, call())
+        except BaseException as e:
+            stop = isinstance(e, StopIteration | SystemExit | KeyboardInterrupt)
+            outcome = (result.set_exception, RuntimeError(f"the reward raised {e!r}") if stop else e)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, *outcome)
+
+    threading.Thread(target=work, name="compute_score", daemon=True).start()
+    return await result
