@@ -109,7 +109,7 @@ def _override(written: extends.Written, overrides: Sequence[str]) -> dict[Loc, s
     errors = []
     for override in overrides:
         try:
-            loc, (text, value) = _assign(written.values, override)
+            loc, (text, value) = assign(written.values, override)
         except ConfigError as e:
             errors.append(e)
             continue
@@ -138,7 +138,7 @@ def _leaves(value: Any, loc: Loc = ()) -> list[tuple[Loc, Any]]:
     return [(loc, value)]
 
 
-def _assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]]:
+def assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]]:
     """Puts one override into `values`; the place it went to, its text and its value."""
     path, equals, text = override.partition("=")
     path = path.strip()
