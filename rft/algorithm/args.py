@@ -10,24 +10,19 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from rft.algorithm.argbase import Args as Args
+from rft.algorithm.argbase import NoArgs as NoArgs
+from rft.algorithm.argbase import waiting
+from rft.algorithm.coming import COMING
 from rft.errors import ConfigError, ConfigErrors
 from rft.plugins import REGISTRY
 
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AGG_MODES: tuple[str, ...] = get_args(AggMode)
-KINDS = {"advantage_fn": "advantage", "policy_loss_fn": "policy loss", "kl_loss_fn": "KL loss", "entropy_loss_fn": "entropy loss"}
-
-
-class Args(BaseModel):
-    """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing changes afterwards."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class NoArgs(Args):
-    """For parts that take no arguments."""
+BUILT = {"advantage_fn": "advantage", "policy_loss_fn": "policy loss", "kl_loss_fn": "KL loss", "entropy_loss_fn": "entropy loss"}
+KINDS = {**BUILT, "kl_penalty_fn": "KL penalty", "sample_strategy": "sample strategy"}
 
 
 class GrpoArgs(Args):
@@ -35,6 +30,24 @@ class GrpoArgs(Args):
 
     epsilon: float = Field(1e-6, gt=0, description="added to the group's standard deviation before dividing")
     norm_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
+    std_threshold: float | None = waiting(
+        None,
+        "no group is dropped; groups of equal rewards have advantage 0 and do not move the policy",
+        ge=0,
+        description="drop groups whose standard deviation is not above this",
+    )
+    duplicate_experiences: bool = waiting(
+        False, "rows are never copied", description="use remaining groups again in place of the dropped ones"
+    )
+    rank_penalty: float | None = waiting(
+        None, "rewards are used as they are", ge=0, description="lower the rewards of likely answers by their rank in the group"
+    )
+    std_cal_level: Literal["group", "batch"] = waiting(
+        "group",
+        "the standard deviation is the group's",
+        values=("batch",),
+        description="which rewards the standard deviation is taken over",
+    )
 
 
 class PpoArgs(Args):
@@ -44,6 +57,21 @@ class PpoArgs(Args):
     clip_range_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped at 1 - clip_range_low")
     clip_range_high: float | None = Field(None, ge=0, description="the ratio is clipped at 1 + clip_range_high")
     clip_ratio_c: float = Field(3.0, gt=1, description="dual clip: a token with negative advantage A costs at most -A times this")
+    enable_sequence_masking: bool = waiting(
+        False, "no sequence is left out", description="leave out bad answers that the policy has moved far away from"
+    )
+    delta_sequence_masking: float = waiting(
+        0.1,
+        "it belongs to enable_sequence_masking",
+        harmless=True,
+        ge=0,
+        description="how far: mean of old less new log-prob of the sequence",
+    )
+    fallback_to_policy_gradient: bool = waiting(
+        False,
+        "the ratio is taken against the old policy",
+        description="-A log-prob instead: the ratio is 1 and nothing is clipped",
+    )
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -64,6 +92,17 @@ class KlArgs(Args):
     """Weight of a KL loss against the reference model."""
 
     kl_coef: float = Field(0.001, ge=0, description="factor of the KL loss; 0 switches it and the reference model off")
+    adaptive: bool = waiting(False, "kl_coef is constant", description="steer kl_coef so that the KL comes near target_kl")
+    target_kl: float = waiting(
+        0.1, "it belongs to adaptive", harmless=True, gt=0, description="the KL that is steered for, in nats per token"
+    )
+    horizon: int = waiting(
+        10000,
+        "it belongs to adaptive",
+        harmless=True,
+        gt=0,
+        description="experiences after which kl_coef follows an error wholly",
+    )
 
 
 class EntropyArgs(Args):
@@ -82,38 +121,40 @@ ARGS: dict[tuple[str, str], type[BaseModel]] = {
     **{("kl_loss_fn", name + plus): KlArgs for name in KL_ESTIMATORS for plus in ("", "+")},
     ("entropy_loss_fn", "none"): NoArgs,
     ("entropy_loss_fn", "default"): EntropyArgs,
+    ("kl_penalty_fn", "none"): NoArgs,
+    ("sample_strategy", "default"): NoArgs,
+}
+RENAMED: dict[tuple[str, str], str] = {  # older names that people bring along
+    ("advantage_fn", "grpo_verl"): "grpo",
+    ("advantage_fn", "opmd_verl"): "opmd",
+    ("advantage_fn", "asymre_verl"): "asymre",
+    ("advantage_fn", "gae"): "ppo",
+    ("advantage_fn", "reinforce_plus_plus"): "reinforceplusplus",
+    ("advantage_fn", "reinforce_plus_plus_baseline"): "reinforceplusplus_baseline",
+    ("policy_loss_fn", "vanilla"): "ppo",
+    ("kl_loss_fn", "kl"): "k1",
+    ("kl_loss_fn", "mse"): "k2",
+    ("sample_strategy", "warmup"): "default",
 }
 
-_LATER: dict[str, tuple[str, ...]] = {
-    "advantage_fn": (
-        *("ppo", "gae", "rloo", "reinforce", "reinforceplusplus", "remax", "opmd", "asymre", "rec", "step_wise_grpo", "gigpo"),
-        *("on_policy_distill", "jsd", "clipb", "clipv", "opo", "gpg", "grpo_passk"),
-    ),
-    "policy_loss_fn": (
-        *("gspo", "cispo", "sapo", "topr", "opmd", "sppo", "rec", "importance_sampling", "sft", "sft_is", "sft_phi", "dpo"),
-        *("mix", "mix_chord", "m2po", "gpg", "geo_mean", "clip_cov", "kl_cov"),
-    ),
-    "kl_loss_fn": ("corrected_k3",),
-    "entropy_loss_fn": ("mix",),
-}
 _REFUSED: dict[tuple[str, str], str] = {
     ("kl_loss_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use low_var_kl, k2 or k3",
-    ("advantage_fn", "grpo_verl"): "the older name of grpo; write grpo",
 }
 _KEY_HINTS: dict[tuple[str, str], str] = {
-    ("advantage_fn", "std_threshold"): "comes later; groups of equal rewards have advantage 0 and do not move the policy",
-    ("advantage_fn", "duplicate_experiences"): "rows are never copied",
-    ("advantage_fn", "rank_penalty"): "comes later",
-    ("advantage_fn", "std_cal_level"): 'the standard deviation is the group\'s; "batch" comes later',
     ("policy_loss_fn", "loss_agg_mode"): "set algorithm.loss_agg_mode, which holds for all losses",
-    ("policy_loss_fn", "enable_sequence_masking"): "comes later",
-    ("policy_loss_fn", "delta_sequence_masking"): "comes later",
-    ("policy_loss_fn", "fallback_to_policy_gradient"): "comes later",
+    **dict.fromkeys(
+        [
+            ("policy_loss_fn", name)
+            for name in (
+                *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
+                *("train_batch_size_usual", "train_batch_size_expert", "sft_loss_agg_mode", "grpo_loss_agg_mode"),
+            )
+        ],
+        "rows are counted by themselves; leave it out",
+    ),
     ("kl_loss_fn", "kl_coef"): "name an estimator in kl_loss_fn, such as k2, to switch the KL loss on",
+    ("kl_penalty_fn", "kl_coef"): "name an estimator in kl_penalty_fn, such as k1, to put the KL into the reward",
     ("entropy_loss_fn", "entropy_coef"): "set entropy_loss_fn: default to switch the bonus on",
-    ("kl_loss_fn", "adaptive"): "the adaptive KL coefficient comes later; kl_coef is constant, so leave this key out",
-    ("kl_loss_fn", "target_kl"): "belongs to the adaptive KL coefficient, which comes later; leave this key out",
-    ("kl_loss_fn", "horizon"): "belongs to the adaptive KL coefficient, which comes later; leave this key out",
 }
 
 
@@ -128,8 +169,18 @@ def check_args(kind: str, name: str, given: Mapping[str, Any], *, key: str = "")
     return validate(part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args", kind=kind)
 
 
+def accept_args(kind: str, name: str, given: Mapping[str, Any]) -> BaseModel:
+    """`check_args`, which also accepts parts that are not there yet."""
+    if (model := COMING.get((kind, name))) is None:
+        return check_args(kind, name, given)
+    return validate(model, given, what=f'{KINDS[kind]} "{name}"', key=f"algorithm.{kind}_args", kind=kind)
+
+
 def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
-    """The model that arguments of this part are checked against; raises ConfigError for a name that is not available."""
+    """The model that arguments of this part are checked against; raises ConfigError for a name that is not available.
+
+    Parts of `COMING` are not: whoever only checks a configuration looks there first, as `accept_args` does.
+    """
     if (model := ARGS.get((kind, name))) is not None:
         return model
     if ":" in name or name in REGISTRY.names(kind):
@@ -142,7 +193,7 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     if reason := _REFUSED.get((kind, name)):
         raise ConfigError(f"{name!r} is not offered: {reason}", key=key, given=name)
     known = sorted({n for k, n in ARGS if k == kind} | set(REGISTRY.names(kind)))
-    if name in _LATER[kind]:
+    if (kind, name) in COMING:
         raise ConfigError(f"{KINDS[kind]} {name!r} comes later.  Available: {', '.join(known)}.", key=key, given=name)
     raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{_near(name, known)}", key=key, given=name)
 

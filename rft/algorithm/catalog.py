@@ -1,7 +1,7 @@
 """Algorithms by name: which parts each one is made of, and what a configuration of parts needs computed.  Torch-free.
 
 A configuration names an algorithm and may replace any part of it.  Invariant: every entry's parts and arguments pass
-`check_args`.
+`accept_args`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class AlgorithmDefaults:
     kl_loss_fn: str = "none"
     entropy_loss_fn: str = "default"
     loss_agg_mode: AggMode = "token-mean"
+    kl_penalty_fn: str = "none"
+    sample_strategy: str = "default"
     repeat_times: int = 8  # runs of each task where the configuration names none; a group of one has no advantage
     advantage_fn_args: Mapping[str, Any] = field(default_factory=dict)
     policy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
@@ -55,26 +57,77 @@ ALGORITHMS: dict[str, AlgorithmDefaults] = {
     )
 }
 
-_LATER = """ppo reinforceplusplus rloo remax opmd asymre topr cispo gspo sapo rec sppo mix mix_chord multi_step_grpo gigpo
-on_policy_distill jsd raft sft cpt dpo m2po opo gpg"""
-LATER: dict[str, str] = {  # name -> what to do until then
-    **dict.fromkeys(_LATER.split(), ""),
-    "dapo": "use grpo with policy_loss_fn_args.clip_range_high: 0.28 for its asymmetric clipping",
-    "grpo_verl": "write grpo, which computes the same",
+
+def _later(name: str, advantage_fn: str, policy_loss_fn: str, repeat_times: int, doc: str, **more: Any) -> AlgorithmDefaults:
+    return AlgorithmDefaults(
+        name=name, doc=doc, advantage_fn=advantage_fn, policy_loss_fn=policy_loss_fn, repeat_times=repeat_times, **more
+    )
+
+
+_SEQUENCES: Any = {"loss_agg_mode": "seq-mean-token-mean"}
+_MIXED: Any = {"entropy_loss_fn": "mix", "sample_strategy": "mix"}
+_NO_BONUS: Any = {"entropy_loss_fn": "none"}
+LATER: dict[str, AlgorithmDefaults] = {  # accepted; a run is refused until their parts are there
+    d.name: d
+    for d in (
+        _later("ppo", "ppo", "ppo", 1, "Clipped ratio with a critic (arXiv:1707.06347)."),
+        _later(
+            "dapo",
+            "grpo",
+            "ppo",
+            16,
+            "GRPO with a wider upper clip bound and groups sampled anew (arXiv:2503.14476).",
+            policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
+        ),
+        _later("reinforceplusplus", "reinforceplusplus", "ppo", 2, "Whitened returns without a critic (arXiv:2501.03262)."),
+        _later("reinforceplusplus_baseline", "reinforceplusplus_baseline", "ppo", 2, "The same less the group's mean."),
+        _later("rloo", "rloo", "ppo", 2, "Leave-one-out baseline (arXiv:2402.14740)."),
+        _later("remax", "remax", "ppo", 1, "Greedy answer as baseline (arXiv:2310.10505)."),
+        _later("opmd", "opmd", "opmd", 2, "Online policy mirror descent (arXiv:2501.12599)."),
+        _later("asymre", "asymre", "opmd", 2, "Asymmetric REINFORCE (arXiv:2506.20520).", **_NO_BONUS),
+        _later("topr", "reinforce", "topr", 2, "Tapered off-policy REINFORCE (arXiv:2503.14286)."),
+        _later("cispo", "grpo", "cispo", 2, "Clipped importance weights (arXiv:2506.13585)."),
+        _later("gspo", "grpo", "gspo", 2, "Ratios of whole sequences (arXiv:2507.18071).", **_SEQUENCES),
+        _later("sapo", "grpo", "sapo", 2, "Soft gates (arXiv:2511.20347).", **_SEQUENCES),
+        _later("rec", "rec", "rec", 2, "Group-relative REINFORCE (arXiv:2509.24203)."),
+        _later("sppo", "opmd", "sppo", 2, "Simple policy optimisation.", **_NO_BONUS),
+        _later("mix", "grpo", "mix", 8, "GRPO and SFT on an expert's rows.", **_MIXED),
+        _later("mix_chord", "grpo", "mix_chord", 8, "The same with a weight that follows the step (arXiv:2508.11408).", **_MIXED),
+        _later("multi_step_grpo", "step_wise_grpo", "ppo", 8, "GRPO over runs of several steps."),
+        _later("gigpo", "gigpo", "ppo", 8, "Group in group (arXiv:2505.10978)."),
+        _later("on_policy_distill", "on_policy_distill", "ppo", 8, "A teacher's log-probs as advantages.", **_NO_BONUS),
+        _later("jsd", "jsd", "ppo", 8, "Distillation by Jensen-Shannon divergence (arXiv:2306.13649).", **_NO_BONUS),
+        _later("m2po", "grpo", "m2po", 8, "Second-moment mask for stale rows (arXiv:2510.01161)."),
+        _later("opo", "opo", "ppo", 8, "Length-weighted baseline (arXiv:2505.23585)."),
+        _later("gpg", "gpg", "gpg", 8, "Group policy gradient (arXiv:2504.02546)."),
+        _later("grpo_passk", "grpo_passk", "ppo", 8, "Only the best answer of a group counts (arXiv:2503.19595)."),
+        _later("raft", "none", "sft", 1, "SFT on the best answers (arXiv:2304.06767).", **_NO_BONUS),
+        _later("sft", "none", "sft", 1, "Supervised fine-tuning on chats.", **_NO_BONUS),
+        _later("cpt", "none", "sft", 1, "Continued pre-training on texts.", **_NO_BONUS),
+        _later("dpo", "none", "dpo", 2, "Direct preference optimisation (arXiv:2305.18290)."),
+    )
 }
+RENAMED = {"grpo_verl": "grpo"}  # older names that people bring along
 
 
 def algorithm_defaults(name: str, *, key: str = "algorithm.algorithm_type") -> AlgorithmDefaults:
-    """The parts of algorithm `name`; raises ConfigError that lists what there is."""
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    known = ", ".join(ALGORITHMS)
-    if name in LATER:
-        hint = f"  For now: {LATER[name]}." if LATER[name] else ""
-        raise ConfigError(f"{name!r} comes later.  Available: {known}.{hint}", key=key, given=name)
+    """The parts of algorithm `name`, `LATER` ones too; raises ConfigError that lists what there is."""
+    name = RENAMED.get(name, name)
+    if (found := ALGORITHMS.get(name) or LATER.get(name)) is not None:
+        return found
     near = difflib.get_close_matches(name, [*ALGORITHMS, *LATER], n=1)
     tail = f"  Did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"unknown algorithm {name!r}.  Available: {known}.{tail}", key=key, given=name)
+    raise ConfigError(
+        f"unknown algorithm {name!r}.  Available: {', '.join(ALGORITHMS)}; later: {', '.join(LATER)}.{tail}", key=key, given=name
+    )
+
+
+_NO_GROUPS = ("none", "ppo", "reinforce", "reinforceplusplus", "remax", "on_policy_distill", "jsd")
+
+
+def compares_in_groups(advantage_fn: str) -> bool:
+    """Whether a run's advantage comes from the other runs of its task, so that a group of one has none."""
+    return advantage_fn not in _NO_GROUPS
 
 
 class PartSettings(Protocol):

@@ -11,9 +11,14 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from rft.algorithm.args import ARGS, KINDS, RENAMED
+from rft.algorithm.catalog import algorithm_defaults
+from rft.algorithm.coming import COMING
 from rft.config.messages import models
+from rft.config.schema.algorithm import AlgorithmConfig
 from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
+from rft.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +51,39 @@ def used(config: Section, key: str = "") -> Iterator[NotActive]:
             for i, item in enumerate(value):
                 if isinstance(item, Section):
                     yield from used(item, f"{here}[{i}]")
+    if isinstance(config, AlgorithmConfig):
+        yield from _arguments(config, key)
 
 
 def listed() -> list[tuple[str, str]]:
     """(key or key: value, what happens today) of everything that is not active yet, for `rft doctor --keys`."""
-    return list(_listed(RunConfig, ""))
+    found = list(_listed(RunConfig, ""))
+    for (kind, part), model in ARGS.items():
+        for name, field in model.model_fields.items():
+            if mark := _mark(field):
+                values = f": {', '.join(map(str, mark['values']))}" if mark.get("values") else ""
+                found.append((f"algorithm.{kind}_args.{name} of {part}{values}", mark["instead"]))
+    return found
+
+
+def _arguments(a: AlgorithmConfig, key: str) -> Iterator[NotActive]:
+    """Arguments of parts: all of a part that is not there yet, single ones of the others."""
+    try:
+        base = algorithm_defaults(a.algorithm_type)
+    except ConfigError:
+        return  # told by `resolve`
+    for kind in KINDS:
+        part = getattr(a, kind) or getattr(base, kind)
+        part = RENAMED.get((kind, part), part)
+        fields = ARGS[kind, part].model_fields if (kind, part) in ARGS else {}
+        for name, value in getattr(a, f"{kind}_args").items():
+            here = f"{key}.{kind}_args.{name}"
+            if (kind, part) in COMING:
+                yield NotActive(key=here, value=value, instead=f"it belongs to {part}, which comes later")
+            elif name in fields and (mark := _mark(fields[name])):
+                later = value in mark["values"] if mark.get("values") else value != fields[name].default
+                if later:
+                    yield NotActive(key=here, value=value, instead=mark["instead"], harmless=mark.get("harmless", False))
 
 
 def _listed(model: type[Section], key: str) -> Iterator[tuple[str, str]]:
@@ -79,6 +112,10 @@ def _leaves(value: Any, key: str, mark: dict[str, Any]) -> Iterator[NotActive]:
             inner = getattr(value, name)
             if inner != field.get_default(call_default_factory=True):
                 yield from _leaves(inner, f"{key}.{name}", _mark(field) or mark)
+        return
+    if isinstance(value, dict) and any(isinstance(v, Section) for v in value.values()):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}", mark)
         return
     if isinstance(value, tuple) and value and isinstance(value[0], Section):
         for i, item in enumerate(value):

@@ -6,12 +6,14 @@ Knows the machine only through `Facts`.  Invariant: the same configuration and f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rft.algorithm.args import ARGS, check_args
-from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults
+from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, accept_args
+from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults, compares_in_groups
+from rft.algorithm.coming import COMING
 from rft.config import roles, steps
 from rft.config.active import used
 from rft.config.plan import Facts, Plan
@@ -19,7 +21,7 @@ from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
 from rft.config.source import is_secret
 from rft.config.steps import NumBatches
-from rft.config.tasksets import tasksets
+from rft.config.tasksets import limit_prompts, tasksets
 from rft.errors import ConfigError
 from rft.logs import REDACTED, redact
 from rft.monitor.settings import MonitorSettings
@@ -34,29 +36,35 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     """
     facts, p = facts or Facts(), Problems()
     find = _finder(config, facts)
+    written, config = config, steps.one_place(config, p)
     run_dir = Path(config.checkpoint_root_dir).expanduser().absolute() / config.project / config.group / (name or config.name)
     plugin_dirs = tuple(dict.fromkeys(find(d) for d in (*config.plugin_dirs, *facts.plugin_dirs)))
     lengths = _lengths(config, p)
-    algorithm, repeat_times = _algorithm(config, facts, p)
+    algorithm, repeat_times, compares = _algorithm(config, facts, p)
     train, evals = tasksets(config, p, max_response_tokens=lengths[2], repeat_times=repeat_times, find=find)
     cluster, engine_device, world_size, trainer_device = roles.devices(config, facts, p)
     engines = roles.engines(config, facts, lengths, engine_device, find, p)
+    train, evals = limit_prompts(config, train, evals, engines[0])
     num_explore, num_train = steps.steps(config, train, num_batches, p)
-    groups, rows = steps.batch(config, train, p)
+    groups, rows = steps.batch(config, train, compares, p)
     learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, find, p)
     roles.micro_batches(config, train, learner, p)
     roles.deterministic(config, train, p)
     sync = steps.sync(config, engines[0].dtype, train, p)
     buffer = steps.buffer(config, run_dir, p)
     explorer = steps.explorer(config, train, evals, num_explore, plugin_dirs, p)
+    dump = config.monitor.eval_dump_dir
+    explorer = replace(explorer, eval_samples=None if dump else config.monitor.log_eval_samples)
     monitor = MonitorSettings(
         folder=run_dir,
         kinds=config.monitor.monitor_type,
         args=_monitor_args(config, p),
+        num_samples=config.monitor.log_eval_samples,
+        dump_dir=Path(dump).expanduser().absolute() if dump else None,
         project=config.project,
         group=config.group,
         name=name or config.name,
-        config=shown(config),
+        config=shown(written),
     )
     p.raise_if_any()
     return Plan(
@@ -178,31 +186,44 @@ def _lengths(config: RunConfig, p: Problems) -> tuple[int, int, int]:
     return total, prompt, response
 
 
-def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmSettings, int]:
+def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmSettings, int, bool]:
+    """(settings, runs of a task, whether these are compared with each other).
+
+    The settings hold parts that exist; grpo's stand in for those that come later, and the run is refused (`Plan.not_active`).
+    """
     a = config.algorithm
     try:
         base = algorithm_defaults(a.algorithm_type)
     except ConfigError as e:
         p.take(e)
         base = next(iter(ALGORITHMS.values()))
+    if base.name != a.algorithm_type and not p.errors:
+        p.warn(f"algorithm.algorithm_type: {a.algorithm_type} is the older name of {base.name}")
+    there = ALGORITHMS.get(base.name, ALGORITHMS["grpo"])
     parts: dict[str, Any] = {}
-    for kind in ("advantage_fn", "policy_loss_fn", "kl_loss_fn", "entropy_loss_fn"):
+    for kind in KINDS:
         written, default = getattr(a, kind), getattr(base, kind)
-        part = written or default
-        args: Mapping[str, Any] = getattr(a, f"{kind}_args")
-        inherited = getattr(base, f"{kind}_args") if part == default else {}
-        parts[kind], parts[f"{kind}_args"] = part, {**inherited, **args}
+        part = RENAMED.get((kind, written or default), written or default)
         if written is None:
             p.derive(f"algorithm.{kind}", part, f"of algorithm {base.name}")
+        elif part != written:
+            p.warn(f"algorithm.{kind}: {written} is another name of {part}")
+        inherited = getattr(base, f"{kind}_args", {}) if part == default else {}
+        args = {**inherited, **getattr(a, f"{kind}_args")}
         if (
             (kind, part) in ARGS
+            or (kind, part) in COMING
             or facts.plugins_loaded
             or (":" not in part and not config.plugin_dirs and not facts.plugin_dirs and not _entry_points())
         ):
             try:
-                check_args(kind, part, parts[f"{kind}_args"])
+                accept_args(kind, part, args)
             except ConfigError as e:
                 p.take(e)
+        if (kind, part) in COMING:
+            part, args = getattr(there, kind), dict(getattr(there, f"{kind}_args", {}))
+        if kind in BUILT:
+            parts[kind], parts[f"{kind}_args"] = part, args
     if a.loss_agg_mode is None:
         p.derive("algorithm.loss_agg_mode", base.loss_agg_mode, f"of algorithm {base.name}")
     repeat_times = a.repeat_times or base.repeat_times
@@ -210,15 +231,16 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
         p.derive("algorithm.repeat_times", repeat_times, f"of algorithm {base.name}")
     if a.optimizer.lr_warmup_steps >= 0 and a.optimizer.lr_warmup_steps_ratio > 0:
         p.warn("algorithm.optimizer: lr_warmup_steps is written and wins; lr_warmup_steps_ratio has no effect")
-    if not all(0 <= b < 1 for b in a.optimizer.betas):
-        p.error("algorithm.optimizer.betas", "each must be in [0, 1)", given=list(a.optimizer.betas))
+    for key, o in (("algorithm.optimizer", a.optimizer), ("trainer.critic.optimizer", config.trainer.critic.optimizer)):
+        if not all(0 <= b < 1 for b in o.betas):
+            p.error(f"{key}.betas", "each must be in [0, 1)", given=list(o.betas))
     settings = AlgorithmSettings(
-        algorithm_type=base.name,
+        algorithm_type=there.name,
         loss_agg_mode=a.loss_agg_mode or base.loss_agg_mode,
         bypass_old_logprobs=a.bypass_old_logprobs,
         **parts,
     )
-    return settings, repeat_times
+    return settings, repeat_times, compares_in_groups(a.advantage_fn or base.advantage_fn)
 
 
 def _entry_points() -> bool:

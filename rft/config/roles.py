@@ -6,9 +6,12 @@ Part of `resolve`; the same rules hold here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
+from rft.config.schema.algorithm import ScheduleConfig
+from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
 from rft.taskset.settings import TasksetSettings
@@ -31,9 +34,12 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             p.error(
                 key, "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu", given=wanted
             )
-            total = per_node = max(1, model.engine_num * model.tensor_parallel_size + (t.world_size or 1))
+            total = per_node = max(1, model.engine_num * _gpus(model) + (t.world_size or 1))
     tp = model.tensor_parallel_size
-    taken = model.engine_num * tp if device["engine"] == "cuda" else 0
+    engine_gpus = model.engine_num * _gpus(model) if device["engine"] == "cuda" else 0
+    auxiliary_gpus = sum(_auxiliary(config, i, total, per_node, p) for i in range(len(config.explorer.auxiliary_models)))
+    taken = engine_gpus + auxiliary_gpus
+    others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
     if device["engine"] == "cuda" and tp > per_node:
         p.error(
             "explorer.rollout_model.tensor_parallel_size",
@@ -48,7 +54,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             key = "trainer.world_size" if t.world_size else "cluster.gpu_per_node"
             p.error(
                 key,
-                f"the engines take {taken} of {total} GPUs ({model.engine_num} x tensor_parallel_size {tp}) and leave {max(0, left)} "
+                f"the engines take {taken} of {total} GPUs ({model.engine_num} x tensor_parallel_size {tp}{others}) and leave {max(0, left)} "
                 f"for {world} trainer rank(s); lower explorer.rollout_model.engine_num, add GPUs, or set one of the devices to cpu",
                 given=t.world_size or c.gpu_per_node,
             )
@@ -57,17 +63,49 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
                 "trainer.world_size", f"is {world}: more than one node ({per_node} GPUs) must be whole nodes", given=t.world_size
             )
         if not t.world_size:
-            p.derive("trainer.world_size", world, f"{total} GPUs less {taken} of the engines")
+            p.derive("trainer.world_size", world, f"{total} GPUs less {taken} of the engines{others}")
     elif t.world_size is None:
         p.derive("trainer.world_size", 1, "trainer on CPU")
     cluster = ClusterSettings(
         ray_address=c.ray_address,
         node_num=nodes,
         gpu_per_node=per_node,
-        gpus_per_engine=tp if device["engine"] == "cuda" else 0,
+        gpus_per_engine=_gpus(model) if device["engine"] == "cuda" else 0,
+        auxiliary_gpus=auxiliary_gpus,
         trainer_gpus=world if device["trainer"] == "cuda" else 0,
+        num_cpus=c.ray_init.num_cpus,
+        actor_start_timeout_s=c.actor_start_timeout,
     )
+    if c.ray_address is not None and c.ray_init.num_cpus is not None:
+        p.warn("cluster.ray_init.num_cpus has no effect: cluster.ray_address joins a Ray that is there")
+    if t.trainer_strategy == "fsdp":
+        p.warn("trainer.trainer_strategy: fsdp is taken as fsdp2, the one strategy there is")
     return cluster, device["engine"], world, device["trainer"]
+
+
+def _gpus(model: ServedModelConfig) -> int:
+    """Of one engine."""
+    return model.tensor_parallel_size * model.pipeline_parallel_size * model.data_parallel_size
+
+
+def _auxiliary(config: RunConfig, i: int, total: int, per_node: int, p: Problems) -> int:
+    """GPUs that auxiliary model `i` takes."""
+    model, key = config.explorer.auxiliary_models[i], f"explorer.auxiliary_models[{i}]"
+    if model.device == "cpu" or (model.device == "auto" and not total) or model.engine_type == "external":
+        return 0
+    if not total:
+        p.error(
+            f"{key}.device",
+            "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu",
+            given="cuda",
+        )
+    elif model.tensor_parallel_size > per_node:
+        p.error(
+            f"{key}.tensor_parallel_size",
+            f"is {model.tensor_parallel_size}, but a node has {per_node} GPUs and an engine stays in one",
+            given=model.tensor_parallel_size,
+        )
+    return model.engine_num * _gpus(model)
 
 
 def engines(
@@ -84,10 +122,23 @@ def engines(
     threads = e.cpu_threads or facts.cpus
     if e.cpu_threads is None:
         p.derive("explorer.rollout_model.cpu_threads", threads, "the machine's cores")
-    if e.engine_type != "vllm" and e.tensor_parallel_size > 1:
+    engine_type = "vllm" if e.engine_type == "external" else e.engine_type  # external is not active
+    if engine_type == "transformers":
+        for name, default in (("enable_chunked_prefill", True), ("disable_log_stats", True), ("enable_log_requests", False)):
+            if getattr(e, name) != default:
+                p.warn(f"explorer.rollout_model.{name} has no effect: it is for engine_type vllm")
+    if not e.enable_chunked_prefill and e.max_num_batched_tokens is not None and e.max_num_batched_tokens < lengths[0]:
+        p.error(
+            "explorer.rollout_model.max_num_batched_tokens",
+            f"is {e.max_num_batched_tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len {lengths[0]}",
+            given=e.max_num_batched_tokens,
+        )
+    if e.ignore_eos:
+        p.warn("explorer.rollout_model.ignore_eos: every response is written up to max_tokens, in training and evaluation")
+    if engine_type != "vllm" and e.tensor_parallel_size > 1:
         p.error(
             "explorer.rollout_model.tensor_parallel_size",
-            f"the {e.engine_type} engine knows 1 only",
+            f"the {engine_type} engine knows 1 only",
             given=e.tensor_parallel_size,
         )
     seed = config.seed if e.seed is None else e.seed
@@ -101,8 +152,8 @@ def engines(
         p.warn("model.trust_remote_code: Python code from the model's folder will run with your rights")
     return tuple(
         EngineSettings(
-            engine_type=e.engine_type,
-            name=f"engine-{i}",
+            engine_type=engine_type,
+            name=f"{e.name or 'engine'}-{i}",
             model_path=find(model.model_path),
             device=device,
             dtype=dtype,
@@ -115,6 +166,9 @@ def engines(
             kv_cache_bytes=e.kv_cache_bytes,
             enforce_eager=device == "cpu" if e.enforce_eager is None else e.enforce_eager,
             enable_prefix_caching=e.enable_prefix_caching and not config.deterministic,
+            enable_chunked_prefill=e.enable_chunked_prefill,
+            log_requests=e.enable_log_requests,
+            log_stats=not e.disable_log_stats,
             block_size=e.block_size,
             cpu_threads=threads,
             seed=seed + i,
@@ -140,6 +194,7 @@ def learner(
     p: Problems,
 ) -> LearnerSettings:
     t, o = config.trainer, config.algorithm.optimizer
+    _schedule(t.critic.optimizer, "trainer.critic.optimizer", p)
     if t.grad_clip is not None and o.clip_grad is not None and t.grad_clip != o.clip_grad:
         p.error(
             "trainer.grad_clip",
@@ -184,7 +239,8 @@ def learner(
             lr_warmup_steps=o.lr_warmup_steps,
             lr_warmup_steps_ratio=o.lr_warmup_steps_ratio,
             min_lr_ratio=o.min_lr_ratio,
-            lr_scheduler_type=o.lr_scheduler_type,
+            num_cycles=o.num_cycles,
+            lr_scheduler_type=_schedule(o, "algorithm.optimizer", p),
             betas=o.betas,
             eps=o.eps,
             weight_decay=o.weight_decay,
@@ -195,6 +251,7 @@ def learner(
         use_dynamic_bsz=t.use_dynamic_bsz,
         micro_batch_size=t.micro_batch_size_per_gpu,
         max_response_tokens=lengths[2],
+        loss_scale_factor=config.algorithm.loss_scale_factor,
         share_prompts=t.share_prompts,
         logprob_chunk_tokens=t.logprob_chunk_tokens,
         gradient_checkpointing=t.enable_gradient_checkpointing,
@@ -204,6 +261,21 @@ def learner(
         seed=config.seed,
         deterministic=config.deterministic,
     )
+
+
+def _schedule(o: ScheduleConfig, key: str, p: Problems) -> Literal["constant", "cosine", "wsd"]:
+    """`warmup_style` is the older name of `lr_scheduler_type`."""
+    if o.warmup_style is None:
+        return o.lr_scheduler_type
+    if o.lr_scheduler_type not in ("constant", o.warmup_style):
+        p.error(
+            f"{key}.warmup_style",
+            f"is {o.warmup_style}, but lr_scheduler_type is {o.lr_scheduler_type}; remove warmup_style, the older name",
+            given=o.warmup_style,
+        )
+    p.warn(f"{key}.warmup_style is the older name of lr_scheduler_type")
+    p.derive(f"{key}.lr_scheduler_type", o.warmup_style, "warmup_style")
+    return o.warmup_style
 
 
 def deterministic(config: RunConfig, train: tuple[TasksetSettings, ...], p: Problems) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 from rft.buffer.settings import BufferSettings
 from rft.config.plan import schedule
@@ -22,13 +23,88 @@ NumBatches = Callable[[tuple[TasksetSettings, ...], int, int], int]
 """(training tasksets, batch_size, epochs) → whole explore steps; opens the tasksets."""
 
 
-def batch(config: RunConfig, train: tuple[TasksetSettings, ...], p: Problems) -> tuple[int | None, int | None]:
-    """(groups, rows) of a train step; one of them is None."""
+_FROM_ENGINE = {  # key of explorer.rollout_model → the same of model
+    **{
+        name: name
+        for name in (
+            "max_model_len max_prompt_tokens max_response_tokens min_response_tokens enable_prompt_truncation repetition_penalty "
+            "enable_thinking trust_remote_code"
+        ).split()
+    },
+    "chat_template": "custom_chat_template",
+}
+_COROUTINES = "runs are coroutines of one process; explorer.max_concurrent_runs bounds them"
+_NO_EFFECT = {
+    "ignore_validator_suggestions": "what is only a suggestion never stops a run",
+    "explorer.runner_per_model": _COROUTINES,
+    "explorer.runner_num": _COROUTINES,
+    "explorer.runner_prepare_concurrency": _COROUTINES,
+    "explorer.runner_prepare_max_retries": _COROUTINES,
+    "explorer.max_repeat_times_per_runner": _COROUTINES,
+    "explorer.concurrent_mode": _COROUTINES,
+    "explorer.rollout_model.enable_history": "every model call of a run is kept",
+    "explorer.rollout_model.use_v1": "vLLM has no other engine",
+    "synchronizer.group_name": "the name is chosen by itself",
+    "synchronizer.wait_for_checkpoint": "a version is used when it is complete",
+}
+
+
+def one_place(config: RunConfig, p: Problems) -> RunConfig:
+    """`config` with what may be written in two places put where the rest of `resolve` reads it; and what has no effect, said."""
+    for key, why in _NO_EFFECT.items():
+        *above, name = key.split(".")
+        place: Any = config
+        for step in above:
+            place = getattr(place, step)
+        if (value := getattr(place, name)) != type(place).model_fields[name].default:
+            p.note(f"{key} {str(value).lower() if isinstance(value, bool) else value} has no effect: {why}")
+    moved: dict[str, Any] = {}
+    for ours, theirs in _FROM_ENGINE.items():
+        written, there = getattr(config.explorer.rollout_model, ours), getattr(config.model, theirs)
+        if written is None or written == there:
+            continue
+        if there != type(config.model).model_fields[theirs].default:
+            p.error(
+                f"explorer.rollout_model.{ours}",
+                f"is {written!r}, but model.{theirs} is {there!r}; both mean the same, write one of them",
+                given=written,
+            )
+            continue
+        moved[theirs] = written
+        p.derive(f"model.{theirs}", written, f"explorer.rollout_model.{ours}")
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=moved),
+            "synchronizer": config.synchronizer.model_copy(update={"sync_interval": _interval(config, p)}),
+        }
+    )
+
+
+def _interval(config: RunConfig, p: Problems) -> int:
+    """Train steps between two versions; each side may write its own name for it."""
+    s = config.synchronizer
+    explorer, trainer = s.explorer_sync_interval or s.sync_interval, s.trainer_sync_interval or s.sync_interval
+    if s.sync_style != "fixed":
+        return s.sync_interval
+    if explorer != trainer:
+        p.error(
+            "synchronizer.explorer_sync_interval" if s.explorer_sync_interval else "synchronizer.trainer_sync_interval",
+            f"with sync_style fixed both sides have the same interval, here the explorer has {explorer} and the trainer {trainer}; "
+            "write synchronizer.sync_interval alone",
+            given=s.explorer_sync_interval or s.trainer_sync_interval,
+        )
+    elif trainer != s.sync_interval:
+        p.derive("synchronizer.sync_interval", trainer, "explorer_sync_interval and trainer_sync_interval")
+    return trainer
+
+
+def batch(config: RunConfig, train: tuple[TasksetSettings, ...], compares: bool, p: Problems) -> tuple[int | None, int | None]:
+    """(groups, rows) of a train step; one of them is None.  `compares`: advantages come from the other runs of a task."""
     b = config.buffer
     runs = {t.num_runs for t in train} or {1}
-    if runs == {1} and config.algorithm.algorithm_type in ("grpo", "dr_grpo"):
+    if runs == {1} and compares:
         p.warn("algorithm.repeat_times is 1: a group of one has no advantage and nothing is learnt; use 8, for example")
-    elif 1 in runs:
+    elif 1 in runs and compares:
         p.warn("a taskset has groups of one, which have no advantage; give it repeat_times of 2 or more")
     if not b.train_batch_size:
         p.derive("buffer.train_batch_size", f"{b.batch_size} groups", "all rows of batch_size accepted groups")
@@ -52,10 +128,22 @@ def steps(
     rows = b.batch_size * min((s.num_runs for s in train), default=1)
     size = b.train_batch_size or rows  # rows of a train step
     batches, epochs = b.total_steps, b.total_epochs or 1
+    if b.total_tasks is not None:
+        wanted = -(-b.total_tasks // b.batch_size)
+        if batches not in (None, wanted):
+            p.error(
+                "buffer.total_tasks",
+                f"is {b.total_tasks}, {wanted} steps of batch_size {b.batch_size}, but total_steps is {batches}; write one of them",
+                given=b.total_tasks,
+            )
+        elif batches is None:
+            p.derive("buffer.total_steps", wanted, f"total_tasks {b.total_tasks} in batches of {b.batch_size}")
+        batches = wanted
+    fixed = batches is not None  # by the explorer's side
     if batches is None and t.total_steps is not None:
         batches = -(-t.total_steps * size // rows)
         p.derive("buffer.total_steps", batches, "what trainer.total_steps needs")
-    if b.total_steps is None and (b.total_epochs or batches is None) and num_batches is not None and train and not p.errors:
+    if not fixed and (b.total_epochs or batches is None) and num_batches is not None and train and not p.errors:
         try:
             whole = num_batches(train, b.batch_size, epochs)
         except ConfigError as e:
@@ -70,12 +158,12 @@ def steps(
         batches = whole if batches is None else min(batches, whole)
     steps = None if batches is None else batches * rows // size
     if t.total_steps is not None and steps is not None:
-        if b.total_steps is not None and t.total_steps > steps:
+        if fixed and t.total_steps > steps:
             p.warn(
-                f"trainer.total_steps {t.total_steps} is never reached: buffer.total_steps {b.total_steps} gives {steps} train steps"
+                f"trainer.total_steps {t.total_steps} is never reached: buffer.total_steps {batches} gives {steps} train steps"
             )
         steps = min(steps, t.total_steps)
-        if b.total_steps is not None and batches is not None:
+        if fixed and batches is not None:
             batches = min(batches, -(-steps * size // rows))
     elif steps is not None:
         p.derive("trainer.total_steps", steps, "one per explore step" if size == rows else f"{rows} / {size} per explore step")
@@ -94,6 +182,12 @@ def explorer(
     interval = -(-e.eval_interval // k) * k
     if interval != e.eval_interval:
         p.derive("explorer.eval_interval", interval, f"next multiple of synchronizer.sync_interval {k}")
+    if e.over_rollout.ratio > 0 and config.synchronizer.sync_style == "fixed":
+        p.error(
+            "explorer.over_rollout.ratio",
+            "sync_style fixed waits for every group of a step; use 0, or synchronizer.sync_style: explorer_driven",
+            given=e.over_rollout.ratio,
+        )
     if not evals:
         p.note("no eval_tasksets: nothing is evaluated")
     return ExplorerSettings(
@@ -114,6 +208,7 @@ def explorer(
         breaker=e.max_failed_groups,
         deterministic=config.deterministic,
         plugin_dirs=plugin_dirs,
+        env_vars=dict(e.env_vars),
     )
 
 
@@ -121,9 +216,14 @@ def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...
     s, b = config.synchronizer, config.buffer
     rows = b.batch_size * min((t.num_runs for t in train), default=1)
     uneven = b.train_batch_size not in (None, 0, rows)
+    method: Literal["memory", "checkpoint"] = "checkpoint" if config.cluster.node_num > 1 else "memory"
+    if s.sync_method == "nccl":
+        p.derive("synchronizer.sync_method", method, "nccl comes later")
+    else:
+        method = s.sync_method
     settings = SyncSettings(
-        method=s.sync_method,
-        style=s.sync_style,
+        method=method,
+        style="fixed",  # the one there is; another one is not active
         interval=s.sync_interval,
         offset=s.sync_offset,
         max_staleness=s.max_staleness,

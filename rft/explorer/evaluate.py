@@ -90,8 +90,8 @@ def eval_metrics(name: str, groups: Sequence[Group], num_runs: int, wall_s: floa
     return out | lengths(prefix, [r for r in rows if r.status != "failed"])
 
 
-def sample_rows(groups: Sequence[Group], limit: int = 64) -> list[dict[str, Any]]:
-    """A table for people, first runs first: {task, run, prompt, answer, truth, reward, status}."""
+def sample_rows(groups: Sequence[Group], limit: int | None = 64) -> list[dict[str, Any]]:
+    """A table for people of at most `limit` rows, first runs first: {task, run, prompt, answer, truth, reward, status}."""
     pairs = sorted(((r.id.run, r.task_index, r, g) for g in groups for r in g.rows), key=lambda p: p[:2])
     return [
         {

@@ -223,7 +223,8 @@ class Explorer:
                 await self._gate.served(used)
             values = eval_metrics(name, groups, taskset.settings.num_runs, played_s)
             await self._log("eval", version.step, values)
-            await self._sink.samples(f"eval/{name}", version.step, sample_rows(groups))
+            if s.eval_samples != 0:
+                await self._sink.samples(f"eval/{name}", version.step, sample_rows(groups, s.eval_samples))
 
     @asynccontextmanager
     async def _eval_slot(self) -> AsyncIterator[None]:

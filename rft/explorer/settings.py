@@ -25,7 +25,9 @@ class ExplorerSettings:
     eval_interval: int = 0  # explore steps; 0 = never during training
     eval_on_startup: bool = True
     eval_at_end: bool = True
+    eval_samples: int | None = 64  # answers of each evaluation that are handed on; None = all, 0 = none
     max_concurrent_runs: int = 256
     breaker: int = 10  # consecutive groups that fail wholly before the run stops
     deterministic: bool = False
     plugin_dirs: tuple[str, ...] = field(default_factory=tuple)
+    env_vars: dict[str, str] = field(default_factory=dict)  # of the process that the explorer runs in

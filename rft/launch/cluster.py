@@ -46,8 +46,12 @@ class Cluster:
         self._processes: list[psutil.Process] = []
 
     @classmethod
-    def connect(cls, address: str | None, *, num_gpus: int | None = None) -> Cluster:
-        """Join the Ray at `address`, or start one here.  `num_gpus` declares GPUs instead of counting them (tests)."""
+    def connect(cls, address: str | None, *, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
+        """Join the Ray at `address`, or start one here.
+
+        A Ray of our own is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
+        counting them (tests).
+        """
         os.environ.update(_ALWAYS)
         if address is None:
             os.environ.update(_LOCAL)
@@ -75,7 +79,7 @@ class Cluster:
         try:
             with _quiet_sigint():
                 ray.init(
-                    num_cpus=max(8, os.cpu_count() or 1),
+                    num_cpus=num_cpus or max(8, os.cpu_count() or 1),
                     num_gpus=num_gpus,
                     include_dashboard=False,
                     _temp_dir=str(folder),

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
-from rft.config.plan import Plan
+from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, trainer_environment
 from rft.errors import EngineFailed, RunFailed
 from rft.launch import drive, leftovers
@@ -29,7 +29,6 @@ from rft.logs import learnt_secrets
 from rft.trainer import manifest as manifests
 
 log = logging.getLogger(__name__)
-START_DEADLINE_S = 900.0
 
 
 async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
@@ -44,7 +43,7 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
         rundir.state("starting")
         ended = threading.Event()
         try:
-            cluster = await signals.guard(_connect(plan.cluster.ray_address, ended))
+            cluster = await signals.guard(_connect(plan.cluster, ended))
         except BaseException:
             _clean(run_id)
             raise
@@ -66,7 +65,7 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
 
 
-async def _connect(address: str | None, ended: threading.Event) -> Cluster:
+async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster:
     """Connects in a daemon thread: starting Ray cannot be interrupted, and a person's Ctrl-C must not wait for it.
 
     The thread stays until `ended`, because Ray's processes ask the kernel to die with the thread that started them.
@@ -84,7 +83,7 @@ async def _connect(address: str | None, ended: threading.Event) -> Cluster:
 
     def connect() -> None:
         try:
-            loop.call_soon_threadsafe(give, Cluster.connect(address), None)
+            loop.call_soon_threadsafe(give, Cluster.connect(settings.ray_address, num_cpus=settings.num_cpus), None)
             ended.wait()
         except BaseException as e:
             if not loop.is_closed():
@@ -117,7 +116,7 @@ class _Parts:
         rendezvous = str(self.rundir.path / f".rendezvous-{self.rundir.run_id}") if world > 1 else None
         starting: list[Coroutine[Any, Any, None]] = [
             self._part("buffer", "buffer", plan),
-            self._part("explorer", "explorer", plan),
+            self._part("explorer", "explorer", plan, env=plan.explorer.env_vars),
         ]
         for i, settings in enumerate(plan.engines):
             seat = places.options("engine", i)
@@ -171,8 +170,9 @@ class _Parts:
         titled = type(name.replace("-", "_"), (Host,), {})  # `ps` shows the class: ray::engine_0
         handle = ray.remote(titled).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level, learnt_secrets())
         self.handles[name] = handle
-        self.pids[name] = (await guarded(handle.facts.remote(), name, error, START_DEADLINE_S))["pid"]
-        await guarded(handle.start.remote(factory, *args), name, error, START_DEADLINE_S)
+        deadline_s = self.plan.cluster.actor_start_timeout_s
+        self.pids[name] = (await guarded(handle.facts.remote(), name, error, deadline_s))["pid"]
+        await guarded(handle.start.remote(factory, *args), name, error, deadline_s)
         self.proxies[name] = Proxy(handle, name, error)
         log.info("%s is up (pid %d)", name, self.pids[name])
 

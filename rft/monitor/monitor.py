@@ -40,7 +40,7 @@ class Monitor:
 
     def __init__(self, settings: MonitorSettings) -> None:
         """Opens metrics.jsonl in `settings.folder`; trackers open in their own threads."""
-        self._folder = settings.folder
+        self._folder, self._dump_dir, self._num_samples = settings.folder, settings.dump_dir, settings.num_samples
         self._path = settings.folder / FILE
         self._folder.mkdir(parents=True, exist_ok=True)
         _drop_cut_line(self._path)
@@ -60,14 +60,17 @@ class Monitor:
         self._mirror(lambda tracker: tracker.log(record))
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Writes samples/<name>_<step>.jsonl, one row a line, whole or not at all, and shows the table in the trackers."""
+        """Writes samples/<name>_<step>.jsonl, one row a line, whole or not at all, and shows the table in the trackers.
+
+        Both hold the first `num_samples` rows; `dump_dir` gets a file of the same name with all of them.
+        """
         clean: list[Row] = [_redacted(row) for row in rows]
-        path = self._folder / SAMPLES / f"{re.sub(r'[^A-Za-z0-9_.@-]', '_', name)}_{step}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in clean))
-        aside.replace(path)
-        self._mirror(lambda tracker: tracker.table(name, step, clean))
+        file = f"{re.sub(r'[^A-Za-z0-9_.@-]', '_', name)}_{step}.jsonl"
+        if self._dump_dir is not None:
+            _write_rows(self._dump_dir / file, clean)
+        if shown := clean[: self._num_samples]:
+            _write_rows(self._folder / SAMPLES / file, shown)
+            self._mirror(lambda tracker: tracker.table(name, step, shown))
 
     async def close(self, deadline_s: float = CLOSE_S) -> None:
         """Waits at most `deadline_s` for each tracker to take everything.  Nothing may be logged afterwards."""
@@ -128,6 +131,13 @@ def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -
 
     checked_args(plugin, args, key=f"monitor.monitor_args.{plugin.name}")
     return make
+
+
+def _write_rows(path: Path, rows: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    aside.replace(path)
 
 
 def _drop_cut_line(path: Path) -> None:

@@ -18,3 +18,5 @@ class MonitorSettings:
     group: str = ""
     name: str = "run"
     config: dict[str, Any] = field(default_factory=dict)  # redacted, for trackers that store it
+    num_samples: int = 64  # rows of a table that are shown
+    dump_dir: Path | None = None  # gets whole tables

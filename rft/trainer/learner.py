@@ -124,7 +124,7 @@ class Learner:
 
     def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: _Totals) -> None:
         """Add the gradient of one micro-batch."""
-        micro = self._micro_batch(rows)
+        micro, s = self._micro_batch(rows), self.settings
         needs = self.algorithm.needs
         logprobs, entropy = self.policy(micro, needs.entropy)
         if not rows:
@@ -138,7 +138,7 @@ class Learner:
             mask=torch.ones_like(micro.targets, dtype=torch.bool),
             row=micro.row,
             num_rows=micro.num_rows,
-            denominators=Denominators(batch.tokens, batch.rows, self.settings.max_response_tokens),
+            denominators=Denominators(batch.tokens, batch.rows, s.loss_scale_factor or s.max_response_tokens),
             ref_logprobs=self._reference_logprobs(micro),
             entropy=entropy,
             rollout_logprobs=micro.rollout_logprobs,

@@ -6,6 +6,8 @@ import math
 
 from rft.trainer.settings import OptimSettings
 
+STABLE = 0.9  # share of the steps after the warm-up that wsd keeps the peak
+
 
 def warmup_steps(optim: OptimSettings, total_steps: int) -> int:
     """`lr_warmup_steps` if it is not negative, else that share of all steps, rounded down."""
@@ -15,14 +17,19 @@ def warmup_steps(optim: OptimSettings, total_steps: int) -> int:
 def learning_rate(optim: OptimSettings, step: int, total_steps: int) -> float:
     """Rate of train step `step` (from 1).  Skipped steps count, so the rate depends on nothing but the step.
 
-    With W warm-up steps and t = step - 1: lr (t + 1) / W for t < W; then lr (constant), or from lr down to
-    min_lr_ratio lr along half a cosine that ends at `total_steps`.
+    With W warm-up steps and t = step - 1: lr (t + 1) / W for t < W; then
+    constant: lr;
+    cosine: `num_cycles` periods of a cosine from lr to min_lr_ratio lr that end at `total_steps` (half a period: down to the floor);
+    wsd: lr for STABLE of the steps after the warm-up, then that cosine over the rest.
     """
     t, warm = step - 1, warmup_steps(optim, total_steps)
     if t < warm:
         return optim.lr * (t + 1) / warm
     if optim.lr_scheduler_type == "constant":
         return optim.lr
-    progress = min(1.0, (t - warm) / max(1, total_steps - warm))
+    begin = float(warm)
+    if optim.lr_scheduler_type == "wsd":
+        begin += STABLE * max(0, total_steps - warm)
+    progress = min(1.0, max(0.0, t - begin) / max(1.0, total_steps - begin))
     low = optim.min_lr_ratio
-    return optim.lr * max(low, (1 + low) / 2 + (1 - low) / 2 * math.cos(math.pi * progress))
+    return optim.lr * max(low, (1 + low) / 2 + (1 - low) / 2 * math.cos(2 * math.pi * optim.num_cycles * progress))

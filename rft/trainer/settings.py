@@ -15,7 +15,8 @@ class OptimSettings:
     lr_warmup_steps: int = -1  # < 0: use the ratio
     lr_warmup_steps_ratio: float = 0.0
     min_lr_ratio: float = 0.01
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    num_cycles: float = 0.5  # periods of the cosine
+    lr_scheduler_type: Literal["constant", "cosine", "wsd"] = "constant"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -55,6 +56,7 @@ class LearnerSettings:
     use_dynamic_bsz: bool = True
     micro_batch_size: int | None = None  # rows, used when use_dynamic_bsz is False
     max_response_tokens: int = 1024
+    loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
     share_prompts: bool = True
     logprob_chunk_tokens: int = 1024
     gradient_checkpointing: bool = False

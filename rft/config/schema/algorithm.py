@@ -4,45 +4,123 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.algorithm.catalog import ALGORITHMS
-from rft.config.schema.base import Args, IgnoreCase, Section, key, renamed, section
+from rft.algorithm.catalog import ALGORITHMS, LATER
+from rft.algorithm.coming import KL_NAMES, coming
+from rft.config.schema.base import Args, IgnoreCase, Later, Section, key, renamed, section
+
+Schedule = Annotated[Literal["constant", "cosine", "wsd"], IgnoreCase]
 
 
-class OptimizerConfig(Section):
+class ScheduleConfig(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: float = key(1e-6, "Peak learning rate.", on_resume="safe", gt=0)
     lr_warmup_steps: int = key(-1, "Steps of linear warm-up; negative: use lr_warmup_steps_ratio.", unit="train steps")
     lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all train steps.", ge=0, le=1)
-    min_lr_ratio: float = key(0.01, "Floor of the cosine schedule as a share of lr.", ge=0, le=1)
-    lr_scheduler_type: Annotated[Literal["constant", "cosine"], IgnoreCase] = key("constant", "Schedule after the warm-up.")
-    optimizer_type: Annotated[Literal["adamw"], renamed(adam="adamw")] = key("adamw", "Optimizer; adam means AdamW.")
+    min_lr_ratio: float = key(0.01, "Floor of the cosine and wsd schedules as a share of lr.", ge=0, le=1)
+    num_cycles: float = key(
+        0.5, "Periods of the cosine from the warm-up to the end; 0.5: from lr down to the floor.", unit="periods", gt=0
+    )
+    lr_scheduler_type: Schedule = key(
+        "constant", "Schedule after the warm-up; wsd: nine tenths at lr, then a cosine down to the floor."
+    )
+    warmup_style: Schedule | None = key(None, "Older name of lr_scheduler_type.")
     betas: tuple[float, float] = key((0.9, 0.999), "Decay rates of AdamW's two moments, each in [0, 1).")
     eps: float = key(1e-8, "Added to AdamW's denominator.", gt=0)
     weight_decay: float = key(0.01, "Decoupled weight decay.", ge=0)
+
+
+class OptimizerConfig(ScheduleConfig):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = key(1e-6, "Peak learning rate.", on_resume="safe", gt=0)
+    optimizer_type: Annotated[Literal["adamw", "sgd"], renamed(adam="adamw")] = key(
+        "adamw", "Optimizer; adam means AdamW.", later=Later("the optimizer is AdamW", values=("sgd",))
+    )
     clip_grad: float | None = key(None, "Same as trainer.grad_clip; different values are an error.", unit="gradient norm", gt=0)
+
+
+Rejection = Annotated[
+    Literal[
+        "none",
+        "token_k1",
+        "token_k2",
+        "token_k3",
+        "seq_sum_k1",
+        "seq_sum_k2",
+        "seq_sum_k3",
+        "seq_mean_k1",
+        "seq_mean_k2",
+        "seq_mean_k3",
+        "seq_max_k1",
+        "seq_max_k2",
+        "seq_max_k3",
+    ],
+    IgnoreCase,
+]
+KlPenalty = Literal["none", "k1", "k2", "k3", "abs", "low_var_kl", "corrected_k3"]
+
+
+class RolloutCorrectionConfig(Section):
+    """Weights and rejection for tokens that an older or less exact policy has written."""
+
+    rollout_is: Annotated[Literal["none", "token", "sequence"], IgnoreCase] | None = key(
+        None, "Importance weights of tokens or of whole sequences.  Null or none: no weights."
+    )
+    rollout_is_threshold: float = key(2.0, "Largest weight.", gt=0)
+    rollout_is_batch_normalize: bool = key(False, "Divide weights by their mean.")
+    rollout_rs: Rejection | None = key(None, "Statistic by which tokens or sequences are rejected.  Null or none: nothing is.")
+    rollout_rs_threshold: float | str | None = key(
+        None, 'Largest value that is kept; for k1 an upper bound of the ratio, or "lower_upper".'
+    )
+    bypass_mode: bool = key(False, "Take the engines' log-probs as the old ones.")
+    loss_type: Annotated[Literal["ppo_clip", "reinforce"], IgnoreCase] = key("ppo_clip", "Loss with bypass_mode.")
+
+
+_PART = "its formula comes with the algorithms that use it; leave it out"
 
 
 class AlgorithmConfig(Section):
     """The algorithm by name, and its parts where they should differ from what the name implies."""
 
     algorithm_type: Annotated[str, IgnoreCase] = key(
-        "grpo", f"Gives the parts below that are not written: {', '.join(ALGORITHMS)}."
+        "grpo",
+        f"Gives the parts below that are not written: {', '.join(ALGORITHMS)}.",
+        later=Later("its parts come later; use grpo", values=tuple(LATER)),
     )
     repeat_times: int | None = key(
         None, "Runs of each task, the size of a group.  Null: what the algorithm recommends.", unit="runs", ge=1
     )
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule.")
-    advantage_fn: str | None = key(None, "How rewards become advantages.  Null: the algorithm's own.")
+    sample_strategy: str | None = key(
+        None,
+        "Which experiences make a batch: default = whole accepted groups, oldest first.  Null: the algorithm's own.",
+        later=Later(
+            "batches are whole accepted groups, oldest first; for staleness_control write synchronizer.max_staleness",
+            values=coming("sample_strategy"),
+        ),
+    )
+    sample_strategy_args: Args = key({}, "Single arguments of sample_strategy that differ from its defaults.")
+    advantage_fn: str | None = key(
+        None, "How rewards become advantages.  Null: the algorithm's own.", later=Later(_PART, values=coming("advantage_fn"))
+    )
     advantage_fn_args: Args = key({}, "Single arguments of advantage_fn that differ from its defaults.")
-    policy_loss_fn: str | None = key(None, "The policy loss.  Null: the algorithm's own.")
+    policy_loss_fn: str | None = key(
+        None, "The policy loss.  Null: the algorithm's own.", later=Later(_PART, values=coming("policy_loss_fn"))
+    )
     policy_loss_fn_args: Args = key({}, "Single arguments of policy_loss_fn that differ from its defaults.")
     kl_loss_fn: str | None = key(
-        None, "KL loss against the reference model; none = no reference model.  Null: the algorithm's own."
+        None,
+        "KL loss against the reference model; none = no reference model.  Null: the algorithm's own.",
+        later=Later("use k3 or low_var_kl", values=coming("kl_loss_fn")),
     )
     kl_loss_fn_args: Args = key({}, "Single arguments of kl_loss_fn that differ from its defaults.")
-    kl_penalty_fn: Annotated[Literal["none"], IgnoreCase] = key("none", "KL inside the reward.")
-    entropy_loss_fn: str | None = key(None, "Entropy bonus.  Null: the algorithm's own.")
+    kl_penalty_fn: Annotated[KlPenalty, renamed(kl="k1", mse="k2")] = key(
+        "none", "KL inside the reward.", later=Later("no KL is taken from the reward; use kl_loss_fn", values=KL_NAMES)
+    )
+    kl_penalty_fn_args: Args = key({}, "Single arguments of kl_penalty_fn that differ from its defaults.")
+    entropy_loss_fn: str | None = key(
+        None, "Entropy bonus.  Null: the algorithm's own.", later=Later("use default", values=coming("entropy_loss_fn"))
+    )
     entropy_loss_fn_args: Args = key({}, "Single arguments of entropy_loss_fn that differ from its defaults.")
     loss_agg_mode: (
         Annotated[Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"], IgnoreCase]
@@ -50,4 +128,15 @@ class AlgorithmConfig(Section):
     ) = key(None, "How token losses become one number.  Null: the algorithm's own.")
     bypass_old_logprobs: bool = key(
         True, "True: old log-probs are the engine's.  False: the trainer computes them again before the update."
+    )
+    loss_scale_factor: int | None = key(
+        None, "Divisor of seq-mean-token-sum-norm.  Null: max_response_tokens.", unit="tokens", ge=1
+    )
+    compute_prox_logprobs: bool = key(
+        False,
+        "Old log-probs of a window's first weights beside the engines' (three policies).",
+        later=Later("old log-probs are the engines', or with bypass_old_logprobs: false those of the weights at hand"),
+    )
+    rollout_correction: RolloutCorrectionConfig | None = key(
+        None, "Correction for a policy that has moved on.", later=Later("nothing is weighted or rejected; leave it out")
     )

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from rft.config.schema.base import Section, key
+from rft.config.schema.base import Section, key, section
+
+
+class RayInitConfig(Section):
+    """How a local Ray is started."""
+
+    num_cpus: int | None = key(
+        None,
+        "CPUs that a local Ray is told of; a fixed number helps under SLURM.  Null: the machine's, at least 8.",
+        unit="CPUs",
+        on_resume="safe",
+        ge=1,
+    )
 
 
 class ClusterConfig(Section):
@@ -13,3 +25,7 @@ class ClusterConfig(Section):
     )
     node_num: int = key(0, "Machines; 0 = found when the run starts (one for a local Ray).", unit="nodes", on_resume="safe", ge=0)
     gpu_per_node: int = key(0, "GPUs on each machine; 0 = found when the run starts.", unit="GPUs", on_resume="safe", ge=0)
+    actor_start_timeout: float = key(
+        900, "Longest wait for one process of the run to be ready.", unit="s", on_resume="safe", gt=0
+    )
+    ray_init: RayInitConfig = section(RayInitConfig, "Starting a local Ray.")

@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
-from rft.config.schema.base import Section, key
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rft.config.schema.base import IgnoreCase, Later, Section, key, section
+
+
+class LoraConfig(Section):
+    """Low-rank adapters trained instead of the whole model (arXiv:2106.09685)."""
+
+    name: str = key("lora", "Name of the adapter.")
+    path: str | None = key(None, "Folder of an adapter to begin with.  Null: a new one.")
+    base_model_name: str | None = key(None, "Accepted for compatibility; the base is model.model_path.", on_resume="safe")
+    lora_rank: int = key(32, "Rank of the two matrices.", ge=1)
+    lora_alpha: float = key(32, "Scale: the product is multiplied by lora_alpha / lora_rank.", gt=0)
+    lora_dtype: str = key("auto", "Accepted for compatibility; adapters are float32.", on_resume="safe")
+    target_modules: str | tuple[str, ...] = key("all-linear", "Names of the layers that get one; all-linear: every linear layer.")
+    exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get none.")
+
+
+class ExternalModelConfig(Section):
+    """A model behind somebody else's OpenAI-compatible server, for evaluation."""
+
+    enable: bool = key(False, "Ask that server instead of an engine of the run.")
+    base_url_env: str = key("OPENAI_BASE_URL", "Environment variable with the server's address.")
+    api_key_env: str = key("OPENAI_API_KEY", "Environment variable with the key.")
+    model_name: str | None = key(None, "Name of the model there.")
 
 
 class ModelConfig(Section):
     """The policy.  Sampling values here hold for every taskset that does not say otherwise in its rollout_args."""
 
     model_path: str = key("", "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
+    tokenizer_path: str | None = key(
+        None,
+        "Folder with another tokenizer.  Null: model_path.",
+        later=Later("the tokenizer in model_path is used; copy it there"),
+    )
+    critic_model_path: str | None = key(
+        None,
+        "Model that the critic begins with.  Null: model_path.",
+        later=Later("no active algorithm has a critic", harmless=True),
+    )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.", on_resume="safe")
+    external_lib: str | None = key(
+        None,
+        "Python module to import before a model is loaded.",
+        later=Later("install a plugin with the entry point rft.plugins"),
+    )
+    override_config: dict[str, Any] = key(
+        {}, "Entries of the model's config.json that are replaced.", later=Later("edit config.json in a copy of the model")
+    )
     custom_chat_template: str | None = key(None, "Chat template (Jinja text) instead of the model's own.")
     chat_template_path: str | None = key(None, "File with a chat template instead of the model's own.")
     enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
@@ -28,3 +72,26 @@ class ModelConfig(Section):
         None, "Longest response.  Null: the rest of max_model_len, or half of it.", unit="tokens", ge=1
     )
     min_response_tokens: int = key(0, "No end before this many tokens; 0 = off.  Training needs 0.", unit="tokens", ge=0)
+    enable_prompt_truncation: bool = key(
+        True,
+        "True: a prompt over max_prompt_tokens ends its run as failed, and nothing of it is trained.  "
+        "False: prompt_truncation_side decides.",
+        later=Later("a prompt that is too long ends its run as failed, with that reason", values=(False,)),
+    )
+    prompt_truncation_side: Annotated[Literal["error", "left", "right", "middle"], IgnoreCase] = key(
+        "error",
+        "Where a prompt that is too long is cut, with enable_prompt_truncation: false; error: the taskset is refused.",
+        later=Later("prompts are never cut"),
+    )
+    lora_configs: Annotated[tuple[LoraConfig, ...], Field(max_length=1)] | None = key(
+        None, "At most one adapter.", later=Later("the whole model is trained; leave it out")
+    )
+    rope_scaling: dict[str, Any] | None = key(
+        None, "Rotary embeddings beyond the trained length.", later=Later("put it into config.json in a copy of the model")
+    )
+    rope_theta: float | None = key(
+        None, "Base of the rotary embeddings.", gt=0, later=Later("put it into config.json in a copy of the model")
+    )
+    external_model: ExternalModelConfig = section(
+        ExternalModelConfig, "A model behind a server.", later=Later("name a local model in model_path")
+    )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rft.config.schema.base import Args, IgnoreCase, Section, key
+from rft.config.schema.base import Args, IgnoreCase, Later, Section, key
 
 MonitorKind = Annotated[Literal["tensorboard", "wandb", "mlflow", "swanlab"], IgnoreCase]
 
@@ -28,6 +28,25 @@ class MonitorConfig(Section):
     monitor_args: Args | None = key(
         None, "Arguments of the tracker; with several, one mapping per tracker: {wandb: {...}}.", on_resume="safe"
     )
+    log_eval_samples: int = key(
+        64,
+        "Answers of each evaluation that are shown in the trackers and kept in samples/; 0 = none.",
+        unit="runs",
+        on_resume="safe",
+        ge=0,
+    )
+    eval_dump_dir: str | None = key(
+        None, "Folder that gets every answer of every evaluation, a jsonl file each.  Null: none.", on_resume="safe"
+    )
+    detailed_stats: bool = key(
+        False,
+        "More percentiles of every metric.",
+        on_resume="safe",
+        later=Later("metrics are mean, least and largest value", harmless=True),
+    )
+    enable_ray_timeline: bool = key(
+        False, "Write Ray's timeline at the end.", on_resume="safe", later=Later("no timeline is written", harmless=True)
+    )
 
 
 class LogConfig(Section):
@@ -36,3 +55,9 @@ class LogConfig(Section):
     level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(lambda v: v.upper() if isinstance(v, str) else v)
     ] = key("INFO", "Least severe line that is kept.", on_resume="safe")
+    group_by_node: bool = key(
+        False,
+        "A folder of log files for each machine.",
+        on_resume="safe",
+        later=Later("all log files are in one folder", harmless=True),
+    )

@@ -4,15 +4,87 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.config.schema.base import IgnoreCase, Name, Section, key
+from rft.config.schema.algorithm import ScheduleConfig
+from rft.config.schema.base import IgnoreCase, Later, Name, Section, key, renamed, section
 from rft.config.schema.explorer import Device
+
+Content = Annotated[Literal["model", "optimizer", "extra", "hf_model"], IgnoreCase]
+_MEMORY = "parameters, gradients and optimizer state stay on the device"
+
+
+class CriticOptimizerConfig(ScheduleConfig):
+    """Optimizer of the critic; keys as in algorithm.optimizer."""
+
+    lr: float = key(1e-5, "Peak learning rate.", on_resume="safe", gt=0)
+
+
+class CriticConfig(Section):
+    """The value model of algorithms that have one.  Null values are the policy's."""
+
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, "Optimizer and learning-rate schedule.")
+    micro_batch_size_per_gpu: int | None = key(None, "Rows of one micro-batch.", unit="experiences", on_resume="safe", ge=1)
+    max_token_len_per_gpu: int | None = key(None, "Token budget of one micro-batch.", unit="tokens", on_resume="safe", ge=1)
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None, "The same when values are only computed.", unit="experiences", on_resume="safe", ge=1
+    )
+    forward_max_token_len_per_gpu: int | None = key(
+        None, "The same when values are only computed.", unit="tokens", on_resume="safe", ge=1
+    )
+    use_dynamic_bsz: bool | None = key(None, "Micro-batches by token budget instead of by rows.", on_resume="safe")
+    use_remove_padding: bool = key(True, "Batches are packed without padding.", on_resume="safe")
+    enable_gradient_checkpointing: bool | None = key(None, "Recompute activations in the backward pass.", on_resume="safe")
+    param_offload: bool = key(False, "Keep parameters on the host between uses.", on_resume="safe")
+    optimizer_offload: bool = key(False, "Keep optimizer state on the host between uses.", on_resume="safe")
+    grad_clip: float | None = key(None, "Largest gradient norm.  Null: trainer.grad_clip.", unit="gradient norm", gt=0)
+    cliprange_value: float = key(0.5, "Values are clipped to this distance from the old ones.", gt=0)
+    ppo_epochs: int | None = key(None, "Passes over a batch.  Null: trainer.ppo_epochs.", unit="passes", ge=1)
+
+
+class RefConfig(Section):
+    """The reference model, where a KL needs one.  Null values are the policy's."""
+
+    param_offload: bool = key(False, "Keep parameters on the host between uses.", on_resume="safe")
+    reshard_after_forward: bool | None = key(None, "Free gathered parameters after the forward pass.", on_resume="safe")
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "Rows of one micro-batch.", unit="experiences", on_resume="safe", ge=1
+    )
+    use_dynamic_bsz: bool | None = key(None, "Micro-batches by token budget instead of by rows.", on_resume="safe")
+    max_token_len_per_gpu: int | None = key(None, "Token budget of one micro-batch.", unit="tokens", on_resume="safe", ge=1)
+
+
+class CheckpointConfig(Section):
+    """What a checkpoint holds."""
+
+    save_contents: tuple[Content, ...] = key(
+        ("model", "optimizer", "extra"),
+        "What is saved; extra: step and seeds, hf_model: a Hugging Face folder.",
+        on_resume="safe",
+        later=Later(
+            "all of model, optimizer and extra is saved; save_hf_checkpoint says when a Hugging Face folder is", harmless=True
+        ),
+    )
+    load_contents: tuple[Content, ...] | None = key(
+        None, "What is loaded on resume.  Null: what was saved.", on_resume="safe", later=Later("everything is loaded")
+    )
+
+
+class ProfilerConfig(Section):
+    """Traces of single train steps."""
+
+    steps: tuple[int, ...] | None = key(None, "Train steps that are traced.  Null: none.", unit="train steps", on_resume="safe")
+    discrete: bool = key(False, "One trace for each phase of a step instead of one for the step.", on_resume="safe")
+    all_ranks: bool = key(False, "Trace every rank.", on_resume="safe")
+    ranks: tuple[int, ...] | None = key(None, "Ranks that are traced.  Null: rank 0.", unit="ranks", on_resume="safe")
 
 
 class TrainerConfig(Section):
     """The training loop.  Null values are chosen for the device."""
 
     name: Name = key("trainer", "Name in logs.", on_resume="safe")
-    trainer_strategy: Annotated[Literal["fsdp2"], IgnoreCase] = key("fsdp2", "How the model is spread over ranks.")
+    trainer_type: Annotated[Literal["fsdp2"], renamed(verl="fsdp2")] = key("fsdp2", "Which trainer; verl means this one.")
+    trainer_strategy: Annotated[Literal["fsdp2", "fsdp"], IgnoreCase] = key(
+        "fsdp2", "How the model is spread over ranks; fsdp is taken as fsdp2, with a warning."
+    )
     total_steps: int | None = key(None, "Stop after this many train steps.", unit="train steps", on_resume="safe", ge=1)
     save_interval: int = key(
         0, "Checkpoint every so many train steps; 0 = only at the end.", unit="train steps", on_resume="safe", ge=0
@@ -20,6 +92,13 @@ class TrainerConfig(Section):
     save_hf_checkpoint: Annotated[Literal["always", "never", "last"], IgnoreCase] = key(
         "last", "Which checkpoints also hold a Hugging Face model folder.", on_resume="safe"
     )
+    save_strategy: Annotated[Literal["unrestricted", "single_thread", "single_process", "single_node"], IgnoreCase] = key(
+        "unrestricted",
+        "How many may write at the same time.",
+        on_resume="safe",
+        later=Later("rank 0 writes, one tensor after another", harmless=True),
+    )
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "What a checkpoint holds.")
     max_checkpoints_to_keep: int = key(
         0, "Older checkpoints are removed; 0 = keep all.", unit="checkpoints", on_resume="safe", ge=0
     )
@@ -59,3 +138,117 @@ class TrainerConfig(Section):
         on_resume="safe",
         ge=1,
     )
+    ppo_epochs: int = key(
+        1, "Passes over a batch, each with its own update.", unit="passes", ge=1, later=Later("a batch is used once")
+    )
+    shuffle_minibatches: bool = key(
+        False,
+        "Shuffle a batch between passes.",
+        later=Later("a step is one update of a whole batch, so its order has no effect", harmless=True),
+    )
+    data_seed: int | None = key(
+        None, "Seed of that shuffle.  Null: seed.", ge=0, later=Later("nothing is shuffled in the trainer", harmless=True)
+    )
+    critic_warmup: int = key(
+        0,
+        "Train steps in which only the critic is trained.",
+        unit="train steps",
+        ge=0,
+        later=Later("there is no critic; write 0"),
+    )
+    use_remove_padding: bool = key(
+        True,
+        "Batches are packed without padding.",
+        on_resume="safe",
+        later=Later("batches are always packed", harmless=True, values=(False,)),
+    )
+    balance_batch: bool = key(
+        True,
+        "Rows are dealt to ranks by their tokens.",
+        on_resume="safe",
+        later=Later("rows are always dealt by tokens", harmless=True, values=(False,)),
+    )
+    fix_actor_microbatch_loss_scale: bool = key(
+        True,
+        "Cutting a batch differently never changes the gradient.",
+        on_resume="safe",
+        later=Later("losses are always divided by the totals of the whole step", harmless=True, values=(False,)),
+    )
+    entropy_chunking: bool = key(
+        True,
+        "The entropy is computed in chunks of logprob_chunk_tokens.",
+        on_resume="safe",
+        later=Later("it is always computed in chunks", harmless=True, values=(False,)),
+    )
+    entropy_checkpointing: bool = key(
+        False,
+        "Compute the entropy again in the backward pass.",
+        on_resume="safe",
+        later=Later("only enable_gradient_checkpointing recomputes", harmless=True),
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Rows of one micro-batch when log-probs are only computed.  Null: micro_batch_size_per_gpu.",
+        unit="experiences",
+        on_resume="safe",
+        ge=1,
+        later=Later("micro-batches are those of the training pass", harmless=True),
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None,
+        "Token budget of one micro-batch when log-probs are only computed.  Null: max_token_len_per_gpu.",
+        unit="tokens",
+        on_resume="safe",
+        ge=1,
+        later=Later("the budget is that of the training pass", harmless=True),
+    )
+    ulysses_sequence_parallel_size: int = key(
+        1, "Ranks that share one sequence.", unit="ranks", ge=1, later=Later("one rank computes a whole sequence", harmless=True)
+    )
+    fsdp_size: int = key(
+        -1, "Ranks that share one copy of the model; -1 = all.", unit="ranks", ge=-1, later=Later("all ranks do", harmless=True)
+    )
+    param_offload: bool = key(
+        False, "Keep parameters on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
+    )
+    optimizer_offload: bool = key(
+        False, "Keep optimizer state on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
+    )
+    grad_offload: bool = key(
+        False, "Keep gradients on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
+    )
+    offload_policy: bool = key(
+        False,
+        "Parameters, gradients and optimizer state live on the host and are fetched for each layer.",
+        on_resume="safe",
+        later=Later(_MEMORY, harmless=True),
+    )
+    enable_activation_offload: bool = key(
+        False,
+        "Keep activations on the host until the backward pass.",
+        on_resume="safe",
+        later=Later("activations stay on the device; use enable_gradient_checkpointing", harmless=True),
+    )
+    use_torch_compile: bool = key(
+        False, "Compile the model.", on_resume="safe", later=Later("the model runs as it is", harmless=True)
+    )
+    use_liger: bool = key(
+        False, "Liger's fused layers.", on_resume="safe", later=Later("transformers' own layers are used", harmless=True)
+    )
+    use_fused_kernels: bool = key(
+        False, "Fused log-prob and entropy.", on_resume="safe", later=Later("both are computed in chunks", harmless=True)
+    )
+    fused_kernel_backend: Annotated[Literal["torch", "triton"], IgnoreCase] = key(
+        "torch", "How they are fused.", on_resume="safe", later=Later("it belongs to use_fused_kernels", harmless=True)
+    )
+    enable_preview: bool = key(
+        False,
+        "Log the best and the worst experience of a step.",
+        on_resume="safe",
+        later=Later("samples of every evaluation are logged", harmless=True),
+    )
+    critic: CriticConfig = section(CriticConfig, "The critic.", later=Later("no active algorithm has a critic", harmless=True))
+    ref: RefConfig = section(
+        RefConfig, "The reference model.", later=Later("it is placed and cut into micro-batches as the policy is", harmless=True)
+    )
+    profiler: ProfilerConfig = section(ProfilerConfig, "Traces.", later=Later("no traces are written", harmless=True))

@@ -187,14 +187,23 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "algorithm.policy_loss_fn": "a.py:x",
     "algorithm.kl_loss_fn": "k3",
     "algorithm.entropy_loss_fn": "none",
-    "algorithm.kl_penalty_fn": None,
-    "algorithm.optimizer.optimizer_type": None,
+    "algorithm.optimizer.warmup_style": "cosine",
+    "algorithm.kl_penalty_fn_args": None,
+    "algorithm.sample_strategy": "pf_ppo",
+    "algorithm.sample_strategy_args": None,
     "algorithm.advantage_fn_args": "{epsilon: 0.5}",
     "algorithm.policy_loss_fn_args": "{clip_range: 0.5}",
     "algorithm.entropy_loss_fn_args": "{entropy_coef: 0.1}",
     "algorithm.kl_loss_fn_args": None,
     "model.logprobs": None,
+    "trainer.trainer_type": None,
     "trainer.trainer_strategy": None,
+    "trainer.fsdp_size": "2",
+    "trainer.checkpoint.save_contents": "[model]",
+    "trainer.checkpoint.load_contents": "[model]",
+    "trainer.critic.optimizer.betas": "[0.5, 0.6]",
+    "trainer.profiler.steps": "[1, 2]",
+    "trainer.profiler.ranks": "[0]",
     "synchronizer.sync_style": None,
     "model.top_p": None,
     "model.top_k": None,
@@ -241,7 +250,7 @@ def leaves() -> Iterator[str]:
     keys = all_keys()
     for key in keys:
         has_below = any(k.startswith((f"{key}.", f"{key}[]")) for k in keys)
-        if not has_below and "tasksets" not in key and "rollout_args" not in key:
+        if not has_below and "[]" not in key and "tasksets" not in key and "rollout_args" not in key:
             yield key
 
 
