@@ -9,8 +9,7 @@ import fnmatch
 
 _ENGINE = "explorer.rollout_model"
 
-LATER: dict[str, str] = {
-}
+LATER: dict[str, str] = {}
 
 INSTEAD: dict[str, str] = {
     "model.tinker*": "Tinker is not offered: training runs on your own machines with the FSDP2 trainer; remove it",
@@ -32,22 +31,21 @@ INSTEAD: dict[str, str] = {
     "checkpoint_job_dir": "the run lives in <checkpoint_root_dir>/<project>/<group>/<name>; set those",
 }
 
+_DEVICES = {"npu": "NPU devices are not offered; use cuda or cpu", "mps": "is not offered; use cpu"}
+_ENGINE_TYPES = {
+    **dict.fromkeys(
+        ("sglang", "trtllm", "trt-llm", "tensorrt"), "is not offered; use vllm, or transformers where vLLM cannot run"
+    ),
+    "tinker": "is not offered; use vllm",
+}
+
 VALUES: dict[str, dict[str, str]] = {
     "algorithm.kl_penalty_fn": {"full": "needs the whole vocabulary's log-probs of two models; use k1 or low_var_kl"},
-    **dict.fromkeys(
-        (f"{_ENGINE}.engine_type", "explorer.auxiliary_models[[]*].engine_type"),
-        {
-            **dict.fromkeys(
-                ("sglang", "trtllm", "trt-llm", "tensorrt"), "is not offered; use vllm, or transformers where vLLM cannot run"
-            ),
-            "tinker": "is not offered; use vllm",
-        },
-    ),
-    **dict.fromkeys(
-        (f"{_ENGINE}.device", "explorer.auxiliary_models[[]*].device"),
-        {"npu": "NPU devices are not offered; use cuda or cpu", "mps": "is not offered; use cpu"},
-    ),
-    "trainer.device": {"npu": "NPU devices are not offered; use cuda or cpu", "mps": "is not offered; use cpu"},
+    f"{_ENGINE}.engine_type": _ENGINE_TYPES,
+    "explorer.auxiliary_models[[]*].engine_type": _ENGINE_TYPES,
+    f"{_ENGINE}.device": _DEVICES,
+    "explorer.auxiliary_models[[]*].device": _DEVICES,
+    "trainer.device": _DEVICES,
     "trainer.trainer_type": {"tinker": "Tinker is not offered; leave it out"},
     "trainer.trainer_strategy": {"megatron": "Megatron is not offered; use fsdp2"},
 }

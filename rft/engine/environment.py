@@ -29,7 +29,7 @@ def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[st
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "INFO" if settings.log_stats or settings.log_requests else "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOOPBACK_IP": "127.0.0.1",

@@ -24,12 +24,15 @@ class EngineSettings:
     kv_cache_bytes: int | None = None  # CPU: size of the KV cache
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True  # vllm
     block_size: int | None = None  # None = chosen for the device
     cpu_threads: int = 2
     seed: int = 42
     trust_remote_code: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    log_requests: bool = False  # vllm
+    log_stats: bool = False  # vllm: at every pause
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0  # pause, load, resume, health

@@ -91,6 +91,8 @@ class VllmEngine:
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         self._paused = True
+        if self.settings.log_stats:
+            await self._call("log its statistics", self._llm.do_log_stats())
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
         """Only while paused.  Where the report is not clean the old weights may be served on, under their old label."""
@@ -216,8 +218,11 @@ def engine_args(settings: EngineSettings) -> Any:
         "trust_remote_code": settings.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
-        "disable_log_stats": True,
+        "disable_log_stats": not settings.log_stats,
+        "enable_log_requests": settings.log_requests,
     }
+    if not settings.enable_chunked_prefill:  # else vLLM switches it on wherever model and device can do it
+        args["enable_chunked_prefill"] = False
     if settings.block_size is not None:
         args["block_size"] = settings.block_size
     if settings.device == "cpu":

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from pydantic import PrivateAttr
 
 from rft.config.schema.algorithm import AlgorithmConfig
-from rft.config.schema.base import IgnoreCase, Name, Section, key, section
+from rft.config.schema.base import IgnoreCase, Later, Name, Section, key, section
 from rft.config.schema.buffer import BufferConfig
 from rft.config.schema.cluster import ClusterConfig
+from rft.config.schema.data_processor import DataProcessorConfig
 from rft.config.schema.explorer import ExplorerConfig
 from rft.config.schema.model import ModelConfig
 from rft.config.schema.monitor import LogConfig, MonitorConfig
@@ -21,7 +22,15 @@ from rft.config.source import Source
 class RunConfig(Section):
     """What a person writes.  `source` tells which file, line or override each value came from."""
 
-    mode: Annotated[Literal["both"], IgnoreCase] = key("both", "both: explore and train.")
+    mode: Annotated[Literal["both", "explore", "train", "bench", "serve", "colocate"], IgnoreCase] = key(
+        "both",
+        "both: explore and train; explore, train: one half, the other runs elsewhere; bench: evaluate checkpoints; serve: answer "
+        "requests and record them; colocate: both on one GPU.",
+        later=Later(
+            "use both; engine and trainer on a machine without GPUs take turns with it",
+            values=("explore", "train", "bench", "serve", "colocate"),
+        ),
+    )
     project: Name = key("rft", "First part of the run's folder; project of the trackers.", on_resume="safe")
     group: Name | Literal[""] = key("", "Second part of the run's folder; empty: none.", on_resume="safe")
     name: Name = key("run", "Last part of the run's folder.", on_resume="safe")
@@ -33,6 +42,21 @@ class RunConfig(Section):
         "Resume what is in the run's folder.  False: a folder that is not empty gets a sibling with a time stamp.",
         on_resume="safe",
     )
+    resume_from_path: str | None = key(
+        None,
+        "Checkpoint of another run to start from.",
+        on_resume="safe",
+        later=Later(
+            "a run resumes what is in its own folder; move that run there, or name its exported model in model.model_path"
+        ),
+    )
+    ray_namespace: str = key(
+        "", "Where a process that explores and one that trains find each other.", on_resume="safe",
+        later=Later("one command starts both", True),
+    )  # fmt: skip
+    ignore_validator_suggestions: bool = key(
+        False, "Accepted, no effect: what is only a suggestion never stops a run.", on_resume="safe"
+    )
     seed: int = key(42, "Seed of everything that draws.", ge=0, lt=2**32)
     deterministic: bool = key(False, "Same answers, same order, same weights on every repetition; slower.")
     plugin_dirs: tuple[str, ...] = key((), "Folders whose *.py files hold plugins.", on_resume="safe")
@@ -40,6 +64,7 @@ class RunConfig(Section):
     model: ModelConfig = section(ModelConfig, "The policy and its sampling.")
     cluster: ClusterConfig = section(ClusterConfig, "The machines.")
     buffer: BufferConfig = section(BufferConfig, "Tasks, experiences, size of a step.")
+    data_processor: DataProcessorConfig = section(DataProcessorConfig, "Operators on tasks and experiences.")
     explorer: ExplorerConfig = section(ExplorerConfig, "Engines and the exploring loop.")
     trainer: TrainerConfig = section(TrainerConfig, "The training loop.")
     synchronizer: SynchronizerConfig = section(SynchronizerConfig, "When and how weights move.")

@@ -4,27 +4,72 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.config.schema.base import IgnoreCase, Section, key, renamed
+from rft.config.schema.base import IgnoreCase, Later, Section, key, renamed
+
+SyncMethod = Annotated[Literal["memory", "checkpoint", "nccl"], renamed(offline="checkpoint", online="nccl")]
+SyncStyle = Annotated[
+    Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
+    renamed(dynamic_by_explorer="explorer_driven", dynamic_by_trainer="trainer_driven"),
+]
+_ASYNC = "belongs to sync_style: fully_async, which comes later; use fixed with a sync_offset, and max_staleness as the bound"
+_NCCL = "belongs to sync_method: nccl, which comes later"
 
 
 class SynchronizerConfig(Section):
     """Schedule and transport of weight versions."""
 
-    sync_method: Annotated[Literal["memory", "checkpoint"], renamed(offline="checkpoint", online="nccl")] = key(
+    sync_method: SyncMethod = key(
         "memory",
-        "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder.",
+        "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder; nccl: from GPU to GPU.",
         on_resume="safe",
+        later=Later("the same weights go through memory on one node, through checkpoint on several", True, ("nccl",)),
     )
-    sync_style: Annotated[Literal["fixed"], IgnoreCase] = key("fixed", "fixed: after every sync_interval steps.")
+    sync_style: SyncStyle = key(
+        "fixed",
+        "fixed: after every sync_interval steps; explorer_driven, trainer_driven: when that side asks; fully_async: neither waits.",
+        on_resume="safe",
+        later=Later("use fixed with a sync_offset", values=("explorer_driven", "trainer_driven", "fully_async")),
+    )
     sync_interval: int = key(1, "Train steps between two versions.", unit="train steps", on_resume="safe", ge=1)
+    explorer_sync_interval: int | None = key(
+        None, "The explorer's own interval.  Null: sync_interval; with fixed both sides have the same.", unit="explore steps",
+        on_resume="safe", ge=1,
+    )  # fmt: skip
+    trainer_sync_interval: int | None = key(
+        None, "The trainer's own interval.  Null: sync_interval; with fixed both sides have the same.", unit="train steps",
+        on_resume="safe", ge=1,
+    )  # fmt: skip
     sync_offset: int = key(0, "How many steps the explorer may run ahead.", unit="explore steps", on_resume="safe", ge=0)
     sync_timeout: float = key(3600.0, "How long one side waits for the other.", unit="s", on_resume="safe", gt=0)
     max_staleness: int | None = key(
         None, "Oldest experience that is trained, as train steps since its weights; null = no bound of its own.", unit="train steps",
         on_resume="safe", ge=0,
     )  # fmt: skip
+    require_batches: int = key(
+        1, "fully_async: batches that the trainer takes at once.", unit="batches", on_resume="safe", ge=1, later=Later(_ASYNC)
+    )
+    staleness_threshold: float | None = key(
+        None, "fully_async: tasks started beyond one sync window, as a share of it; 0 = none.  A quantity, not an age.",
+        on_resume="safe", ge=0, later=Later(_ASYNC),
+    )  # fmt: skip
+    partial_rollout: bool = key(
+        True, "Runs that are under way at a sync are interrupted and go on under the new weights.", on_resume="safe",
+        later=Later("a run that is under way at a sync always goes on under the new weights", values=(False,)),
+    )  # fmt: skip
     kv_cache: Annotated[Literal["recompute", "keep"], IgnoreCase] = key(
         "recompute",
         "Keys and values of running requests at a sync: computed again under the new weights, or kept.",
         on_resume="safe",
     )
+    bucketed_broadcast: bool = key(
+        True, "nccl: send the weights in buckets instead of tensor by tensor.", on_resume="safe", later=Later(_NCCL, True)
+    )
+    overlap_broadcast_and_load: bool = key(
+        False, "nccl: load a bucket while the next one is sent; takes a second bucket's memory.", on_resume="safe",
+        later=Later(_NCCL, True),
+    )  # fmt: skip
+    bucket_size_mb: int = key(
+        1024, "nccl: size of a bucket; at least the largest tensor.", unit="MB", on_resume="safe", ge=1, later=Later(_NCCL, True)
+    )
+    group_name: str | None = key(None, "Accepted, no effect: the group's name is chosen by itself.", on_resume="safe")
+    wait_for_checkpoint: bool = key(False, "Accepted, no effect: a version is used when it is complete.", on_resume="safe")
