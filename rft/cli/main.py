@@ -21,9 +21,11 @@ from rft.errors import Interrupted, RftError
 VERBS = {
     "run": "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
     "check": "Say what a configuration will do, and everything that is wrong with it.",
+    "explain": "Say what a configuration key means, and its names in veRL and Trinity-RFT.",
     "quickstart": "A real pretrained model learns single-digit sums on this machine.",
     "doctor": "Say what this machine has, and what is missing.",
     "status": "What a run is doing or how it ended, read from its files.",
+    "convert": "Turn a veRL launch script or YAML file into a configuration.",
     "export": "Copy the verified Hugging Face model of a checkpoint.",
     "log": "Show a run's logs, merged by time.",
     "plugins": "List what a configuration can name.",

@@ -1,0 +1,111 @@
+"""veRL's defaults that the exact profile writes where no argument states them.
+
+Invariant: a value is written only where nothing else has written it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rft.convert.draft import Draft
+from rft.convert.rules import ENGINE, OPTIM
+from rft.convert.sizes import ACTOR, CRITIC_ESTIMATORS, ROLLOUT, has_critic, is_async, micro_batch
+
+Condition = Callable[[Draft], bool]
+
+
+def _always(d: Draft) -> bool:
+    return True
+
+
+def _vanilla(d: Draft) -> bool:
+    return d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") == "vanilla"
+
+
+def _grpo(d: Draft) -> bool:
+    return d.text("algorithm.adv_estimator").startswith("grpo")
+
+
+def _gae(d: Draft) -> bool:
+    return d.text("algorithm.adv_estimator") in CRITIC_ESTIMATORS
+
+
+def _discounted(d: Draft) -> bool:
+    return _gae(d) or d.text("algorithm.adv_estimator") == "reinforce_plus_plus"
+
+
+def _synchronous(d: Draft) -> bool:
+    return not is_async(d)
+
+
+def _dynamic(d: Draft) -> bool:
+    return d.flag(f"{ACTOR}.use_dynamic_bsz")
+
+
+# target, veRL's key (its default is written) or a value, condition
+DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
+    ("algorithm.advantage_fn_args.gamma", "algorithm.gamma", _discounted),
+    ("algorithm.advantage_fn_args.lam", "algorithm.lam", _gae),
+    ("algorithm.advantage_fn_args.norm_by_std", "algorithm.norm_adv_by_std_in_grpo", _grpo),
+    ("algorithm.policy_loss_fn", ("ppo",), _vanilla),
+    ("algorithm.policy_loss_fn_args.clip_ratio_c", f"{ACTOR}.clip_ratio_c", _vanilla),
+    ("algorithm.entropy_loss_fn", ("default",), _always),
+    ("algorithm.entropy_loss_fn_args.entropy_coef", f"{ACTOR}.entropy_coeff", _always),
+    ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", _always),
+    (f"{OPTIM}.lr", f"{ACTOR}.optim.lr", _always),
+    (f"{OPTIM}.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda d: not d.has(f"{OPTIM}.lr_warmup_steps")),
+    (f"{OPTIM}.min_lr_ratio", f"{ACTOR}.optim.min_lr_ratio", _always),
+    (f"{OPTIM}.lr_scheduler_type", f"{ACTOR}.optim.warmup_style", _always),
+    (f"{OPTIM}.weight_decay", f"{ACTOR}.optim.weight_decay", _always),
+    (f"{OPTIM}.betas", ([0.9, 0.999],), _always),
+    ("model.model_path", "actor_rollout_ref.model.path", _always),
+    ("model.max_prompt_tokens", "data.max_prompt_length", _always),
+    ("model.max_response_tokens", "data.max_response_length", _always),
+    ("model.temperature", f"{ROLLOUT}.temperature", _always),
+    ("model.enable_prompt_truncation", (False,), _always),
+    ("buffer.total_epochs", "trainer.total_epochs", lambda d: not d.has("buffer.total_steps") and not is_async(d)),
+    ("buffer.explorer_input.tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", _always),
+    ("buffer.explorer_input.eval_tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", _always),
+    ("explorer.eval_interval", (0,), _synchronous),
+    (f"{ENGINE}.engine_type", f"{ROLLOUT}.name", _always),
+    (f"{ENGINE}.tensor_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size", _always),
+    (f"{ENGINE}.gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization", _always),
+    (f"{ENGINE}.max_num_batched_tokens", f"{ROLLOUT}.max_num_batched_tokens", _always),
+    ("trainer.trainer_strategy", ("fsdp2",), _always),
+    ("trainer.grad_clip", f"{ACTOR}.grad_clip", _always),
+    ("trainer.use_dynamic_bsz", f"{ACTOR}.use_dynamic_bsz", _always),
+    ("trainer.max_token_len_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu", _dynamic),
+    ("trainer.enable_gradient_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing", _always),
+    ("model.critic_model_path", "critic.model.path", has_critic),
+    ("trainer.critic.optimizer.lr", "critic.optim.lr", has_critic),
+    ("trainer.critic.optimizer.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps_ratio", has_critic),
+    ("trainer.critic.optimizer.min_lr_ratio", (0.0,), has_critic),
+    ("trainer.critic.optimizer.weight_decay", "critic.optim.weight_decay", has_critic),
+    ("trainer.critic.grad_clip", "critic.grad_clip", has_critic),
+    ("trainer.critic.cliprange_value", "critic.cliprange_value", has_critic),
+    ("trainer.critic.enable_gradient_checkpointing", "critic.model.enable_gradient_checkpointing", has_critic),
+)
+
+
+def write(d: Draft) -> None:
+    """Fills the exact profile; the guide's profile leaves what nobody states to our defaults."""
+    if not d.exact:
+        d.fill(f"{ENGINE}.tensor_parallel_size", d.whole(f"{ROLLOUT}.tensor_model_parallel_size"), "veRL's default, counted in the GPU split")
+        return
+    for target, source, condition in DEFAULTS:
+        if condition(d):
+            value = source[0] if isinstance(source, tuple) else d.get(source)
+            d.fill(target, value, "veRL's default" + ("" if isinstance(source, tuple) else f" of {source}"))
+    if d.read("explorer.eval_interval") == 0 and d.evals:
+        d.fill("explorer.eval_at_end", False, "trainer.test_freq is off: veRL evaluates no last step")
+    _micro_batch(d)
+
+
+def _micro_batch(d: Draft) -> None:
+    """Fixed micro-batches need a size; veRL's own file has none and refuses to start without."""
+    for key, role in (("trainer.micro_batch_size_per_gpu", ACTOR), ("trainer.critic.micro_batch_size_per_gpu", "critic")):
+        if _dynamic(d) or d.has(key) or micro_batch(d, role) or (role == "critic" and not has_critic(d)):
+            continue
+        d.put(key, 1, f"neither {role}.ppo_micro_batch_size_per_gpu nor use_dynamic_bsz is given; 1 fits always")
+        d.warn(f"{role}.ppo_micro_batch_size_per_gpu is not given (veRL would not start); {key} 1 is slow but fits, raise it")

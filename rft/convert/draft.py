@@ -1,0 +1,242 @@
+"""The configuration while it is being made from a launch, and what became of each argument.
+
+Knows paths and veRL's defaults, not what any key means.  Invariant: a path is written once, with the reason, and every argument has
+exactly one outcome when `rows` is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from rft.config.messages import field_at
+from rft.convert import table
+from rft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rft.convert.launch import Argument, Launch
+
+Profile = Literal["exact", "guide"]
+Kind = Literal["mapped", "equal", "derived", "ignored", "refused"]
+LABELS: dict[Kind, str] = {
+    "mapped": "mapped",
+    "equal": "equal to our default",
+    "derived": "derived",
+    "ignored": "ignored",
+    "refused": "refused",
+}
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+TRAIN, EVAL = "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an argument: where its value went, or why it went nowhere."""
+
+    kind: Kind
+    reason: str = ""
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    argument: Argument
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Written:
+    """One value of the result and where it comes from."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Draft:
+    launch: Launch
+    profile: Profile = "exact"
+    engine_num: int | None = None
+    overridden: tuple[str, ...] = ()  # keys that --set replaces in the result
+    values: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    interval: int = 1  # platform steps of one veRL iteration
+    trains: int = 0  # training tasksets
+    evals: int = 0
+    given: dict[str, Argument] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = {a.key: a for a in self.launch.arguments}  # the last statement of a key holds, as in Hydra
+
+    @property
+    def exact(self) -> bool:
+        return self.profile == "exact"
+
+    @property
+    def terse(self) -> bool:
+        """A resolved YAML states every default; those that are ours too are not written."""
+        return self.launch.program == "yaml"
+
+    # ------------------------------------------------------------ what the launch says
+
+    def stated(self, key: str) -> bool:
+        return key in self.given and self.given[key].value is not None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The stated value, else veRL's default, else `default`."""
+        if self.stated(key):
+            return self.given[key].value
+        known = table.default(key)
+        return known if known is not None else default
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+            return value.strip().lower() == "true"
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def whole(self, key: str, default: int = 0) -> int:
+        value = self.get(key, default)
+        number = _number(value)
+        if number is None or number != int(number):
+            raise self.wrong(key, value, "a whole number")
+        return int(number)
+
+    def number(self, key: str, default: float = 0.0) -> float:
+        value = self.get(key, default)
+        number = _number(value)
+        if number is None:
+            raise self.wrong(key, value, "a number")
+        return number
+
+    def text(self, key: str, default: str = "") -> str:
+        value = self.get(key, default)
+        return default if value is None else str(value)
+
+    def wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
+        line = f" (line {self.given[key].line})" if key in self.given else ""
+        hint = "; it depends on the environment, so write the value into the script" if "${" in str(value) else ""
+        return ConfigError(f"given {value!r}{line}; must be {wanted}{hint}", key=key, given=value)
+
+    # ------------------------------------------------------------ what the result says
+
+    def put(self, path: str, value: Any, why: str) -> None:
+        """Write `value`; `tasksets[i]` and `eval_tasksets[i]` mean all of them, another [i] the first."""
+        for real in self.expand(path):
+            self._set(real, value)
+            self.why[real] = why
+
+    def fill(self, path: str, value: Any, why: str) -> None:
+        """Write `value` where nothing is written yet."""
+        for real in self.expand(path):
+            if not self.has(real):
+                self._set(real, value)
+                self.why[real] = why
+
+    def expand(self, path: str) -> list[str]:
+        if f"{TRAIN}[i]" in path:
+            return [path.replace("[i]", f"[{i}]") for i in range(self.trains)]
+        if f"{EVAL}[i]" in path:
+            return [path.replace("[i]", f"[{i}]") for i in range(self.evals)]
+        return [path.replace("[i]", "[0]")]
+
+    def has(self, path: str) -> bool:
+        return self.read(path, _NOTHING) is not _NOTHING
+
+    def read(self, path: str, default: Any = None) -> Any:
+        place: Any = self.values
+        for step in _steps(path):
+            try:
+                place = place[step]
+            except (KeyError, IndexError, TypeError):
+                return default
+        return place
+
+    def drop(self, path: str) -> None:
+        above, _, last = path.rpartition(".")
+        place = self.read(above) if above else self.values
+        if isinstance(place, dict):
+            place.pop(last, None)
+        for key in [k for k in self.why if k == path or k.startswith((f"{path}.", f"{path}["))]:
+            del self.why[key]
+
+    def _set(self, path: str, value: Any) -> None:
+        steps, place = _steps(path), self.values
+        for step, following in zip(steps, steps[1:], strict=False):
+            empty: Any = [] if isinstance(following, int) else {}
+            if isinstance(step, int):
+                while len(place) <= step:
+                    place.append({})  # type: ignore[attr-defined]
+                place = place[step]
+            else:
+                place = place.setdefault(step, empty)
+        place[steps[-1]] = value  # type: ignore[index]
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def written(self) -> list[Written]:
+        """Every leaf of the result, in its order, with its reason."""
+        return [Written(key, value, _why(self.why, key)) for key, value in leaves(self.values)]
+
+
+_NOTHING = object()
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every scalar, empty collection and list of scalars."""
+    if isinstance(value, dict) and value:
+        for k, v in value.items():
+            yield from leaves(v, f"{path}.{k}" if path else str(k))
+    elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
+        for i, v in enumerate(value):
+            yield from leaves(v, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def our_default(path: str) -> Any:
+    """The schema's default of a key; a value equal to nothing where the key has none or is an argument of a plugin."""
+    steps = tuple(_steps(path.replace("[i]", "[0]")))
+    found = field_at(steps)
+    if found is None or found.is_required():
+        return _NOTHING
+    return found.get_default(call_default_factory=True)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality that tells True from 1 and takes a list for a tuple."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def _steps(path: str) -> list[str | int]:
+    return [int(index) if index else name for name, index in _STEP.findall(path)]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _why(why: dict[str, str], key: str) -> str:
+    while key not in why and re.search(r"[.\[]", key):
+        key = re.sub(r"(\.[^.\[\]]+|\[\d+\])$", "", key)
+    return why.get(key, "")

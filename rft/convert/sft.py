@@ -1,0 +1,193 @@
+"""veRL's supervised fine-tuning (fsdp_sft_trainer) → algorithm_type sft, mode train.
+
+The demonstrations are what the trainer reads, so they stand in the experience buffer.  Invariant: every argument has one outcome.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from typing import TYPE_CHECKING, Any
+
+from rft.convert import groups, table
+from rft.convert.draft import Draft, Outcome
+from rft.convert.rule import Rule, always, derived, ignored, only_if, refused, to, via, write
+from rft.convert.rules import NO_LORA, OPTIM, _logger, _lora, _model_dtype, _path
+
+if TYPE_CHECKING:
+    from rft.convert.launch import Argument
+
+SECTION = frozenset({18})
+BUFFER = "buffer.trainer_input.experience_buffer"
+DATA = "data."
+"""Defaults of veRL's sft_trainer.yaml that its table of keys does not hold."""
+OWN: dict[str, Any] = {
+    "data.train_batch_size": 256,
+    "data.max_length": 1024,
+    "data.prompt_key": "question",
+    "data.response_key": "answer",
+    "data.multiturn.messages_key": "messages",
+    "trainer.project_name": "gsm8k-sft",
+    "trainer.experiment_name": "test",
+    "trainer.total_epochs": 4,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+}
+
+
+def prepare(d: Draft) -> None:
+    """What is written whatever the arguments are."""
+    d.put("mode", "train", "supervised fine-tuning explores nothing")
+    d.put("algorithm.algorithm_type", "sft", "fsdp_sft_trainer")
+    files = d.get("data.train_files")
+    files = [str(f) for f in files] if isinstance(files, list) else [str(files)]
+    if len(files) > 1:
+        d.warn(f"data.train_files names {len(files)} files; one data set is read here, the first: put the others into it")
+    folder, split = posixpath.dirname(files[0]) or ".", posixpath.splitext(posixpath.basename(files[0]))[0]
+    for name, value in (("storage_type", "file"), ("path", folder), ("split", split)):
+        d.put(f"{BUFFER}.{name}", value, "data.train_files")
+    if d.flag("data.multiturn.enable"):
+        d.put(f"{BUFFER}.format.prompt_type", "messages", "data.multiturn.enable")
+        d.put(f"{BUFFER}.format.messages_key", _own(d, "data.multiturn.messages_key"), "data.multiturn.messages_key")
+    else:
+        d.put(f"{BUFFER}.format.prompt_type", "plaintext", "a question and an answer")
+        d.put(f"{BUFFER}.format.prompt_key", _column(d, "prompt"), "data.prompt_key")
+        d.put(f"{BUFFER}.format.response_key", _column(d, "response"), "data.response_key")
+    size = int(_own(d, "data.train_batch_size"))
+    d.put("buffer.batch_size", size, "data.train_batch_size")
+    d.put("buffer.train_batch_size", size, "data.train_batch_size, demonstrations of a step")
+    d.put("model.max_model_len", int(_own(d, "data.max_length")), "data.max_length")
+    for key, name in (("trainer.nnodes", "cluster.node_num"), ("trainer.n_gpus_per_node", "cluster.gpu_per_node")):
+        d.put(name, int(_own(d, key)), key)
+    groups.names(d, project=str(_own(d, "trainer.project_name")), name=str(_own(d, "trainer.experiment_name")))
+
+
+def finish(d: Draft) -> None:
+    """veRL's defaults that differ from ours."""
+    if not d.exact:
+        return
+    for target, key in (
+        (f"{OPTIM}.lr", "optim.lr"),
+        (f"{OPTIM}.weight_decay", "optim.weight_decay"),
+        (f"{OPTIM}.lr_warmup_steps_ratio", "optim.warmup_steps_ratio"),
+        (f"{OPTIM}.lr_scheduler_type", "optim.lr_scheduler"),
+        ("trainer.grad_clip", "optim.clip_grad"),
+        ("model.model_path", "model.partial_pretrain"),
+        ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
+    ):
+        d.fill(target, table.default(key, SECTION), f"veRL's default of {key}")
+    d.fill(f"{OPTIM}.min_lr_ratio", 0.0, "veRL's cosine ends at 0")
+    d.fill(f"{OPTIM}.betas", [0.9, 0.95], "veRL's default of optim.betas")
+    if not d.has("buffer.total_steps"):
+        d.fill("buffer.total_epochs", OWN["trainer.total_epochs"], "veRL's default of trainer.total_epochs")
+
+
+def _own(d: Draft, key: str) -> Any:
+    return d.given[key].value if d.stated(key) else OWN[key]
+
+
+def _column(d: Draft, which: str) -> str:
+    """`prompt_key: extra_info` with `prompt_dict_keys: [question]` is the column extra_info.question."""
+    column, inside = str(_own(d, f"data.{which}_key")), d.get(f"data.{which}_dict_keys")
+    inner = inside if isinstance(inside, list) else [inside] if inside else []
+    if len(inner) > 1:
+        d.warn(f"data.{which}_dict_keys has {len(inner)} names; the first is taken")
+    return f"{column}.{inner[0]}" if inner else column
+
+
+def _offload(d: Draft, a: Argument) -> Outcome:
+    if not d.flag(a.key):
+        return Outcome("ignored", "everything stays on the GPUs")
+    if a.key.endswith("offload_params") and not d.flag("model.fsdp_config.cpu_offload", False):
+        return Outcome("ignored", "cpu_offload is off")
+    return write(d, a, ("trainer.offload_policy",), True)
+
+
+def _scheduler(d: Draft, a: Argument) -> Outcome:
+    if a.value in ("constant", "cosine", "wsd"):
+        return write(d, a, (f"{OPTIM}.lr_scheduler_type",), a.value)
+    return Outcome("refused", "schedules: constant, cosine, wsd")
+
+
+def _every(target: str) -> Rule:
+    """Counts of steps; the two programs count the same steps here."""
+    return Rule(lambda d, a: write(d, a, (target,), max(0, d.whole(a.key))), (target,), native=True)
+
+
+RULES: dict[str, Rule] = {
+    "data.train_files": derived("the demonstrations", f"{BUFFER}.path", f"{BUFFER}.split"),
+    "data.val_files": ignored("the loss on held-out demonstrations is not computed during training"),
+    "data.train_batch_size": via("demonstrations of a step", "buffer.train_batch_size"),
+    "data.micro_batch_size_per_gpu": to("trainer.micro_batch_size_per_gpu"),
+    "data.micro_batch_size": ignored("deprecated in veRL; micro-batches are cut by tokens"),
+    **{f"data.{w}_key": via("", f"{BUFFER}.format.{w}_key") for w in ("prompt", "response")},
+    **{f"data.{w}_dict_keys": derived("part of the column's name", f"{BUFFER}.format.{w}_key") for w in ("prompt", "response")},
+    "data.multiturn.enable": derived("chats instead of question and answer", f"{BUFFER}.format.prompt_type"),
+    "data.multiturn.messages_key": via("", f"{BUFFER}.format.messages_key"),
+    "data.multiturn.tools_key": to(f"{BUFFER}.format.tools_key"),
+    "data.max_length": via("", "model.max_model_len"),
+    "data.truncation": refused("demonstrations are not cut; one that is too long is an error", "error"),
+    "data.balance_dp_token": always("rows are always dealt by tokens"),
+    "data.chat_template": to("model.custom_chat_template"),
+    "data.use_shm": ignored("Parquet memory mapping does the same job"),
+    "data.custom_cls.path": refused("write a function that returns the rows"),
+    "data.custom_cls.name": refused("write a function that returns the rows"),
+    "model.partial_pretrain": _path("model.model_path"),
+    "model.fsdp_config.model_dtype": Rule(_model_dtype, ("trainer.param_dtype",), native=True),
+    "model.fsdp_config.wrap_policy.min_num_params": ignored("FSDP2 shards each decoder layer"),
+    "model.fsdp_config.cpu_offload": Rule(_offload, ("trainer.offload_policy",)),
+    "model.fsdp_config.offload_params": Rule(_offload, ("trainer.offload_policy",), native=True),
+    "model.strategy": always("FSDP2", "fsdp", "fsdp2", otherwise="use fsdp2"),
+    "model.use_shm": ignored("safetensors memory mapping suffices"),
+    "model.external_lib": to("model.external_lib"),
+    "model.enable_gradient_checkpointing": to("trainer.enable_gradient_checkpointing"),
+    "model.trust_remote_code": to("model.trust_remote_code"),
+    "model.use_liger": to("trainer.use_liger"),
+    "model.lora_rank": only_if(_lora, NO_LORA, to("model.lora_configs[0].lora_rank")),
+    "model.lora_alpha": only_if(_lora, NO_LORA, to("model.lora_configs[0].lora_alpha")),
+    "model.target_modules": only_if(_lora, NO_LORA, to("model.lora_configs[0].target_modules")),
+    "optim.lr": to(f"{OPTIM}.lr"),
+    "optim.betas": to(f"{OPTIM}.betas"),
+    "optim.weight_decay": to(f"{OPTIM}.weight_decay"),
+    "optim.warmup_steps_ratio": to(f"{OPTIM}.lr_warmup_steps_ratio"),
+    "optim.lr_warmup_steps_ratio": to(f"{OPTIM}.lr_warmup_steps_ratio"),
+    "optim.clip_grad": to("trainer.grad_clip"),
+    "optim.lr_scheduler": Rule(_scheduler, (f"{OPTIM}.lr_scheduler_type",), native=True),
+    "ulysses_sequence_parallel_size": to("trainer.ulysses_sequence_parallel_size"),
+    "use_remove_padding": to("trainer.use_remove_padding"),
+    "trainer.default_local_dir": via("without a trailing /project/name", "checkpoint_root_dir"),
+    "trainer.default_hdfs_dir": ignored("no HDFS: mount it and name it in checkpoint_root_dir"),
+    "trainer.project_name": via("", "project"),
+    "trainer.experiment_name": via("", "name"),
+    "trainer.logger": Rule(_logger, ("monitor.monitor_type",), native=True),
+    "trainer.total_epochs": to("buffer.total_epochs"),
+    "trainer.total_training_steps": to("buffer.total_steps"),
+    "trainer.save_freq": _every("trainer.save_interval"),
+    "trainer.test_freq": ignored("the loss on held-out demonstrations is not computed during training"),
+    "trainer.seed": to("seed"),
+    "trainer.nnodes": via("", "cluster.node_num"),
+    "trainer.n_gpus_per_node": via("", "cluster.gpu_per_node"),
+    "trainer.max_ckpt_to_keep": to("trainer.max_checkpoints_to_keep"),
+    "trainer.device": to("trainer.device"),
+    "trainer.resume_mode": Rule(
+        lambda d, a: (
+            write(d, a, ("continue_from_checkpoint",), a.value == "auto") if a.value in ("auto", "disable")
+            else Outcome("derived", "trainer.resume_from_path says which", ("resume_from_path",))
+        ),
+        ("continue_from_checkpoint",),
+    ),
+    "trainer.resume_from_path": to("resume_from_path"),
+    "trainer.checkpoint.save_contents": to("trainer.checkpoint.save_contents"),
+    "trainer.checkpoint.load_contents": to("trainer.checkpoint.load_contents"),
+    "--config-name": ignored("the defaults of veRL's own configuration are assumed"),
+    "--config-path": ignored("where veRL's own configuration lies"),
+}  # fmt: skip
+
+
+def outcome(d: Draft, a: Argument) -> Outcome:
+    rule = RULES.get(a.key)
+    if rule is None:
+        near = table.nearest(a.key, list(RULES))
+        return Outcome("refused", "unknown argument" + (f"; did you mean {near}?" if near else ""))
+    if a.value is None:
+        return Outcome("ignored", "not set: veRL's own default")
+    return rule.act(d, a)

@@ -1,0 +1,185 @@
+"""Batch, schedule and GPU arithmetic of a conversion: how many prompts, steps and GPUs a veRL run means here.
+
+Symbols as in the tables: B prompts of a veRL iteration, m prompts of an optimizer step, n runs of a prompt, G data-parallel size of our
+trainer.  Knows veRL's keys, no YAML.  Invariant: B = m x sync_interval, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rft.convert.draft import Draft
+from rft.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CRITIC_ESTIMATORS = ("gae",)
+
+
+def is_async(d: Draft) -> bool:
+    """The fully asynchronous recipe, or a YAML file of it."""
+    return d.launch.program == "fully_async" or any(k.startswith("async_training.") for k in d.given)
+
+
+def has_critic(d: Draft) -> bool:
+    if d.stated("critic.enable"):
+        return d.flag("critic.enable")
+    return d.text("algorithm.adv_estimator") in CRITIC_ESTIMATORS
+
+
+def has_reference(d: Draft) -> bool:
+    return d.flag(f"{ACTOR}.use_kl_loss") or d.flag("algorithm.use_kl_in_reward")
+
+
+def interval(d: Draft) -> int:
+    """Optimizer steps of one veRL iteration, B / m.  Raises ConfigError where m does not divide B."""
+    mini = d.whole(f"{ACTOR}.ppo_mini_batch_size")
+    if mini < 1:
+        raise ConfigError(f"given {mini}; must be at least 1", key=f"{ACTOR}.ppo_mini_batch_size", given=mini)
+    if is_async(d):
+        return _positive(d, "async_training.trigger_parameter_sync_step", 4) * _positive(d, "async_training.require_batches", 1)
+    batch = d.whole("data.train_batch_size")
+    where = f"data.train_batch_size {batch}, {ACTOR}.ppo_mini_batch_size {mini}"
+    if mini > batch:
+        raise ConfigError(
+            f"{where}: the mini batch is larger than the batch; lower it", key=f"{ACTOR}.ppo_mini_batch_size", given=mini
+        )
+    if batch % mini:
+        raise ConfigError(
+            f"{where}: {mini} does not divide {batch}; an iteration must be whole optimizer steps (recent veRL asserts it too)",
+            key=f"{ACTOR}.ppo_mini_batch_size",
+            given=mini,
+        )
+    return batch // mini
+
+
+def runs(d: Draft) -> int:
+    """Runs of a prompt, n."""
+    return _positive(d, f"{ROLLOUT}.n" if d.stated(f"{ROLLOUT}.n") or not d.stated("rollout.n") else "rollout.n", 1)
+
+
+def _positive(d: Draft, key: str, default: int) -> int:
+    value = d.whole(key, default)
+    if value < 1:
+        raise d.wrong(key, value, "at least 1")
+    return value
+
+
+def sequence_parallel(d: Draft) -> int:
+    return max(1, d.whole(f"{ACTOR}.ulysses_sequence_parallel_size"))
+
+
+def verl_ranks(d: Draft) -> int:
+    """veRL's data-parallel size: all its trainer GPUs / sequence-parallel size."""
+    gpus = d.whole("trainer.nnodes") * d.whole("trainer.n_gpus_per_node")
+    return max(1, gpus // sequence_parallel(d))
+
+
+def micro_batch(d: Draft, role: str = ACTOR) -> int | None:
+    """Trajectories per GPU and pass; the deprecated global number is divided by veRL's data-parallel size."""
+    if d.stated(f"{role}.ppo_micro_batch_size_per_gpu"):
+        return d.whole(f"{role}.ppo_micro_batch_size_per_gpu")
+    if d.stated(f"{role}.ppo_micro_batch_size"):
+        return max(1, d.whole(f"{role}.ppo_micro_batch_size") // verl_ranks(d))
+    return None
+
+
+def nodes(d: Draft) -> tuple[int, int]:
+    """(node_num, gpu_per_node) of the whole cluster.  In the asynchronous recipe trainer and rollouter have GPUs of their own."""
+    count, per_node = _positive(d, "trainer.nnodes", 1), _positive(d, "trainer.n_gpus_per_node", 8)
+    if not is_async(d):
+        return count, per_node
+    others, theirs = _positive(d, "rollout.nnodes", 1), _positive(d, "rollout.n_gpus_per_node", 8)
+    total = count * per_node + others * theirs
+    if per_node == theirs == 8:
+        return count + others, per_node
+    if count == others and per_node + theirs <= 8:
+        d.note(
+            f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) are taken to share {count} node(s) of "
+            f"{per_node + theirs}; if they have nodes of their own, set cluster.node_num and cluster.gpu_per_node"
+        )
+        return count, per_node + theirs
+    if per_node == theirs:
+        return count + others, per_node
+    d.warn(
+        f"trainer ({count} x {per_node} GPUs) and rollouter ({others} x {theirs}) have different nodes; the result counts {total} GPUs on "
+        "one node: set cluster.node_num and cluster.gpu_per_node to what is there"
+    )
+    return 1, total
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Who gets how many GPUs, here and in veRL.  `local` and accumulation are None where they are no whole numbers."""
+
+    total: int
+    rollout: int
+    auxiliary: int
+    trainer: int
+    data_parallel: int
+    rows: int  # experiences of an optimizer step, n x m
+    local_mini_batch: int | None
+    actor_accumulation: int | None
+    critic_accumulation: int | None
+    verl: dict[str, int | None]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:
+    """R8 and R9 for `engine_num` engines and `auxiliary` GPUs of other models."""
+    count, per_node = nodes(d)
+    tp = _positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    trainer = count * per_node - engine_num * tp - auxiliary
+    ranks = max(0, trainer // sequence_parallel(d))
+    rows = runs(d) * d.whole(f"{ACTOR}.ppo_mini_batch_size")
+    dynamic = d.flag(f"{ACTOR}.use_dynamic_bsz")
+    actor = None if dynamic else micro_batch(d)
+    critic_dynamic = d.flag("critic.use_dynamic_bsz", dynamic)
+    critic = micro_batch(d, "critic") if has_critic(d) and not critic_dynamic else None
+    local, theirs = _whole(rows, ranks), _whole(rows, verl_ranks(d))
+    return Gpus(
+        total=count * per_node,
+        rollout=engine_num * tp,
+        auxiliary=auxiliary,
+        trainer=trainer,
+        data_parallel=ranks,
+        rows=rows,
+        local_mini_batch=local,
+        actor_accumulation=_whole(local, actor),
+        critic_accumulation=_whole(local, critic),
+        verl={
+            "gpus": d.whole("trainer.nnodes") * d.whole("trainer.n_gpus_per_node"),
+            "local_mini_batch": theirs,
+            "actor_accumulation": _whole(theirs, actor),
+            "critic_accumulation": _whole(theirs, critic),
+        },
+    )
+
+
+def fits(d: Draft, gpus: Gpus) -> bool:
+    """Whether every rank gets the same whole number of rows, and of fixed micro-batches."""
+    if gpus.trainer < 1 or gpus.local_mini_batch is None:
+        return False
+    if d.flag(f"{ACTOR}.use_dynamic_bsz"):
+        return True
+    wanted = [m for m in (micro_batch(d), micro_batch(d, "critic") if has_critic(d) else None) if m]
+    return all(gpus.local_mini_batch % m == 0 for m in wanted)
+
+
+def choose_engines(d: Draft, auxiliary: int) -> int:
+    """Engines where none were asked for: a quarter of the GPUs; *exact* takes more until the batch divides over the rest."""
+    count, per_node = nodes(d)
+    tp = _positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    if is_async(d):
+        return max(1, _positive(d, "rollout.nnodes", 1) * _positive(d, "rollout.n_gpus_per_node", 8) // tp)
+    first = max(1, count * per_node // 4 // tp)
+    if not d.exact:
+        return first
+    most = (count * per_node - auxiliary - 1) // tp
+    return next((e for e in range(first, most + 1) if fits(d, split(d, e, auxiliary))), first)
+
+
+def _whole(rows: int | None, parts: int | None) -> int | None:
+    return rows // parts if rows is not None and parts and rows % parts == 0 else None

@@ -1,0 +1,202 @@
+"""A veRL launch → our configuration and an account of every argument.
+
+Reads no file and starts nothing.  Invariant: each argument of the launch has exactly one row, in the order of the launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rft.config.load import assign, from_dict
+from rft.config.plan import Facts
+from rft.config.resolve import resolve
+from rft.convert import bench, defaults, groups, sft, table
+from rft.convert.draft import Draft, Kind, Outcome, Profile, Row, Written
+from rft.convert.rules import ASYNC, KNOWN, rule_of
+from rft.convert.sizes import Gpus
+from rft.convert.yamlout import ordered
+from rft.errors import ConfigError, ConfigErrors
+
+if TYPE_CHECKING:
+    from rft.convert.launch import Argument, Launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The result.  `values` is empty where the program has no run configuration (main_eval): then `command` says what to start."""
+
+    program: str
+    source: str  # name of the file
+    profile: Profile
+    values: dict[str, Any]
+    rows: tuple[Row, ...]
+    written: tuple[Written, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    gpus: Gpus | None = None
+    command: str = ""
+    errors: tuple[str, ...] = ()  # what `rft check` would refuse in the result
+    not_active: tuple[str, ...] = ()
+    counts: dict[Kind, int] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> tuple[Row, ...]:
+        return tuple(r for r in self.rows if r.outcome.kind == "refused")
+
+
+def convert(
+    launch: Launch, *, profile: Profile = "exact", engine_num: int | None = None, overrides: Sequence[str] = ()
+) -> Conversion:
+    """Raises ConfigError(s) for sizes that do not fit and for overrides that are no keys."""
+    if engine_num is not None and engine_num < 1:
+        raise ConfigError(f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num)
+    overridden = tuple(o.partition("=")[0].strip() for o in overrides)
+    d = Draft(_opened(launch), profile, engine_num, overridden)
+    gpus, command = None, ""
+    family = _family(launch)
+    if family == "main_eval":
+        command, outcome = bench.command(d), bench.outcome
+    elif family == "sft":
+        sft.prepare(d)
+        outcome = sft.outcome
+    else:
+        for group in (groups.batch, groups.tasksets, groups.evaluation, groups.algorithm, groups.names, groups.reward):
+            group(d)
+        gpus, outcome = groups.gpus(d), _outcome
+    rows = tuple(_row(d, a, launch, outcome) for a in (*launch.options, *launch.arguments))
+    if family == "sft":
+        sft.finish(d)
+    elif family != "main_eval":
+        defaults.write(d)
+        groups.explain(d)
+    for text in launch.notes:
+        d.note(text)
+    if launch.passed_through:
+        d.note('"$@" hands further arguments on; give them as --set key=value')
+    for override in overrides:
+        _override(d, override)
+    d.values = ordered(d.values)
+    errors, not_active = _checked(d, overridden) if d.values else ((), ())
+    kinds = [r.outcome.kind for r in rows]
+    return Conversion(
+        program=launch.program if launch.program != "yaml" else f"yaml ({family})",
+        source=Path(launch.path).name,
+        profile=profile,
+        values=d.values,
+        rows=rows,
+        written=tuple(d.written()) if d.values else (),
+        notes=tuple(d.notes),
+        warnings=tuple(d.warnings),
+        gpus=gpus,
+        command=command,
+        errors=errors,
+        not_active=not_active,
+        counts={k: kinds.count(k) for k in ("mapped", "equal", "derived", "ignored", "refused")},
+    )
+
+
+def _family(launch: Launch) -> str:
+    """A YAML file does not say which program it is for; its keys do."""
+    if launch.program != "yaml":
+        return launch.program
+    keys = {a.key for a in launch.arguments}
+    if any(k.startswith("actor_rollout_ref.") for k in keys):
+        return "fully_async" if any(k.startswith("async_training.") for k in keys) else "main_ppo"
+    if "model.partial_pretrain" in keys or any(k.startswith("optim.") for k in keys):
+        return "sft"
+    if "data.path" in keys:
+        return "main_eval"
+    if any(table.by_name(ASYNC).get(k) for k in keys):
+        return "main_ppo"
+    raise ConfigError(
+        f"{Path(launch.path).name} holds no key of veRL (actor_rollout_ref..., data..., trainer...); "
+        "is it a resolved veRL configuration?"
+    )
+
+
+def _opened(launch: Launch) -> Launch:
+    """A group given as a mapping counts as its leaves, beside itself."""
+    inner = [leaf for a in launch.arguments for leaf in _inside(a)]
+    return dataclasses.replace(launch, arguments=(*launch.arguments, *inner)) if inner else launch
+
+
+def _inside(a: Argument) -> list[Argument]:
+    if not isinstance(a.value, dict) or not any(k.startswith(f"{a.key}.") for k in KNOWN):
+        return []
+    found = []
+    for key, value in a.value.items():
+        one = dataclasses.replace(a, key=f"{a.key}.{key}", value=value)
+        found += _inside(one) or [one]
+    return found
+
+
+def _row(d: Draft, a: Argument, launch: Launch, outcome: Any) -> Row:
+    last = max((i for i, b in enumerate(launch.arguments) if b.key == a.key), default=-1)
+    if last >= 0 and launch.arguments[last] is not a:
+        return Row(a, Outcome("ignored", f"given again on line {launch.arguments[last].line}, which wins"))
+    if a.prefix == "~":
+        return Row(a, Outcome("ignored", "taken out of veRL's configuration; nothing is left to convert"))
+    if leaves := _inside(a):
+        return Row(a, _together([(b.key, outcome(d, b)) for b in leaves]))
+    return Row(a, outcome(d, a))
+
+
+def _together(parts: list[tuple[str, Outcome]]) -> Outcome:
+    worst = next(k for k in ("refused", "mapped", "derived", "equal", "ignored") if any(o.kind == k for _, o in parts))
+    reason = "; ".join(f"{key.rsplit('.', 1)[-1]}: {o.reason}" for key, o in parts if o.reason and o.kind == worst)
+    return Outcome(worst, reason, tuple(dict.fromkeys(t for _, o in parts for t in o.targets)))  # type: ignore[arg-type]
+
+
+def _outcome(d: Draft, a: Argument) -> Outcome:
+    rule = rule_of(a.key)
+    empty = a.value is None or a.value == {} or (a.value == [] and d.terse)
+    if rule is None:
+        if empty and d.terse:
+            return Outcome("ignored", "not set")
+        near = table.nearest(a.key, KNOWN)
+        return Outcome("refused", "unknown argument" + (f"; did you mean {near}?" if near else ""))
+    if empty:
+        return Outcome("ignored", "not set: veRL's own default")
+    return rule.act(d, a)
+
+
+def _override(d: Draft, override: str) -> None:
+    loc, (_, value) = assign(d.values, override)
+    key = ""
+    for part in loc:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+    for old in [k for k in d.why if k.startswith((f"{key}.", f"{key}["))]:
+        del d.why[old]
+    d.why[key] = "--set"
+    if value is None:
+        d.note(f"--set {key}=null: our default holds")
+
+
+_ENV = re.compile(r"\$\{oc\.(env|decode)[^}]*\}")
+
+
+def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What stage 1 of `rft check` says to the result, on a machine where the variables are set."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [plain(v) for v in value]
+        return _ENV.sub("/env", value) if isinstance(value, str) else value
+
+    try:
+        plan = resolve(from_dict(plain(d.values)), Facts(gpus=0))
+    except ConfigError as e:
+        found = e.errors if isinstance(e, ConfigErrors) else [e]
+        if mine := [x for x in found if x.key and any(x.key.startswith(o) or o.startswith(x.key) for o in overridden)]:
+            raise ConfigErrors(mine) from None
+        return tuple(str(x) for x in found), ()
+    for text in plan.warnings:
+        d.warn(f"rft check: {text}")
+    return (), tuple(str(n) for n in plan.not_active)
