@@ -6,11 +6,23 @@ Knows no target key.  Invariant: nothing is executed, and every word of the laun
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Program = Literal["main_ppo", "sft", "main_eval", "fully_async", "yaml"]
+from rft.config import yamlfile
+from rft.config.source import Loc
+from rft.convert import hydra, programs
+from rft.convert.interpret import Interpreter, Started
+from rft.convert.programs import Program
+from rft.convert.shell import parse
+from rft.convert.values import PASSED, Text, lone, names_in, shown
+from rft.errors import ConfigError, ConfigErrors
+
+MAX_BYTES = yamlfile.MAX_BYTES
+_YAML = {".yaml", ".yml", ".json"}
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a script starts.  `options` are Hydra's own dash options, with the option as key: "--config-name"."""
+    """What a script starts.  A key written twice is there twice; the last one counts.
+
+    `options` are Hydra's own dash options, with the option as key: "--config-name".
+    """
 
     program: Program
     arguments: tuple[Argument, ...]
@@ -38,5 +53,241 @@ class Launch:
 
 
 def read_launch(path: Path) -> Launch:
-    """The launch of a shell script, or of a veRL YAML file.  Raises ConfigError(s) naming file and line."""
-    raise NotImplementedError(path)
+    """The launch of a shell script, or of a veRL YAML file (by its ending).  Raises ConfigError(s) naming file and line."""
+    text = _read(path)
+    if path.suffix.lower() in _YAML:
+        return _from_yaml(text, path)
+    try:
+        return _from_script(text, path)
+    except RecursionError:
+        raise ConfigError(f"{path.name}: nested too deeply to be read; write the launch with plain values") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(f"{path} has {size:,} bytes; a launch script may have at most {MAX_BYTES:,}")
+        data = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}; name a veRL launch script or YAML file") from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = data.count(b"\n", 0, e.start) + 1
+        raise ConfigError(f"{path.name}, line {line}: not UTF-8 text (byte {e.start}); is this a launch script?") from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise ConfigError(f"{path.name}, line {line}: holds a zero byte; this is a binary file, not a launch script")
+    return text
+
+
+# -- scripts
+
+
+def _from_script(text: str, path: Path) -> Launch:
+    commands = parse(text, path.name)
+    interpreter = Interpreter(str(path), path.name)
+    interpreter.script(commands)
+    if not interpreter.started and programs.mentions(text):
+        interpreter = Interpreter(str(path), path.name, prefer_launch=True)
+        interpreter.script(commands)
+    if not interpreter.started:
+        raise _no_launch(text, path.name, interpreter)
+    started, *later = interpreter.started
+    for other in later:
+        entry = other.found.entry
+        interpreter.note(other.line, f"a further launch, {shown(entry, interpreter.marks)}, is not read; convert it on its own")
+    for other in interpreter.others:
+        interpreter.note(other.line, f"{shown(other.found.entry, interpreter.marks)} has no counterpart here and is not read")
+    reader = _Arguments(started, interpreter)
+    reader.read()
+    entry = shown(started.found.entry, interpreter.marks)
+    first = f"{path.name}, line {started.line}: starts {entry}"
+    if said := programs.NOTES.get(entry):
+        first += f" ({said})"
+    elif entry.endswith(".py"):
+        first += " (a file of its own may differ from veRL's; what it changes is not seen)"
+    notes = [f"line {line}: {note}" if line else note for line, note in sorted(interpreter.notes)]
+    assert started.found.program is not None
+    return Launch(
+        started.found.program, tuple(reader.arguments), reader.passed, (first, *notes), str(path), tuple(reader.options)
+    )
+
+
+def _no_launch(text: str, name: str, interpreter: Interpreter) -> ConfigError:
+    expected = f"a launch is e.g. `python3 -m verl.trainer.main_ppo key=value …`; programs: {programs.KNOWN}"
+    if interpreter.others:
+        other = interpreter.others[0]
+        entry = shown(other.found.entry, interpreter.marks)
+        return ConfigError(f"{name}, line {other.line}: {entry} has no counterpart here; {expected}")
+    for number, line in enumerate(text.splitlines(), 1):
+        if programs.mentions(line) and not line.lstrip().startswith("#"):
+            return ConfigError(
+                f"{name}, line {number}: a veRL program is named here but never started on the way that was read; {expected}"
+            )
+    rows = text.splitlines()
+    at = next(
+        (n for n, row in enumerate(rows, 1) if re.search(r"\bpython|\btorchrun|\bray\b", row.split("#")[0])), len(rows) or 1
+    )
+    return ConfigError(f"{name}, line {at}: no veRL program is started up to here or later; {expected}")
+
+
+class _Arguments:
+    """Sorts the words of a launch into arguments, options and notes."""
+
+    def __init__(self, started: Started, interpreter: Interpreter) -> None:
+        self.words, self.program = list(started.words), started.found.program
+        self.note, self.marks, self.name = interpreter.note, interpreter.marks, interpreter.name
+        self.arguments: list[Argument] = []
+        self.options: list[Argument] = []
+        self.passed = False
+        self.errors: list[ConfigError] = []
+
+    def read(self) -> None:
+        waiting = iter(self.words)
+        for word in waiting:
+            if PASSED in word.text:
+                self.passed = True
+                if word.text == PASSED:
+                    continue
+                self.note(word.line, f'"$@" inside {shown(word.text, self.marks)!r} is taken as empty')
+                word = Text(word.text.replace(PASSED, ""), word.line)
+            if name := lone(word.text):
+                self.note(word.line, f"${name} is not set by the script and taken as empty")
+            elif word.text == "":
+                self.note(word.line, "an empty argument is left out")
+            elif word.text.startswith("-"):
+                following = next(waiting, None) if programs.HYDRA_OPTIONS.get(word.text) else None
+                self.option(word, following)
+            else:
+                self.argument(word)
+        if self.errors:
+            raise self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
+
+    def fail(self, line: int, message: str) -> None:
+        self.errors.append(ConfigError(f"{self.name}, line {line}: {message}"))
+
+    def option(self, word: Text, following: Text | None) -> None:
+        name, equals, value = word.text.partition("=")
+        if name not in programs.HYDRA_OPTIONS:
+            return self.fail(word.line, f"{shown(word.text, self.marks)!r} is neither key=value nor one of Hydra's options")
+        text = shown(value if equals else following.text if following else "", self.marks)
+        if programs.HYDRA_OPTIONS[name] and not text:
+            return self.fail(word.line, f"{name} has no value")
+        name = programs.LONG_FORM.get(name, name)
+        self.options.append(Argument(name, text or True, text, word.line, variables=names_in(word.text)))
+        self.note(
+            word.line, f"{name}{' ' + text if text else ''} is an option of Hydra; keys that only such a file sets are not read"
+        )
+        return None
+
+    def argument(self, word: Text) -> None:
+        found = hydra.split(word.text)
+        given = shown(word.text, self.marks)
+        if found is None:
+            return self.fail(word.line, f"{given[:120]!r} is no key=value, as in data.train_batch_size=1024")
+        prefix, key, text = found
+        if unknown := self.marks.of(text or ""):
+            what = unknown[0]
+            written = f"{what.what!r} on line {what.line}" if what.line else repr(what.what)
+            return self.fail(word.line, f"{key}: its value comes from {written}: {what.why}; write the value itself there")
+        written = shown(text or "", self.marks)
+        try:
+            value = hydra.value(written) if text is not None else None
+        except ConfigError as e:
+            return self.fail(word.line, f"{key}: {e.message}")
+        if old := next((a for a in reversed(self.arguments) if a.key == key), None):
+            self.note(old.line, f"{old.prefix}{key}={old.text} is replaced by {given} on line {word.line}")
+        names = names_in(text or "")
+        for name in names:
+            if re.fullmatch(r"ARG\d+", name):
+                self.note(
+                    word.line,
+                    f"${name[3:]}, an argument of the script, becomes ${{oc.env:{name}}} in {key}; set {name} or write the value",
+                )
+        self.arguments.append(Argument(key, value, written, word.line, prefix, names))
+        return None
+
+
+# -- YAML
+
+
+def _from_yaml(text: str, path: Path) -> Launch:
+    values, lines = yamlfile.parse(text, path.name)
+    if not isinstance(values, dict) or not values:
+        raise ConfigError(
+            f"{path.name}, line 1: no veRL configuration; the top level must be a mapping with data, actor_rollout_ref, …"
+        )
+    notes = [f"{path.name}: read as veRL's resolved configuration"]
+    if all(
+        isinstance(v, dict) and "value" in v and v.keys() <= {"value", "desc"} for k, v in values.items() if k != "wandb_version"
+    ):
+        values = {k: v["value"] for k, v in values.items() if k not in ("wandb_version", "_wandb")}
+        lines = {(loc[0], *loc[2:]): n for loc, n in lines.items() if len(loc) > 1 and loc[1] == "value"}
+        notes.append("the form in which W&B keeps a configuration: {value: …} around each section")
+    program = _yaml_program(values)
+    if program is None:
+        raise ConfigError(
+            f"{path.name}, line 1: no veRL configuration: it has {', '.join(map(str, list(values)[:6]))}; "
+            "one has data and actor_rollout_ref (RL), model.partial_pretrain (SFT) or data.response_key (evaluation)"
+        )
+    arguments: list[Argument] = []
+    errors: list[ConfigError] = []
+    for loc, value in _leaves(values, ()):
+        line = lines.get(loc) or next((n for at, n in lines.items() if at[: len(loc)] == loc), 1)
+        key = ".".join(map(str, loc))
+        if loc[0] in ("hydra", "defaults") or loc[-1] == "_target_":
+            notes.append(f"line {line}: {key} is Hydra's own and not read")
+            continue
+        try:
+            value = _resolved(value, values, 0)
+        except ConfigError as e:
+            errors.append(ConfigError(f"{path.name}, line {line}: {e.message}", key=key))
+            continue
+        text = value if isinstance(value, str) else "null" if value is None else str(value)
+        names = tuple(dict.fromkeys(re.findall(r"\$\{oc\.env:\s*([A-Za-z_]\w*)", str(value))))
+        arguments.append(Argument(key, value, text, line, variables=names))
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    return Launch(program, tuple(arguments), False, tuple(notes), str(path))
+
+
+def _yaml_program(values: dict[str, Any]) -> Program | None:
+    data = values["data"] if isinstance(values.get("data"), dict) else {}
+    model = values["model"] if isinstance(values.get("model"), dict) else {}
+    if "async_training" in values:
+        return "fully_async"
+    if "actor_rollout_ref" in values:
+        return "yaml"
+    if "partial_pretrain" in model or ("optim" in values and "model" in values):
+        return "sft"
+    return "main_eval" if "response_key" in data and "model" not in values else None
+
+
+def _leaves(value: Any, loc: Loc) -> list[tuple[Loc, Any]]:
+    if isinstance(value, dict) and (value or not loc):
+        return [leaf for k, v in value.items() for leaf in _leaves(v, (*loc, k))]
+    return [(loc, value)]
+
+
+def _resolved(value: Any, root: dict[str, Any], depth: int) -> Any:
+    """${a.b} of the same file replaced by its value; ${oc.env:X} and other resolvers stay."""
+    if depth > 20:
+        raise ConfigError(f"{value!r} refers to itself")
+    if isinstance(value, list):
+        return [_resolved(v, root, depth + 1) for v in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    if whole := _REFERENCE.fullmatch(value):
+        return _resolved(_look_up(whole[1], root), root, depth + 1)
+    return _REFERENCE.sub(lambda m: str(_resolved(_look_up(m[1], root), root, depth + 1)), value)
+
+
+def _look_up(key: str, root: dict[str, Any]) -> Any:
+    place: Any = root
+    for step in key.split("."):
+        if not isinstance(place, dict) or step not in place:
+            raise ConfigError(f"${{{key}}} refers to a key that the file does not have")
+        place = place[step]
+    return place

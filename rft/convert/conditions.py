@@ -1,0 +1,180 @@
+"""`[ … ]` and `[[ … ]]` decided from what the script itself says.
+
+Rule: a test of known values is decided; a variable that the script does not set counts as empty, which makes the answer *assumed*;
+files, folders, regular expressions and unknowable values leave it open (None).  Runs nothing and looks at no file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rft.convert.arithmetic import ArithmeticProblem
+from rft.convert.values import assumed_empty
+
+MAX_DEPTH = 40
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`value` None: open.  `assumed`: it holds only if the variables that the script does not set are empty."""
+
+    value: bool | None
+    assumed: bool = False
+
+    def negated(self) -> Answer:
+        return Answer(None if self.value is None else not self.value, self.assumed)
+
+
+YES, NO, OPEN = Answer(True), Answer(False), Answer(None)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One word of a test; `pattern` is it as a pattern."""
+
+    text: str
+    pattern: str = ""
+
+
+Item = Operand | str  # an operator of [[ … ]]: && || ( ) < >
+
+
+def both(a: Answer, b: Callable[[], Answer]) -> Answer:
+    if a.value is False:
+        return a
+    other = b()
+    if other.value is False:
+        return other
+    return Answer(None if None in (a.value, other.value) else True, a.assumed or other.assumed)
+
+
+def either(a: Answer, b: Callable[[], Answer]) -> Answer:
+    return both(a.negated(), lambda: b().negated()).negated()
+
+
+def bracket(words: Sequence[str]) -> Answer:
+    """`[ … ]` and `test`: the operators are words."""
+    items: list[Item] = [w if w in ("(", ")") else {"-a": "&&", "-o": "||"}.get(w, Operand(w)) for w in words]
+    if len(words) <= 3 and (len(words) < 3 or words[1] not in ("-a", "-o")):
+        items = [Operand(w) for w in words]  # [ -a ] and [ "(" ] ask about texts
+    return decide(items, patterns=False)
+
+
+def decide(items: Sequence[Item], *, patterns: bool = True) -> Answer:
+    """`patterns`: == compares with a pattern, as in [[ … ]]."""
+    if not items:
+        return NO
+    reader = _Reader(items, patterns)
+    answer = reader.disjunction()
+    return answer if reader.pos == len(items) else OPEN
+
+
+class _Reader:
+    def __init__(self, items: Sequence[Item], patterns: bool) -> None:
+        self.items, self.patterns, self.pos, self.depth = items, patterns, 0, 0
+
+    def peek(self, ahead: int = 0) -> Item:
+        at = self.pos + ahead
+        return self.items[at] if at < len(self.items) else ""
+
+    def disjunction(self) -> Answer:
+        answer = self.conjunction()
+        while self.peek() == "||":
+            self.pos += 1
+            right = self.conjunction()
+            answer = either(answer, lambda right=right: right)  # type: ignore[misc]
+        return answer
+
+    def conjunction(self) -> Answer:
+        answer = self.primary()
+        while self.peek() == "&&":
+            self.pos += 1
+            right = self.primary()
+            answer = both(answer, lambda right=right: right)  # type: ignore[misc]
+        return answer
+
+    def primary(self) -> Answer:
+        self.depth += 1
+        item = self.peek()
+        if self.depth > MAX_DEPTH:
+            self.pos = len(self.items) + 1
+            return OPEN
+        answer = OPEN
+        if item == "(":
+            self.pos += 1
+            answer = self.disjunction()
+            self.pos += 1
+        elif isinstance(item, Operand):
+            answer = self.operand(item)
+        else:
+            self.pos += 1
+        self.depth -= 1
+        return answer
+
+    def operand(self, item: Operand) -> Answer:
+        following = self.peek(1)
+        op = following if following in ("<", ">") else following.text if isinstance(following, Operand) else ""
+        assert isinstance(op, str)
+        right = self.peek(2)
+        if op in _BINARY and isinstance(right, Operand):
+            self.pos += 3
+            return self.compare(item, op, right)
+        if item.text == "!":
+            self.pos += 1
+            return self.primary().negated()
+        if re.fullmatch(r"-[a-zA-Z]", item.text) and isinstance(following, Operand):
+            self.pos += 2
+            return _unary(item.text, following.text)
+        self.pos += 1
+        return _unary("-n", item.text)
+
+    def compare(self, left: Operand, op: str, right: Operand) -> Answer:
+        a, b = assumed_empty(left.text), assumed_empty(right.text)
+        if left.text == right.text and op in ("=", "=="):
+            return YES
+        if a is None or b is None or op in ("=~", "-nt", "-ot", "-ef"):
+            return OPEN
+        assumed = a[1] or b[1]
+        if op in ("=", "==", "!="):
+            pattern = assumed_empty(right.pattern) if self.patterns else None
+            same = fnmatch.fnmatchcase(a[0], pattern[0]) if pattern else a[0] == b[0]
+            return Answer(same == (op != "!="), assumed)
+        if op in ("<", ">"):
+            return Answer(a[0] < b[0] if op == "<" else a[0] > b[0], assumed)
+        try:
+            x, y = (_whole(t) for t in (a[0], b[0]))
+        except ArithmeticProblem:
+            return OPEN
+        return Answer(_NUMBERS[op](x, y), assumed)
+
+
+def _whole(text: str) -> int:
+    found = _NUMBER.fullmatch(text)
+    if not found:
+        raise ArithmeticProblem(f"{text!r} is no number")
+    return int(found[1])
+
+
+_NUMBER = re.compile(r"\s*([+-]?\d{1,20})\s*")
+_NUMBERS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": lambda x, y: x == y,
+    "-ne": lambda x, y: x != y,
+    "-lt": lambda x, y: x < y,
+    "-le": lambda x, y: x <= y,
+    "-gt": lambda x, y: x > y,
+    "-ge": lambda x, y: x >= y,
+}
+_BINARY = {"=", "==", "!=", "=~", "<", ">", "-nt", "-ot", "-ef", *_NUMBERS}
+
+
+def _unary(op: str, text: str) -> Answer:
+    if op not in ("-z", "-n"):
+        return OPEN
+    plain = assumed_empty(text)
+    if plain is None:
+        full = bool(re.sub("\ue002\\d+\ue003", "", text))  # a home folder's name is not empty, an unknown piece may be
+        return Answer(op == "-n") if full else OPEN
+    return Answer((plain[0] == "") == (op == "-z"), plain[1] and plain[0] == "")

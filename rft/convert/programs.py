@@ -1,0 +1,90 @@
+"""Which of the commands of a script start veRL, and what they are called there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Program = Literal["main_ppo", "sft", "main_eval", "fully_async", "yaml"]
+
+MODULES: dict[str, Program] = {
+    "verl.trainer.main_ppo": "main_ppo",
+    "recipe.dapo.main_dapo": "main_ppo",
+    "recipe.dapo.src.main_dapo": "main_ppo",
+    "verl.trainer.fsdp_sft_trainer": "sft",
+    "verl.trainer.sft_trainer": "sft",
+    "verl.trainer.sft_trainer_ray": "sft",
+    "verl.trainer.main_eval": "main_eval",
+    "recipe.fully_async_policy.fully_async_main": "fully_async",
+    "verl.recipe.fully_async_policy.fully_async_main": "fully_async",
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async",
+}
+FILES: dict[str, Program] = {m.rsplit(".", 1)[1]: p for m, p in MODULES.items()}
+NOTES = {
+    "recipe.dapo.main_dapo": "it is main_ppo with data.gen_batch_size and algorithm.filter_groups",
+    "recipe.dapo.src.main_dapo": "it is main_ppo with data.gen_batch_size and algorithm.filter_groups",
+    "verl.trainer.fsdp_sft_trainer": "newer veRL calls it verl.trainer.sft_trainer",
+}
+KNOWN = ", ".join(m for m in MODULES if m not in ("recipe.dapo.src.main_dapo", "verl.recipe.fully_async_policy.fully_async_main"))
+# Commands that name a program without starting it.
+QUIET = frozenset(
+    "echo printf cat grep egrep pkill pgrep ls cp mv tee kill which sed awk find rm mkdir touch head tail diff type less wc sort "
+    "trap alias ps git cd pushd popd pip pip3 conda apt-get export test [ : true false wait sleep".split()
+)
+SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
+# Hydra's own options: whether a value follows as the next word.
+HYDRA_OPTIONS = {
+    "--config-path": True, "-cp": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
+    "--cfg": True, "-c": True, "--package": True, "-p": True, "--info": False, "--resolve": False, "--help": False,
+    "--hydra-help": False, "--run": False, "-r": False, "--multirun": False, "-m": False,
+}  # fmt: skip
+LONG_FORM = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-c": "--cfg", "-p": "--package",
+             "-r": "--run", "-m": "--multirun"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """A program among the words of a command; its arguments begin at `start`.  `program` is None for one without a counterpart."""
+
+    program: Program | None
+    entry: str
+    start: int
+
+
+def find(words: Sequence[str]) -> Found | None:
+    """The first veRL program that these words start, whatever stands before it (ray job submit, torchrun, nohup …)."""
+    if not words or words[0].rsplit("/", 1)[-1] in QUIET:
+        return None
+    for i, word in enumerate(words):
+        if word in ("-m", "--module") and i + 1 < len(words):
+            module = words[i + 1]
+        elif word.startswith("-m") and word[2:6] in ("verl", "reci"):
+            module = word[2:]
+        elif word.endswith(".py") and (found := _file(word, i + 1)):
+            return found
+        else:
+            continue
+        if module in MODULES or _ours(module):
+            return Found(MODULES.get(module), module, i + 1 + (word in ("-m", "--module")))
+    return None
+
+
+def _ours(module: str) -> bool:
+    return module.split(".")[0] in ("verl", "recipe") and "." in module
+
+
+def _file(word: str, start: int) -> Found | None:
+    name = word.rsplit("/", 1)[-1][:-3]
+    module = ".".join(word[:-3].strip("./").split("/"))
+    if "recipe." in module:
+        module = module[module.index("recipe.") :]
+        return Found(MODULES.get(module), word, start)
+    if name in FILES:
+        return Found(FILES[name], word, start)
+    return Found(None, word, start) if "verl/trainer/" in word else None
+
+
+def mentions(text: str) -> bool:
+    """Whether a text names a program that can be converted."""
+    return any(name in text for name in FILES)

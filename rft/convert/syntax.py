@@ -1,0 +1,188 @@
+"""The pieces a shell script is made of, as `shell` reads them and `interpret` walks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Lit:
+    """Plain text; quoted text is neither split nor a pattern."""
+
+    text: str
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class Param:
+    """`$name`, `${name[index]op arg}`; `op` is "" or as written (":-", "##", "//", ":" …), "length", "indirect" or "keys"."""
+
+    name: str
+    line: int
+    quoted: bool = False
+    index: str | Word | None = None
+    op: str = ""
+    arg: Word | None = None
+    second: Word | None = None  # the replacement of ${x/pattern/replacement}, the length of ${x:offset:length}
+
+
+@dataclass(frozen=True)
+class Arith:
+    """`$((…))`."""
+
+    body: Word
+    line: int
+    quoted: bool = False
+
+
+@dataclass(frozen=True)
+class CommandSub:
+    """`$(…)`, backticks and `<(…)`."""
+
+    body: tuple[Command, ...]
+    text: str
+    line: int
+    quoted: bool = False
+
+
+Part = Lit | Param | Arith | CommandSub
+
+
+@dataclass(frozen=True)
+class Word:
+    parts: tuple[Part, ...]
+    line: int
+
+    def literal(self) -> str | None:
+        """The text, if no part of it depends on anything."""
+        if all(isinstance(p, Lit) for p in self.parts):
+            return "".join(p.text for p in self.parts if isinstance(p, Lit))
+        return None
+
+
+@dataclass(frozen=True)
+class Element:
+    """One entry of `A=(…)`; `key` for `[key]=value`."""
+
+    key: Word | None
+    value: Word
+
+
+@dataclass(frozen=True)
+class Assign:
+    name: str
+    value: Word | tuple[Element, ...]
+    line: int
+    index: Word | None = None
+    append: bool = False
+
+
+@dataclass(frozen=True)
+class Redirect:
+    """`op` as written; `body` is the text of a here-document or here-string."""
+
+    op: str
+    target: Word | None
+    body: Word | None = None
+
+
+@dataclass(frozen=True)
+class Simple:
+    """`A=b cmd arg …`; an Assign among the words belongs to `export`, `local` and their kind."""
+
+    assigns: tuple[Assign, ...]
+    words: tuple[Word | Assign, ...]
+    redirects: list[Redirect]  # a here-document joins it when its text is read, after the line's end
+    line: int
+
+
+@dataclass(frozen=True)
+class ArithCommand:
+    """`((…))`."""
+
+    body: Word
+    line: int
+
+
+@dataclass(frozen=True)
+class Test:
+    """`[[ … ]]`: words and the operators between them as written."""
+
+    items: tuple[Word | str, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class Group:
+    body: tuple[Command, ...]
+    line: int
+    subshell: bool = False
+
+
+@dataclass(frozen=True)
+class If:
+    """`clauses`: (condition, commands); `otherwise` is None without an `else`."""
+
+    clauses: tuple[tuple[tuple[Command, ...], tuple[Command, ...]], ...]
+    otherwise: tuple[Command, ...] | None
+    line: int
+
+
+@dataclass(frozen=True)
+class Case:
+    subject: Word
+    clauses: tuple[tuple[tuple[Word, ...], tuple[Command, ...]], ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class For:
+    name: str
+    words: tuple[Word, ...] | None  # None: over "$@"
+    body: tuple[Command, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class CountingFor:
+    """`for ((start; condition; update))`."""
+
+    start: Word
+    condition: Word
+    update: Word
+    body: tuple[Command, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class While:
+    condition: tuple[Command, ...]
+    body: tuple[Command, ...]
+    line: int
+    until: bool = False
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    body: Command
+    line: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    commands: tuple[Command, ...]
+    line: int
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class AndOr:
+    """`first`, then each (op, command) with op "&&" or "||"."""
+
+    first: Command
+    rest: tuple[tuple[str, Command], ...]
+    line: int
+
+
+Command = Simple | ArithCommand | Test | Group | If | Case | For | CountingFor | While | Function | Pipeline | AndOr
