@@ -76,7 +76,7 @@ class ModelConfig(Section):
         True,
         "True: a prompt over max_prompt_tokens ends its run as failed, and nothing of it is trained.  "
         "False: prompt_truncation_side decides.",
-        later=Later("a prompt that is too long ends its run as failed, with that reason", values=(False,)),
+        later=Later("a prompt that is too long ends its run as failed, with that reason", harmless=True, values=(False,)),
     )
     prompt_truncation_side: Annotated[Literal["error", "left", "right", "middle"], IgnoreCase] = key(
         "error",
