@@ -23,21 +23,45 @@ def check(
 ) -> None:
     """Say what a configuration will do, and everything that is wrong with it; nothing is started."""
     from rft import logs
+    from rft.config.check import Report
     from rft.config.check import check as run_check
+    from rft.config.load import stage_names
+    from rft.errors import ConfigError, ConfigErrors
 
     logs.learn_environment()
-    report = run_check(config, overrides or (), plugin_dirs=plugin_dir or (), schema_only=schema_only)
-    seats, error = _seats(report.plan) if report.ok else ([], "")
+    try:
+        stages = stage_names(config, overrides or ()) or ("",)
+    except ConfigError as e:
+        stages, wrong = (), Report(errors=tuple(e.errors) if isinstance(e, ConfigErrors) else (e,), schema_only=schema_only)
+    found = {
+        stage: run_check(config, overrides or (), plugin_dirs=plugin_dir or (), schema_only=schema_only, stage=stage)
+        for stage in stages
+    } or {"": wrong}
+    seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
     if as_json:
-        found = report.to_json()
-        if error:
-            found["ok"] = False
-            found["errors"].append({"key": "cluster", "given": None, "message": error})
-        print(json.dumps(found, indent=2, default=str))
+        print(json.dumps(_json(found, {stage: error for stage, (_, error) in seats.items()}), indent=2, default=str))
     else:
-        _show(report, seats, error, config)
-    if not report.ok or error:
+        for stage, report in found.items():
+            if stage:
+                print(f"stage {stage}")
+            _show(report, *seats[stage], config)
+    if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
         raise typer.Exit(2)
+
+
+def _json(found: dict[str, Report], seat_errors: dict[str, str]) -> dict[str, Any]:
+    """One report, or those of all stages below "stages" with what is wrong in any of them on top."""
+    whole = []
+    for stage, report in found.items():
+        one = report.to_json()
+        if error := seat_errors[stage]:
+            one["ok"] = False
+            one["errors"].append({"key": "cluster", "given": None, "message": error})
+        whole.append({"stage_name": stage, **one} if stage else one)
+    if "" in found:
+        return whole[0]
+    both = {name: [x for one in whole for x in one[name]] for name in ("errors", "warnings", "notes", "not_active")}
+    return {"ok": all(one["ok"] for one in whole), **both, "plan": None, "stages": whole}
 
 
 def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
@@ -117,7 +141,7 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
     runs = plan.runs_per_step
     engine = plan.engines[0]
     prompts = [t.mean_prompt_tokens for t in report.tasksets if not t.is_eval and t.mean_prompt_tokens is not None]
-    most = max(t.sampling.max_tokens for t in plan.explorer.tasksets)
+    most = max((t.sampling.max_tokens for t in plan.explorer.tasksets), default=0)
     tokens = f"at most {runs * most:,} generated" + (f", about {runs * prompts[0]:,.0f} of prompts" if prompts else "")
     model = report.model
     found = [

@@ -20,14 +20,20 @@ def export(
 def copy_model(run_dir: Path, out: Path, step: int | None) -> Path:
     """Copy to `out`, which must not exist yet; it appears whole or not at all.
 
+    The folder of a program stands for that of its last finished stage.
     Raises ConfigError for a wrong folder or step, CheckpointInvalid naming the file that is not what the manifest says.
     """
     import os
     import shutil
 
     from rft.errors import CheckpointInvalid, ConfigError, SetupError
+    from rft.launch import stages
     from rft.trainer import manifest as manifests
 
+    if stages.record(run_dir):
+        if not (done := stages.read(run_dir)):
+            raise ConfigError(f"{run_dir} is a program of stages, and none of them is done", key="RUN_DIR")
+        run_dir = run_dir / done[-1].name
     folders = manifests.committed(run_dir / "checkpoints")
     steps = {int(f.name.rpartition("_")[2]): f for f in folders if (f / "huggingface").is_dir()}
     if not steps:

@@ -45,7 +45,21 @@ def collect(run_dir: Path) -> dict[str, Any]:
         "state": state,
         **_metrics(run_dir / "metrics.jsonl"),
         "checkpoints": _checkpoints(run.checkpoints),
+        "stages": _stages(run_dir),
     }
+
+
+def _stages(run_dir: Path) -> list[dict[str, Any]]:
+    """The runs below a program's folder, in order; none for an ordinary run."""
+    from rft.launch.rundir import RunDir
+    from rft.launch.stages import record
+
+    rows = []
+    for stage in record(run_dir):
+        folder = run_dir / stage["stage_name"]
+        phase = "done" if stage["version"] else str(RunDir(folder).read_state().get("phase", "not begun"))
+        rows.append({**stage, "phase": phase, "run_dir": str(folder)})
+    return rows
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
@@ -62,6 +76,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
         out.append("             its process is gone and did not end properly; run the same command again to go on")
     if reason := state.get("reason"):
         out.append(f"reason       {reason}")
+    for s in facts["stages"]:
+        model = f", version {s['version']}" if s["version"] else ""
+        out.append(f"stage        {s['stage_name']}: {s['phase']}{model}  (rft status {s['run_dir']})")
     out += [f"waiting      {wait}" for wait in state.get("waiting", ())]
     if parts := state.get("parts"):
         out.append("parts        " + ", ".join(f"{name} {_alive(pid)}" for name, pid in parts.items()))
@@ -74,7 +91,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         else f"checkpoint   step {c['step']}: {c['problem']}"
         for c in facts["checkpoints"][-3:]
     ]
-    return [*out, *(f"note         {n}" for n in facts["notes"])]
+    return [*out, *(f"note         {n}" for n in facts["notes"] if not facts["stages"])]
 
 
 def _holder(lock: Path) -> int | None:

@@ -15,6 +15,7 @@ from rft.algorithm.args import ARGS, KINDS, RENAMED
 from rft.algorithm.catalog import algorithm_defaults
 from rft.algorithm.coming import COMING
 from rft.config.messages import models
+from rft.config.outside import LATER_OUTSIDE
 from rft.config.schema.algorithm import AlgorithmConfig
 from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
@@ -38,7 +39,7 @@ def used(config: Section, key: str = "") -> Iterator[NotActive]:
     """What `config` uses of it, in the order of the schema.  A value that equals the default is not used."""
     for name, field in type(config).model_fields.items():
         value, here = getattr(config, name), f"{key}.{name}" if key else name
-        mark = _mark(field)
+        mark = marked(field)
         if mark and not mark.get("values"):
             if value != field.get_default(call_default_factory=True):
                 yield from _leaves(value, here, mark)
@@ -60,10 +61,14 @@ def listed() -> list[tuple[str, str]]:
     found = list(_listed(RunConfig, ""))
     for (kind, part), model in ARGS.items():
         for name, field in model.model_fields.items():
-            if mark := _mark(field):
+            if mark := marked(field):
                 values = f": {', '.join(map(str, mark['values']))}" if mark.get("values") else ""
                 found.append((f"algorithm.{kind}_args.{name} of {part}{values}", mark["instead"]))
-    return found
+    for (kind, part), model in COMING.items():
+        found += [
+            (f"algorithm.{kind}_args.{name} of {part}", f"it belongs to {part}, which comes later") for name in model.model_fields
+        ]
+    return [*found, *LATER_OUTSIDE.items()]
 
 
 def _arguments(a: AlgorithmConfig, key: str) -> Iterator[NotActive]:
@@ -80,7 +85,7 @@ def _arguments(a: AlgorithmConfig, key: str) -> Iterator[NotActive]:
             here = f"{key}.{kind}_args.{name}"
             if (kind, part) in COMING:
                 yield NotActive(key=here, value=value, instead=f"it belongs to {part}, which comes later")
-            elif name in fields and (mark := _mark(fields[name])):
+            elif name in fields and (mark := marked(fields[name])):
                 later = value in mark["values"] if mark.get("values") else value != fields[name].default
                 if later:
                     yield NotActive(key=here, value=value, instead=mark["instead"], harmless=mark.get("harmless", False))
@@ -88,7 +93,7 @@ def _arguments(a: AlgorithmConfig, key: str) -> Iterator[NotActive]:
 
 def _listed(model: type[Section], key: str) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
-        here, mark = f"{key}.{name}" if key else name, _mark(field)
+        here, mark = f"{key}.{name}" if key else name, marked(field)
         if mark and not mark.get("values"):
             yield here, mark["instead"]
             continue
@@ -96,10 +101,11 @@ def _listed(model: type[Section], key: str) -> Iterator[tuple[str, str]]:
             yield f"{here}: {', '.join(map(str, mark['values']))}", mark["instead"]
         for inner, many in models(field.annotation):
             if issubclass(inner, Section):
-                yield from _listed(inner, f"{here}[i]" if many else here)
+                yield from _listed(inner, here + many.replace("[]", "[i]"))
 
 
-def _mark(field: FieldInfo) -> dict[str, Any]:
+def marked(field: FieldInfo) -> dict[str, Any]:
+    """The mark of a key, or of a part's argument, that is not active yet: {instead, harmless, values}; empty for one that is."""
     extra = field.json_schema_extra
     found = extra.get("not_active") if isinstance(extra, dict) else None
     return found if isinstance(found, dict) else {}
@@ -111,14 +117,20 @@ def _leaves(value: Any, key: str, mark: dict[str, Any]) -> Iterator[NotActive]:
         for name, field in type(value).model_fields.items():
             inner = getattr(value, name)
             if inner != field.get_default(call_default_factory=True):
-                yield from _leaves(inner, f"{key}.{name}", _mark(field) or mark)
+                yield from _leaves(inner, f"{key}.{name}", marked(field) or mark)
         return
     if isinstance(value, dict) and any(isinstance(v, Section) for v in value.values()):
         for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}", mark)
+            yield from _entry(item, f"{key}.{name}", mark)
         return
     if isinstance(value, tuple) and value and isinstance(value[0], Section):
         for i, item in enumerate(value):
-            yield from _leaves(item, f"{key}[{i}]", mark)
+            yield from _entry(item, f"{key}[{i}]", mark)
         return
     yield NotActive(key=key, value=value, instead=mark["instead"], harmless=mark.get("harmless", False))
+
+
+def _entry(item: Section, key: str, mark: dict[str, Any]) -> Iterator[NotActive]:
+    """An entry of a list or mapping is there even if all its values are defaults."""
+    found = list(_leaves(item, key, mark))
+    yield from found or [NotActive(key=key, value={}, instead=mark["instead"], harmless=mark.get("harmless", False))]

@@ -185,8 +185,6 @@ def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> R
 
 def _storage_is_there(plan: Plan, problems: Problems) -> None:
     key, url = "buffer.trainer_input.experience_buffer", plan.buffer.ledger_url
-    if plan.buffer.storage_type == "file":
-        problems.error(f"{key}.storage_type", "file comes later; use sql or queue", given="file")
     if url is not None and not url.startswith("sqlite:///"):
         kind = url.partition("://")[0]
         problems.error(

@@ -65,12 +65,16 @@ def _unknown(loc: Loc, given: Any) -> str:
         return text
     names = list(fields_at(loc[:-1]))
     near = [n for n in names if fields_at((*loc[:-1], n))] if isinstance(given, dict) else names
-    last = str(loc[-1])
+    return f"unknown key.{did_you_mean(loc, near)}  Known here: {', '.join(names) or 'nothing, it is a value'}"
+
+
+def did_you_mean(loc: Loc, near: list[str]) -> str:
+    """A question with the key of the same name elsewhere, the nearest of the names `near` at the same place, or the nearest of all."""
+    key, last = dotted(loc), str(loc[-1])
     close = [k for k in all_keys() if k.rsplit(".", 1)[-1] == last]
     close = close or [dotted((*loc[:-1], n)) for n in difflib.get_close_matches(last, near, n=1, cutoff=0.65)]
     close = close or difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.8)
-    hint = f"  Did you mean {' or '.join(close[:2])}?" if close else ""
-    return f"unknown key.{hint}  Known here: {', '.join(names) or 'nothing, it is a value'}"
+    return f"  Did you mean {' or '.join(close[:2])}?" if close else ""
 
 
 def _allowed(e: Any, loc: Loc) -> str:
@@ -160,7 +164,7 @@ def _show(value: Any) -> str:
 
 
 def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
-    """The section classes inside a type, with "" for a plain one and "[]" for a list of them."""
+    """The section classes inside a type, with "" for a plain one, "[]" for a list and ".*" for a mapping of names to them."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from models(get_args(annotation)[0])
@@ -169,6 +173,8 @@ def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
             yield from models(part)
     elif origin is tuple:
         yield from ((m, "[]") for m, _ in models(get_args(annotation)[0]))
+    elif origin is dict:
+        yield from ((m, ".*") for m, _ in models(get_args(annotation)[1]))
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, ""
 
@@ -176,11 +182,16 @@ def models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
 def fields_at(loc: Loc) -> dict[str, FieldInfo]:
     """The keys below `loc`; none if it is a value or does not exist."""
     model: type[BaseModel] | None = RunConfig
+    named = False
     for part in loc:
         if isinstance(part, int):
             continue
         field = _field(model, part)
-        model = next((m for m, _ in models(field.annotation)), None) if field else None
+        if field is None and named:
+            named = False  # a name that the user chose
+            continue
+        model, mark = next(models(field.annotation), (None, "")) if field else (None, "")
+        named = mark == ".*"
         if model is None:
             return {}
     return dict(model.model_fields) if model else {}
@@ -205,7 +216,7 @@ def aliases(field: FieldInfo) -> list[str]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """Every key of the schema, lists written as name[], e.g. buffer.explorer_input.tasksets[].split."""
+    """Every key of the schema, lists written as name[], mappings as name.*, e.g. buffer.explorer_input.tasksets[].split."""
 
     def below(model: type[BaseModel], prefix: str) -> Iterator[str]:
         for name, field in model.model_fields.items():

@@ -13,6 +13,7 @@ from pydantic_core import PydanticUndefined
 from rft.config.known import INSTEAD, LATER, VALUES
 from rft.config.messages import aliases, literals, models
 from rft.config.schema.root import RunConfig
+from rft.config.stages import SECTIONS
 
 HEAD = """# Configuration reference
 
@@ -30,9 +31,35 @@ rft check --config run.yaml algorithm.optimizer.lr=2e-5 buffer.explorer_input.ev
 - Relative paths of data, models, templates and plugins are looked up from the current folder, then beside the YAML file.
   `checkpoint_root_dir` is always relative to the current folder.
 - A file may have 1 MB. Duplicate keys, tabs for indentation, tags and aliases that unfold to very much are refused.
+- `extends: base.yaml`, or a list of files, relative to the file it stands in: mappings are merged, lists and single values replaced;
+  what the file writes wins over what it extends, and overrides win over both. At most 8 files deep.
+- `stages` is a list of runs after one another, see [below](#stages).
+- `trainer.trainer_config.<veRL path>`, such as `trainer.trainer_config.actor_rollout_ref.actor.grad_clip`, is another spelling of the
+  native key (`rft explain` says which). `actor`, `model`, `ref` and `rollout` may stand without `actor_rollout_ref`. Writing both
+  spellings with different values is an error; `ppo_mini_batch_size` is refused (`buffer.batch_size` and `train_batch_size` say it).
 - On resume, keys marked *safe* may differ from the saved configuration; others are refused, since that would be another run.
 - What takes values from where: a taskset's `rollout_args` win over `model`; a taskset's `repeat_times` (or `rollout_args.n`) over
   `algorithm.repeat_times`; written parts of `algorithm` over those of its `algorithm_type`; single `*_args` over the part's defaults.
+"""
+STAGES = f"""
+## stages
+
+Several runs in one file. Each entry has a `stage_name`, and any of {", ".join(f"`{s}`" for s in SECTIONS)}, which replace the whole
+section for that stage; everything else is shared.
+
+```yaml
+stages:
+  - stage_name: easy
+    buffer: {{...}}
+  - stage_name: hard
+    buffer: {{...}}
+    algorithm: {{...}}
+```
+
+- A stage runs in `<name>/<stage_name>`. The next one begins with the model that it exported (`save_hf_checkpoint` is at least `last`).
+- Started again, the program skips the stages that are done and resumes the one that was stopped. A stage that fails stops it.
+- `rft check` shows every stage. `rft status` and `rft export` take the program's folder or a stage's.
+- Overrides hold for the shared sections; `stages.0.trainer.total_steps=5` changes a stage's own.
 """
 
 
@@ -42,6 +69,7 @@ def markdown() -> str:
     for name, field in RunConfig.model_fields.items():
         for model, _ in models(field.annotation):
             parts.append(f"\n## {name}\n\n{(model.__doc__ or '').strip()}\n\n{_table(model, f'{name}.')}")
+    parts.append(STAGES)
     parts.append(
         "\n## Known keys that are not supported yet\n\nThey are refused with this advice.\n\n| Key | What to do |\n|---|---|\n"
     )
@@ -59,7 +87,7 @@ def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         later = extra.get("not_active")
         meaning = field.description if not isinstance(later, dict) else f"{field.description}  {_later(later)}"
-        cells = [f"`{key}`", _type(field), _default(field), extra.get("unit", ""), meaning, extra.get("on_resume", "")]
+        cells = [f"`{key}`", type_text(field), default_text(field), extra.get("unit", ""), meaning, extra.get("on_resume", "")]
         rows.append(f"| {' | '.join(str(c) for c in cells)} |\n")
     return "".join(rows)
 
@@ -67,6 +95,14 @@ def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
 def _later(mark: dict[str, Any]) -> str:
     which = ", ".join(f"`{v}`" for v in mark.get("values", ()))
     return f"*{f'{which} not' if which else 'Not'} active yet: {mark['instead']}*"
+
+
+_SAME_KEYS = (  # as others that are listed
+    "buffer.explorer_input.taskset",
+    "buffer.explorer_input.eval_tasksets",
+    "buffer.trainer_input.auxiliary_buffers",
+    "data_processor.task_pipeline.output",
+)
 
 
 def _fields(model: type[BaseModel], prefix: str, own: bool) -> Iterator[tuple[str, FieldInfo]]:
@@ -77,19 +113,19 @@ def _fields(model: type[BaseModel], prefix: str, own: bool) -> Iterator[tuple[st
         if not inner:
             yield prefix + name, field
         for sub, mark in inner:
-            if prefix + name == "buffer.explorer_input.taskset":
-                yield prefix + name, field
-                continue  # its keys are those of tasksets[]
-            if prefix + name == "buffer.explorer_input.eval_tasksets":
-                yield f"{prefix}{name}[]", field
+            if prefix + name in _SAME_KEYS:
+                yield prefix + name + mark, field
                 continue
             yield from _fields(sub, f"{prefix}{name}{mark}.", False)
 
 
-def _type(field: FieldInfo) -> str:
-    inner = list(models(field.annotation))
-    if inner:
-        return "list of tasksets, keys as in `tasksets[]`" if inner[0][1] else "a taskset, keys as in `tasksets[]`"
+def type_text(field: FieldInfo) -> str:
+    if inner := list(models(field.annotation)):
+        return {
+            "": "a taskset, keys as in `tasksets[]`",
+            "[]": "list of tasksets, keys as in `tasksets[]`",
+            ".*": "a buffer, keys as in `experience_buffer`",
+        }[inner[0][1]]
     if names := [n for n in literals(field.annotation) if n != ""]:
         many = "one or more of " if "tuple" in str(field.annotation) else ""
         return many + ", ".join(f"`{n}`" for n in names)
@@ -102,7 +138,7 @@ def _type(field: FieldInfo) -> str:
     return f"{many}{word}{' ' + ', '.join(bounds) if bounds else ''}"
 
 
-def _default(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "*required*"
     value = field.get_default(call_default_factory=True)
@@ -130,7 +166,31 @@ def json_schema() -> dict[str, Any]:
         for own, others in _other_names(RunConfig).items():
             if own in definition.get("properties", {}):
                 definition["properties"] |= dict.fromkeys(others, definition["properties"][own])
+    _read_before(schema)
     return schema
+
+
+def _read_before(schema: dict[str, Any]) -> None:
+    """Adds what is read before the schema: extends, stages, trainer_config."""
+    own = schema["properties"]
+    sections = {name: own[name] for name in SECTIONS if name in own}
+    name = {"type": "string", "description": "Name of the stage; it runs in <name>/<stage_name>."}
+    stage = {"type": "object", "additionalProperties": False, "required": ["stage_name"]}
+    files = {"type": "string"}
+    own["extends"] = {
+        "description": "A file, or several, whose keys hold where this one writes none; relative to this file.",
+        "anyOf": [files, {"type": "array", "items": files}],
+    }
+    own["stages"] = {
+        "type": "array",
+        "description": "Runs after one another; each begins with the model of the one before, its sections replace the common ones.",
+        "items": {**stage, "properties": {"stage_name": name, **sections}},
+    }
+    trainer = schema["$defs"][own["trainer"]["$ref"].rpartition("/")[2]]
+    trainer["properties"]["trainer_config"] = {
+        "type": "object",
+        "description": "veRL's keys, read as the native keys they became.",
+    }
 
 
 def _other_names(model: type[BaseModel]) -> dict[str, list[str]]:

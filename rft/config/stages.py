@@ -38,7 +38,8 @@ def names(values: dict[str, Any]) -> tuple[str, ...]:
         return ()
     if not isinstance(given, list):
         raise ConfigError("must be a list of stages: [{stage_name: ..., trainer: {...}}, ...]", key="stages", given=given)
-    errors, found = [], []
+    errors: list[ConfigError] = []
+    found: list[str] = []
     for i, stage in enumerate(given):
         key = f"stages[{i}]"
         if not isinstance(stage, dict):
@@ -95,7 +96,9 @@ def select(values: dict[str, Any], origins: dict[Loc, str], name: str) -> Select
     if isinstance(trainer, dict) and str(trainer.get("save_hf_checkpoint")).lower() == "never":
         tree = tree | {"trainer": trainer | {"save_hf_checkpoint": "last"}}
         above["trainer", "save_hf_checkpoint"] = "stages"
-        warnings.append(f"stage {name}: trainer.save_hf_checkpoint is last instead of never, since stages hand on their last model")
+        warnings.append(
+            f"stage {name}: trainer.save_hf_checkpoint is last instead of never, since stages hand on their last model"
+        )
     return Selected(tree, above, {k: f"stages[{i}].{k}" for k in own}, tuple(warnings))
 
 

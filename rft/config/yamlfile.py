@@ -65,7 +65,8 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 def dump(value: Any) -> str:
     """YAML text that `parse` reads as `value` again."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:

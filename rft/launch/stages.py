@@ -55,7 +55,9 @@ class Program:
             plans = self._plans(f"{folder.name}_{time.strftime('%Y%m%d_%H%M%S')}")
             folder = plans[0][1].run_dir.parent
         if manifests.committed(folder / "checkpoints"):
-            raise ConfigError("its folder holds a run without stages; give this program another name", key="name", given=folder.name)
+            raise ConfigError(
+                "its folder holds a run without stages; give this program another name", key="name", given=folder.name
+            )
         done = self._done(folder, plans)
         rundir = RunDir.claim(folder)
         began = time.time()
@@ -85,9 +87,7 @@ class Program:
         return plans
 
     def _plan(self, stage: str, name: str, model: str) -> tuple[RunConfig, Plan]:
-        return load_plan(
-            self._config, self._overrides, plugin_dirs=self._plugin_dirs, name=name, stage=stage, model_path=model
-        )
+        return load_plan(self._config, self._overrides, plugin_dirs=self._plugin_dirs, name=name, stage=stage, model_path=model)
 
     def _done(self, folder: Path, plans: list[tuple[RunConfig, Plan]]) -> list[Done]:
         """The finished stages.  Raises ConfigError if the file does not describe what was done."""
@@ -100,9 +100,7 @@ class Program:
             )
         for d, (loaded, plan) in zip(done, plans, strict=False):
             refuse_changes(loaded, plan.run_dir)
-            if plan.trainer.total_steps > d.version.step and any(
-                c.key in _LENGTHS for c in changes(loaded, plan.run_dir)
-            ):
+            if plan.trainer.total_steps > d.version.step and any(c.key in _LENGTHS for c in changes(loaded, plan.run_dir)):
                 raise ConfigError(
                     f"stage {d.name} is done at step {d.version.step} and the next one began with its model; choose another `name`",
                     key="trainer.total_steps",

@@ -1,0 +1,37 @@
+"""Names that configurations of this family lead to and that are no key of the schema: command-line options, metrics, plugin arguments.
+
+Only those that are not active yet stand here; `rft doctor --keys` lists them.  Invariant: what exists is not in it.
+"""
+
+from __future__ import annotations
+
+_BENCH = "comes with rft bench; until then give the file to eval_tasksets, whose results are in metrics.jsonl"
+_ASYNC = "comes with sync_style: fully_async; until then see experience/staleness and rollout/model_version"
+_TURNS = "no shipped workflow has several turns yet; a workflow of your own may take it"
+_TASKSET = "buffer.explorer_input.tasksets[i]"
+
+LATER_OUTSIDE: dict[str, str] = {
+    **dict.fromkeys(
+        [f"rft bench --{o}" for o in ("input", "prompt-key", "response-key", "group-key", "truth-key", "reward-fn")], _BENCH
+    ),
+    **dict.fromkeys(("trainer/idle_ratio", "explorer/idle_ratio"), "comes later; see the perf/ and sync/ times"),
+    **dict.fromkeys(
+        [
+            f"buffer/{m}"
+            for m in (
+                "stale_samples_processed",
+                "stale_trajectories_processed",
+                "partial_num",
+                "partial_ratio",
+                "max_partial_span",
+            )
+        ],
+        _ASYNC,
+    ),
+    f"{_TASKSET}.workflow_args.max_turns": _TURNS,
+    f"{_TASKSET}.workflow_args.tool_config_path": _TURNS,
+    **dict.fromkeys(
+        [f"{_TASKSET}.reward_fn_args.{a}" for a in ("sandbox_url", "sandbox_max_concurrent", "sandbox_memory_mb")],
+        "rewards that run programs come later; every reward accepts it and none uses it",
+    ),
+}
