@@ -15,7 +15,7 @@ from rft.errors import ConfigError
 from rft.taskset.base import Taskset
 from rft.types.task import Task
 
-_MIN_BLOCK = 1000  # slots over which explicit weights are apportioned
+_BLOCK = 1000  # slots over which weights are apportioned that no smaller number of slots fits exactly
 
 
 class Order:
@@ -137,7 +137,7 @@ def num_batches(lengths: Sequence[int], batch_size: int, epochs: int) -> int:
 
 
 def _shares(tasksets: Sequence[Taskset]) -> list[int]:
-    """Slots of each taskset in one block: its length, or by largest remainder after `weight`."""
+    """Slots of each taskset in one block: its length, or after `weight`, if need be by largest remainder."""
     weights = [t.settings.weight for t in tasksets]
     if all(w is None for w in weights):
         return [len(t) for t in tasksets]
@@ -147,10 +147,11 @@ def _shares(tasksets: Sequence[Taskset]) -> list[int]:
             f"weights must be positive and given for all tasksets or for none; given {given}",
             key="buffer.explorer_input.tasksets",
         )
-    numbers = np.array(weights, np.float64)
-    size = max(_MIN_BLOCK, sum(len(t) for t in tasksets))
-    exact = numbers / numbers.sum() * size
-    shares = np.maximum(1, np.floor(exact)).astype(np.int64)
-    for t in np.argsort(shares - exact, kind="stable")[: max(0, size - int(shares.sum()))]:
+    exact = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
+    for size in range(len(exact), _BLOCK):
+        if np.allclose(rounded := np.rint(exact * size), exact * size, rtol=0, atol=1e-9) and rounded.min() > 0:
+            return [int(s) for s in rounded]  # e.g. 3 and 1: exact in every four tasks
+    shares = np.maximum(1, np.floor(exact * _BLOCK)).astype(np.int64)
+    for t in np.argsort(shares - exact * _BLOCK, kind="stable")[: max(0, _BLOCK - int(shares.sum()))]:
         shares[t] += 1
     return [int(s) for s in shares]

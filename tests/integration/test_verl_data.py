@@ -13,7 +13,7 @@ import yaml
 
 from rft.config.check import check, load_plan
 from rft.config.plan import Facts
-from rft.errors import RunFailed
+from rft.errors import ConfigError, RunFailed
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.testing.command import rft
@@ -165,3 +165,19 @@ def test_long_prompts_are_left_out_before_training(config: Path, data: Path) -> 
     execute(config, [*overrides, "explorer.eval_on_startup=false", "trainer.total_steps=2"], in_process=True)
     log = (load_plan(config)[1].run_dir / "logs" / "launcher.log").read_text()
     assert "taskset gsm8k: 11 of 20 rows are left out" in log
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("storage_type=sql", "storage_type"),
+        ("data_selector.selector_type=difficulty_based", "data_selector.selector_type"),
+        ("format.reply_prefix=so", "format.reply_prefix"),
+    ],
+)
+def test_what_comes_later_passes_the_check_and_is_refused_by_run(config: Path, override: str, key: str) -> None:
+    overrides = [f"{INPUT}.tasksets.1.{override}", "trainer.total_steps=null", "buffer.total_epochs=1"]
+    report = check(config, overrides, facts=Facts(cpus=2, gpus=0))
+    assert report.ok and [n.key for n in report.not_active] == [f"{INPUT}.tasksets[1].{key}"], report.errors
+    with pytest.raises(ConfigError, match="not active yet"):
+        execute(config, overrides, in_process=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rft.errors import ConfigError
 from rft.taskset.base import RowTaskset
-from rft.taskset.order import Order
+from rft.taskset.order import Order, num_batches
 from rft.taskset.settings import TasksetSettings
 
 
@@ -67,10 +67,47 @@ def test_one_pass_over_several_tasksets_takes_every_row_once():
     assert len(seen) == 24 and set(seen.values()) == {1}
 
 
-def test_weights_set_the_shares():
-    order = Order([rows("a", 10, weight=3.0), rows("b", 1000, weight=1.0)], 10, 7)
-    seen = collections.Counter(t.taskset for b in range(101) for t in order.batch(b))
-    assert seen["a"] / seen.total() == pytest.approx(0.75, abs=0.02)
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (0.75, 0.25), (1.0, 1.0, 2.0), (5.0, 3.0, 1.0, 0.5), (1.0, 1 / 3, 0.01)])
+@pytest.mark.parametrize("sizes", [(10, 1000, 7, 50), (400, 3, 2000, 1)])
+def test_weights_are_kept_after_any_number_of_tasks(weights, sizes):
+    tasksets = [rows(f"t{i}", n, weight=w) for i, (w, n) in enumerate(zip(weights, sizes, strict=False))]
+    order = Order(tasksets, 4, 7)
+    seen = collections.Counter()
+    for b in range(600):
+        seen.update(t.taskset for t in order.batch(b))
+        for i, w in enumerate(weights):
+            assert abs(seen[f"t{i}"] - seen.total() * w / sum(weights)) < 0.5 + len(weights) / 2 + seen.total() / 1000
+
+
+def test_three_to_one_in_every_batch_of_four():
+    order = Order([rows("a", 10, weight=3.0), rows("b", 1000, weight=1.0)], 4, 7)
+    assert all(collections.Counter(t.taskset for t in order.batch(b)) == {"a": 3, "b": 1} for b in range(300))
+
+
+def test_a_weighted_taskset_is_shuffled_anew_in_each_pass():
+    order = Order([rows("a", 6, weight=3.0, selector="shuffle"), rows("b", 50, weight=1.0)], 8, 1)
+    drawn = [p for b in range(5) for p in names(order.batch(b)) if p.startswith("a")]
+    passes = [drawn[i : i + 6] for i in range(0, len(drawn), 6)]
+    assert len(passes) == 5 and all(sorted(p) == [f"a{i}" for i in range(6)] for p in passes)
+    assert len({tuple(p) for p in passes}) == 5
+
+
+def test_an_epoch_of_a_mixture_is_as_many_tasks_as_there_are_rows():
+    tasksets = [rows("a", 10, weight=3.0), rows("b", 30, weight=1.0)]
+    assert Order(tasksets, 4, 1).num_batches(1) == num_batches([10, 30], 4, 1) == 10
+    taken = collections.Counter(t.taskset for b in range(10) for t in Order(tasksets, 4, 1).batch(b))
+    assert taken == {"a": 30, "b": 10}
+
+
+def test_a_resumed_mixture_goes_on_where_it_was():
+    def make():
+        return Order([rows("a", 6, weight=2.0, selector="shuffle"), rows("b", 9, weight=1.0, selector="random")], 5, 3)
+
+    whole, resumed = make(), make()
+    for b in range(400):
+        whole.batch(b)
+    assert [names(resumed.batch(b)) for b in range(396, 402)] == [names(whole.batch(b)) for b in range(396, 402)]
+    assert resumed.fingerprint == whole.fingerprint
 
 
 def test_spares_are_other_rows():

@@ -1,0 +1,32 @@
+"""A request may bring a chat template and values for it; both win over the engine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rft.engine.chat import Chat, load_tokenizer
+from rft.engine.settings import EngineSettings
+from rft.types.ports import GenerateRequest
+
+TEMPLATE = "{{ messages[0].content }}{{ tone }}{{ more }}"
+
+
+def test_template_and_values_of_a_request(tiny_model: Path) -> None:
+    kwargs = {"tone": "1", "more": "2"}
+    settings = EngineSettings(
+        engine_type="transformers",
+        name="e",
+        model_path=str(tiny_model),
+        max_model_len=100,
+        max_prompt_tokens=50,
+        chat_template=TEMPLATE,
+        chat_template_kwargs=kwargs,
+    )
+    chat = Chat(settings, load_tokenizer(settings))
+
+    def shown(**more: object) -> str:
+        return chat.decode(chat.encode(GenerateRequest(messages=({"role": "user", "content": "hi"},), **more)))  # type: ignore[arg-type]
+
+    assert shown() == "hi12"
+    assert shown(chat_template_args={"tone": "9"}) == "hi92"
+    assert shown(chat_template="{{ more }}!") == "2!"
