@@ -147,7 +147,8 @@ def _shares(tasksets: Sequence[Taskset]) -> list[int]:
             f"weights must be positive and given for all tasksets or for none; given {given}",
             key="buffer.explorer_input.tasksets",
         )
-    exact = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
+    numbers = np.array(weights, np.float64)
+    exact = numbers / numbers.sum()
     for size in range(len(exact), _BLOCK):
         if np.allclose(rounded := np.rint(exact * size), exact * size, rtol=0, atol=1e-9) and rounded.min() > 0:
             return [int(s) for s in rounded]  # e.g. 3 and 1: exact in every four tasks
