@@ -123,7 +123,9 @@ def _leaves(value: Any, key: str, mark: dict[str, Any]) -> Iterator[NotActive]:
         for name, item in value.items():
             yield from _entry(item, f"{key}.{name}", mark)
         return
-    if isinstance(value, tuple) and value and isinstance(value[0], Section):
+    if value == ():
+        return  # an empty list says as much as null
+    if isinstance(value, tuple) and isinstance(value[0], Section):
         for i, item in enumerate(value):
             yield from _entry(item, f"{key}[{i}]", mark)
         return

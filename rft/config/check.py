@@ -15,8 +15,12 @@ from typing import Any
 import msgspec
 
 from rft import plugins
+from rft.config import modelfiles
 from rft.config.active import NotActive
+from rft.config.advice import advise
 from rft.config.load import load
+from rft.config.memory import RoleMemory, estimate, too_much
+from rft.config.modelshape import shape
 from rft.config.plan import Derived, Facts, Plan
 from rft.config.problems import Problems
 from rft.config.resolve import resolve
@@ -39,6 +43,7 @@ class Report:
     plan: Plan | None = None
     tasksets: tuple[Any, ...] = ()  # preview.TasksetPreview
     model: dict[str, Any] = field(default_factory=dict)
+    memory: tuple[RoleMemory, ...] = ()  # empty where the model's sizes are not known
     schema_only: bool = False
 
     @property
@@ -61,7 +66,39 @@ class Report:
             "plan": plain(self.plan) if self.plan is not None else None,
             "tasksets": plain(self.tasksets),
             "model": plain(self.model),
+            "values": self._values(),
+            "step": step(self.plan, self.tasksets) if self.plan is not None else None,
+            "memory": [{**plain(r), "bytes": r.nbytes} for r in self.memory],
         }
+
+    def _values(self) -> list[dict[str, str]]:
+        from rft.config.explain import values
+
+        if self.config is None or self.plan is None:
+            return []
+        return [{"key": k, "value": redact(v), "from": redact(where)} for k, v, where in values(self.config, self.plan)]
+
+
+def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
+    """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are not known."""
+    from rft.config.explain import timeline
+
+    train = [t for t in tasksets if not t.is_eval]
+    prompts = [t.mean_prompt_tokens for t in train if t.mean_prompt_tokens is not None]
+    rows, batches = sum(t.num_rows for t in train), plan.explorer.total_batches
+    runs = plan.runs_per_step
+    most = max((t.sampling.max_tokens for t in plan.explorer.tasksets), default=0)
+    return {
+        "train_steps": plan.total_steps,
+        "explore_steps": batches or None,
+        "epochs": round(batches * plan.explorer.batch_size / rows, 2) if rows and batches else None,
+        "tasks": plan.explorer.batch_size,
+        "experiences": runs,
+        "prompt_tokens": round(runs * sum(prompts) / len(prompts)) if prompts else None,
+        "max_generated_tokens": runs * most,
+        "staleness_bound": plan.staleness_bound,
+        "sync": timeline(plan),
+    }
 
 
 def load_plan(
@@ -126,7 +163,10 @@ def _checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> R
     except ConfigError as e:
         return Report(errors=_listed(e), config=config, schema_only=schema_only)
     if schema_only:
-        return _report(config, plan, Problems(), schema_only=True)
+        problems = Problems()
+        advise(plan, _keys(config, plan), problems)
+        roles = _memory(plan, modelfiles.sizes(plan.learner.model_path), None, facts, problems)
+        return _report(config, plan, problems, schema_only=True, memory=roles)
     return _second_stage(config, plan, facts, name)
 
 
@@ -135,7 +175,7 @@ def _with_model(config: RunConfig, path: str) -> RunConfig:
 
 
 def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Report:
-    from rft.config import modelfiles, preview
+    from rft.config import preview
 
     problems = Problems()
     try:
@@ -164,18 +204,37 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
             plan = resolve(config, replace(facts, plugins_loaded=True), num_batches=num_batches if known else None, name=name)
         except ConfigError as e:
             problems.take(e)
-    facts_of_model = {}
+    facts_of_model: dict[str, Any] = {}
+    advise(plan, _keys(config, plan), problems)
+    longest = max((t.max_prompt_tokens for t in seen.tasksets if t.max_prompt_tokens is not None), default=None)
+    roles = _memory(plan, (model.config, model.tensors) if model is not None else None, longest, facts, problems)
     if model is not None:
         kind = model.config.get("model_type", "?")
         facts_of_model = {"folder": str(model.folder), "type": kind, "parameters": model.num_parameters, "stored": model.dtype}
-    return _report(config, plan, problems, tasksets=tuple(seen.tasksets), model=facts_of_model)
+    return _report(config, plan, problems, tasksets=tuple(seen.tasksets), model=facts_of_model, memory=roles)
+
+
+def _memory(
+    plan: Plan, sizes: tuple[dict[str, Any], Any] | None, prompt_tokens: int | None, facts: Facts, problems: Problems
+) -> tuple[RoleMemory, ...]:
+    if sizes is None:
+        return ()
+    try:
+        known = shape(*sizes)
+    except ValueError as e:
+        problems.note(f"memory is not estimated: {e}")
+        return ()
+    roles = estimate(plan, known, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
+    for text in too_much(roles, plan, ram=facts.memory, gpu_memory=facts.gpu_memory):
+        problems.warn(text)
+    return roles
 
 
 def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> Report:
     inline = _inline_secrets(config)
     return Report(
         errors=tuple(problems.errors),
-        warnings=(*config.source.warnings, *plan.warnings, *problems.warnings, *inline),
+        warnings=tuple(dict.fromkeys((*config.source.warnings, *plan.warnings, *problems.warnings, *inline))),
         notes=(*plan.notes, *problems.notes),
         config=config,
         plan=plan,

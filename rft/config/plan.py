@@ -80,7 +80,7 @@ class Plan:
     @property
     def runs_per_step(self) -> int:
         """Experiences of one explore step, where every taskset has the same group size; else the largest it can be."""
-        return self.explorer.batch_size * max(t.num_runs for t in self.explorer.tasksets)
+        return self.explorer.batch_size * max((t.num_runs for t in self.explorer.tasksets), default=0)
 
 
 def schedule(sync: SyncSettings) -> Schedule:
@@ -109,12 +109,25 @@ def _gpus() -> int:
     return found if visible is None else min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
 
 
+def _memory() -> int | None:
+    """Bytes that this process may use: the machine's, or its control group's limit if that is lower."""
+    if not (info := Path("/proc/meminfo")).is_file():
+        return None
+    limits = [int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemTotal:")]
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            limits.append(int(text))
+    return min(limits, default=None)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What `resolve` may know of the world.  Give your own for another machine."""
 
     cpus: int = field(default_factory=_cores)
     gpus: int = field(default_factory=_gpus)
+    memory: int | None = field(default_factory=_memory)  # bytes of this machine; None = not judged
+    gpu_memory: int | None = None  # bytes of each GPU; None = not known
     exists: Callable[[str], bool] = os.path.exists
     read_text: Callable[[str], str] = _read
     plugins_loaded: bool = False  # whether names of plugins can be looked up

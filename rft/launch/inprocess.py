@@ -34,6 +34,12 @@ def check(plan: Plan) -> None:
             key="explorer.rollout_model.engine_type",
             given="vllm",
         )
+    if plan.explorer.env_vars:
+        raise ConfigError(
+            "one process has one environment; leave out --in-process, or set them in the shell",
+            key="explorer.env_vars",
+            given=sorted(plan.explorer.env_vars),
+        )
     if "cuda" in {plan.learner.device, *(e.device for e in plan.engines)} and Facts().gpus == 0:
         raise SetupError(
             "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and trainer.device to cpu, "

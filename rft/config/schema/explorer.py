@@ -94,7 +94,9 @@ class ServedModelConfig(Section):
     base_port: int | None = key(
         None, "First port of these servers.  Null: free ones.", on_resume="safe", ge=1, le=65535, later=Later(_NO_SERVER, True)
     )
-    api_key: str = key("EMPTY", "Key that these servers ask for.", on_resume="safe", later=Later(_NO_SERVER, True))
+    api_key: str | None = key(
+        None, "Key that these servers ask for.  Null: none.", on_resume="safe", later=Later(_NO_SERVER, True)
+    )
     enable_history: bool = key(
         True, "Keep every model call of a run.  They are always kept; false has no effect.", on_resume="safe"
     )

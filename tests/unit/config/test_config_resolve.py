@@ -243,6 +243,28 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "explorer.rollout_model.dtype": "bfloat16",
     "explorer.rollout_model.enforce_eager": "false",
     "trainer.total_steps": "1",
+    "buffer.total_tasks": None,  # these are tested in test_config_keys_b.py
+    "data_processor.task_pipeline.top_k": "5",
+    "explorer.over_rollout.ratio": None,
+    "explorer.runner_per_model": None,
+    "explorer.runner_num": None,
+    "explorer.runner_prepare_concurrency": None,
+    "explorer.runner_prepare_max_retries": None,
+    "explorer.max_repeat_times_per_runner": None,
+    "explorer.concurrent_mode": None,
+    "explorer.rollout_model.enable_history": None,
+    "explorer.rollout_model.use_v1": None,
+    "explorer.rollout_model.max_model_len": None,
+    "explorer.rollout_model.max_prompt_tokens": None,
+    "explorer.rollout_model.max_response_tokens": None,
+    "explorer.rollout_model.min_response_tokens": None,
+    "explorer.rollout_model.repetition_penalty": None,
+    "explorer.rollout_model.enable_prompt_truncation": "false",
+    "ignore_validator_suggestions": None,
+    "synchronizer.explorer_sync_interval": None,
+    "synchronizer.trainer_sync_interval": None,
+    "synchronizer.group_name": None,
+    "synchronizer.wait_for_checkpoint": None,
 }
 
 
@@ -250,7 +272,7 @@ def leaves() -> Iterator[str]:
     keys = all_keys()
     for key in keys:
         has_below = any(k.startswith((f"{key}.", f"{key}[]")) for k in keys)
-        if not has_below and "[]" not in key and "tasksets" not in key and "rollout_args" not in key:
+        if not has_below and "[]" not in key and ".*" not in key and ".output." not in key and "tasksets" not in key and "rollout_args" not in key:
             yield key
 
 
@@ -265,8 +287,10 @@ def another(key: str) -> str | None:
         return str(names[0])
     if "bool" in text:
         return str(not old).lower()
+    if text.startswith("tuple[str"):
+        return "[other]"
     if "dict" in text:
-        return "{a: 1}"
+        return "{a: b}"
     if "int" in text:
         return str((old or 8) * 2 + (1 << 20 if key.endswith("bytes") else 0) + (2000 if key.endswith("per_gpu") else 0))
     if "float" in text:

@@ -1,0 +1,373 @@
+"""Keys of the top level, buffer, data_processor, explorer and synchronizer: what is active, what is told as not active, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rft.cli import check as command
+from rft.config.active import listed
+from rft.config.check import load_plan
+from rft.config.load import load
+from rft.config.messages import all_keys
+from rft.config.plan import Facts, Plan
+from rft.config.resolve import resolve
+from rft.config.steps import _NO_EFFECT
+from rft.engine.environment import cpu_environment
+from rft.errors import ConfigError
+from rft.testing import tiny
+
+HERE = Path(__file__).parent
+FILE = HERE / "data" / "good" / "short.yaml"
+KEYS_OF_VERL = Path(__file__).parents[3] / "rft" / "config" / "data" / "verl_keys.tsv"
+BUFFER = "buffer.trainer_input.experience_buffer"
+ENGINE = "explorer.rollout_model"
+
+
+def plan(*overrides: str, gpus: int = 0) -> Plan:
+    return resolve(load(FILE, overrides), Facts(cpus=4, gpus=gpus))
+
+
+def waiting(*overrides: str) -> dict[str, bool]:
+    """Keys that are not active, and whether a run starts all the same."""
+    return {n.key: n.harmless for n in plan(*overrides).not_active}
+
+
+def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        plan(*overrides, gpus=gpus)
+    return {e.key: str(e) for e in getattr(caught.value, "errors", [caught.value])}
+
+
+RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
+KEYS = [  # key, good value, bad value, what a run does with the good one
+    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "bench", "serve", "Colocate")),
+    ("resume_from_path", "runs/x/global_step_3", "[1]", REFUSED),
+    ("ray_namespace", "two", "[1]", WARNS),
+    ("buffer.total_tasks", "8", "0", RUNS),
+    (f"{BUFFER}.storage_type", "FILE", "parquet", REFUSED),
+    (f"{BUFFER}.replay_buffer.enable", "true", "maybe", REFUSED),
+    (f"{BUFFER}.replay_buffer.enable", "false", "maybe", RUNS),
+    (f"{BUFFER}.replay_buffer.priority_fn", "decay_limit_randomization", "[1]", WARNS),
+    (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 2.0}", "2", RUNS),
+    (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 1.0}", "2", WARNS),
+    (f"{BUFFER}.replay_buffer.reuse_cooldown_time", "5", "0", WARNS),
+    (f"{BUFFER}.max_retry_times", "5", "-1", WARNS),
+    (f"{BUFFER}.max_retry_interval", "0.5", "-1", WARNS),
+    (f"{BUFFER}.split", "train", "[1]", REFUSED),
+    (f"{BUFFER}.subset_name", "main", "[1]", REFUSED),
+    (f"{BUFFER}.format.prompt_key", "q", "[1]", REFUSED),
+    (f"{BUFFER}.data_selector.selector_type", "Shuffle", "newest", REFUSED),
+    (f"{BUFFER}.enable_progress_bar", "true", "1.5", WARNS),
+    ("buffer.trainer_input.auxiliary_buffers", "{sft_dataset: {path: sft.jsonl}}", "[1]", REFUSED),
+    ("data_processor.experience_pipeline.operators", "[{name: reward_shaping, args: {k: 1}}]", "[{args: {}}]", REFUSED),
+    ("data_processor.experience_pipeline.save_input", "true", "maybe", WARNS),
+    ("data_processor.experience_pipeline.input_save_path", "rollouts.jsonl", "[1]", WARNS),
+    ("data_processor.experience_pipeline.inputs", "{other: x.jsonl}", "{other: 1}", REFUSED),
+    ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", REFUSED),
+    ("data_processor.task_pipeline", "null", "3", RUNS),
+    ("data_processor.task_pipeline.operators", "[{name: llm_difficulty_score_filter}]", "[{name: 1}]", REFUSED),
+    ("data_processor.task_pipeline.num_process", "1", "0", WARNS),
+    ("data_processor.task_pipeline.config_path", "ops.yaml", "[1]", REFUSED),
+    ("data_processor.task_pipeline.inputs", "[a.jsonl]", "a.jsonl", REFUSED),
+    ("data_processor.task_pipeline.output", "{path: out.jsonl, name: sorted}", "{pat: out.jsonl}", REFUSED),
+    ("data_processor.task_pipeline.target_fields", "[question]", "question", REFUSED),
+    ("data_processor.task_pipeline.priority_weights.difficulty", "0.5", "hard", REFUSED),
+    ("data_processor.task_pipeline.top_k", "100", "-2", REFUSED),
+    ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", REFUSED),
+    ("explorer.over_rollout.wait_after_min", "5", "-1", WARNS),
+    ("explorer.over_rollout.return_partial_tasks", "true", "maybe", WARNS),
+    ("explorer.dynamic_timeout.enable", "true", "maybe", REFUSED),
+    ("explorer.dynamic_timeout.warmup_min_steps", "2", "-1", WARNS),
+    ("explorer.dynamic_timeout.ratio", "2.5", "0", WARNS),
+    ("explorer.eval_in_background", "true", "maybe", WARNS),
+    ("explorer.bench_on_latest_checkpoint", "true", "maybe", WARNS),
+    ("explorer.max_inflight_batches", "4", "0", WARNS),
+    ("explorer.env_vars", "{SANDBOX: http://h}", "{SANDBOX: 1}", RUNS),
+    ("explorer.proxy_port", "9000", "70000", WARNS),
+    ("explorer.listen_address", "0.0.0.0", "[1]", WARNS),
+    ("explorer.service_status_check_interval", "5", "0", WARNS),
+    ("explorer.min_running_model_num", "2", "-1", WARNS),
+    ("explorer.db_url", "sqlite:///x.db", "[1]", WARNS),
+    ("explorer.runner_state_report_interval", "10", "-1", WARNS),
+    ("explorer.runner_per_model", "8", "0", RUNS),
+    ("explorer.runner_num", "8", "0", RUNS),
+    ("explorer.runner_prepare_concurrency", "8", "0", RUNS),
+    ("explorer.runner_prepare_max_retries", "2", "-1", RUNS),
+    ("explorer.max_repeat_times_per_runner", "2", "0", RUNS),
+    ("explorer.concurrent_mode", "Multi-Threading", "threads", RUNS),
+    ("ignore_validator_suggestions", "true", "maybe", RUNS),
+    (f"{ENGINE}.name", "policy", "a/b", RUNS),
+    (f"{ENGINE}.engine_type", "OpenAI", "mystery", REFUSED),
+    (f"{ENGINE}.engine_type", "vllm_async", "mystery", RUNS),
+    (f"{ENGINE}.external_model_config", "{enable: true}", "{enable: 3}", REFUSED),
+    (f"{ENGINE}.data_parallel_size", "2", "0", REFUSED),
+    (f"{ENGINE}.pipeline_parallel_size", "2", "0", REFUSED),
+    (f"{ENGINE}.ignore_eos", "true", "maybe", RUNS),
+    (f"{ENGINE}.enable_chunked_prefill", "false", "maybe", RUNS),
+    (f"{ENGINE}.disable_log_stats", "false", "maybe", RUNS),
+    (f"{ENGINE}.enable_log_requests", "true", "maybe", RUNS),
+    (f"{ENGINE}.enable_openai_api", "true", "maybe", WARNS),
+    (f"{ENGINE}.base_port", "8000", "0", WARNS),
+    (f"{ENGINE}.api_key", "EMPTY", "[1]", WARNS),
+    (f"{ENGINE}.enable_history", "false", "maybe", RUNS),
+    (f"{ENGINE}.use_v1", "false", "maybe", RUNS),
+    (f"{ENGINE}.tokenization_check", "Strict", "on", WARNS),
+    (f"{ENGINE}.tool_call_parser", "hermes", "[1]", REFUSED),
+    (f"{ENGINE}.reasoning_parser", "deepseek_r1", "[1]", REFUSED),
+    (f"{ENGINE}.enable_auto_tool_choice", "true", "maybe", REFUSED),
+    (f"{ENGINE}.fully_sharded_loras", "true", "maybe", WARNS),
+    (f"{ENGINE}.max_cpu_loras", "2", "0", WARNS),
+    (f"{ENGINE}.max_model_len", "64", "1", RUNS),
+    (f"{ENGINE}.chat_template", "'{{ messages }}'", "[1]", RUNS),
+    (f"{ENGINE}.enable_thinking", "false", "maybe", RUNS),
+    (f"{ENGINE}.trust_remote_code", "true", "maybe", RUNS),
+    ("synchronizer.sync_method", "NCCL", "rsync", WARNS),
+    ("synchronizer.sync_method", "online", "rsync", WARNS),
+    ("synchronizer.sync_method", "OFFLINE", "rsync", RUNS),
+    *(
+        ("synchronizer.sync_style", style, "loose", REFUSED)
+        for style in ("explorer_driven", "TRAINER_DRIVEN", "fully_async", "dynamic_by_explorer", "dynamic_by_trainer")
+    ),
+    ("synchronizer.explorer_sync_interval", "1", "0", RUNS),
+    ("synchronizer.trainer_sync_interval", "1", "0", RUNS),
+    ("synchronizer.require_batches", "2", "0", REFUSED),
+    ("synchronizer.staleness_threshold", "0.1", "-0.1", REFUSED),
+    ("synchronizer.partial_rollout", "true", "maybe", RUNS),
+    ("synchronizer.partial_rollout", "false", "maybe", REFUSED),
+    ("synchronizer.bucketed_broadcast", "false", "maybe", WARNS),
+    ("synchronizer.overlap_broadcast_and_load", "true", "maybe", WARNS),
+    ("synchronizer.bucket_size_mb", "4096", "0", WARNS),
+    ("synchronizer.group_name", "rollout_weight_sync", "[1]", RUNS),
+    ("synchronizer.wait_for_checkpoint", "true", "maybe", RUNS),
+]
+
+
+@pytest.mark.parametrize(("key", "good", "bad", "then"), KEYS, ids=[f"{k}={v}" for k, v, _, _ in KEYS])
+def test_key(key: str, good: str, bad: str, then: str) -> None:
+    below = [harmless for k, harmless in waiting(f"{key}={good}").items() if k.startswith(key)]
+    assert {RUNS: not below, WARNS: below and all(below), REFUSED: False in below}[then], below
+    assert any(k.startswith(key) for k in messages(f"{key}={bad}"))
+
+
+def test_a_changed_key_changes_the_plan() -> None:
+    same = {
+        (k, v) for k, v, _, then in KEYS if then == RUNS and (v in ("null", "1", "vllm_async", "{decay: 2.0}") or "replay" in k)
+    }
+    same |= {("synchronizer.partial_rollout", "true"), (f"{ENGINE}.enable_history", "true"), ("buffer.total_tasks", "8")}
+    plain = plan()
+    for key, good, _, _ in KEYS:
+        changed = replace(plan(f"{key}={good}"), monitor=plain.monitor, derived=plain.derived, warnings=plain.warnings)
+        assert (changed == plain) == ((key, good) in same), key
+
+
+def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
+    model = [
+        f"model.model_path={tiny.make(tmp_path / 'model')}",
+        f"buffer.explorer_input.taskset.path={HERE / 'data' / 'rows.jsonl'}",
+    ]
+    with pytest.raises(ConfigError, match=r"explorer\.dynamic_timeout\.enable: accepted by `rft check`, not active yet"):
+        load_plan(FILE, [*model, "explorer.dynamic_timeout.enable=true"], facts=Facts(cpus=4, gpus=0))
+    _, made = load_plan(FILE, [*model, "synchronizer.sync_method=nccl"], facts=Facts(cpus=4, gpus=0))
+    assert any("synchronizer.sync_method has no effect yet: the same weights go through memory" in w for w in made.warnings)
+
+
+def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
+    names = {key for key, _ in listed()}
+    assert {"explorer.auxiliary_models", "buffer.trainer_input.auxiliary_buffers", "synchronizer.staleness_threshold"} <= names
+    used = waiting("explorer.auxiliary_models=[{model_path: J, engine_num: 2}, {model_path: K}]")
+    assert set(used) == {f"explorer.auxiliary_models[{k}" for k in ("0].model_path", "0].engine_num", "1].model_path")}
+    used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
+    assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
+
+
+def test_keys_of_named_buffers_are_checked() -> None:
+    found = messages("buffer.trainer_input.auxiliary_buffers={sft: {path: a, capcity: 3}, dpo: {}}")
+    key = "buffer.trainer_input.auxiliary_buffers"
+    assert "Did you mean" in found[f"{key}.sft.capcity"] and "capacity" in found[f"{key}.sft.capcity"]
+    assert "is required" in found[f"{key}.dpo.path"]
+
+
+# ---------------------------------------------------------------- what is active
+
+
+def test_total_tasks() -> None:
+    assert plan("buffer.total_steps=null", "buffer.total_tasks=16").explorer.total_batches == 4
+    assert plan("buffer.total_steps=null", "buffer.total_tasks=17").total_steps == 5
+    assert plan("buffer.total_tasks=8").total_steps == 2
+    assert "5 steps of batch_size 4, but total_steps is 2" in messages("buffer.total_tasks=20")["buffer.total_tasks"]
+    capped = plan("buffer.total_steps=null", "buffer.total_tasks=16", "trainer.total_steps=9")
+    assert capped.total_steps == 4 and any("never reached" in w for w in capped.warnings)
+
+
+def test_lengths_and_sampling_of_the_engine_are_those_of_model() -> None:
+    p = plan(f"{ENGINE}.max_model_len=64", f"{ENGINE}.chat_template=T", f"{ENGINE}.enable_thinking=true")
+    assert p.engines[0].max_model_len == 64 and p.engines[0].chat_template == "T"
+    assert p.engines[0].chat_template_kwargs == {"enable_thinking": True}
+    assert ("model.max_model_len", 64) in {(d.key, d.value) for d in p.derived}
+    lengths = ("model.max_prompt_tokens=null", "model.max_response_tokens=null")
+    p = plan(*lengths, f"{ENGINE}.max_prompt_tokens=30", f"{ENGINE}.max_response_tokens=10")
+    assert (p.engines[0].max_model_len, p.explorer.tasksets[0].sampling.max_tokens) == (40, 10)
+    assert "write one of them" in messages(f"{ENGINE}.max_prompt_tokens=30")[f"{ENGINE}.max_prompt_tokens"]
+    assert plan(f"{ENGINE}.max_prompt_tokens=40").engines == plan().engines
+    for key, value in (("repetition_penalty", 1.1), ("min_response_tokens", 2)):  # what training refuses is refused here too
+        assert f"model.{key}" in messages(f"{ENGINE}.{key}={value}")
+    held_out = "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]"
+    greedy = plan(held_out, f"{ENGINE}.ignore_eos=true")
+    assert all(t.sampling.ignore_eos for t in (*greedy.explorer.tasksets, *greedy.explorer.eval_tasksets))
+
+
+def test_engine_names() -> None:
+    assert [e.name for e in plan(f"{ENGINE}.engine_num=2").engines] == ["engine-0", "engine-1"]
+    assert plan(f"{ENGINE}.name=policy").engines[0].name == "policy-0"
+
+
+def test_vllm_takes_its_arguments(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from rft.engine.vllm import engine_args
+
+    model = f"model.model_path={tiny.make(tmp_path / 'model')}"
+    usual = engine_args(plan(model).engines[0])
+    assert usual.disable_log_stats and not usual.enable_log_requests and usual.enable_chunked_prefill is None
+    other = plan(
+        model, f"{ENGINE}.disable_log_stats=false", f"{ENGINE}.enable_log_requests=true", f"{ENGINE}.enable_chunked_prefill=false"
+    )
+    args = engine_args(other.engines[0])
+    assert not args.disable_log_stats and args.enable_log_requests and args.enable_chunked_prefill is False
+    assert "max_num_batched_tokens" in str(
+        messages(f"{ENGINE}.enable_chunked_prefill=false", f"{ENGINE}.max_num_batched_tokens=32")
+    )
+
+
+def test_vllms_log_is_read_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert cpu_environment(plan().engines[0])["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert cpu_environment(plan(f"{ENGINE}.disable_log_stats=false").engines[0])["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+def test_vllms_arguments_have_no_effect_on_transformers() -> None:
+    p = plan(f"{ENGINE}.engine_type=hf", f"{ENGINE}.enable_chunked_prefill=false", f"{ENGINE}.enable_log_requests=true")
+    assert sum("it is for engine_type vllm" in w for w in p.warnings) == 2
+
+
+@pytest.mark.parametrize("key", sorted(_NO_EFFECT))
+def test_what_has_no_effect_is_said(key: str) -> None:
+    values = {k: v for k, v, _, _ in KEYS}
+    noted = [n for n in plan(f"{key}={values[key]}").notes if n.startswith(f"{key} ")]
+    assert len(noted) == 1 and "has no effect" in noted[0]
+    assert not [n for n in plan().notes if "has no effect" in n]
+
+
+def test_variables_reach_the_explorer() -> None:
+    assert plan("explorer.env_vars={SANDBOX: here}").explorer.env_vars == {"SANDBOX": "here"}
+
+
+def test_intervals_of_both_sides() -> None:
+    both = plan("synchronizer.explorer_sync_interval=4", "synchronizer.trainer_sync_interval=4", "explorer.eval_interval=10")
+    assert both.sync.interval == 4 and ("synchronizer.sync_interval", 4) in {(d.key, d.value) for d in both.derived}
+    found = messages("synchronizer.explorer_sync_interval=2")
+    assert "the explorer has 2 and the trainer 1" in found["synchronizer.explorer_sync_interval"]
+    free = plan("synchronizer.sync_style=trainer_driven", "synchronizer.explorer_sync_interval=2")
+    assert free.sync.interval == 1 and [n.key for n in free.not_active] == ["synchronizer.sync_style"]
+
+
+def test_transport_and_style_that_come_later_leave_a_plan() -> None:
+    assert plan("synchronizer.sync_method=nccl").sync.method == "memory"
+    declared = ("cluster.node_num=2", "cluster.gpu_per_node=2", "trainer.world_size=2", "synchronizer.sync_method=nccl")
+    assert plan(*declared).sync.method == "checkpoint"
+    assert plan("synchronizer.sync_style=fully_async").sync.style == "fixed"
+    assert plan(f"{ENGINE}.engine_type=external").engines[0].engine_type == "vllm"
+
+
+def test_over_rollout_needs_another_style() -> None:
+    assert "sync_style fixed waits" in messages("explorer.over_rollout.ratio=0.2")["explorer.over_rollout.ratio"]
+    used = waiting("explorer.over_rollout.ratio=0.2", "synchronizer.sync_style=dynamic_by_explorer")
+    assert used == {"explorer.over_rollout.ratio": False, "synchronizer.sync_style": False}
+    assert messages("explorer.over_rollout.ratio=1")
+
+
+def test_evaluation_goes_with_every_style() -> None:
+    p = plan("synchronizer.sync_style=fully_async", "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]")
+    assert p.explorer.eval_interval == 100
+
+
+def test_no_tasks_are_needed_to_serve_or_to_train_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = "buffer.explorer_input.taskset=null"
+    for mode in ("train", "bench", "serve"):
+        assert plan(nothing, f"mode={mode}").explorer.tasksets == ()
+    for mode in ("both", "explore", "colocate"):
+        assert "buffer.explorer_input.tasksets" in messages(nothing, f"mode={mode}")
+    model = tiny.make(tmp_path / "model")
+    for as_json in (False, True):
+        command.check([f"model.model_path={model}", nothing, "mode=bench"], FILE, as_json=as_json)
+        out = capsys.readouterr().out
+    assert [n["key"] for n in json.loads(out)["not_active"]] == ["mode"]
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def test_all_engines_are_counted() -> None:
+    eight = ("cluster.node_num=1", "cluster.gpu_per_node=8")
+    assert plan(*eight, f"{ENGINE}.engine_num=2").cluster.trainer_gpus == 6
+    judges = "explorer.auxiliary_models=[{model_path: J, engine_num: 2}, {model_path: K, tensor_parallel_size: 2}]"
+    p = plan(*eight, f"{ENGINE}.engine_num=2", judges)
+    assert (p.cluster.auxiliary_gpus, p.cluster.trainer_gpus, p.learner.world_size) == (4, 2, 2)
+    copies = plan(*eight, f"{ENGINE}.data_parallel_size=2", f"{ENGINE}.pipeline_parallel_size=2")
+    assert (copies.cluster.gpus_per_engine, copies.cluster.trainer_gpus) == (4, 4)
+    found = messages(*eight, f"{ENGINE}.engine_num=4", judges)
+    assert "the engines take 8 of 8 GPUs (4 x tensor_parallel_size 1, 4 of them by auxiliary models)" in str(found)
+    large = messages(*eight, "explorer.auxiliary_models=[{model_path: J, tensor_parallel_size: 16}]")
+    assert "explorer.auxiliary_models[0].tensor_parallel_size" in large
+    assert "explorer.auxiliary_models[0].device" in messages("explorer.auxiliary_models=[{model_path: J, device: cuda}]")
+    on_cpu = plan(*eight, "explorer.auxiliary_models=[{model_path: J, device: cpu}]")
+    assert on_cpu.cluster.auxiliary_gpus == 0 and plan(judges).cluster.auxiliary_gpus == 0
+
+
+# ---------------------------------------------------------------- what is refused by name
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("explorer.rollout_model.engine_type=sglang", "is not offered; use vllm"),
+        ("explorer.rollout_model.engine_type=TensorRT", "is not offered; use vllm"),
+        ("explorer.rollout_model.engine_type=tinker", "is not offered; use vllm"),
+        ("explorer.auxiliary_models=[{model_path: J, engine_type: sglang}]", "is not offered; use vllm"),
+        ("explorer.auxiliary_models=[{model_path: J, device: npu}]", "NPU devices are not offered"),
+        ("explorer.rollout_model.device=npu", "NPU devices are not offered"),
+        ("explorer.rollout_model.enable_expert_parallel=true", "expert parallel is not offered"),
+        ("explorer.rollout_model.enable_multimodal=true", "multimodal inputs are not offered"),
+        ("explorer.rollout_model.weight_sync_buffer_size=1024", "belongs to SGLang"),
+        (f"{BUFFER}.format.image_key=image", "multimodal inputs are not offered"),
+        ("buffer.explorer_output={}", "not a key here"),
+        ("service={data_juicer: {auto_start: true}}", "the Data-Juicer service is not offered"),
+        ("checkpoint_job_dir=x", "checkpoint_root_dir"),
+    ],
+)
+def test_refused_by_name(override: str, text: str) -> None:
+    assert any(text in m for m in messages(override).values())
+
+
+# ---------------------------------------------------------------- veRL's table
+
+
+def test_every_target_in_these_sections_is_a_key() -> None:
+    keys = {re.sub(r"\[\]", "", k) for k in all_keys()}
+    ours = ("buffer.", "data_processor.", "explorer.", "synchronizer.", "resume_from_path", "continue_from_checkpoint")
+    seen = 0
+    with KEYS_OF_VERL.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            for target in filter(None, (t.strip() for t in row["targets"].split(";"))):
+                if not target.startswith(ours) or row["kind"] == "n/a":
+                    continue
+                seen += 1
+                name = re.sub(r"\[\w+\]", "", target)
+                free = re.sub(r"\.(\w*_args|args)\..*$", r".\1", name)  # below *_args stand a plugin's own names
+                assert name in keys or free in keys, f"{row['name']}: {target}"
+    assert seen > 50
