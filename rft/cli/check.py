@@ -20,12 +20,17 @@ def check(
     plugin_dir: Annotated[list[str] | None, typer.Option(help="folder with your plugins; repeatable", show_default=False)] = None,
     schema_only: Annotated[bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False)] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", hidden=True, help="changes nothing: a check never starts anything")
+    ] = False,
 ) -> None:
     """Say what a configuration will do, and everything that is wrong with it; nothing is started."""
     from rft import logs
     from rft.config.check import Report
     from rft.config.check import check as run_check
     from rft.config.load import stage_names
+    from rft.config.plan import Facts
     from rft.errors import ConfigError, ConfigErrors
 
     logs.learn_environment()
@@ -33,13 +38,14 @@ def check(
         stages = stage_names(config, overrides or ()) or ("",)
     except ConfigError as e:
         stages, wrong = (), Report(errors=tuple(e.errors) if isinstance(e, ConfigErrors) else (e,), schema_only=schema_only)
+    facts = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30)))
     found = {
-        stage: run_check(config, overrides or (), plugin_dirs=plugin_dir or (), schema_only=schema_only, stage=stage)
+        stage: run_check(config, overrides or (), plugin_dirs=plugin_dir or (), schema_only=schema_only, facts=facts, stage=stage)
         for stage in stages
     } or {"": wrong}
     seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
     if as_json:
-        print(json.dumps(_json(found, {stage: error for stage, (_, error) in seats.items()}), indent=2, default=str))
+        print(json.dumps(_json(found, seats), indent=2, default=str))
     else:
         for stage, report in found.items():
             if stage:
@@ -49,12 +55,13 @@ def check(
         raise typer.Exit(2)
 
 
-def _json(found: dict[str, Report], seat_errors: dict[str, str]) -> dict[str, Any]:
+def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]) -> dict[str, Any]:
     """One report, or those of all stages below "stages" with what is wrong in any of them on top."""
     whole = []
     for stage, report in found.items():
-        one = report.to_json()
-        if error := seat_errors[stage]:
+        places, error = seats[stage]
+        one = {**report.to_json(), "placement": [{"role": role, "place": place} for role, place in places]}
+        if error:
             one["ok"] = False
             one["errors"].append({"key": "cluster", "given": None, "message": error})
         whole.append({"stage_name": stage, **one} if stage else one)
@@ -75,7 +82,10 @@ def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
         seats = placement(plan.engines, plan.learner, [plan.cluster.gpu_per_node] * plan.cluster.node_num)
     except SetupError as e:
         return [], str(e)
-    return [(f"{s.role} {s.index}", f"node {s.node}, {s.gpus} GPU(s)" if s.gpus else f"node {s.node}, CPU") for s in seats], ""
+    rows = [(f"{s.role} {s.index}", f"node {s.node}, {s.gpus} GPU(s)" if s.gpus else f"node {s.node}, CPU") for s in seats]
+    if plan.cluster.auxiliary_gpus:
+        rows.append(("auxiliary models", f"{plan.cluster.auxiliary_gpus} GPU(s) beside these"))
+    return rows, ""
 
 
 def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path) -> None:
@@ -124,6 +134,8 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
     )
     rows = [("run folder", str(plan.run_dir)), *[(k, v) for k, v in _summary(report, plan)], *seats]
     _table(out, "what will happen", ("", ""), rows)
+    if report.memory:
+        _table(out, "memory at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report))
     for t in report.tasksets:
         for row in t.rows:
             gold = f", gold answer {row.truth!r}" + (f" scores {row.gold_reward:g}" if row.gold_reward is not None else "")
@@ -134,20 +146,35 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
             out.print(f"  {_plain(row.prompt if len(row.prompt) < 800 else row.prompt[:797] + '...')!s}", style="cyan")
 
 
-def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
-    from rft.config.explain import timeline
+def _memory(report: Report) -> list[tuple[str, str, str]]:
+    """A row for each kind of role; roles that are alike stand together."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for r in report.memory:
+        terms = ", ".join(f"{t.name} {t.nbytes / (1 << 20):,.0f} MiB" for t in r.terms)
+        rows.setdefault((f"{r.nbytes / (1 << 30):.2f} GiB" + (" of a GPU" if r.device == "cuda" else ""), terms), []).append(
+            r.role
+        )
+    return [
+        (roles[0] if len(roles) == 1 else f"{roles[0]} ... {roles[-1]}, each", size, terms)
+        for (size, terms), roles in rows.items()
+    ]
 
-    steps = plan.total_steps
-    runs = plan.runs_per_step
+
+def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
+    from rft.config.check import step
+
+    s = step(plan, report.tasksets)
     engine = plan.engines[0]
-    prompts = [t.mean_prompt_tokens for t in report.tasksets if not t.is_eval and t.mean_prompt_tokens is not None]
-    most = max((t.sampling.max_tokens for t in plan.explorer.tasksets), default=0)
-    tokens = f"at most {runs * most:,} generated" + (f", about {runs * prompts[0]:,.0f} of prompts" if prompts else "")
+    tokens = f"at most {s['max_generated_tokens']:,} generated" + (
+        f", about {s['prompt_tokens']:,} of prompts" if s["prompt_tokens"] is not None else ""
+    )
+    steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the tasksets are opened"
+    epochs = f", {s['epochs']:g} epochs in {s['explore_steps']} explore steps" if s["epochs"] is not None else ""
     model = report.model
     found = [
-        ("steps", f"{steps if steps is not None else 'known once the tasksets are opened'}"),
-        ("each step", f"{plan.explorer.batch_size} tasks, {runs} experiences, {tokens} tokens"),
-        ("weights", timeline(plan)),
+        ("steps", steps + epochs),
+        ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens} tokens"),
+        ("weights", s["sync"]),
         ("staleness", f"at most {plan.staleness_bound} train steps" + (" (on-policy)" if plan.staleness_bound == 0 else "")),
         ("engines", f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, {engine.max_model_len} tokens"),
         ("trainer", f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr {plan.learner.optim.lr:g}"),

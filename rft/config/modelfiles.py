@@ -81,6 +81,12 @@ def look(path: str) -> ModelFiles:
     return ModelFiles(folder=folder, config=config, tensors=tensors, tokenizer_config=tokenizer_config, warnings=tuple(warnings))
 
 
+def sizes(path: str) -> tuple[dict[str, Any], None] | None:
+    """config.json of a folder whose weights need not be here; None where there is none."""
+    file = Path(path) / "config.json"
+    return (found, None) if file.is_file() and (found := _json(file, lambda message: None, required=False)) else None
+
+
 def _json(path: Path, wrong: Any, *, required: bool) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -114,9 +114,8 @@ def _memory() -> int | None:
     if not (info := Path("/proc/meminfo")).is_file():
         return None
     limits = [int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemTotal:")]
-    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if file.is_file() and (text := file.read_text().strip()).isdecimal():
-            limits.append(int(text))
+    files = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    limits += [int(text) for f in files if f.is_file() and (text := f.read_text().strip()).isdecimal()]
     return min(limits, default=None)
 
 
