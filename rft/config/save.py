@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from rft.config.messages import field_at
 from rft.config.resolve import shown
@@ -88,12 +89,20 @@ def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
 def _compare(old: Any, new: Any, loc: Loc) -> Iterator[Change]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
-            yield from _compare(old.get(name), new.get(name), (*loc, name))
+            before = old[name] if name in old else _default((*loc, name))  # a key that came after the run began
+            yield from _compare(before, new.get(name), (*loc, name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (a, b) in enumerate(zip(old, new, strict=True)):
             yield from _compare(a, b, (*loc, i))
     elif old != new:
         yield Change(dotted(loc), old, new, "safe" if _safe(loc) else "refuse")
+
+
+def _default(loc: Loc) -> Any:
+    field = field_at(loc)
+    if field is None or field.is_required():
+        return None
+    return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def _safe(loc: Loc) -> bool:

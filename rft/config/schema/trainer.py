@@ -59,12 +59,17 @@ class CheckpointConfig(Section):
         ("model", "optimizer", "extra"),
         "What is saved; extra: step and seeds, hf_model: a Hugging Face folder.",
         on_resume="safe",
+        min_length=1,
         later=Later(
             "all of model, optimizer and extra is saved; save_hf_checkpoint says when a Hugging Face folder is", harmless=True
         ),
     )
     load_contents: tuple[Content, ...] | None = key(
-        None, "What is loaded on resume.  Null: what was saved.", on_resume="safe", later=Later("everything is loaded")
+        None,
+        "What is loaded on resume.  Null: what was saved.",
+        on_resume="safe",
+        min_length=1,
+        later=Later("everything is loaded"),
     )
 
 

@@ -117,6 +117,17 @@ def test_evaluation_tasksets_may_change_on_resume(tmp_path: Path) -> None:
     assert [c.kind for c in refuse_changes(more, tmp_path)] == ["safe"]
 
 
+def test_a_run_goes_on_under_a_version_that_knows_more_keys(tmp_path: Path) -> None:
+    save(load(GOOD / "full.yaml"), tmp_path)
+    file = tmp_path / "config.json"
+    record = json.loads(file.read_text())
+    del record["tree"]["trainer"]["critic"], record["tree"]["algorithm"]["optimizer"]["num_cycles"]
+    file.write_text(json.dumps(record))
+    assert changes(load(GOOD / "full.yaml"), tmp_path) == []
+    other = load(GOOD / "full.yaml", ["algorithm.optimizer.num_cycles=2"])
+    assert [(c.key, c.old) for c in changes(other, tmp_path)] == [("algorithm.optimizer.num_cycles", 0.5)]
+
+
 def test_damaged_record(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="is damaged"):

@@ -187,6 +187,22 @@ async def test_samples_are_whole_files_without_secrets(tmp_path: Path, monkeypat
     assert "hunter" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+async def test_first_samples_are_shown_and_all_are_dumped(tmp_path: Path) -> None:
+    m = Monitor(MonitorSettings(folder=tmp_path / "run", num_samples=2, dump_dir=tmp_path / "dumps"))
+    await m.samples("eval/sums", 7, [{"task": i} for i in range(5)])
+    await m.close()
+
+    def tasks(path: Path) -> list[int]:
+        return [json.loads(line)["task"] for line in path.read_text().splitlines()]
+
+    assert tasks(tmp_path / "run" / "samples" / "eval_sums_7.jsonl") == [0, 1]
+    assert tasks(tmp_path / "dumps" / "eval_sums_7.jsonl") == [0, 1, 2, 3, 4]
+    none = Monitor(MonitorSettings(folder=tmp_path / "none", num_samples=0))
+    await none.samples("eval/sums", 7, [{"task": 0}])
+    await none.close()
+    assert not (tmp_path / "none" / "samples").exists()
+
+
 # ---------------------------------------------------------------- failing trackers
 
 

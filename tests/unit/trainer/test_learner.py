@@ -79,6 +79,16 @@ def test_log_probs_are_those_of_the_plain_model(settings: Settings, rows: list[T
         assert np.abs(found - expected.numpy()).max() < 2e-5
 
 
+def test_loss_scale_factor_divides_instead_of_the_longest_response(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
+    summed = AlgorithmSettings(loss_agg_mode="seq-mean-token-sum-norm")
+    by_length, by_factor = settings(algorithm=summed), settings(algorithm=summed, loss_scale_factor=48)
+    _, expected = gradient(Learner(by_length), make_batch(rows, by_length))
+    _, found = gradient(Learner(by_factor), make_batch(rows, by_factor))
+    assert apart({n: g * 12 / 48 for n, g in expected.items()}, found) < 1e-6, "max_response_tokens is 12"
+
+
 def test_gradient_checkpointing_changes_nothing(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
     batch = make_batch(rows, settings())
     _, expected = gradient(Learner(settings()), batch)

@@ -15,3 +15,14 @@ def test_warm_up_begins_above_zero_and_constant_follows() -> None:
 def test_cosine(t: int, rate: float) -> None:
     optim = OptimSettings(lr=1.0, lr_warmup_steps_ratio=10 / 110, min_lr_ratio=0.1, lr_scheduler_type="cosine")
     assert learning_rate(optim, t + 1, 110) == pytest.approx(rate, abs=1e-6)
+
+
+def test_cosine_of_several_periods_returns_to_the_peak() -> None:
+    optim = OptimSettings(lr=1.0, min_lr_ratio=0.1, num_cycles=2.0, lr_scheduler_type="cosine")
+    assert [learning_rate(optim, t + 1, 100) for t in (0, 25, 50, 75, 100)] == pytest.approx([1, 0.1, 1, 0.1, 1])
+
+
+def test_wsd_keeps_the_peak_for_nine_tenths_and_then_falls_to_the_floor() -> None:
+    optim = OptimSettings(lr=1.0, lr_warmup_steps=10, min_lr_ratio=0.1, lr_scheduler_type="wsd")
+    rates = [learning_rate(optim, t + 1, 110) for t in (4, 10, 60, 100, 105, 110, 200)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 0.55, 0.1, 0.1])
