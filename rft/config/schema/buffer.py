@@ -64,7 +64,13 @@ class RolloutArgs(Section):
     stop: tuple[str, ...] = key((), "Texts that end a response.")
     seed: int | None = key(None, "Seed of every request.  Null: derived from the run's place.")
     n: int | None = key(None, "Runs of each task; same as the taskset's repeat_times.", unit="runs", ge=1)
-    logprobs: int | None = key(None, "Accepted for compatibility; the log-prob of every generated token is always kept.", ge=0)
+    logprobs: int | None = key(
+        None,
+        "How many likely tokens besides the generated one have their log-prob kept.  Null: model.logprobs.",
+        unit="tokens",
+        ge=0,
+        later=Later("the log-prob of every generated token is always kept, and no other", harmless=True),
+    )
 
 
 class DataSelectorConfig(Section):

@@ -175,7 +175,7 @@ class DynamicTimeoutConfig(Section):
 class ExplorerConfig(Section):
     """The exploring loop."""
 
-    name: Name = key("explorer", "Name in logs.", on_resume="safe")
+    name: Name = key("explorer", "Name in logs.", on_resume="safe", later=Later("logs call it explorer", harmless=True))
     rollout_model: InferenceModelConfig = section(InferenceModelConfig, "The engines of the policy.")
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = key(
         (),

@@ -62,7 +62,12 @@ class ModelConfig(Section):
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1 = off.  Training needs -1.", ge=-1)
     repetition_penalty: float = key(1.0, "Penalty on tokens already seen; 1 = off.  Training needs 1.", gt=0)
     logprobs: int = key(
-        0, "Accepted for compatibility; the log-prob of every generated token is always kept.", on_resume="safe", ge=0
+        0,
+        "How many likely tokens besides the generated one have their log-prob kept.",
+        unit="tokens",
+        on_resume="safe",
+        ge=0,
+        later=Later("the log-prob of every generated token is always kept, and no other", harmless=True),
     )
     max_model_len: int | None = key(None, "Prompt and response together.  Null: the sum of the two below.", unit="tokens", ge=2)
     max_prompt_tokens: int | None = key(

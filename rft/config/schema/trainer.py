@@ -85,7 +85,9 @@ class ProfilerConfig(Section):
 class TrainerConfig(Section):
     """The training loop.  Null values are chosen for the device."""
 
-    name: Name = key("trainer", "Name in logs.", on_resume="safe")
+    name: Name = key(
+        "trainer", "Name in logs.", on_resume="safe", later=Later("logs call it trainer and its rank", harmless=True)
+    )
     trainer_type: Annotated[Literal["fsdp2"], renamed(verl="fsdp2")] = key("fsdp2", "Which trainer; verl means this one.")
     trainer_strategy: Annotated[Literal["fsdp2", "fsdp"], IgnoreCase] = key(
         "fsdp2", "How the model is spread over ranks; fsdp is taken as fsdp2, with a warning."

@@ -1,0 +1,264 @@
+"""Every key of the schema: a bad value is refused with the key's path, and another valid value makes another Plan.
+
+Values are made from the field's type and bounds, so a new key is tested by being there.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args, get_origin
+
+import pytest
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rft.config.load import from_dict
+from rft.config.messages import literals, models
+from rft.config.plan import Facts, Plan
+from rft.config.resolve import resolve
+from rft.config.schema.root import RunConfig
+from rft.errors import ConfigError, ConfigErrors
+
+IN = "buffer.explorer_input"
+TASKSET = {"name": "given", "path": "rft.testing.tiny:copy_tasks"}
+BASE: dict[str, Any] = {
+    "checkpoint_root_dir": "/runs",
+    "model": {"model_path": "m", "max_prompt_tokens": 64, "max_response_tokens": 32},
+    "algorithm": {"repeat_times": 4},
+    "buffer": {
+        "batch_size": 6,
+        "total_steps": 30,
+        "explorer_input": {
+            "default_workflow_type": "simple_workflow",
+            "default_reward_fn_type": "exact_answer",
+            "tasksets": [TASKSET],
+            "eval_tasksets": [{"name": "given_eval", "path": "rft.testing.tiny:copy_tasks"}],
+        },
+    },
+}
+FACTS = Facts(cpus=4, gpus=0, exists=lambda path: False, read_text=lambda path: f"template of {path}")
+ITEMS: dict[str, dict[str, Any]] = {  # what an entry of a list needs at least
+    f"{IN}.tasksets": TASKSET,
+    "data_processor.task_pipeline.output": {"path": "rows.jsonl"},
+    f"{IN}.eval_tasksets": {"name": "given_eval", "path": "rft.testing.tiny:copy_tasks"},
+    "explorer.auxiliary_models": {"model_path": "judge"},
+    "data_processor.experience_pipeline.operators": {"name": "one"},
+    "data_processor.task_pipeline.operators": {"name": "one"},
+    "buffer.trainer_input.auxiliary_buffers.mine": {"path": "rows.jsonl"},
+}
+GPUS = {"cluster.gpu_per_node": 4}
+SIDES = ("synchronizer.explorer_sync_interval", "synchronizer.trainer_sync_interval")
+OFF_POLICY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
+    "trainer.use_dynamic_bsz": {"trainer.micro_batch_size_per_gpu": 1},
+    "explorer.rollout_model.max_prompt_tokens": {"model.max_prompt_tokens": None, "model.max_model_len": 96},
+    "explorer.rollout_model.max_response_tokens": {"model.max_response_tokens": None, "model.max_model_len": 96},
+    "cluster.node_num": {"synchronizer.sync_method": "checkpoint"},
+    "explorer.over_rollout.ratio": {"synchronizer.sync_style": "explorer_driven"},
+    "algorithm.sample_strategy_args": {"algorithm.sample_strategy": "mix"},
+    "algorithm.kl_loss_fn_args": {"algorithm.kl_loss_fn": "k2"},
+    "algorithm.kl_penalty_fn_args": {"algorithm.kl_penalty_fn": "k2"},
+    # what holds for all tasksets is switched off for training, where other values are refused; evaluation inherits it
+    "model.top_p": {f"{IN}.tasksets[0].rollout_args.top_p": 1.0},
+    "model.top_k": {f"{IN}.tasksets[0].rollout_args.top_k": -1},
+    "model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
+    "model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
+    "explorer.rollout_model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
+    "explorer.rollout_model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
+    "buffer.total_tasks": {"buffer.total_steps": None},
+    "monitor.monitor_args": {"monitor.monitor_type": ["tensorboard"]},
+    "trainer.device": GPUS,
+    "trainer.param_dtype": GPUS,
+    "explorer.rollout_model.device": GPUS,
+    "explorer.rollout_model.enforce_eager": GPUS,
+}
+VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
+    "algorithm.algorithm_type": "dr_grpo",
+    "algorithm.advantage_fn_args": {"norm_by_std": False},
+    "algorithm.policy_loss_fn_args": {"clip_range": 0.3},
+    "algorithm.advantage_fn": "rloo",
+    "algorithm.policy_loss_fn": "gspo",
+    "algorithm.kl_loss_fn": "k1",
+    "algorithm.kl_loss_fn_args": {"kl_coef": 0.5},
+    "algorithm.kl_penalty_fn_args": {"kl_coef": 0.5},
+    "algorithm.sample_strategy": "mix",
+    "algorithm.sample_strategy_args": {"expert_data_ratio": 0.25},
+    "algorithm.entropy_loss_fn": "none",
+    "algorithm.entropy_loss_fn_args": {"entropy_coef": 0.1},
+    "explorer.env_vars": {"OTHER": "1"},
+    "data_processor.experience_pipeline.inputs": {"other": "rows.jsonl"},
+}
+SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and why
+    **{
+        f"{IN}.{taskset}.rollout_args.{name}": "would bend the distribution that training needs; evaluation tasksets take it"
+        for taskset in ("taskset", "tasksets[0]")
+        for name in OFF_POLICY
+    },
+    "trainer.trainer_type": "has one value",
+    **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),
+}
+
+
+def fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key with its field; entries of lists as [0], of mappings of one's own as .mine."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        for inner, mark in models(field.annotation):
+            yield from fields(inner, prefix + name + {"": "", "[]": "[0]", ".*": ".mine"}[mark] + ".")
+
+
+FIELDS = dict(fields())
+
+
+def written(key: str, value: Any = ...) -> dict[str, Any]:
+    """The base with everything around `key`, and with `value` there."""
+    values = copy.deepcopy(BASE)
+    if key.startswith(f"{IN}.taskset") and not key.startswith(f"{IN}.tasksets"):
+        del values["buffer"]["explorer_input"]["tasksets"]
+        values["buffer"]["explorer_input"]["taskset"] = dict(TASKSET)
+    for beside, given in BESIDE.get(key, {}).items():
+        _put(values, beside, given)
+    _put(values, key, value)
+    return values
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    place: Any = values
+    parts = key.split(".")
+    for i, part in enumerate(parts[:-1]):
+        name, listed = part.removesuffix("[0]"), part.endswith("[0]")
+        path = re.sub(r"\[0\]", "", ".".join(parts[: i + 1]))
+        if listed:
+            place = place.setdefault(name, [dict(ITEMS.get(path, {}))])[0]
+        elif name == "mine":
+            place = place.setdefault(name, dict(ITEMS.get(path, {})))
+        else:
+            place = place.setdefault(name, dict(ITEMS.get(path, {})))
+    if value is not ...:
+        place[parts[-1]] = value
+
+
+def plan(values: dict[str, Any]) -> Plan:
+    """What the values come to, without the copy of the configuration that trackers get and the words about derived values.
+
+    Notes and warnings stay: a key that only exists for files of other tools says in one of them that it has no effect.
+    """
+    found = resolve(from_dict(copy.deepcopy(values)), FACTS)
+    return replace(found, monitor=replace(found.monitor, config={}), derived=())
+
+
+def kinds(annotation: Any) -> set[Any]:
+    """The plain types in an annotation."""
+    if get_args(annotation) and get_origin(annotation) not in (dict, tuple):
+        return {k for part in get_args(annotation) for k in kinds(part)}
+    return {get_origin(annotation) or annotation}
+
+
+def bounds(field: FieldInfo) -> list[Any]:
+    return [m for part in (field.metadata, *_inner(field.annotation)) for m in part]
+
+
+def _inner(annotation: Any) -> Iterator[Any]:
+    for part in get_args(annotation):
+        if hasattr(part, "metadata"):
+            yield part.metadata
+        elif hasattr(part, "__metadata__"):
+            yield [m for f in part.__metadata__ for m in (f.metadata if isinstance(f, FieldInfo) else [f])]
+        yield from _inner(part)
+
+
+def bad(field: FieldInfo) -> Any:
+    """A value that the field does not take: outside its bounds if it has any, of a wrong type otherwise."""
+    types = kinds(field.annotation)
+    for m in bounds(field):
+        if isinstance(m, Gt | Ge) and not isinstance(getattr(m, "gt", getattr(m, "ge", None)), str):
+            return (m.gt if isinstance(m, Gt) else m.ge - 1) if types & {int, float} else {"bad": 1}
+        if isinstance(m, Lt | Le):
+            return m.lt if isinstance(m, Lt) else m.le + 1
+    if set(literals(field.annotation)) - {""}:
+        return "no-such-name"
+    if dict in types or tuple in types or any(isinstance(t, type) and issubclass(t, BaseModel) for t in types):
+        return 3
+    return {"bad": 1}
+
+
+def others(field: FieldInfo) -> Iterator[Any]:
+    """Valid values that are not the default, as far as the type tells."""
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    types = kinds(field.annotation)
+    if names := [n for n in literals(field.annotation) if n not in (default, "")]:
+        yield from names
+        yield from ([n] for n in names)
+    elif bool in types:
+        yield from (v for v in (True, False) if v is not default)
+    elif types & {int, float}:
+        number = default if isinstance(default, int | float) else 1
+        yield from (number + 1, number * 2, number / 2, 0.5, 1, 2, 3, 1000, 1 << 20)
+    elif str in types:
+        yield from ("other", "other.jsonl")
+    elif tuple in types:
+        yield from (["other"], [1], [0.5, 0.5])
+    elif dict in types:
+        yield {"other": 1}
+
+
+def fits(field: FieldInfo, value: Any) -> bool:
+    """Whether a number is inside the bounds; the type itself says the rest."""
+    if isinstance(value, float) and float not in kinds(field.annotation):
+        return False
+    for m in bounds(field):
+        if isinstance(m, MinLen | MaxLen) or not isinstance(value, int | float):
+            continue
+        low, high = getattr(m, "ge", getattr(m, "gt", None)), getattr(m, "le", getattr(m, "lt", None))
+        if (low is not None and (value < low or (value == low and isinstance(m, Gt)))) or (
+            high is not None and (value > high or (value == high and isinstance(m, Lt)))
+        ):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_a_bad_value_is_refused_with_its_path(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(written(key, bad(FIELDS[key])))
+    found = caught.value.errors if isinstance(caught.value, ConfigErrors) else [caught.value]
+    assert any(e.key == key or e.key.startswith((f"{key}.", f"{key}[")) for e in found), [str(e) for e in found]
+
+
+@pytest.mark.parametrize("key", [k for k, f in FIELDS.items() if not list(models(f.annotation)) and k not in SAME_PLAN])
+def test_another_value_makes_another_plan(key: str) -> None:
+    before = plan(written(key))
+    refused = []
+    for value in [VALUES[key]] if key in VALUES else [v for v in others(FIELDS[key]) if fits(FIELDS[key], v)]:
+        try:
+            after = plan(written(key, value))
+        except ConfigError as e:
+            refused.append(f"{value!r}: {e}")
+            continue
+        if after != before:
+            return
+        refused.append(f"{value!r}: the same Plan")
+    pytest.fail(f"no value of {key} makes another Plan: nobody reads it, or VALUES needs one.\n" + "\n".join(refused))
+
+
+@pytest.mark.parametrize("key", [k for k in SAME_PLAN if k.endswith(OFF_POLICY)])
+def test_what_bends_the_distribution_is_refused_for_training(key: str) -> None:
+    with pytest.raises(ConfigError, match="gradient would be wrong"):
+        plan(written(key, {"top_k": 5, "min_tokens": 2, "repetition_penalty": 2.0}.get(key.rpartition(".")[2], 0.5)))
+
+
+def test_the_intervals_of_the_two_sides_go_together() -> None:
+    for key in SIDES:
+        with pytest.raises(ConfigError, match="both sides have the same interval"):
+            plan(written(key, 2))
+    both = written(SIDES[0], 2)
+    _put(both, SIDES[1], 2)
+    assert plan(both).sync.interval == 2
+
+
+def test_exceptions_are_keys() -> None:
+    assert {*VALUES, *SAME_PLAN, *BESIDE} <= set(FIELDS)
