@@ -31,14 +31,24 @@ def _convert() -> None:
 
 @app.command()
 def verl(
-    script: Annotated[Path, typer.Argument(help="launch script (.sh) or resolved veRL configuration (.yaml)", show_default=False)],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="the YAML file to write; default: print it", show_default=False)] = None,
-    report: Annotated[Path | None, typer.Option(help="write the whole account to this .md or .json file", show_default=False)] = None,
+    script: Annotated[
+        Path, typer.Argument(help="launch script (.sh) or resolved veRL configuration (.yaml)", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="the YAML file to write; default: print it", show_default=False)
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="write the whole account to this .md or .json file", show_default=False)
+    ] = None,
     profile: Annotated[
         ProfileName, typer.Option(help="exact: what veRL computes; guide: the values of the alignment guide")
     ] = ProfileName.exact,
-    engine_num: Annotated[int | None, typer.Option(help="rollout engines; default: a quarter of the GPUs", show_default=False)] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="key=value on the result; repeatable", show_default=False)] = None,
+    engine_num: Annotated[
+        int | None, typer.Option(help="rollout engines; default: a quarter of the GPUs", show_default=False)
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value on the result; repeatable", show_default=False)
+    ] = None,
     allow: Annotated[bool, typer.Option("--allow", help="write the YAML although arguments were refused")] = False,
 ) -> None:
     """Convert a veRL launch; nothing in it is executed."""
@@ -52,7 +62,12 @@ def verl(
         raise ConfigError(f"given {report.name}; must end with .md or .json", key="--report", given=str(report))
     done = convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
     if report is not None:
-        _write(report, json.dumps(reports.to_json(done), indent=2, ensure_ascii=False) if report.suffix == ".json" else reports.markdown(done))
+        _write(
+            report,
+            json.dumps(reports.to_json(done), indent=2, ensure_ascii=False)
+            if report.suffix == ".json"
+            else reports.markdown(done),
+        )
     stopped = bool(done.refused) and not allow
     text = yamlout.text(done.values, reports.head(done)) if done.values else ""
     if text and not stopped and out is not None:

@@ -133,6 +133,8 @@ def engines(
             f"is {e.max_num_batched_tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len {lengths[0]}",
             given=e.max_num_batched_tokens,
         )
+    elif not e.enable_chunked_prefill:
+        p.warn("explorer.rollout_model.enable_chunked_prefill: vLLM advises against false for models that generate text")
     if e.ignore_eos:
         p.warn("explorer.rollout_model.ignore_eos: every response is written up to max_tokens, in training and evaluation")
     if engine_type != "vllm" and e.tensor_parallel_size > 1:
@@ -238,6 +240,7 @@ def learner(
             lr=o.lr,
             lr_warmup_steps=o.lr_warmup_steps,
             lr_warmup_steps_ratio=o.lr_warmup_steps_ratio,
+            lr_warmup_from_zero=o.lr_warmup_from_zero,
             min_lr_ratio=o.min_lr_ratio,
             num_cycles=o.num_cycles,
             lr_scheduler_type=_schedule(o, "algorithm.optimizer", p),

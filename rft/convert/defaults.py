@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rft.convert import table
 from rft.convert.draft import Draft
-from rft.convert.rules import ENGINE, OPTIM
-from rft.convert.sizes import ACTOR, CRITIC_ESTIMATORS, ROLLOUT, has_critic, is_async, micro_batch
+from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ENGINE, OPTIM, ROLLOUT, estimator_name
+from rft.convert.sizes import has_critic, is_async, micro_batch
 
 Condition = Callable[[Draft], bool]
 
@@ -24,15 +25,15 @@ def _vanilla(d: Draft) -> bool:
 
 
 def _grpo(d: Draft) -> bool:
-    return d.text("algorithm.adv_estimator").startswith("grpo")
+    return estimator_name(d).startswith("grpo")
 
 
 def _gae(d: Draft) -> bool:
-    return d.text("algorithm.adv_estimator") in CRITIC_ESTIMATORS
+    return estimator_name(d) in CRITIC_ESTIMATORS
 
 
 def _discounted(d: Draft) -> bool:
-    return _gae(d) or d.text("algorithm.adv_estimator") == "reinforce_plus_plus"
+    return _gae(d) or estimator_name(d) == "reinforce_plus_plus"
 
 
 def _synchronous(d: Draft) -> bool:
@@ -41,6 +42,18 @@ def _synchronous(d: Draft) -> bool:
 
 def _dynamic(d: Draft) -> bool:
     return d.flag(f"{ACTOR}.use_dynamic_bsz")
+
+
+def _warms_up(d: Draft) -> bool:
+    return _warm_up_in(d, OPTIM)
+
+
+def _critic_warms_up(d: Draft) -> bool:
+    return has_critic(d) and _warm_up_in(d, "trainer.critic.optimizer")
+
+
+def _warm_up_in(d: Draft, section: str) -> bool:
+    return bool(d.read(f"{section}.lr_warmup_steps_ratio")) or (d.read(f"{section}.lr_warmup_steps") or 0) > 0
 
 
 # target, veRL's key (its default is written) or a value, condition
@@ -55,6 +68,7 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", _always),
     (f"{OPTIM}.lr", f"{ACTOR}.optim.lr", _always),
     (f"{OPTIM}.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda d: not d.has(f"{OPTIM}.lr_warmup_steps")),
+    (f"{OPTIM}.lr_warmup_from_zero", (True,), _warms_up),
     (f"{OPTIM}.min_lr_ratio", f"{ACTOR}.optim.min_lr_ratio", _always),
     (f"{OPTIM}.lr_scheduler_type", f"{ACTOR}.optim.warmup_style", _always),
     (f"{OPTIM}.weight_decay", f"{ACTOR}.optim.weight_decay", _always),
@@ -80,23 +94,25 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     ("model.critic_model_path", "critic.model.path", has_critic),
     ("trainer.critic.optimizer.lr", "critic.optim.lr", has_critic),
     ("trainer.critic.optimizer.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps_ratio", has_critic),
+    ("trainer.critic.optimizer.lr_warmup_from_zero", (True,), _critic_warms_up),
     ("trainer.critic.optimizer.min_lr_ratio", (0.0,), has_critic),
     ("trainer.critic.optimizer.weight_decay", "critic.optim.weight_decay", has_critic),
     ("trainer.critic.grad_clip", "critic.grad_clip", has_critic),
     ("trainer.critic.cliprange_value", "critic.cliprange_value", has_critic),
     ("trainer.critic.enable_gradient_checkpointing", "critic.model.enable_gradient_checkpointing", has_critic),
 )
+NEEDED = ("model.model_path", "model.max_prompt_tokens", "model.max_response_tokens", f"{ENGINE}.tensor_parallel_size")
+"""Without these a configuration does not say enough; the guide's profile writes them too."""
 
 
 def write(d: Draft) -> None:
     """Fills the exact profile; the guide's profile leaves what nobody states to our defaults."""
-    if not d.exact:
-        d.fill(f"{ENGINE}.tensor_parallel_size", d.whole(f"{ROLLOUT}.tensor_model_parallel_size"), "veRL's default, counted in the GPU split")
-        return
     for target, source, condition in DEFAULTS:
-        if condition(d):
-            value = source[0] if isinstance(source, tuple) else d.get(source)
+        if condition(d) and (d.exact or target in NEEDED):
+            value = source[0] if isinstance(source, tuple) else table.default(source)
             d.fill(target, value, "veRL's default" + ("" if isinstance(source, tuple) else f" of {source}"))
+    if not d.exact:
+        return
     if d.read("explorer.eval_interval") == 0 and d.evals:
         d.fill("explorer.eval_at_end", False, "trainer.test_freq is off: veRL evaluates no last step")
     _micro_batch(d)

@@ -6,6 +6,8 @@ exactly one outcome when `rows` is read.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,6 +67,7 @@ class Draft:
     why: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    settled: set[str] = field(default_factory=set)  # stated, and our default: not written, and not to be filled either
     interval: int = 1  # platform steps of one veRL iteration
     trains: int = 0  # training tasksets
     evals: int = 0
@@ -85,7 +88,7 @@ class Draft:
     # ------------------------------------------------------------ what the launch says
 
     def stated(self, key: str) -> bool:
-        return key in self.given and self.given[key].value is not None
+        return key in self.given and self.given[key].value is not None and self.given[key].prefix != "~"
 
     def get(self, key: str, default: Any = None) -> Any:
         """The stated value, else veRL's default, else `default`."""
@@ -136,7 +139,7 @@ class Draft:
     def fill(self, path: str, value: Any, why: str) -> None:
         """Write `value` where nothing is written yet."""
         for real in self.expand(path):
-            if not self.has(real):
+            if not self.has(real) and real not in self.settled:
                 self._set(real, value)
                 self.why[real] = why
 
@@ -168,16 +171,17 @@ class Draft:
             del self.why[key]
 
     def _set(self, path: str, value: Any) -> None:
-        steps, place = _steps(path), self.values
-        for step, following in zip(steps, steps[1:], strict=False):
+        steps = _steps(path)
+        place: Any = self.values
+        for step, following in itertools.pairwise(steps):
             empty: Any = [] if isinstance(following, int) else {}
             if isinstance(step, int):
                 while len(place) <= step:
-                    place.append({})  # type: ignore[attr-defined]
+                    place.append({})
                 place = place[step]
             else:
                 place = place.setdefault(step, empty)
-        place[steps[-1]] = value  # type: ignore[index]
+        place[steps[-1]] = value
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -231,9 +235,10 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def _why(why: dict[str, str], key: str) -> str:

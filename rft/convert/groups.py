@@ -11,10 +11,8 @@ import re
 from typing import Any
 
 from rft.convert.draft import EVAL, TRAIN, Draft
-from rft.convert.rules import ENGINE, KL, OPTIM, TRACKERS, estimator
+from rft.convert.names import ACTOR, ENGINE, KL, OPTIM, ROLLOUT, TRACKERS, estimator
 from rft.convert.sizes import (
-    ACTOR,
-    ROLLOUT,
     Gpus,
     choose_engines,
     fits,
@@ -55,12 +53,22 @@ def tasksets(d: Draft) -> None:
                 d.put(f"{one}.format.prompt_key", "prompt", "veRL's default of data.prompt_key")
                 d.put(f"{one}.format.response_key", "answer", "the guide's guess; check the data")
                 if sets is TRAIN and d.stated("data.shuffle"):
-                    d.put(f"{one}.data_selector.selector_type", "shuffle" if d.flag("data.shuffle") else "sequential", "data.shuffle")
+                    d.put(
+                        f"{one}.data_selector.selector_type",
+                        "shuffle" if d.flag("data.shuffle") else "sequential",
+                        "data.shuffle",
+                    )
                 if sets is TRAIN and i and not d.stated(f"{ROLLOUT}.temperature"):
                     d.put(f"{one}.rollout_args.temperature", 1.0, "as the guide does: for every set but the first")
-    d.put(f"{INPUT}.default_workflow_type", "simple_workflow", "one answer per prompt, as in veRL; multi-turn needs another workflow")
+    d.put(
+        f"{INPUT}.default_workflow_type",
+        "simple_workflow",
+        "one answer per prompt, as in veRL; multi-turn needs another workflow",
+    )
     if not d.exact:
-        d.note("format.response_key: answer is the guide's guess; veRL's own data keeps the truth below reward_model.ground_truth")
+        d.note(
+            "format.response_key: answer is the guide's guess; veRL's own data keeps the truth below reward_model.ground_truth"
+        )
 
 
 def _files(d: Draft, key: str) -> list[str]:
@@ -94,7 +102,11 @@ def evaluation(d: Draft) -> None:
     prefix = f"{ROLLOUT}.val_kwargs"
     args, sampled = f"{EVAL}[i].rollout_args", d.flag(f"{prefix}.do_sample")
     if d.exact and not sampled:
-        d.put(f"{args}.temperature", 0, f"{prefix}.do_sample is off" if d.stated(f"{prefix}.do_sample") else "veRL evaluates greedily")
+        d.put(
+            f"{args}.temperature",
+            0,
+            f"{prefix}.do_sample is off" if d.stated(f"{prefix}.do_sample") else "veRL evaluates greedily",
+        )
     else:
         for name in ("temperature", "top_p", "top_k"):
             if d.stated(f"{prefix}.{name}") or (d.exact and name == "temperature"):
@@ -118,7 +130,11 @@ def batch(d: Draft) -> None:
         size = d.whole("data.train_batch_size")
         d.put("synchronizer.sync_style", "fixed", "veRL's synchronous loop")
         d.put("synchronizer.sync_interval", d.interval, f"data.train_batch_size {size} / ppo_mini_batch_size {mini}")
-        d.put("synchronizer.sync_offset", 0 if d.exact else 1, "an iteration trains on its own weights" if d.exact else "the guide's")
+        d.put(
+            "synchronizer.sync_offset",
+            0 if d.exact else 1,
+            "an iteration trains on its own weights" if d.exact else "the guide's",
+        )
     d.put("synchronizer.sync_timeout", 1200, "s; the guide's")
 
 
@@ -267,7 +283,9 @@ def _tell_split(d: Draft, found: Gpus, engines: int) -> None:
     elif not fits(d, found):
         d.warn(
             f"the {found.local_mini_batch} rows that a rank has of a step are no whole number of micro-batches "
-            f"({micro_batch(d)} rows" + (f", critic {micro_batch(d, 'critic')}" if has_critic(d) else "") + "); change one of them"
+            f"({micro_batch(d)} rows"
+            + (f", critic {micro_batch(d, 'critic')}" if has_critic(d) else "")
+            + "); change one of them"
         )
 
 
@@ -280,7 +298,11 @@ def explain(d: Draft) -> None:
     if d.interval > 1 and not is_async(d):
         d.note(
             f"one veRL iteration is {d.interval} steps here; "
-            + ("frequencies, warm-up and total steps are multiplied by it" if d.exact else "the guide copies frequencies unchanged")
+            + (
+                "frequencies, warm-up and total steps are multiplied by it"
+                if d.exact
+                else "the guide copies frequencies unchanged"
+            )
         )
         d.note(
             f"learning rate: veRL steps its schedule once per iteration, we once per step, so the {d.interval} steps of a window have "
@@ -298,7 +320,9 @@ def explain(d: Draft) -> None:
             f"from the same weights (sync_offset {0 if d.exact else 1})"
         )
     if not d.exact:
-        d.note("sync_offset 1 is the guide's example: the first batch of a window comes from the weights before; 0 is veRL's loop")
+        d.note(
+            "sync_offset 1 is the guide's example: the first batch of a window comes from the weights before; 0 is veRL's loop"
+        )
         if d.stated(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
             d.note("the guide says that no actor_rollout_ref.rollout key has an effect, and its own example keeps one of them")
         if d.interval > 1 and (d.stated("trainer.save_freq") or d.stated("trainer.test_freq")):

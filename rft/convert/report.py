@@ -55,7 +55,9 @@ def head(c: Conversion) -> list[str]:
     ]
     if c.refused:
         lines += ["", "Refused, and therefore not in this file (--allow):"]
-        lines += [f"  line {r.argument.line}: {_one_line(f'{r.argument.key}={r.argument.text}')}: {r.outcome.reason}" for r in c.refused]
+        lines += [
+            f"  line {r.argument.line}: {_one_line(f'{r.argument.key}={r.argument.text}')}: {r.outcome.reason}" for r in c.refused
+        ]
     return lines
 
 
@@ -66,7 +68,12 @@ def markdown(c: Conversion) -> str:
     for kind in ORDER:
         rows = [r for r in c.rows if r.outcome.kind == kind]
         if rows:
-            lines += [f"## {LABELS[kind].capitalize()}", "", "| Line | Argument | Value | Here | Reason |", "|---|---|---|---|---|"]
+            lines += [
+                f"## {LABELS[kind].capitalize()}",
+                "",
+                "| Line | Argument | Value | Here | Reason |",
+                "|---|---|---|---|---|",
+            ]
             lines += [_table_row(r) for r in rows] + [""]
     if c.written:
         lines += ["## Written", "", "| Key | Value | From |", "|---|---|---|"]

@@ -43,7 +43,7 @@ def scaled(target: str, *, never: Any = None) -> Rule:
     def act(d: Draft, a: Argument) -> Outcome:
         count = d.whole(a.key)
         if count <= 0 and never is not None:
-            return write(d, a, (target,), never, f"{count} means never")
+            return write(d, a, (target,), never, f"{count}: never" if never == 0 else f"{count}: the ratio holds")
         if not d.exact:
             return write(d, a, (target,), count, "copied as the guide does; it counts iterations there and steps here")
         reason = f"{count} iterations x {d.interval} steps" if d.interval > 1 and count > 0 else ""
@@ -103,7 +103,9 @@ def write(d: Draft, a: Argument, targets: tuple[str, ...], value: Any, reason: s
     """Writes and tells whether that is our default anyway.  A resolved YAML states everything: what equals ours is left out."""
     real = expand(d, targets)
     equal = bool(targets) and all(same(value, our_default(t)) for t in targets)
-    if not (equal and d.terse):
+    if equal and d.terse:
+        d.settled.update(real)
+    else:
         for target in targets:
             d.put(target, value, a.key)
     return Outcome("equal" if equal else "mapped", reason, real)

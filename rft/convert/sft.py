@@ -8,10 +8,11 @@ from __future__ import annotations
 import posixpath
 from typing import TYPE_CHECKING, Any
 
+from rft.convert import actions as do
 from rft.convert import groups, table
 from rft.convert.draft import Draft, Outcome
+from rft.convert.names import NO_LORA, OPTIM
 from rft.convert.rule import Rule, always, derived, ignored, only_if, refused, to, via, write
-from rft.convert.rules import NO_LORA, OPTIM, _logger, _lora, _model_dtype, _path
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
@@ -131,8 +132,8 @@ RULES: dict[str, Rule] = {
     "data.use_shm": ignored("Parquet memory mapping does the same job"),
     "data.custom_cls.path": refused("write a function that returns the rows"),
     "data.custom_cls.name": refused("write a function that returns the rows"),
-    "model.partial_pretrain": _path("model.model_path"),
-    "model.fsdp_config.model_dtype": Rule(_model_dtype, ("trainer.param_dtype",), native=True),
+    "model.partial_pretrain": do.path("model.model_path"),
+    "model.fsdp_config.model_dtype": Rule(do.model_dtype, ("trainer.param_dtype",), native=True),
     "model.fsdp_config.wrap_policy.min_num_params": ignored("FSDP2 shards each decoder layer"),
     "model.fsdp_config.cpu_offload": Rule(_offload, ("trainer.offload_policy",)),
     "model.fsdp_config.offload_params": Rule(_offload, ("trainer.offload_policy",), native=True),
@@ -142,9 +143,9 @@ RULES: dict[str, Rule] = {
     "model.enable_gradient_checkpointing": to("trainer.enable_gradient_checkpointing"),
     "model.trust_remote_code": to("model.trust_remote_code"),
     "model.use_liger": to("trainer.use_liger"),
-    "model.lora_rank": only_if(_lora, NO_LORA, to("model.lora_configs[0].lora_rank")),
-    "model.lora_alpha": only_if(_lora, NO_LORA, to("model.lora_configs[0].lora_alpha")),
-    "model.target_modules": only_if(_lora, NO_LORA, to("model.lora_configs[0].target_modules")),
+    "model.lora_rank": only_if(do.lora, NO_LORA, to("model.lora_configs[0].lora_rank")),
+    "model.lora_alpha": only_if(do.lora, NO_LORA, to("model.lora_configs[0].lora_alpha")),
+    "model.target_modules": only_if(do.lora, NO_LORA, to("model.lora_configs[0].target_modules")),
     "optim.lr": to(f"{OPTIM}.lr"),
     "optim.betas": to(f"{OPTIM}.betas"),
     "optim.weight_decay": to(f"{OPTIM}.weight_decay"),
@@ -158,7 +159,7 @@ RULES: dict[str, Rule] = {
     "trainer.default_hdfs_dir": ignored("no HDFS: mount it and name it in checkpoint_root_dir"),
     "trainer.project_name": via("", "project"),
     "trainer.experiment_name": via("", "name"),
-    "trainer.logger": Rule(_logger, ("monitor.monitor_type",), native=True),
+    "trainer.logger": Rule(do.logger, ("monitor.monitor_type",), native=True),
     "trainer.total_epochs": to("buffer.total_epochs"),
     "trainer.total_training_steps": to("buffer.total_steps"),
     "trainer.save_freq": _every("trainer.save_interval"),

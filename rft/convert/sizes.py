@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rft.convert.draft import Draft
+from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ROLLOUT, estimator_name
 from rft.errors import ConfigError
-
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-CRITIC_ESTIMATORS = ("gae",)
 
 
 def is_async(d: Draft) -> bool:
@@ -24,7 +22,7 @@ def is_async(d: Draft) -> bool:
 def has_critic(d: Draft) -> bool:
     if d.stated("critic.enable"):
         return d.flag("critic.enable")
-    return d.text("algorithm.adv_estimator") in CRITIC_ESTIMATORS
+    return estimator_name(d) in CRITIC_ESTIMATORS
 
 
 def has_reference(d: Draft) -> bool:

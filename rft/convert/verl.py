@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rft.config import yamlfile
 from rft.config.load import assign, from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
@@ -56,7 +57,8 @@ def convert(
     if engine_num is not None and engine_num < 1:
         raise ConfigError(f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num)
     overridden = tuple(o.partition("=")[0].strip() for o in overrides)
-    d = Draft(_opened(launch), profile, engine_num, overridden)
+    opened = _opened(launch.arguments)
+    d = Draft(dataclasses.replace(launch, arguments=opened), profile, engine_num, overridden)
     gpus, command = None, ""
     family = _family(launch)
     if family == "main_eval":
@@ -68,7 +70,8 @@ def convert(
         for group in (groups.batch, groups.tasksets, groups.evaluation, groups.algorithm, groups.names, groups.reward):
             group(d)
         gpus, outcome = groups.gpus(d), _outcome
-    rows = tuple(_row(d, a, launch, outcome) for a in (*launch.options, *launch.arguments))
+    pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, opened, strict=False)]
+    rows = tuple(Row(a, _account(d, b, outcome)) for a, b in pairs)
     if family == "sft":
         sft.finish(d)
     elif family != "main_eval":
@@ -119,10 +122,26 @@ def _family(launch: Launch) -> str:
     )
 
 
-def _opened(launch: Launch) -> Launch:
-    """A group given as a mapping counts as its leaves, beside itself."""
-    inner = [leaf for a in launch.arguments for leaf in _inside(a)]
-    return dataclasses.replace(launch, arguments=(*launch.arguments, *inner)) if inner else launch
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^${}]*))?\}")
+
+
+def _opened(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
+    """References to other keys replaced by what those are; a group given as a mapping counts as its leaves, beside itself."""
+    given = {a.key: a.value for a in arguments}
+
+    def value(text: str, depth: int = 0) -> Any:
+        def found(match: re.Match[str]) -> Any:
+            key, other = match[1], match[2]
+            there = given.get(key, table.default(key, ASYNC))
+            there = value(there, depth + 1) if isinstance(there, str) and depth < 8 else there
+            return there if there is not None or other is None else yamlfile.scalar(other)
+
+        if whole := _REFERENCE.fullmatch(text.strip()):
+            return found(whole)
+        return _REFERENCE.sub(lambda m: str(found(m)), text)
+
+    plain = [dataclasses.replace(a, value=value(a.value)) if isinstance(a.value, str) else a for a in arguments]
+    return (*plain, *(leaf for a in plain for leaf in _inside(a)))
 
 
 def _inside(a: Argument) -> list[Argument]:
@@ -135,15 +154,18 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
-def _row(d: Draft, a: Argument, launch: Launch, outcome: Any) -> Row:
-    last = max((i for i, b in enumerate(launch.arguments) if b.key == a.key), default=-1)
-    if last >= 0 and launch.arguments[last] is not a:
-        return Row(a, Outcome("ignored", f"given again on line {launch.arguments[last].line}, which wins"))
+Judge = Callable[[Draft, "Argument"], Outcome]
+
+
+def _account(d: Draft, a: Argument, outcome: Judge) -> Outcome:
+    wins = d.given.get(a.key, a)
+    if wins is not a:
+        return Outcome("ignored", f"given again on line {wins.line}, which wins")
     if a.prefix == "~":
-        return Row(a, Outcome("ignored", "taken out of veRL's configuration; nothing is left to convert"))
+        return Outcome("ignored", "taken out of veRL's configuration; nothing is left to convert")
     if leaves := _inside(a):
-        return Row(a, _together([(b.key, outcome(d, b)) for b in leaves]))
-    return Row(a, outcome(d, a))
+        return _together([(b.key, outcome(d, b)) for b in leaves])
+    return outcome(d, a)
 
 
 def _together(parts: list[tuple[str, Outcome]]) -> Outcome:

@@ -17,14 +17,14 @@ def warmup_steps(optim: OptimSettings, total_steps: int) -> int:
 def learning_rate(optim: OptimSettings, step: int, total_steps: int) -> float:
     """Rate of train step `step` (from 1).  Skipped steps count, so the rate depends on nothing but the step.
 
-    With W warm-up steps and t = step - 1: lr (t + 1) / W for t < W; then
+    With W warm-up steps and t = step - 1: lr (t + 1) / W for t < W, with lr_warmup_from_zero lr t / W; then
     constant: lr;
     cosine: `num_cycles` periods of a cosine from lr to min_lr_ratio lr that end at `total_steps` (half a period: down to the floor);
     wsd: lr for STABLE of the steps after the warm-up, then that cosine over the rest.
     """
     t, warm = step - 1, warmup_steps(optim, total_steps)
     if t < warm:
-        return optim.lr * (t + 1) / warm
+        return optim.lr * (t if optim.lr_warmup_from_zero else t + 1) / warm
     if optim.lr_scheduler_type == "constant":
         return optim.lr
     begin = float(warm)

@@ -14,6 +14,7 @@ class OptimSettings:
     lr: float = 1e-6
     lr_warmup_steps: int = -1  # < 0: use the ratio
     lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_from_zero: bool = False
     min_lr_ratio: float = 0.01
     num_cycles: float = 0.5  # periods of the cosine
     lr_scheduler_type: Literal["constant", "cosine", "wsd"] = "constant"

@@ -217,6 +217,8 @@ PPO_EXACT = PPO_BOTH | {
     **{f"{E}[{i}].repeat_times": 1 for i in (0, 1)},
     "synchronizer.sync_offset": 0,
     # veRL's defaults that differ from ours
+    "algorithm.optimizer.lr_warmup_from_zero": True,
+    "trainer.critic.optimizer.lr_warmup_from_zero": True,
     "algorithm.optimizer.min_lr_ratio": 0.0,
     "algorithm.optimizer.weight_decay": 0.01,
     "algorithm.optimizer.betas": [0.9, 0.999],
@@ -306,7 +308,12 @@ GRPO_EXACT = GRPO_BOTH | {
     "model.temperature": 1.0,
 }
 ABSENT = {  # beginnings of keys
-    ("ppo", "guide"): ("trainer.use_dynamic_bsz", "trainer.max_token_len_per_gpu", f"{T}[0].rollout_args", f"{E}[0].rollout_args"),
+    ("ppo", "guide"): (
+        "trainer.use_dynamic_bsz",
+        "trainer.max_token_len_per_gpu",
+        f"{T}[0].rollout_args",
+        f"{E}[0].rollout_args",
+    ),
     ("ppo", "exact"): ("trainer.max_token_len_per_gpu", PASSED, "algorithm.kl_loss_fn_args", f"{T}[0].rollout_args"),
     ("grpo", "guide"): ("explorer.eval_on_startup", f"{T}[0].rollout_args", f"{E}[0].rollout_args", "trainer.critic"),
     ("grpo", "exact"): ("explorer.eval_on_startup", "trainer.critic", PASSED, "model.critic_model_path"),
@@ -351,7 +358,9 @@ def test_gpu_arithmetic_of_the_ppo_example() -> None:
 
 
 def test_gpu_arithmetic_of_the_grpo_example() -> None:
-    guide, exact, asked = (convert(launch(GRPO), profile=p, engine_num=n) for p, n in (("guide", None), ("exact", None), ("exact", 1)))  # type: ignore[arg-type]
+    guide, exact, asked = (
+        convert(launch(GRPO), profile=p, engine_num=n) for p, n in (("guide", None), ("exact", None), ("exact", 1))
+    )  # type: ignore[arg-type]
     assert guide.gpus is not None and guide.gpus.trainer == 6 and guide.gpus.local_mini_batch is None
     assert any("do not divide" in w for w in guide.warnings)
     assert exact.gpus is not None and exact.gpus.trainer == 4 and exact.gpus.local_mini_batch == 512
@@ -360,10 +369,23 @@ def test_gpu_arithmetic_of_the_grpo_example() -> None:
 
 def test_differences_are_told() -> None:
     notes = "\n".join(convert(launch(PPO)).notes)
-    for text in ("GPU split", "learning rate", "whitening", "old log-probs", "permutes a whole iteration", "incomplete last batch"):
+    for text in (
+        "GPU split",
+        "learning rate",
+        "whitening",
+        "old log-probs",
+        "permutes a whole iteration",
+        "incomplete last batch",
+    ):
         assert text in notes
     guide = "\n".join(convert(launch(PPO), profile="guide").notes)
-    for text in ("sync_offset 1", "copies", "answer is the guide's guess", "training temperature", "no actor_rollout_ref.rollout key"):
+    for text in (
+        "sync_offset 1",
+        "copies",
+        "answer is the guide's guess",
+        "training temperature",
+        "no actor_rollout_ref.rollout key",
+    ):
         assert text in guide
 
 
