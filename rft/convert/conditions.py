@@ -1,7 +1,7 @@
 """`[ … ]` and `[[ … ]]` decided from what the script itself says.
 
 Rule: a test of known values is decided; a variable that the script does not set counts as empty, which makes the answer *assumed*;
-files, folders, regular expressions and unknowable values leave it open (None).  Runs nothing and looks at no file.
+files, folders, unknowable values and all but simple regular expressions leave it open (None).  Runs nothing and looks at no file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from rft.convert.arithmetic import ArithmeticProblem
 from rft.convert.values import assumed_empty
 
 MAX_DEPTH = 40
+MAX_TEXT = 200
+_REGEX = re.compile(r"\^?(?:[\w/ .:-]|\[[\w-]+\])*(?:(?:[\w/ .:-]|\[[\w-]+\])[+*]?)?\$?")  # at most one repetition, at its end
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,15 @@ class _Reader:
         a, b = assumed_empty(left.text), assumed_empty(right.text)
         if left.text == right.text and op in ("=", "=="):
             return YES
-        if a is None or b is None or op in ("=~", "-nt", "-ot", "-ef"):
+        if a is None or b is None or op in ("-nt", "-ot", "-ef"):
             return OPEN
+        if op == "=~":
+            if not _REGEX.fullmatch(b[0]) or len(a[0]) > MAX_TEXT:
+                return OPEN
+            try:
+                return Answer(re.search(b[0], a[0]) is not None, a[1] or b[1])
+            except re.error:  # a range such as [z-a]
+                return OPEN
         assumed = a[1] or b[1]
         if op in ("=", "==", "!="):
             pattern = assumed_empty(right.pattern) if self.patterns else None

@@ -19,6 +19,7 @@ from rft.errors import ConfigError
 
 MAX_FIELDS = 5_000
 MAX_PATTERN_TEXT = 1_000
+MAX_GLOBBED = 100  # replacing by a pattern takes time with the third power
 _BRACE = re.compile(r"\{([^{}]*,[^{}]*|-?\d{1,6}\.\.-?\d{1,6})\}")
 _UNKNOWABLE = {"RANDOM", "SECONDS", "LINENO", "EPOCHSECONDS", "$", "!", "?", "-", "_"}
 
@@ -273,6 +274,7 @@ class Expander:
             if op in ("#", "##", "%", "%%"):
                 result = _trim(text, self.pattern(arg), op)
             elif op[0] == "/" and not marked(text):
+                self.marks.work(min(len(text), MAX_GLOBBED) ** 3 // 10, param.line)
                 result = _substitute(text, self.pattern(arg), self.string(param.second) if param.second else "", op)
             elif op[0] in "^," and not marked(text) and not arg.parts:
                 change = str.upper if op[0] == "^" else str.lower
@@ -447,14 +449,16 @@ def _whole(text: str, cut: int) -> bool:
     return sum(text.count(s, 0, cut) for s in "\ue000\ue002") == sum(text.count(s, 0, cut) for s in "\ue001\ue003")
 
 
-def _substitute(text: str, pattern: str, new: str, op: str) -> str:
-    """${x/p/new} and its forms //, /#, /%."""
+def _substitute(text: str, pattern: str, new: str, op: str) -> str | None:
+    """${x/p/new} and its forms //, /#, /%; None where that would take long."""
     matches = re.compile(fnmatch.translate(pattern)).match
     out, pos = "", 0
     if not pattern:
         return text
     if op in ("/", "//") and not re.search(r"[*?\[]", pattern):
         return text.replace(pattern, new, -1 if op == "//" else 1)
+    if len(text) > MAX_GLOBBED:
+        return None
     while pos <= len(text):
         ends = (end for end in range(len(text), pos, -1) if (not op.endswith("%") or end == len(text)) and matches(text[pos:end]))
         end = next(ends, None)

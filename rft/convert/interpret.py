@@ -10,15 +10,14 @@ is read instead.  Every such choice is in the notes with its line.
 from __future__ import annotations
 
 import fnmatch
-import os.path
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rft.convert import conditions, programs
-from rft.convert.arithmetic import ArithmeticProblem, evaluate
-from rft.convert.conditions import NO, OPEN, YES, Answer, Operand
+from rft.convert.builtin import BUILTINS, Exit, Leave, Return, Unknowable
+from rft.convert.conditions import OPEN, YES, Answer, Operand
 from rft.convert.expand import Expander, Scope
 from rft.convert.shell import parse
 from rft.convert.syntax import (
@@ -58,26 +57,6 @@ class Started:
     line: int
 
 
-class _Exit(Exception):
-    """`exit`."""
-
-
-class _Return(Exception):
-    """`return`."""
-
-
-class _Leave(Exception):
-    """`break` and `continue`: `levels` loops, `again` to go on with the next turn."""
-
-    def __init__(self, levels: int, again: bool) -> None:
-        super().__init__()
-        self.levels, self.again = levels, again
-
-
-class _Unknowable(Exception):
-    """A command whose output only running it could tell."""
-
-
 class Interpreter:
     """`started` and `notes` are the result of `script`."""
 
@@ -93,13 +72,13 @@ class Interpreter:
         self.notes: dict[tuple[int, str], None] = {}
         self.locals: list[dict[str, Text | Array | None]] = []
         self.output: list[str] | None = None
-        self.folder = env("PWD")
+        self.folder: str = env("PWD")
         self.steps = self.nesting = 0
 
     def script(self, commands: Sequence[Command]) -> None:
         try:
             self.all(commands)
-        except (_Exit, _Return, _Leave):
+        except (Exit, Return, Leave):
             return
 
     def note(self, line: int, text: str) -> None:
@@ -164,14 +143,14 @@ class Interpreter:
         }
         try:
             return action()
-        except (_Exit, _Return, _Leave):
+        except (Exit, Return, Leave):
             return YES
         finally:
             self.scope.variables, self.scope.positional, self.scope.shifted, self.folder = kept
 
     def pipeline(self, command: Pipeline) -> Answer:
         if self.output is not None and len(command.commands) > 1:
-            raise _Unknowable
+            raise Unknowable
         if len(command.commands) == 1:
             answer = self.one(command.commands[0])
         else:
@@ -334,7 +313,7 @@ class Interpreter:
                 break
             try:
                 self.all(body)
-            except _Leave as leave:
+            except Leave as leave:
                 if leave.levels > 1:
                     leave.levels -= 1
                     raise
@@ -362,7 +341,7 @@ class Interpreter:
         name = words[0].text
         if name in self.functions:
             return self.call(name, words[1:], command)
-        builtin = _BUILTINS.get(name)
+        builtin = BUILTINS.get(name)
         if builtin is not None:
             kept = [(a.name, self.expander.get(a.name)) for a in command.assigns]
             for assign in command.assigns:
@@ -456,7 +435,7 @@ class Interpreter:
         self.locals.append({})
         try:
             return self.one(self.functions[name])
-        except _Return:
+        except Return:
             return OPEN
         finally:
             for variable, value in self.locals.pop().items():
@@ -489,7 +468,7 @@ class Interpreter:
             self.begin(command, found, words)
             return YES
         if self.output is not None:
-            raise _Unknowable
+            raise Unknowable
         base = texts[0].rsplit("/", 1)[-1]
         if base in programs.QUIET:
             return OPEN if base in ("grep", "pgrep", "which", "type", "ls", "test") else YES
@@ -539,7 +518,7 @@ class Interpreter:
                 raise ConfigError(f"{self.name}, line {sub.line}: commands inside commands, more than {MAX_CALLS} levels deep")
             self.apart(lambda: self.all(sub.body))
             return "".join(self.output).rstrip("\n")
-        except _Unknowable:
+        except Unknowable:
             return self.marks.new(sub.text, "only running it tells", sub.line)
         finally:
             self.output = kept
@@ -565,179 +544,3 @@ def _literals(node: Any) -> Iterator[str]:
     elif is_dataclass(node):
         for field in fields(node):
             yield from _literals(getattr(node, field.name))
-
-
-# -- the shell's own commands: (interpreter, words after the name, line) -> answer
-
-
-def _shift(self: Interpreter, words: list[Text], line: int) -> Answer:
-    count = int(words[0].text) if words and re.fullmatch(r"\d{1,4}", words[0].text) else 1
-    known = sum(t.text != PASSED for t in self.scope.positional)
-    self.scope.positional = self.scope.positional[min(count, known) :]
-    if count > known and self.scope.positional:
-        self.scope.shifted += count - known
-    return YES
-
-
-def _set(self: Interpreter, words: list[Text], line: int) -> Answer:
-    marks = [i for i, w in enumerate(words) if w.text == "--"]
-    if marks:
-        self.scope.positional = words[marks[0] + 1 :]
-    return YES
-
-
-def _unset(self: Interpreter, words: list[Text], line: int) -> Answer:
-    for word in words:
-        if re.fullmatch(r"[A-Za-z_]\w*", word.text):
-            self.scope.variables[word.text] = Text("", line)
-    return YES
-
-
-def _lose(self: Interpreter, words: list[Text], line: int) -> Answer:
-    for word in words:
-        if re.fullmatch(r"[A-Za-z_]\w*", word.text):
-            self.lose(word.text, line)
-    return OPEN
-
-
-def _let(self: Interpreter, words: list[Text], line: int) -> Answer:
-    values = [self.expander.compute(w.text, line) for w in words]
-    return Answer(values[-1] != "0") if values and not marked(values[-1]) else OPEN
-
-
-def _source(self: Interpreter, words: list[Text], line: int) -> Answer:
-    what = shown(words[0].text, self.marks) if words else ""
-    self.note(line, f"`source {what}` is not read; what it sets counts as not set")
-    return OPEN
-
-
-def _exit(self: Interpreter, words: list[Text], line: int) -> Answer:
-    raise _Exit
-
-
-def _return(self: Interpreter, words: list[Text], line: int) -> Answer:
-    raise _Return
-
-
-def _leave(again: bool) -> Callable[[Interpreter, list[Text], int], Answer]:
-    def leave(self: Interpreter, words: list[Text], line: int) -> Answer:
-        levels = int(words[0].text) if words and re.fullmatch(r"[1-9]", words[0].text) else 1
-        raise _Leave(levels, again)
-
-    return leave
-
-
-def _bracket(self: Interpreter, words: list[Text], line: int) -> Answer:
-    texts = [w.text for w in words]
-    return conditions.bracket(texts[:-1] if texts[-1:] == ["]"] else texts)
-
-
-def _eval(self: Interpreter, words: list[Text], line: int) -> Answer:
-    return self.inner_script(" ".join(w.text for w in words), words[0].line if words else line)
-
-
-def _print(self: Interpreter, text: str) -> Answer:
-    if self.output is not None:
-        self.output.append(text)
-    return YES
-
-
-def _echo(self: Interpreter, words: list[Text], line: int) -> Answer:
-    if self.output is None:
-        return YES
-    texts = [w.text for w in words]
-    end = "\n"
-    while texts and re.fullmatch(r"-[neE]+", texts[0]):
-        end = "" if "n" in texts[0] else end
-        texts = texts[1:]
-    return _print(self, " ".join(texts) + end)
-
-
-def _printf(self: Interpreter, words: list[Text], line: int) -> Answer:
-    texts = [w.text for w in words]
-    if texts[:1] == ["-v"]:
-        return _lose(self, words[1:2], line)
-    if self.output is None:
-        return YES
-    form = texts[0] if texts else ""
-    if len(re.findall(r"%", form)) != len(re.findall(r"%[sd]", form)) or form.count("%") != len(texts) - 1:
-        raise _Unknowable
-    rest = iter(texts[1:])
-    return _print(self, re.sub(r"%[sd]", lambda m: next(rest), form.replace("\\n", "\n")))
-
-
-def _cd(self: Interpreter, words: list[Text], line: int) -> Answer:
-    target = next((w.text for w in words if not w.text.startswith("-")), env("HOME"))
-    self.folder = _joined(self.folder, target)
-    return YES
-
-
-def _joined(folder: str, path: str) -> str:
-    full = path if path.startswith(("/", "\ue000", "\ue002")) else f"{folder}/{path}"
-    return os.path.normpath(full) if full.startswith("/") else re.sub(r"(/\.)+(?=/|$)", "", full)
-
-
-def _prints(text: Callable[[Interpreter, list[str]], str | None]) -> Callable[[Interpreter, list[Text], int], Answer]:
-    def command(self: Interpreter, words: list[Text], line: int) -> Answer:
-        if self.output is None:
-            return YES
-        found = text(self, [w.text for w in words if not w.text.startswith("-")])
-        if found is None:
-            raise _Unknowable
-        return _print(self, found + "\n")
-
-    return command
-
-
-def _dirname(self: Interpreter, words: list[str]) -> str | None:
-    if len(words) != 1 or (marked(words[0]) and "/" not in words[0]):
-        return None
-    folder, slash, _ = words[0].rstrip("/").rpartition("/")
-    return folder or slash or "."
-
-
-def _basename(self: Interpreter, words: list[str]) -> str | None:
-    name = words[0].rstrip("/").rsplit("/", 1)[-1] if words else ""
-    if not words or len(words) > 2 or marked(name):
-        return None
-    return name.removesuffix(words[1]) if len(words) == 2 else name
-
-
-def _realpath(self: Interpreter, words: list[str]) -> str | None:
-    if len(words) != 1 or ".." in words[0]:
-        return None
-    return _joined(self.folder, words[0])
-
-
-def _date(self: Interpreter, words: list[Text], line: int) -> Answer:
-    if self.output is not None:
-        self.note(
-            line, "`$(date …)` becomes the text 'date': a configuration is the same for each run; set `name` to tell runs apart"
-        )
-    return _print(self, "date\n")
-
-
-def _expr(self: Interpreter, words: list[str]) -> str | None:
-    try:
-        return None if marked(" ".join(words)) else str(evaluate(" ".join(words), lambda name: 0, lambda name, value: None))
-    except ArithmeticProblem:
-        return None
-
-
-def _seq(self: Interpreter, words: list[str]) -> str | None:
-    if not 1 <= len(words) <= 2 or not all(re.fullmatch(r"-?\d{1,6}", w) for w in words):
-        return None
-    low, high = (1, int(words[0])) if len(words) == 1 else (int(words[0]), int(words[1]))
-    return "\n".join(str(i) for i in range(low, min(high, low + 1000) + 1))
-
-
-_BUILTINS: dict[str, Callable[[Interpreter, list[Text], int], Answer]] = {
-    "shift": _shift, "set": _set, "unset": _unset, "read": _lose, "mapfile": _lose, "readarray": _lose, "getopts": _lose,
-    "let": _let, "source": _source, ".": _source, "exit": _exit, "return": _return, "break": _leave(False),
-    "continue": _leave(True), "[": _bracket, "test": _bracket, "true": lambda self, words, line: YES,
-    ":": lambda self, words, line: YES, "false": lambda self, words, line: NO, "eval": _eval, "echo": _echo, "printf": _printf,
-    "cd": _cd, "pwd": _prints(lambda self, words: self.folder), "dirname": _prints(_dirname), "basename": _prints(_basename),
-    "realpath": _prints(_realpath), "readlink": _prints(_realpath), "date": _date, "expr": _prints(_expr),
-    "hostname": _prints(lambda self, words: env("HOSTNAME")), "whoami": _prints(lambda self, words: env("USER")),
-    "seq": _prints(_seq),
-}  # fmt: skip

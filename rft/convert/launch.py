@@ -127,10 +127,12 @@ def _no_launch(text: str, name: str, interpreter: Interpreter) -> ConfigError:
                 f"{name}, line {number}: a veRL program is named here but never started on the way that was read; {expected}"
             )
     rows = text.splitlines()
-    at = next(
-        (n for n, row in enumerate(rows, 1) if re.search(r"\bpython|\btorchrun|\bray\b", row.split("#")[0])), len(rows) or 1
-    )
-    return ConfigError(f"{name}, line {at}: no veRL program is started up to here or later; {expected}")
+    for number, row in enumerate(rows, 1):
+        if re.search(r"\b(?:python|torchrun|ray\b)", row.split("#")[0]):
+            return ConfigError(
+                f"{name}, line {number}: {row.strip()[:60]!r} is no veRL launch, nor is anything else here; {expected}"
+            )
+    return ConfigError(f"{name}, line {len(rows) or 1}: the script ends without starting a veRL program; {expected}")
 
 
 class _Arguments:
