@@ -55,7 +55,8 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             p.error(
                 key,
                 f"the engines take {taken} of {total} GPUs ({model.engine_num} x tensor_parallel_size {tp}{others}) and leave "
-                f"{max(0, left)} for {world} trainer rank(s); lower explorer.rollout_model.engine_num, add GPUs, or set one of the devices to cpu",
+                f"{max(0, left)} for {world} trainer rank(s); lower explorer.rollout_model.engine_num, add GPUs, "
+                "or set one of the devices to cpu",
                 given=t.world_size or c.gpu_per_node,
             )
         if world > per_node and world % per_node:
