@@ -115,7 +115,8 @@ def _full(name: str) -> str:
 def _leaves(given: Any, loc: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
     """(keys as written, veRL's full name, value) of everything below trainer_config."""
     name = _full(".".join(loc))
-    if isinstance(given, dict) and given and (not loc or any(n.startswith(f"{name}.") for n in _known()) or _below_open(name)):
+    row_of_its_own = name in by_path() and not any(n.startswith(f"{name}.") for n in by_path())
+    if isinstance(given, dict) and given and not row_of_its_own:
         for k, v in given.items():
             yield from _leaves(v, (*loc, str(k)))
     else:

@@ -17,7 +17,7 @@ from typing import Any
 from rft.config.check import load_plan
 from rft.config.load import stage_names
 from rft.config.plan import Plan
-from rft.config.save import changes, refuse_changes
+from rft.config.save import refuse_changes
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError, ConfigErrors, Interrupted, SetupError
 from rft.launch.drive import INTERRUPTED, Outcome
@@ -99,13 +99,15 @@ class Program:
                 given=list(self._names),
             )
         for d, (loaded, plan) in zip(done, plans, strict=False):
-            refuse_changes(loaded, plan.run_dir)
-            if plan.trainer.total_steps > d.version.step and any(c.key in _LENGTHS for c in changes(loaded, plan.run_dir)):
+            changed = refuse_changes(loaded, plan.run_dir)
+            if plan.trainer.total_steps > d.version.step and any(c.key in _LENGTHS for c in changed):
                 raise ConfigError(
                     f"stage {d.name} is done at step {d.version.step} and the next one began with its model; choose another `name`",
                     key="trainer.total_steps",
                     given=plan.trainer.total_steps,
                 )
+            for c in changed:
+                print(f"stage {d.name} is done; that {c.key} is {c.new!r} now (was {c.old!r}) has no effect on it", flush=True)
         return done
 
     def _remaining(self, run: RunStage, rundir: RunDir, done: list[Done], plans: list[tuple[RunConfig, Plan]]) -> Outcome:

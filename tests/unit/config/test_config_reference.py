@@ -64,7 +64,6 @@ def test_advice_is_for_keys_that_do_not_exist(pattern: str) -> None:
         ("explorer.auxiliary_models[0].enable_expert_parallel", "use tensor_parallel_size"),
         ("buffer.trainer_input.experience_buffer.capacityy", ""),
         ("service", "Data-Juicer"),
-        ("stages", "known, not supported yet"),
         ("nonsense", ""),
     ],
 )
@@ -89,3 +88,17 @@ def test_json_schema_accepts_the_examples() -> None:
         assert not list(validator.iter_errors(yaml.safe_load(path.read_text()))), path
     assert list(validator.iter_errors({"trainer": {"total_step": 3}}))
     assert not list(validator.iter_errors({"trainer": {"total_steps": "${oc.env:STEPS}"}}))
+
+
+def test_json_schema_knows_what_is_read_before_the_schema() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(json_schema())
+    good = {
+        "extends": ["base.yaml", "${oc.env:OTHER}"],
+        "trainer": {"trainer_config": {"actor": {"grad_clip": 1.0}}},
+        "stages": [{"stage_name": "one"}, {"stage_name": "two", "trainer": {"total_steps": 3}, "mode": "both"}],
+    }
+    assert not list(validator.iter_errors(good))
+    for bad in ({"extends": 3}, {"stages": [{}]}, {"stages": [{"stage_name": "a", "model": {}}]}, {"stages": {"a": {}}}):
+        assert list(validator.iter_errors(bad)), bad
+    assert list(validator.iter_errors({"stages": [{"stage_name": "a", "trainer": {"total_step": 3}}]}))

@@ -1,0 +1,168 @@
+"""trainer.trainer_config.<veRL path> is another spelling of the native key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rft.config.check import check
+from rft.config.load import from_dict, load
+from rft.config.messages import all_keys, fields_at
+from rft.config.verlkeys import by_path, rows
+from rft.errors import ConfigError, ConfigErrors
+
+GOOD = Path(__file__).parent / "data" / "good" / "short.yaml"
+MODEL = {"model": {"model_path": "m", "max_prompt_tokens": 8, "max_response_tokens": 8}}
+
+
+def config(given: dict[str, Any], **trainer: Any) -> Any:
+    return from_dict({**MODEL, "trainer": {"trainer_config": given, **trainer}})
+
+
+def refused(given: dict[str, Any], **trainer: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        config(given, **trainer)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ({"actor_rollout_ref": {"actor": {"grad_clip": 0.5}}}, "trainer.grad_clip", 0.5),
+        ({"actor": {"grad_clip": 0.5}}, "trainer.grad_clip", 0.5),
+        ({"actor": {"optim": {"lr": 1e-5}}}, "algorithm.optimizer.lr", 1e-5),
+        ({"critic": {"optim": {"lr": 1e-4}}}, "trainer.critic.optimizer.lr", 1e-4),
+        ({"critic": {"model": {"path": "c"}}}, "model.critic_model_path", "c"),
+        ({"trainer": {"critic_warmup": 3}}, "trainer.critic_warmup", 3),
+        ({"model": {"enable_gradient_checkpointing": True}}, "trainer.enable_gradient_checkpointing", True),
+        ({"ref": {"fsdp_config": {"param_offload": True}}}, "trainer.ref.param_offload", True),
+        ({"rollout": {"gpu_memory_utilization": 0.6}}, "explorer.rollout_model.gpu_memory_utilization", 0.6),
+        ({"rollout": {"name": "hf"}}, "explorer.rollout_model.engine_type", "transformers"),
+        ({"rollout": {"n": 8}}, "algorithm.repeat_times", 8),
+        ({"rollout": {"engine_kwargs": {"vllm": {"swap_space": 4, "x": 1}}}}, "explorer.rollout_model.extra_engine_args", {"swap_space": 4, "x": 1}),
+        ({"model": {"override_config": {"attention_dropout": 0.0}}}, "model.override_config", {"attention_dropout": 0.0}),
+        ({"actor": {"strategy": "fsdp"}}, "trainer.trainer_strategy", "fsdp2"),
+        ({"actor": {"kl_loss_type": "mse"}}, "algorithm.kl_loss_fn", "k2"),
+        ({"actor": {"kl_loss_type": "k3"}}, "algorithm.kl_loss_fn", "low_var_kl"),
+        ({"actor": {"clip_ratio_high": 0.28}}, "algorithm.policy_loss_fn_args", {"clip_range_high": 0.28}),
+    ],
+)  # fmt: skip
+def test_moves_to_the_native_key(given: dict[str, Any], key: str, value: Any) -> None:
+    found: Any = config(given)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_the_line_stays_and_errors_name_it(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    text = GOOD.read_text() + "trainer:\n  trainer_config:\n    actor:\n      grad_clip: {}\n"
+    file.write_text(text.replace("clip: {}", "clip: 0.5"))
+    line = len(text.splitlines())
+    where = f"line {line}, as trainer.trainer_config.actor.grad_clip"
+    assert load(file).source.where(("trainer", "grad_clip")) == where
+    file.write_text(text.replace("clip: {}", "clip: -1"))
+    with pytest.raises(ConfigErrors, match=where):
+        load(file)
+
+
+def test_both_spellings() -> None:
+    assert config({"actor": {"grad_clip": 0.5}}, grad_clip=0.5).trainer.grad_clip == 0.5
+    e = refused({"actor": {"grad_clip": 0.5}}, grad_clip=0.7)
+    assert e.key == "trainer.trainer_config.actor.grad_clip" and "trainer.grad_clip is 0.7" in e.message
+    e = refused({"actor": {"grad_clip": 0.5}, "actor_rollout_ref": {"actor": {"grad_clip": 0.6}}})
+    assert "trainer.trainer_config.actor.grad_clip is 0.5" in e.message and "both mean trainer.grad_clip" in e.message
+
+
+def test_an_override_wins_over_the_other_spelling(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD.read_text() + "trainer:\n  trainer_config: {actor: {grad_clip: 0.5}}\n")
+    assert load(file, ["trainer.grad_clip=0.7"]).trainer.grad_clip == 0.7
+    assert load(file, ["trainer.trainer_config.actor.grad_clip=0.8"]).trainer.grad_clip == 0.8
+    found = load(file, ["trainer.trainer_config.actor_rollout_ref.actor.grad_clip=0.9"])
+    assert found.source.where(("trainer", "grad_clip")).startswith("override, as trainer.trainer_config")
+    with pytest.raises(ConfigError, match="two spellings of one key"):
+        load(file, ["trainer.grad_clip=0.7", "trainer.trainer_config.actor.grad_clip=0.8"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"actor": {"ppo_mini_batch_size": 4}},
+        {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 4}}},
+        {"critic": {"ppo_mini_batch_size": 4}},
+        {"ppo_mini_batch_size": 4},
+    ],
+)
+def test_ppo_mini_batch_size_is_always_refused(given: dict[str, Any]) -> None:
+    e = refused(given)
+    assert e.key.endswith("ppo_mini_batch_size") and "buffer.batch_size" in e.message and "train_batch_size" in e.message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"actor": {"grad_clipp": 1.0}}, "Did you mean actor_rollout_ref.actor.grad_clip?"),
+        ({"actor": {"model": {"use_liger": True}}}, "Did you mean actor_rollout_ref.model.use_liger?"),
+        ({"algorithm": {"gamma": 0.9}}, "write the native key algorithm.advantage_fn_args.gamma"),
+        ({"data": {"train_files": "x"}}, "write the native key buffer.explorer_input.tasksets[i].path"),
+        ({"actor": {"use_kl_loss": True}}, "write the native key algorithm.kl_loss_fn"),
+        ({"rollout": {"val_kwargs": {"n": 4}}}, "write the native key buffer.explorer_input.eval_tasksets[i].repeat_times"),
+        ({"actor_rollout_ref": {"hybrid_engine": True}}, "write the native key mode"),
+        ({"actor": {"optim": {"lr_warmup_init": 0.1}}}, "is not offered: Megatron only"),
+        ({"rollout": {"use_fire_sampling": True}}, "is not offered"),
+        ({"rollout": {"name": "${oc.env:ENGINE}"}}, "an interpolation cannot be read; write explorer.rollout_model.engine_type"),
+        ({"nonsense": 1}, "unknown key"),
+        ({"actor": 3}, "unknown key"),
+    ],
+)
+def test_what_has_no_plain_counterpart(given: dict[str, Any], message: str) -> None:
+    e = refused(given)
+    assert message in e.message and e.key.startswith("trainer.trainer_config.")
+
+
+def test_trainer_config_must_be_a_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.trainer_config: must be a mapping"):
+        from_dict({**MODEL, "trainer": {"trainer_config": [1]}})
+    assert from_dict({**MODEL, "trainer": {"trainer_config": None}}).trainer.grad_clip is None
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    e = refused({"actor": {"a": 1, "b": 2, "grad_clip": 1.0}})
+    assert isinstance(e, ConfigErrors) and len(e.errors) == 2
+
+
+def test_what_is_ignored_is_said_once(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    given = {"model": {"use_shm": True}, "actor": {"fsdp_config": {"forward_prefetch": True}, "optim": {"lr_warmup_init": 0.0}}}
+    file.write_text(GOOD.read_text() + yaml.safe_dump({"trainer": {"trainer_config": given}}))
+    ignored = [w for w in check(file, schema_only=True).warnings if "is ignored" in w]
+    assert len(ignored) == 3 and any("trainer.trainer_config.model.use_shm" in w for w in ignored)
+
+
+def test_every_row_below_its_groups_is_decided() -> None:
+    """Each veRL key of the groups is moved to an existing key, ignored, or refused with words of its own; none is unknown."""
+    groups = [r for r in rows() if r.path.startswith(("actor_rollout_ref.", "critic.")) and by_path()[r.path] is r]
+    assert len(groups) > 130
+    for row in groups:
+        if "*" in row.path:
+            continue
+        given: Any = "0"
+        for part in reversed(row.path.split(".")):
+            given = {part: given}
+        try:
+            config(given)
+        except ConfigError as e:
+            assert "unknown key" not in e.message or fields_at(tuple(e.key.split("."))), (row.path, e.message)
+            assert "veRL's table has no" not in e.message, row.path
+
+
+def test_simple_targets_exist() -> None:
+    for row in rows():
+        for target in row.targets:
+            if row.kind == "native" and "[" not in target and "_args." not in target and row.section <= 16:
+                base = target.split(".extra_engine_args.")[0]
+                assert base in all_keys(), (row.name, target)

@@ -1,0 +1,116 @@
+"""`rft explain`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from rft.cli.main import make
+from rft.config.describe import describe, trinity
+from rft.config.known import advice
+from rft.config.messages import all_keys
+from rft.config.verlkeys import rows
+from rft.errors import ConfigError
+
+BEFORE_THE_SCHEMA = {"stages", "trainer.trainer_config"}
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(make("explain"), ["explain", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.output
+
+
+def test_a_key() -> None:
+    (d,) = describe("trainer.grad_clip")
+    assert d.type == "number > 0" and d.default == "null" and d.unit == "gradient norm" and d.active == "yes"
+    assert d.used_by == "trainer" and d.on_resume == "may not change" and d.trinity == "the same"
+    assert "actor_rollout_ref.actor.grad_clip" in d.verl and not d.asked
+
+
+def test_a_choice_with_values_that_come_later() -> None:
+    (d,) = describe("synchronizer.sync_method")
+    assert d.type == "choice" and {"memory", "checkpoint"} <= set(d.allowed) and d.default in d.allowed
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "trainer.max_token_len_per_gpu"),
+        ("trainer.trainer_config.actor.grad_clip", "trainer.grad_clip"),
+        ("actor.grad_clip", "trainer.grad_clip"),
+        ("critic.optim.lr", "trainer.critic.optimizer.lr"),
+        ("algorithm.gamma", "algorithm.advantage_fn_args.gamma"),
+        ("data.train_batch_size", "synchronizer.sync_interval"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "buffer.explorer_input.eval_tasksets[].rollout_args.temperature"),
+        ("buffer.explorer_input.tasksets[0].task_selector", "buffer.explorer_input.tasksets[].data_selector"),
+        ("buffer.explorer_input.eval_tasksets.1.task_selector.seed", "buffer.explorer_input.eval_tasksets[].data_selector.seed"),
+        ("buffer.tokenizer_path", "model.tokenizer_path"),
+        ("reward_model.sandbox_fusion.url", "buffer.explorer_input.tasksets[].reward_fn_args.sandbox_url"),
+        ("data.path", "rft bench --input"),
+        ("fully_async/partial/partial_ratio", "buffer/partial_ratio"),
+        ("data.return_raw_chat", "none"),
+        ("data.use_shm", "none"),
+    ],
+)
+def test_other_names(asked: str, key: str) -> None:
+    found = describe(asked)
+    assert found[0].key == key and found[0].asked == asked
+
+
+def test_a_name_that_became_several() -> None:
+    assert [d.key for d in describe("data.filter_overlong_prompts")] == [
+        "buffer.explorer_input.tasksets[].filter_overlong_prompts",
+        "model.enable_prompt_truncation",
+    ]
+
+
+def test_every_key_is_explained() -> None:
+    for key in all_keys():
+        (d,) = describe(key)
+        assert d.key == key and d.meaning and d.type and d.used_by, key
+
+
+def test_every_row_is_explained() -> None:
+    for row in rows():
+        if "*" not in row.path:
+            assert describe(row.path), row
+
+
+def test_trinitys_keys_are_known() -> None:
+    """Each is a key here, is read before the schema, or has its advice."""
+    assert len(trinity()) > 230
+    for theirs in trinity():
+        name = re.sub(r"\[\]", "[0]", theirs)
+        if theirs in BEFORE_THE_SCHEMA or advice(name):
+            continue
+        if theirs.startswith("service") or theirs == "model.tinker":
+            continue
+        assert describe(theirs), theirs
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("trainer.gradclip", "Did you mean trainer.grad_clip?"),
+        ("lr", "Did you mean algorithm.optimizer.lr"),
+        ("trainer.megatron", "Megatron is not offered"),
+        ("buffer.explorer_input.taskset.format.image_key", "multimodal inputs are not offered"),
+        ("nonsense", "unknown key"),
+        ("trainer.grad_clip.x", "unknown key"),
+    ],
+)
+def test_unknown(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        describe(key)
+    assert caught.value.exit_code == 2
+
+
+def test_program() -> None:
+    text = run("algorithm.policy_loss_fn_args.clip_range")
+    assert "both clip bounds" in text and "actor_rollout_ref.actor.clip_ratio" in text
+    (found,) = json.loads(run("trainer.critic.optimizer.lr", "--json"))
+    assert found["key"] == "trainer.critic.optimizer.lr" and found["verl"] == ["critic.optim.lr"] and found["trinity"] == "none"
