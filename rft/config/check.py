@@ -225,7 +225,8 @@ def _memory(
         problems.note(f"memory is not estimated: {e}")
         return ()
     roles = estimate(plan, known, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
-    for text in too_much(roles, plan, ram=facts.memory, gpu_memory=facts.gpu_memory):
+    here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
+    for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
         problems.warn(text)
     return roles
 

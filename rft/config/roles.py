@@ -128,14 +128,15 @@ def engines(
         for name, default in (("enable_chunked_prefill", True), ("disable_log_stats", True), ("enable_log_requests", False)):
             if getattr(e, name) != default:
                 p.warn(f"explorer.rollout_model.{name} has no effect: it is for engine_type vllm")
-    if not e.enable_chunked_prefill and e.max_num_batched_tokens is not None and e.max_num_batched_tokens < lengths[0]:
-        p.error(
-            "explorer.rollout_model.max_num_batched_tokens",
-            f"is {e.max_num_batched_tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len {lengths[0]}",
-            given=e.max_num_batched_tokens,
-        )
-    elif not e.enable_chunked_prefill:
+    if engine_type == "vllm" and not e.enable_chunked_prefill:
         p.warn("explorer.rollout_model.enable_chunked_prefill: vLLM advises against false for models that generate text")
+        if e.max_num_batched_tokens is not None and e.max_num_batched_tokens < lengths[0]:
+            p.error(
+                "explorer.rollout_model.max_num_batched_tokens",
+                f"is {e.max_num_batched_tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len "
+                f"{lengths[0]}",
+                given=e.max_num_batched_tokens,
+            )
     if e.ignore_eos:
         p.warn("explorer.rollout_model.ignore_eos: every response is written up to max_tokens, in training and evaluation")
     if engine_type != "vllm" and e.tensor_parallel_size > 1:

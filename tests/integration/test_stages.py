@@ -21,7 +21,10 @@ INPUT = {"default_workflow_type": "simple_workflow", "default_reward_fn_type": "
 
 
 def taskset(name: str, **more: Any) -> dict[str, Any]:
-    return {"batch_size": 4, "explorer_input": {**INPUT, "taskset": {"name": name, "path": "rft.testing.tiny:copy_tasks", **more}}}
+    return {
+        "batch_size": 4,
+        "explorer_input": {**INPUT, "taskset": {"name": name, "path": "rft.testing.tiny:copy_tasks", **more}},
+    }
 
 
 def algorithm(lr: float) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def test_a_killed_program_skips_what_is_done(program: Callable[..., Path], tmp_p
     first.wait_for("stage two begins")
     first.process.kill()
     assert first.end() == -9
-    assert [s["phase"] for s in collect(folder(tmp_path))["stages"]][0] == "done"
+    assert collect(folder(tmp_path))["stages"][0]["phase"] == "done"
     moved = tmp_path / "runs" / "project" / "group" / "moved"
     folder(tmp_path).rename(moved)
     second = launch(*arguments, "--name", "moved")

@@ -42,7 +42,7 @@ def refused(given: dict[str, Any], **trainer: Any) -> ConfigError:
         ({"rollout": {"gpu_memory_utilization": 0.6}}, "explorer.rollout_model.gpu_memory_utilization", 0.6),
         ({"rollout": {"name": "hf"}}, "explorer.rollout_model.engine_type", "transformers"),
         ({"rollout": {"n": 8}}, "algorithm.repeat_times", 8),
-        ({"rollout": {"engine_kwargs": {"vllm": {"swap_space": 4, "x": 1}}}}, "explorer.rollout_model.extra_engine_args", {"swap_space": 4, "x": 1}),
+        ({"rollout": {"engine_kwargs": {"vllm": {"x": 1}}}}, "explorer.rollout_model.extra_engine_args", {"x": 1}),
         ({"model": {"override_config": {"attention_dropout": 0.0}}}, "model.override_config", {"attention_dropout": 0.0}),
         ({"actor": {"strategy": "fsdp"}}, "trainer.trainer_strategy", "fsdp2"),
         ({"actor": {"kl_loss_type": "mse"}}, "algorithm.kl_loss_fn", "k2"),

@@ -53,7 +53,11 @@ def test_mappings_merge_lists_and_values_replace(tmp_path: Path) -> None:
 def test_several_bases_in_other_folders(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path, base=BASE)
-    write(tmp_path / "sub", small="extends: ../base.yaml\nalgorithm: {repeat_times: 2}\n", fast="trainer: {grad_clip: 0.5}\nseed: 1\n")
+    write(
+        tmp_path / "sub",
+        small="extends: ../base.yaml\nalgorithm: {repeat_times: 2}\n",
+        fast="trainer: {grad_clip: 0.5}\nseed: 1\n",
+    )
     file = write(tmp_path, run="extends: [sub/small.yaml, sub/fast.yaml]\nseed: 2\n")
     c = load(file)
     assert (c.algorithm.repeat_times, c.trainer.grad_clip, c.seed, c.buffer.batch_size) == (2, 0.5, 2, 4)

@@ -68,7 +68,9 @@ def test_every_target_exists_or_is_listed_as_coming(target: str) -> None:
 @pytest.mark.parametrize("target", [t for t in TARGETS if re.search(r"_args\.\w+$", t)])
 def test_arguments_are_taken_by_a_part_or_listed(target: str) -> None:
     """Arguments of algorithm parts have a model; those of rewards and workflows are a plugin's own, unless they come later."""
-    (said,) = [d for row in by_target()[re.sub(r"\[\w*\]", "[]", target)] for d in describe(row.path) if d.key == said_key(target)][:1]
+    (said,) = [
+        d for row in by_target()[re.sub(r"\[\w*\]", "[]", target)] for d in describe(row.path) if d.key == said_key(target)
+    ][:1]
     assert said.meaning
     if target.startswith("algorithm."):
         assert said.type != "command-line option", f"no part takes {target}"
