@@ -1,0 +1,139 @@
+"""What `rft check` warns of and prints beside the errors: idle GPUs, open schedules, evaluation; its JSON; `--dry-run`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rft.config.check import Report, check
+from rft.config.plan import Facts
+
+DATA = Path(__file__).parent / "data"
+EVAL = "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl, name: held_out%s}]"
+EIGHT = """\
+model: {model_path: "${oc.env:HOME}/models/some-7b", max_prompt_tokens: 1024, max_response_tokens: 3072}
+cluster: {gpu_per_node: 8}
+explorer: {rollout_model: {engine_num: 2, tensor_parallel_size: 2}}
+algorithm: {algorithm_type: grpo, optimizer: {lr_warmup_steps_ratio: 0.1}}
+buffer:
+  batch_size: 128
+  total_epochs: 2
+  explorer_input:
+    default_workflow_type: math_workflow
+    taskset: {path: "${oc.env:HOME}/data/train.parquet"}
+"""
+
+
+def run(*overrides: str, facts: Facts | None = None) -> Report:
+    report = check(DATA / "good" / "short.yaml", overrides, facts=facts or Facts(cpus=2, gpus=0), schema_only=True)
+    assert report.ok, report.errors
+    return report
+
+
+def about(texts: tuple[str, ...], word: str) -> list[str]:
+    return [t for t in texts if word in t]
+
+
+def test_idle_gpus() -> None:
+    gpus = Facts(cpus=8, gpus=4)
+    assert about(run(facts=gpus).warnings, "GPUs") == []
+    (text,) = about(run("trainer.world_size=2", facts=gpus).warnings, "GPUs")
+    assert "1 of 4 GPUs are used by no role (engines 1 x 1, trainer 2)" in text
+    (text,) = about(run("trainer.device=cpu", facts=gpus).warnings, "GPUs")
+    assert "3 of 4 GPUs" in text
+
+
+def test_schedules_without_an_end() -> None:
+    epochs = ("buffer.total_steps=null", "buffer.total_epochs=1")
+    ratio, cosine = "algorithm.optimizer.lr_warmup_steps_ratio=0.1", "algorithm.optimizer.lr_scheduler_type=cosine"
+    assert about(run(ratio, cosine).warnings, "algorithm.optimizer") == []
+    assert about(run(*epochs).warnings, "algorithm.optimizer") == []
+    (text,) = about(run(*epochs, ratio, cosine).warnings, "algorithm.optimizer")
+    assert "lr_warmup_steps_ratio 0.1 and lr_scheduler_type cosine" in text and "trainer.total_steps" in text
+    assert about(run(*epochs, ratio, "algorithm.optimizer.lr_warmup_steps=3").warnings, "known only once") == []
+
+
+@pytest.mark.parametrize("runs", ["repeat_times: 4, rollout_args: {temperature: 0}", "rollout_args: {temperature: 0, n: 4}"])
+def test_greedy_evaluation_repeated(runs: str) -> None:
+    warnings = run(EVAL % f", {runs}").warnings
+    assert len(about(warnings, "gives the same answer 4 times")) == 1
+
+
+def test_evaluation_temperature() -> None:
+    greedy = run(EVAL % ", rollout_args: {temperature: 0}")
+    assert greedy.warnings == () and about(greedy.notes, "held_out") == about(greedy.notes, "temperature") == []
+    assert about(run(EVAL % "").notes, "one answer per task at temperature 1 is a noisy measure")
+    other = run(EVAL % ", repeat_times: 8, rollout_args: {temperature: 0.6}")
+    assert about(other.notes, "evaluated at temperature 0.6, trained at 1") and not about(other.notes, "noisy")
+
+
+def test_truncated_sampling_in_training_is_refused_and_groups_of_one_are_warned_about() -> None:
+    report = check(DATA / "good" / "short.yaml", ["model.top_p=0.9"], facts=Facts(cpus=2, gpus=0), schema_only=True)
+    assert [e.key for e in report.errors] == ["model.top_p"] and "gradient would be wrong" in str(report.errors[0])
+    assert about(run("algorithm.repeat_times=1").warnings, "a group of one has no advantage")
+
+
+def test_eight_gpus_that_are_not_here(tmp_path: Path) -> None:
+    (tmp_path / "eight.yaml").write_text(EIGHT)
+    report = check(tmp_path / "eight.yaml", facts=Facts(cpus=2, gpus=0), schema_only=True)
+    assert report.ok and report.plan is not None and report.plan.learner.world_size == 4
+    assert str(Path.home() / "models" / "some-7b") == report.plan.learner.model_path
+    found = json.loads(json.dumps(report.to_json()))
+    assert found["step"]["train_steps"] is None and found["step"]["experiences"] == 128 * 8
+    assert {"key": "trainer.world_size", "value": "4", "from": "derived: 8 GPUs less 4 of the engines"} in found["values"]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def rft(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "rft.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_dry_run_is_check(tiny_model: Path, tmp_path: Path) -> None:
+    given = ["-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}"]
+    given.append(f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}")
+    code, plain = rft("check", *given)
+    assert code == 0, plain
+    for text in ("0.4 epochs in 2 explore steps", "memory at the peak", "trainer-0", "AdamW moments", "published weights"):
+        assert text in plain
+    assert rft("run", "--dry-run", *given) == (code, plain)
+    assert rft("check", "--dry-run", *given) == (code, plain)
+    assert list(tmp_path.iterdir()) == []
+    assert rft("run", "--dry-run", *given, "buffer.batch_sise=3")[0] == 2
+
+
+def test_json_has_the_promised_keys(tiny_model: Path) -> None:
+    rows = f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}"
+    code, out = rft("check", "--json", "-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", rows)
+    found = json.loads(out)
+    assert code == 0 and list(found)[:2] == ["ok", "errors"]
+    assert set(found) == {
+        "ok", "errors", "warnings", "notes", "not_active", "plan", "tasksets", "model", "values", "step", "memory", "placement",
+    }  # fmt: skip
+    assert found["placement"] == [{"role": "engine 0", "place": "node 0, CPU"}, {"role": "trainer 0", "place": "node 0, CPU"}]
+    assert found["step"]["epochs"] == 0.4 and found["step"]["staleness_bound"] == 0 and "explore 1 waits" in found["step"]["sync"]
+
+
+def test_gpu_memory_is_judged(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    sizes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "eight.yaml").write_text(EIGHT)
+    given = ("check", "--schema-only", "-c", str(tmp_path / "eight.yaml"), f"model.model_path={tmp_path / 'model'}")
+    code, out = rft(*given, "--gpu-memory", "16")
+    assert code == 0 and "memory: trainer-0 needs about" in out and "16.0 GiB" in out and "this machine" not in out
+    assert "trainer-0 ... trainer-3, each" in out
+    assert "memory:" not in rft(*given, "--gpu-memory", "640")[1]

@@ -1,0 +1,210 @@
+"""The memory estimate on models small enough to count by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.config import memory
+from rft.config.check import Report, check
+from rft.config.load import load
+from rft.config.memory import GIB, MIB, RoleMemory, estimate, micro_batch, too_much, trainer
+from rft.config.modelshape import ModelShape, shape
+from rft.config.plan import Facts, Plan
+from rft.config.resolve import resolve
+
+GOOD = Path(__file__).parent / "data" / "good"
+CPU = Facts(cpus=2, gpus=0)
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+# one layer: queries and output 8 x 8 each, keys and values 8 x 4 each, three 8 x 16 matrices, two norms of 8
+LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 16
+
+
+def plan(*overrides: str, facts: Facts = CPU) -> Plan:
+    return resolve(load(GOOD / "short.yaml", [*overrides]), facts)
+
+
+def term(role: RoleMemory, name: str) -> int:
+    return next(t.nbytes for t in role.terms if t.name == name)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_sizes_of_a_llama() -> None:
+    found = shape(LLAMA)
+    assert found.parameters == 3 * LAYER + 8 + 800
+    assert (found.embedding, found.block, found.queries, found.keys, found.cached) == (
+        800,
+        LAYER + 2,
+        8,
+        4,
+        24,
+    )  # + 8 / 3 of the norm
+    assert shape({**LLAMA, "tie_word_embeddings": False}).parameters == found.parameters + 800
+
+
+def test_tensors_are_counted_where_they_are_known() -> None:
+    tensors = {"model.embed_tokens.weight": ("F32", (100, 8)), "lm_head.weight": ("F32", (100, 8)), "model.x": ("F32", (5,))}
+    assert shape(LLAMA, tensors).parameters == 805
+    assert shape({**LLAMA, "tie_word_embeddings": False}, tensors).parameters == 1605
+
+
+def test_other_families() -> None:
+    gpt2 = shape({"model_type": "gpt2", "n_embd": 8, "n_layer": 3, "n_head": 4, "vocab_size": 100})
+    assert (gpt2.mlp, gpt2.gated, gpt2.kv_heads, gpt2.tied) == (32, False, 4, True)
+    experts = {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    assert shape(experts).parameters == 3 * (LAYER - 3 * 128 + 4 * 3 * 8 * 6) + 8 + 800 and shape(experts).mlp == 12
+    assert shape({"model_type": "vlm", "text_config": LLAMA}).layers == 3
+    with pytest.raises(ValueError, match="hidden_size, vocab_size"):
+        shape({k: v for k, v in LLAMA.items() if k not in ("hidden_size", "vocab_size")})
+
+
+@pytest.mark.parametrize("name", ["tiny_model", "tiny_untied"])
+def test_formula_and_header_agree(name: str, request: pytest.FixtureRequest) -> None:
+    from rft.config.modelfiles import look
+
+    files = look(str(request.getfixturevalue(name)))
+    assert shape(files.config).parameters == shape(files.config, files.tensors).parameters
+
+
+# ---------------------------------------------------------------- micro-batches: 4 groups of 8 runs, prompts of 10, answers of 6 tokens
+
+STEP = ("model.max_prompt_tokens=10", "model.max_response_tokens=6", "buffer.batch_size=4", "algorithm.repeat_times=8")
+
+
+def test_micro_batch_of_whole_groups() -> None:
+    whole = micro_batch(plan(*STEP), 10)  # a group: 10 + 8 x 6 = 58 positions
+    assert (whole.alone, whole.rows, whole.positions, whole.trained) == (True, 32, 4 * 58, 32 * 6)
+    assert (whole.rooted, whole.keys) == (4 * 16, 28 * 16)
+    two = micro_batch(plan(*STEP, "trainer.max_token_len_per_gpu=120"), 10)
+    assert (two.alone, two.rows, two.positions) == (False, 16, 116)
+    half = micro_batch(plan(*STEP, "trainer.max_token_len_per_gpu=40"), 10)  # 4 runs: 10 + 24
+    assert (half.rows, half.positions, half.rooted) == (4, 34, 16)
+
+
+def test_micro_batch_of_padded_rows() -> None:
+    apart = micro_batch(plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=100"), 10)
+    assert (apart.alone, apart.rows, apart.positions, apart.trained, apart.keys) == (False, 6, 96, 36, 0)
+    fixed = ("trainer.share_prompts=false", "trainer.use_dynamic_bsz=false", "trainer.micro_batch_size_per_gpu=2")
+    assert micro_batch(plan(*STEP, *fixed), 10).positions == 32
+
+
+def test_short_prompts_take_less() -> None:
+    assert micro_batch(plan(*STEP), 5).positions == 4 * 53
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def test_trainer_that_gradients_decide() -> None:
+    sizes = shape({**LLAMA, "vocab_size": 10_000_000})  # the gradients of the tied embedding are the most there is
+    rank = trainer(plan(*STEP), 0, sizes, 10)
+    weights, head = sizes.parameters * 4, 10_000_000 * 8 * 4
+    assert term(rank, "weights") == weights and term(rank, "AdamW moments") == 2 * weights
+    logits = 2 * 32 * 6 * 10_000_000 * 4  # logits and log-probs of 192 tokens, less than a chunk
+    assert term(rank, "micro-batch, or gradients") > logits
+    small = trainer(plan(*STEP, "trainer.logprob_chunk_tokens=1"), 0, sizes, 10)
+    assert term(small, "micro-batch, or gradients") == pytest.approx(weights + head, rel=1e-3)
+    assert rank.nbytes == sum(t.nbytes for t in rank.terms)
+
+
+def test_activations_by_hand() -> None:
+    s = plan(*STEP, "trainer.share_prompts=false").learner
+    micro = micro_batch(plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=32"), 10)  # 2 rows of 16
+    assert micro.positions == 32
+    # per position and layer: norms 2 x 8 float32 + 4 x 8, MLP 4 x 16, attention 2 x (8 + 4)
+    layer = 32 * 4 * (16 + 32 + 64 + 24)
+    assert memory.activations(shape(LLAMA), s, micro) == 3 * layer
+    again = replace(s, gradient_checkpointing=True)
+    assert memory.activations(shape(LLAMA), again, micro) == 3 * 32 * 8 * 4 + layer
+
+
+def test_reference_model_and_ranks() -> None:
+    sizes = shape(LLAMA)
+    assert term(trainer(plan(*STEP, "algorithm.kl_loss_fn=k2"), 0, sizes, 10), "reference model") == sizes.parameters * 4
+    two = trainer(plan(*STEP, "trainer.world_size=2"), 1, sizes, 10)
+    assert two.role == "trainer-1" and term(two, "weights") == sizes.parameters * 2
+    assert term(two, "gathered layers") == (802 + 2 * sizes.block) * 4 + sizes.block * 8
+
+
+# ---------------------------------------------------------------- engines
+
+GPU = Facts(cpus=16, gpus=8)
+GPUS = ("cluster.gpu_per_node=8", "explorer.rollout_model.engine_num=2", "explorer.rollout_model.tensor_parallel_size=2")
+
+
+def test_engines_on_cpu() -> None:
+    sizes = shape(LLAMA)
+    roles = estimate(plan(*STEP, "explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_num=2"), sizes)
+    first, second, _, others = roles
+    assert (first.role, second.role, others.role) == ("engine-0", "engine-1", "others") and first.nbytes == second.nbytes
+    assert term(first, "key/value cache") == GIB and term(first, "packed output layer") == 800 * 4
+    assert first.nbytes - first.own == sizes.parameters * 4  # the mapped version stands in "others" too
+    small = "explorer.rollout_model.kv_cache_bytes=2097152"
+    assert term(estimate(plan(*STEP, "explorer.rollout_model.engine_type=vllm", small), sizes)[0], "key/value cache") == 2 * MIB
+    given = (*STEP, "explorer.rollout_model.engine_type=transformers", "explorer.rollout_model.max_num_seqs=3")
+    own = estimate(plan(*given), sizes, prompt_tokens=4)[0]
+    assert term(own, "key/value cache") == 3 * 10 * 24 * 4
+
+
+def test_engine_on_gpus_takes_its_share() -> None:
+    sizes = shape({**LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "num_hidden_layers": 32})
+    roles = estimate(plan(*STEP, *GPUS, facts=GPU), sizes, gpu_memory=80 * GIB)
+    assert roles[0].device == "cuda" and roles[0].nbytes == int(0.9 * 80 * GIB)
+    assert term(roles[0], "weights") == sizes.parameters  # 2 bytes on 2 GPUs
+    open_end = estimate(plan(*STEP, *GPUS, facts=GPU), sizes)[0]
+    assert term(open_end, "key/value cache") == 256 * 16 * sizes.cached * 2 // 2
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_more_than_there_is() -> None:
+    made = plan(*STEP)
+    roles = estimate(made, shape(LLAMA))
+    assert too_much(roles, made, ram=64 * GIB, gpu_memory=None) == []
+    (text,) = too_much(roles, made, ram=1 * GIB, gpu_memory=None)
+    assert "this machine has 1.0 GiB" in text and "trainer-0" in text
+    big = ModelShape(parameters=7 * 10**9, vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128, mlp=11008)
+    gpus = plan(*STEP, *GPUS, facts=GPU)
+    found = too_much(estimate(gpus, big, gpu_memory=8 * GIB), gpus, ram=None, gpu_memory=8 * GIB)
+    assert len(found) == 1 and found[0].startswith("memory: trainer-0 needs about")
+    assert too_much(estimate(gpus, big, gpu_memory=80 * GIB), gpus, ram=None, gpu_memory=80 * GIB) == []
+
+
+def test_check_reports_it(tiny_model: Path) -> None:
+    rows = GOOD.parent / "rows.jsonl"
+    given = [f"model.model_path={tiny_model}", f"buffer.explorer_input.taskset.path={rows}"]
+
+    def run(*, ram: int | None = None) -> Report:
+        return check(GOOD / "short.yaml", given, facts=Facts(cpus=2, gpus=0, memory=ram))
+
+    assert [r.role for r in run().memory] == ["engine-0", "trainer-0", "others"]
+    assert not any("memory" in w for w in run().warnings)
+    assert any(w.startswith("memory: about") for w in run(ram=100 * MIB).warnings)
+    found = json.loads(json.dumps(run().to_json()))
+    assert found["memory"][0]["bytes"] == sum(t["nbytes"] for t in found["memory"][0]["terms"])
+
+
+def test_schema_only_needs_config_json_alone(tmp_path: Path) -> None:
+    given = [f"model.model_path={tmp_path}", "buffer.explorer_input.taskset.path=/nowhere/rows.jsonl"]
+    assert check(GOOD / "short.yaml", given, facts=CPU, schema_only=True).memory == ()
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert check(GOOD / "short.yaml", given, facts=CPU, schema_only=True).memory
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    report = check(GOOD / "short.yaml", given, facts=CPU, schema_only=True)
+    assert report.ok and any("config.json does not give hidden_size" in n for n in report.notes)
