@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import xxhash
+
 from rft.errors import ConfigError
 from rft.taskset.chatfiles import open_chat
 from rft.taskset.settings import TasksetSettings
@@ -42,18 +44,20 @@ def find(tasks: Iterable[Task], settings: TasksetSettings) -> LeftOut | None:
     assert limit is not None
     chat = open_chat(limit.model_path)
     rows: list[int] = []
-    total = longest = 0
+    counts: dict[bytes, int] = {}
+    total = 0
     given = iter(tasks)
     while some := list(itertools.islice(given, _AT_ONCE)):
         texts = [
             chat.render(_opening(t, settings), list(t.tools), template=limit.chat_template, **limit.chat_template_args)
             for t in some
         ]
-        for task, count in zip(some, chat.count_each(texts), strict=True):
-            longest = max(longest, count)
-            if count > limit.max_tokens:
-                rows.append(task.index)
+        keys = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
+        new = {key: text for key, text in zip(keys, texts, strict=True) if key not in counts}  # data sets repeat their prompts
+        counts.update(zip(new, chat.count_each(new.values()), strict=True))
+        rows += [task.index for task, key in zip(some, keys, strict=True) if counts[key] > limit.max_tokens]
         total += len(some)
+    longest = max(counts.values())
     if len(rows) == total:
         raise ConfigError(
             f"every prompt of {settings.path} has more than model.max_prompt_tokens {limit.max_tokens} tokens (up to {longest}), so "
