@@ -23,6 +23,7 @@ from rft.convert.sizes import (
     nodes,
     runs,
     split,
+    whole_nodes,
 )
 from rft.errors import ConfigError
 
@@ -275,6 +276,10 @@ def _tell_split(d: Draft, found: Gpus, engines: int) -> None:
         else f"GPU split: veRL trains and generates on the same {found.verl['gpus']} GPUs; here {found.rollout} generate and "
         f"{found.trainer} train"
     )
+    if not whole_nodes(d, found.trainer):
+        d.warn(
+            f"the trainer would get {found.trainer} GPUs, more than one node and no whole number of nodes; choose another --engine-num"
+        )
     if found.local_mini_batch is None:
         d.warn(
             f"{found.rows} experiences of a step do not divide over {found.data_parallel} trainer ranks; they are dealt by tokens, which "

@@ -53,12 +53,12 @@ def prepare(d: Draft) -> None:
         d.put(f"{BUFFER}.format.prompt_type", "plaintext", "a question and an answer")
         d.put(f"{BUFFER}.format.prompt_key", _column(d, "prompt"), "data.prompt_key")
         d.put(f"{BUFFER}.format.response_key", _column(d, "response"), "data.response_key")
-    size = int(_own(d, "data.train_batch_size"))
+    size = _count(d, "data.train_batch_size")
     d.put("buffer.batch_size", size, "data.train_batch_size")
     d.put("buffer.train_batch_size", size, "data.train_batch_size, demonstrations of a step")
-    d.put("model.max_model_len", int(_own(d, "data.max_length")), "data.max_length")
+    d.put("model.max_model_len", _count(d, "data.max_length"), "data.max_length")
     for key, name in (("trainer.nnodes", "cluster.node_num"), ("trainer.n_gpus_per_node", "cluster.gpu_per_node")):
-        d.put(name, int(_own(d, key)), key)
+        d.put(name, _count(d, key), key)
     groups.names(d, project=str(_own(d, "trainer.project_name")), name=str(_own(d, "trainer.experiment_name")))
 
 
@@ -76,6 +76,8 @@ def finish(d: Draft) -> None:
         ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
     ):
         d.fill(target, table.default(key, SECTION), f"veRL's default of {key}")
+    if d.read(f"{OPTIM}.lr_warmup_steps_ratio"):
+        d.fill(f"{OPTIM}.lr_warmup_from_zero", True, "veRL's warm-up begins at 0")
     d.fill(f"{OPTIM}.min_lr_ratio", 0.0, "veRL's cosine ends at 0")
     d.fill(f"{OPTIM}.betas", [0.9, 0.95], "veRL's default of optim.betas")
     if not d.has("buffer.total_steps"):
@@ -84,6 +86,13 @@ def finish(d: Draft) -> None:
 
 def _own(d: Draft, key: str) -> Any:
     return d.given[key].value if d.stated(key) else OWN[key]
+
+
+def _count(d: Draft, key: str) -> int:
+    value = d.whole(key) if d.stated(key) else OWN[key]
+    if value < 1:
+        raise d.wrong(key, value, "at least 1")
+    return int(value)
 
 
 def _column(d: Draft, which: str) -> str:

@@ -40,15 +40,22 @@ def interval(d: Draft) -> int:
     where = f"data.train_batch_size {batch}, {ACTOR}.ppo_mini_batch_size {mini}"
     if mini > batch:
         raise ConfigError(
-            f"{where}: the mini batch is larger than the batch; lower it", key=f"{ACTOR}.ppo_mini_batch_size", given=mini
+            f"{where}: the mini batch is larger than the batch{_default(d)}; lower it",
+            key=f"{ACTOR}.ppo_mini_batch_size",
+            given=mini,
         )
     if batch % mini:
         raise ConfigError(
-            f"{where}: {mini} does not divide {batch}; an iteration must be whole optimizer steps (recent veRL asserts it too)",
+            f"{where}: {mini} does not divide {batch}{_default(d)}; an iteration must be whole optimizer steps (veRL asserts it too)",
             key=f"{ACTOR}.ppo_mini_batch_size",
             given=mini,
         )
     return batch // mini
+
+
+def _default(d: Draft) -> str:
+    unstated = [k for k in (f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size") if not d.stated(k)]
+    return f" ({' and '.join(unstated)} is veRL's default)" if unstated else ""
 
 
 def runs(d: Draft) -> int:
@@ -158,7 +165,7 @@ def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:
 
 def fits(d: Draft, gpus: Gpus) -> bool:
     """Whether every rank gets the same whole number of rows, and of fixed micro-batches."""
-    if gpus.trainer < 1 or gpus.local_mini_batch is None:
+    if gpus.trainer < 1 or gpus.local_mini_batch is None or not whole_nodes(d, gpus.trainer):
         return False
     if d.flag(f"{ACTOR}.use_dynamic_bsz"):
         return True
@@ -166,17 +173,25 @@ def fits(d: Draft, gpus: Gpus) -> bool:
     return all(gpus.local_mini_batch % m == 0 for m in wanted)
 
 
+def whole_nodes(d: Draft, trainer: int) -> bool:
+    """A trainer of more than one node has whole nodes."""
+    per_node = nodes(d)[1]
+    return trainer <= per_node or trainer % per_node == 0
+
+
 def choose_engines(d: Draft, auxiliary: int) -> int:
-    """Engines where none were asked for: a quarter of the GPUs; *exact* takes more until the batch divides over the rest."""
+    """Engines where none were asked for: a quarter of the GPUs.
+
+    More of them where the trainer would get parts of nodes, and in the exact profile until the batch divides over the rest.
+    """
     count, per_node = nodes(d)
     tp = _positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
     if is_async(d):
         return max(1, _positive(d, "rollout.nnodes", 1) * _positive(d, "rollout.n_gpus_per_node", 8) // tp)
     first = max(1, count * per_node // 4 // tp)
-    if not d.exact:
-        return first
     most = (count * per_node - auxiliary - 1) // tp
-    return next((e for e in range(first, most + 1) if fits(d, split(d, e, auxiliary))), first)
+    whole = [e for e in range(first, most + 1) if whole_nodes(d, count * per_node - e * tp - auxiliary)] or [first]
+    return next((e for e in whole if d.exact and fits(d, split(d, e, auxiliary))), whole[0])
 
 
 def _whole(rows: int | None, parts: int | None) -> int | None:

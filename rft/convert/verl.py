@@ -210,7 +210,7 @@ def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[tuple[str, ...], tu
             return {k: plain(v) for k, v in value.items()}
         if isinstance(value, list):
             return [plain(v) for v in value]
-        return _ENV.sub("/env", value) if isinstance(value, str) else value
+        return _ENV.sub("env", value) if isinstance(value, str) else value
 
     try:
         plan = resolve(from_dict(plain(d.values)), Facts(gpus=0))
@@ -221,4 +221,4 @@ def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[tuple[str, ...], tu
         return tuple(str(x) for x in found), ()
     for text in plan.warnings:
         d.warn(f"rft check: {text}")
-    return (), tuple(str(n) for n in plan.not_active)
+    return (), tuple(str(dataclasses.replace(n, value=d.read(n.key, n.value))) for n in plan.not_active)
