@@ -262,6 +262,12 @@ def buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:
             url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
             url = url if "://" in url else f"sqlite:///{Path(url).expanduser().absolute()}"
     else:
+        if b.path is not None and "://" in b.path:
+            p.error(
+                "buffer.trainer_input.experience_buffer.path",
+                f"is a database, and storage_type {b.storage_type} keeps its segments in a folder; leave it out, or use storage_type: sql",
+                given=b.path,
+            )
         path = b.path if b.path is None or b.path.lower() == "none" else str(Path(b.path).expanduser().absolute())
         if path is not None and path.lower() == "none":
             path = "none"

@@ -222,6 +222,11 @@ def test_lengths_and_sampling_of_the_engine_are_those_of_model() -> None:
     assert all(t.sampling.ignore_eos for t in (*greedy.explorer.tasksets, *greedy.explorer.eval_tasksets))
 
 
+def test_a_queue_is_no_database() -> None:
+    found = messages(f"{BUFFER}.storage_type=queue", f"{BUFFER}.path=sqlite:///x.db")
+    assert "keeps its segments in a folder" in found[f"{BUFFER}.path"]
+
+
 def test_engine_names() -> None:
     assert [e.name for e in plan(f"{ENGINE}.engine_num=2").engines] == ["engine-0", "engine-1"]
     assert plan(f"{ENGINE}.name=policy").engines[0].name == "policy-0"

@@ -272,14 +272,7 @@ def leaves() -> Iterator[str]:
     keys = all_keys()
     for key in keys:
         has_below = any(k.startswith((f"{key}.", f"{key}[]")) for k in keys)
-        if (
-            not has_below
-            and "[]" not in key
-            and ".*" not in key
-            and ".output." not in key
-            and "tasksets" not in key
-            and "rollout_args" not in key
-        ):
+        if not has_below and not any(part in key for part in ("[]", ".*", ".output.", "tasksets", "rollout_args")):
             yield key
 
 
