@@ -243,5 +243,5 @@ async def test_overlong_penalty_of_any_reward(functions: Path) -> None:
     assert given.value == pytest.approx(1 - 0.25)
     off = {**on, "enable_overlong_penalty": False}
     assert (await score(build("exact_answer", off), task("4"), said("4", 90))).value == 1.0
-    with pytest.raises(ConfigError, match="overlong penalty: cache_length: .* given 0"):
+    with pytest.raises(ConfigError, match=r"overlong penalty: cache_length: .* given 0"):
         build("exact_answer", {**on, "cache_length": 0}, key="k")
