@@ -64,9 +64,9 @@ class RolloutArgs(Section):
     stop: tuple[str, ...] = key((), "Texts that end a response.")
     seed: int | None = key(None, "Seed of every request.  Null: derived from the run's place.")
     n: int | None = key(None, "Runs of each task; same as the taskset's repeat_times.", unit="runs", ge=1)
-    logprobs: int | None = key(
-        None,
-        "How many likely tokens besides the generated one have their log-prob kept.  Null: model.logprobs.",
+    logprobs: int = key(
+        0,
+        "How many likely tokens besides the generated one have their log-prob kept.",
         unit="tokens",
         ge=0,
         later=Later("the log-prob of every generated token is always kept, and no other", harmless=True),
