@@ -181,6 +181,8 @@ class Draft:
                 place = place[step]
             else:
                 place = place.setdefault(step, empty)
+            if not isinstance(place, dict | list):
+                raise ConfigError("is given as a value and as a group of keys; give one of them", key=path, given=place)
         place[steps[-1]] = value
 
     def note(self, text: str) -> None:

@@ -184,6 +184,8 @@ def _outcome(d: Draft, a: Argument) -> Outcome:
         return Outcome("refused", "unknown argument" + (f"; did you mean {near}?" if near else ""))
     if empty:
         return Outcome("ignored", "not set: veRL's own default")
+    if not isinstance(a.value, dict) and any(k.startswith(f"{a.key}.") for k in KNOWN):
+        return Outcome("refused", f"is a group of keys; give a mapping, or {a.key}.NAME=VALUE")
     return rule.act(d, a)
 
 

@@ -217,6 +217,12 @@ def test_a_group_given_as_a_mapping() -> None:
     assert v["algorithm.optimizer.lr"] == 2e-6 and v["algorithm.optimizer.weight_decay"] == 0.1
 
 
+def test_a_group_that_is_no_mapping_is_refused() -> None:
+    assert [r.argument.key for r in made(f"{A}.checkpoint=3", f"{A}.checkpoint.contents=[model]").refused] == [f"{A}.checkpoint"]
+    with pytest.raises(ConfigError, match="as a value and as a group"):
+        made("+actor_rollout_ref.model.override_config.a=1", "+actor_rollout_ref.model.override_config.a.b=1")
+
+
 def test_references_to_other_keys() -> None:
     c = made(
         "trainer.project_name=p", "trainer.experiment_name=${trainer.project_name}_1", "critic.optim.lr=${oc.select:a.b,3e-5}"
