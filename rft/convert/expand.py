@@ -49,6 +49,8 @@ class Expander:
             found += _Fields(self, one).read()
         for piece in found:
             self.marks.spend(piece.text, word.line)
+        if len(found) > MAX_FIELDS:
+            raise ConfigError(f"{self.marks.name}, line {word.line}: one word becomes more than {MAX_FIELDS:,} arguments")
         return found
 
     def string(self, word: Word) -> str:
@@ -270,7 +272,7 @@ class Expander:
         assert arg is not None
         result: str | None = None
         if len(text) <= MAX_PATTERN_TEXT:
-            self.marks.work(len(text) ** 2 // 20, param.line)
+            self.marks.work(len(text) ** 2 // 5, param.line)
             if op in ("#", "##", "%", "%%"):
                 result = _trim(text, self.pattern(arg), op)
             elif op[0] == "/" and not marked(text):

@@ -386,9 +386,10 @@ class Interpreter:
                     return self.lose(assign.name, assign.line)
                 array.entries[key] = Text(expander.string(element.value), element.value.line)
                 continue
-            for one in expander.fields(element.value):
-                array.entries[array.next_key() if not array.named else str(len(array.entries))] = one
-        self.marks.work(10 * len(array.entries), assign.line)
+            start = len(array.entries) if array.named else int(array.next_key())
+            for at, one in enumerate(expander.fields(element.value), start):
+                array.entries[str(at)] = one
+            self.marks.work(10 * len(array.entries), assign.line)
         self.scope.variables[assign.name] = array
         return None
 

@@ -22,6 +22,7 @@ from rft.errors import ConfigError, ConfigErrors
 
 MAX_BYTES = yamlfile.MAX_BYTES
 _YAML = {".yaml", ".yml", ".json"}
+_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
@@ -80,6 +81,10 @@ def _read(path: Path) -> str:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise ConfigError(f"{path.name}, line {line}: holds a zero byte; this is a binary file, not a launch script")
     return text
+
+
+def _variables(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_ENVIRONMENT.findall(text)))
 
 
 # -- scripts
@@ -178,7 +183,7 @@ class _Arguments:
         if programs.HYDRA_OPTIONS[name] and not text:
             return self.fail(word.line, f"{name} has no value")
         name = programs.LONG_FORM.get(name, name)
-        self.options.append(Argument(name, text or True, text, word.line, variables=names_in(word.text)))
+        self.options.append(Argument(name, text or True, text, word.line, variables=_variables(text)))
         self.note(
             word.line, f"{name}{' ' + text if text else ''} is an option of Hydra; keys that only such a file sets are not read"
         )
@@ -201,7 +206,11 @@ class _Arguments:
             return self.fail(word.line, f"{key}: {e.message}")
         if old := next((a for a in reversed(self.arguments) if a.key == key), None):
             self.note(old.line, f"{old.prefix}{key}={old.text} is replaced by {given} on line {word.line}")
-        names = names_in(text or "")
+        if "#" in names_in(text or ""):
+            return self.fail(
+                word.line, f"{key}: its value comes from $#, the number of arguments, which only the caller of the script knows"
+            )
+        names = _variables(written)
         for name in names:
             if re.fullmatch(r"ARG\d+", name):
                 self.note(
@@ -248,8 +257,7 @@ def _from_yaml(text: str, path: Path) -> Launch:
             errors.append(ConfigError(f"{path.name}, line {line}: {e.message}", key=key))
             continue
         text = value if isinstance(value, str) else "null" if value is None else str(value)
-        names = tuple(dict.fromkeys(re.findall(r"\$\{oc\.env:\s*([A-Za-z_]\w*)", str(value))))
-        arguments.append(Argument(key, value, text, line, variables=names))
+        arguments.append(Argument(key, value, text, line, variables=_variables(str(value))))
     if errors:
         raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
     return Launch(program, tuple(arguments), False, tuple(notes), str(path))

@@ -62,7 +62,7 @@ class Marks:
         self.characters = 0
 
     def new(self, what: str, why: str, line: int) -> str:
-        self.unknown.append(Unknown(" ".join(what.split())[:80], why, line))
+        self.unknown.append(Unknown(" ".join(what[:400].split())[:80], why[:160], line))
         return f"\ue002{len(self.unknown) - 1}\ue003"
 
     def of(self, text: str) -> list[Unknown]:

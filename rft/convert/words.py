@@ -17,7 +17,7 @@ from rft.errors import ConfigError
 MAX_DEPTH = 60
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!_-]")
 _SHORT = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_PLAIN = re.compile(r"[^\s\\'\"$`;&|<>()]+")
+_PLAIN = re.compile(r"[^ \t\n\\'\"$`;&|<>()]+")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
 _OPS = (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#", "//", "/", "^^", "^", ",,", ",", "@", ":")
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 LIGHT_ROOMS = (
     "types",
     "config",
+    "convert",
     "taskset",
     "reward",
     "workflow",
@@ -47,7 +48,7 @@ def light_modules() -> list[str]:
     names = ["rft.plugins", "rft.errors", "rft.logs"]
     names += [f"rft.{room}" for room in LIGHT_ROOMS]
     names += [f"rft.{p.parent.name}.settings" for p in (ROOT / "rft").glob("*/settings.py")]
-    for room in ("types", "config", "taskset", "reward", "workflow", "buffer", "explorer"):
+    for room in ("types", "config", "convert", "taskset", "reward", "workflow", "buffer", "explorer"):
         names += [
             ".".join(p.relative_to(ROOT).with_suffix("").parts)
             for p in (ROOT / "rft" / room).rglob("*.py")
