@@ -5,7 +5,7 @@ NOTE
 cat <<-'END' > config.yaml
 	trainer: {nnodes: 99}   # "unbalanced
 	END
-BATCH=64
+BATCH=256
 sbatch <<EOT
 #!/bin/bash
 #SBATCH -J run

@@ -1,5 +1,5 @@
 set -x
-BSZ=16
+BSZ=1024
 python3 -m verl.trainer.main_ppo \
   data.train_batch_size=$BSZ \
   trainer.logger="[console]" # last
