@@ -55,7 +55,7 @@ class Cluster:
         os.environ.update(_ALWAYS)
         if address is None:
             os.environ.update(_LOCAL)
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # kept: Ray reads it once in a process
             learn_secrets([os.environ["RAY_AUTH_TOKEN"]])
         try:
             import ray
@@ -116,7 +116,6 @@ class Cluster:
             return
         _end(self._processes)
         shutil.rmtree(self._folder, ignore_errors=True)
-        os.environ.pop("RAY_AUTH_TOKEN", None)
         log.info("Ray stopped in %.1f s", time.monotonic() - started)
 
 

@@ -46,6 +46,9 @@ try:
     assert len(seen["engine", 0][0]) == 2 and len(seen["trainer", 3][0]) == 1
 finally:
     cluster.close()
+again = Cluster.connect(None, num_gpus=1)  # the next stage of a program
+assert again.gpus_per_node() == [1]
+again.close()
 print("placed")
 """
     )
