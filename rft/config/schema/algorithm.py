@@ -17,7 +17,8 @@ class ScheduleConfig(Section):
     lr_warmup_steps: int = key(-1, "Steps of linear warm-up; negative: use lr_warmup_steps_ratio.", unit="train steps")
     lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all train steps.", ge=0, le=1)
     lr_warmup_from_zero: bool = key(
-        False, "False: step t of W warm-up steps (t from 0) has the rate lr (t + 1) / W.  True: lr t / W, veRL's form, which begins at 0."
+        False,
+        "False: step t of W warm-up steps (t from 0) has the rate lr (t + 1) / W.  True: lr t / W, veRL's form, which begins at 0.",
     )
     min_lr_ratio: float = key(0.01, "Floor of the cosine and wsd schedules as a share of lr.", ge=0, le=1)
     num_cycles: float = key(
