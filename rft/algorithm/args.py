@@ -195,7 +195,10 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     known = sorted({n for k, n in ARGS if k == kind} | set(REGISTRY.names(kind)))
     if (kind, name) in COMING:
         raise ConfigError(f"{KINDS[kind]} {name!r} comes later.  Available: {', '.join(known)}.", key=key, given=name)
-    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{_near(name, known)}", key=key, given=name)
+    later = sorted(n for k, n in COMING if k == kind)
+    told = f"  Later: {', '.join(later)}." if later else ""
+    near = _near(name, [*known, *later])
+    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{told}{near}", key=key, given=name)
 
 
 def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str, kind: str = "") -> BaseModel:

@@ -1,11 +1,13 @@
 """`rft convert verl`: a veRL launch script or YAML file → our configuration, and an account of every argument.
 
-Exit code 0, or 2 for a file that cannot be read as a veRL launch and for refused arguments without --allow.
+Exit code 0, or 2: for a file that cannot be read as a veRL launch, and without --allow for refused arguments and for a result that
+`rft check` refuses.  Invariant: a file that no conversion wrote is never replaced.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rft.convert.verl import Conversion
 
 app = typer.Typer(no_args_is_help=True)
+_OURS = re.compile(rb'# Converted from |# .*: veRL .* converted|\{\s*"program": |\Z')  # how the files begin that are written here
 
 
 class ProfileName(StrEnum):
@@ -49,7 +52,7 @@ def verl(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="key=value on the result; repeatable", show_default=False)
     ] = None,
-    allow: Annotated[bool, typer.Option("--allow", help="write the YAML although arguments were refused")] = False,
+    allow: Annotated[bool, typer.Option("--allow", help="write the YAML although arguments or values are refused")] = False,
 ) -> None:
     """Convert a veRL launch; nothing in it is executed."""
     from rft.convert import report as reports
@@ -60,6 +63,10 @@ def verl(
 
     if report is not None and report.suffix not in (".md", ".json"):
         raise ConfigError(f"given {report.name}; must end with .md or .json", key="--report", given=str(report))
+    for option, path in (("-o", out), ("--report", report)):
+        _replaceable(option, path)
+    if out is not None and report is not None and out.absolute() == report.absolute():
+        raise ConfigError(f"given {out}, as for -o; the account needs a file of its own", key="--report", given=str(report))
     done = convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
     if report is not None:
         _write(
@@ -68,7 +75,7 @@ def verl(
             if report.suffix == ".json"
             else reports.markdown(done),
         )
-    stopped = bool(done.refused) and not allow
+    stopped = bool(done.refused or done.errors) and not allow
     text = yamlout.text(done.values, reports.head(done)) if done.values else ""
     if text and not stopped and out is not None:
         _write(out, text)
@@ -77,6 +84,21 @@ def verl(
         print(text, end="")
     if stopped:
         raise typer.Exit(2)
+
+
+def _replaceable(option: str, path: Path | None) -> None:
+    """What an earlier conversion wrote, and an empty file, may be replaced; the script and other people's files may not."""
+    from rft.errors import ConfigError
+
+    if path is None or not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            begin = file.read(1000)
+    except OSError as e:
+        raise ConfigError(f"cannot be read: {e.strerror}", key=f"{option} {path}") from None
+    if not _OURS.match(begin):
+        raise ConfigError("exists, and no conversion wrote it; move it away or give another name", key=f"{option} {path}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -117,9 +139,14 @@ def _show(done: Conversion, script: Path, out: Path | None, report: Path | None,
 
 
 def _next(done: Conversion, script: Path, out: Path | None, stopped: bool) -> list[str]:
-    if stopped:
+    if stopped and done.refused:
         return [
             f"Nothing was written: {len(done.refused)} argument(s) would be lost.  Change the script, or add --allow to go on without them."
+        ]
+    if stopped:
+        return [
+            "Nothing was written: `rft check` refuses the result.  Change the script or --engine-num, correct the key with "
+            "--set KEY=VALUE, or add --allow to write it as it is."
         ]
     if done.command:
         lines = [f"The same here: {done.command}"]

@@ -25,7 +25,7 @@ from rft.config.plan import Derived, Facts, Plan
 from rft.config.problems import Problems
 from rft.config.resolve import resolve
 from rft.config.schema.root import RunConfig
-from rft.config.source import is_secret
+from rft.config.source import Source, is_secret, undotted
 from rft.config.stages import rekey
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
@@ -154,7 +154,16 @@ def check(
     if plan is not None and model_path:
         why = Derived(key="model.model_path", value=model_path, why="what the stage before exported")
         plan = replace(plan, derived=(*plan.derived, why))
-    return replace(report, config=written, plan=plan, errors=tuple(rekey(report.errors, written.source)))
+    errors = [_located(e, written.source) for e in report.errors]
+    return replace(report, config=written, plan=plan, errors=tuple(rekey(errors, written.source)))
+
+
+def _located(error: ConfigError, source: Source) -> ConfigError:
+    """With the line that wrote the key, as errors of the schema have it."""
+    where = source.where(undotted(error.key)) if error.key else ""
+    if not where or where in error.message:
+        return error
+    return ConfigError(f"{error.message}  ({where})", key=error.key, given=error.given)
 
 
 def _checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Report:

@@ -21,7 +21,9 @@ from rft.config.known import advice
 from rft.config.messages import aliases as other_names
 from rft.config.messages import did_you_mean, field_at, fields_at, literals, models
 from rft.config.outside import LATER_OUTSIDE
-from rft.config.verlkeys import Row, by_target
+from rft.config.source import dotted
+from rft.config.stages import SECTIONS
+from rft.config.verlkeys import Row, by_path, by_target
 from rft.errors import ConfigError
 
 READ_BY = (  # longest beginning first: who does what with a key
@@ -87,8 +89,11 @@ def describe(name: str) -> list[Description]:
     Raises ConfigError naming the nearest key, or what to do about a key that is not offered.
     """
     asked = name.strip().removeprefix("--")
-    key = _own(asked)
-    if key is not None:
+    if before := _before_the_schema(asked):
+        return [before]
+    inner = re.sub(r"^stages(\[\w*\]|\.\d+)\.", "", asked)  # a stage's sections have the keys of the common ones
+    key = _own(inner)
+    if key is not None and (inner == asked or key.split(".")[0] in SECTIONS):
         return [_described(key, "" if key == _listed(asked) else asked)]
     if below := _argument(asked):
         return [below]
@@ -99,7 +104,37 @@ def describe(name: str) -> list[Description]:
         return [_described(key, asked)]
     said = advice(re.sub(r"\[\]", "[0]", _listed(asked)))
     loc = tuple(re.sub(r"\[\]", "", _listed(asked)).split("."))
-    raise ConfigError(said or f"unknown key.{did_you_mean(loc, list(fields_at(loc[:-1])))}", key=asked)
+    raise ConfigError(said or f"unknown key.{_nearest(loc)}", key=asked if len(asked) <= 120 else f"{asked[:117]}...")
+
+
+def _nearest(loc: tuple[str, ...]) -> str:
+    """What to say of a name that nobody knows: the nearest keys, else veRL's names that end like it, else what there is."""
+    if len(loc[-1]) <= 120 and (near := did_you_mean(loc, list(fields_at(loc[:-1])))):
+        return near
+    theirs = [path for path in by_path() if path.rpartition(".")[2] == loc[-1]]
+    if theirs:
+        return f"  veRL's keys of that name: {', '.join(theirs[:4])}"
+    if _own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
+        return f"  {dotted(loc[:-1])} is a value; no keys stand below it"
+    parent = loc[:-1] if fields_at(loc[:-1]) else ()
+    return f"  Known {f'below {dotted(parent)}' if parent else 'at the top'}: {', '.join(fields_at(parent))}"
+
+
+def _before_the_schema(asked: str) -> Description | None:
+    """extends, stages and trainer_config, which are gone before the schema sees the values."""
+    key = _listed(asked).removesuffix("[]")
+    if key not in reference.READ_BEFORE:
+        return None
+    kind, meaning = reference.READ_BEFORE[key]
+    return Description(
+        key=key,
+        meaning=meaning,
+        type=kind,
+        default="none",
+        used_by="the loader, before keys are checked; its rules: docs/reference/configuration.md",
+        trinity="the same" if key in trinity() else "none",
+        below=("stage_name", *SECTIONS) if key == "stages" else (),
+    )
 
 
 def _of_verl(row: Row, asked: str) -> list[Description]:
@@ -224,8 +259,8 @@ def _argument(name: str) -> Description | None:
     match = re.fullmatch(r"algorithm\.(\w+)_args\.(\w+)", name)
     if match is None:
         found = re.fullmatch(r"(.+_args)\.\w+", _listed(name))  # of a workflow or a reward: the plugin's own
-        if found is None or (key := _own(found[1])) is None:
-            return None
+        if found is None or (key := _own(found[1])) is None or next(models(_field(key).annotation), None):
+            return None  # a section such as rollout_args has keys of its own, and no others
         return Description(
             key=_listed(name),
             meaning="argument of the workflow or reward that is named beside it",

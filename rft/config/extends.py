@@ -45,12 +45,13 @@ def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpol
         raise ConfigError(f"{chain}: a file cannot extend itself; remove one of them", key="extends", given=str(path))
     if len(above) > MAX_DEPTH:
         raise ConfigError(f"{chain}: more than {MAX_DEPTH} files deep; merge some of them", key="extends", given=str(path))
-    text = _text(path)
+    text = _text(path, chain if above else "")
     values, lines = yamlfile.parse(text, path.name)
     if values is None:
         raise ConfigError(f"{path} is empty; it needs at least model.model_path and buffer.explorer_input")
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; the top level must be a mapping such as `model:`")
+        kind = "list" if isinstance(values, list) else "single value"
+        raise ConfigError(f"{path} holds a {kind}; the top level must be a mapping such as `model:`")
     own = Written(
         values,
         {loc: f"{label} line {n}".strip() for loc, n in lines.items()},
@@ -73,7 +74,8 @@ def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpol
     return merged
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, chain: str) -> str:
+    """`chain`: the files that lead to it, of one that another file extends."""
     try:
         if path.stat().st_size > yamlfile.MAX_BYTES:
             raise ConfigError(
@@ -83,6 +85,9 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text (byte {e.start})") from None
     except OSError as e:
+        if chain:
+            hint = "the name is relative to the file it stands in"
+            raise ConfigError(f"{chain}: cannot read {path}: {e.strerror}; {hint}", key="extends", given=str(path)) from None
         raise ConfigError(f"cannot read configuration {path}: {e.strerror}; --config names the YAML file") from None
 
 

@@ -9,8 +9,6 @@ import fnmatch
 
 _ENGINE = "explorer.rollout_model"
 
-LATER: dict[str, str] = {}
-
 INSTEAD: dict[str, str] = {
     "model.tinker*": "Tinker is not offered: training runs on your own machines with the FSDP2 trainer; remove it",
     "model.fully_sharded_loras": "it has no effect; remove it",
@@ -56,9 +54,6 @@ def advice(key: str) -> str:
     for pattern, text in INSTEAD.items():
         if fnmatch.fnmatchcase(key, pattern):
             return f"not a key here: {text}"
-    for pattern, text in LATER.items():
-        if fnmatch.fnmatchcase(key, pattern):
-            return f"known, not supported yet: {text}"
     return ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from pydantic import ValidationError
 from rft.config import aliases, extends, stages, yamlfile
 from rft.config.messages import explain
 from rft.config.schema.root import RunConfig
-from rft.config.source import Loc, Source, dotted, is_secret
+from rft.config.source import STEP, Loc, Source, dotted, is_secret, undotted
 from rft.errors import ConfigError, ConfigErrors
-from rft.logs import is_secret_name, learn_secrets, url_passwords
+from rft.logs import REDACTED, is_secret_name, learn_secrets, url_passwords
 
-_STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -85,7 +84,7 @@ def _source(path: Path | None, written: extends.Written, overrides: Sequence[str
         if isinstance(leaf, str) and "${" in leaf:
             names = _ENV.findall(leaf)
             origins[loc] = f"{origins.get(loc, 'given')} ({', '.join('$' + n for n in names) or leaf})"
-    values, replaced = _interpolate(values)
+    values, replaced = _interpolate(values, origins)
     raw.update(replaced)
     learn_secrets(str(v) for loc, v in _leaves(values) if loc and is_secret(str(loc[-1]), v))
     learn_secrets(p for _, v in _leaves(values) if isinstance(v, str) for p in url_passwords(v))
@@ -146,8 +145,8 @@ def assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]]
         raise ConfigError(f"override {override!r} is not of the form key.path=value, e.g. algorithm.optimizer.lr=1e-5")
     if path[0] in "+~":
         raise ConfigError(f"override {override!r}: leave out the {path[0]!r}; write key.path=value (null removes a value)")
-    steps: list[str | int] = [int(i) if i else k for k, i in _STEP.findall(path)]
-    if dotted(tuple(steps)) != path and _STEP.sub("", path).strip("."):
+    steps = list(undotted(path))
+    if dotted(tuple(steps)) != path and STEP.sub("", path).strip("."):
         raise ConfigError(f"override {override!r}: cannot read the key {path!r}; write a.b.c, a.b.0.c or a.b[0].c")
     value = yamlfile.scalar(text, f"override {path}")
     place: Any = values
@@ -180,7 +179,7 @@ def _index(step: str | int, place: list[Any], done: Loc, override: str) -> int:
     return number % len(place)
 
 
-def _interpolate(values: dict[str, Any]) -> tuple[dict[str, Any], dict[Loc, str]]:
+def _interpolate(values: dict[str, Any], origins: Mapping[Loc, str] | None = None) -> tuple[dict[str, Any], dict[Loc, str]]:
     """`${oc.env:X}`, `${oc.env:X,default}` and `${a.b}` replaced; and the text of each leaf that had one."""
     marked = [(loc, leaf) for loc, leaf in _leaves(values) if isinstance(leaf, str) and "${" in leaf]
     if not marked:
@@ -188,11 +187,23 @@ def _interpolate(values: dict[str, Any]) -> tuple[dict[str, Any], dict[Loc, str]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    errors, texts = [], {}
-    try:
-        tree = OmegaConf.create(values)
-    except OmegaConfBaseException as e:
-        raise ConfigError(f"cannot read an interpolation: {_first_line(e)}") from None
+    errors: list[ConfigError] = []
+    texts: dict[Loc, str] = {}
+
+    def wrong(loc: Loc, leaf: str, message: str) -> None:
+        line = re.match(r"[^(]*", (origins or {}).get(loc, ""))
+        where = f"  ({line[0].strip()})" if line and line[0].strip() else ""
+        given = REDACTED if any(is_secret(str(part), leaf) for part in loc) else leaf
+        errors.append(ConfigError(f"given {given!r}: {message}{where}", key=dotted(loc), given=given))
+
+    for loc, leaf in marked:
+        try:
+            OmegaConf.create([leaf])
+        except OmegaConfBaseException:
+            wrong(loc, leaf, "cannot be read; write ${oc.env:NAME}, ${oc.env:NAME,DEFAULT} or ${another.key}, each brace closed")
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    tree = OmegaConf.create(values)
     for loc, leaf in marked:
         try:
             node: Any = tree
@@ -203,7 +214,7 @@ def _interpolate(values: dict[str, Any]) -> tuple[dict[str, Any], dict[Loc, str]
         except OmegaConfBaseException as e:
             missing = _ENV.findall(leaf)
             hint = f"; set it, or write ${{oc.env:{missing[0]},DEFAULT}}" if missing and "not found" in str(e) else ""
-            errors.append(ConfigError(f"{_first_line(e)}{hint}", key=dotted(loc), given=leaf))
+            wrong(loc, leaf, f"{_first_line(e)}{hint}")
     if errors:
         raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
     learn_secrets(texts[loc] for loc, leaf in marked if loc in texts and any(is_secret_name(n) for n in _ENV.findall(leaf)))

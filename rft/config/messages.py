@@ -72,9 +72,17 @@ def did_you_mean(loc: Loc, near: list[str]) -> str:
     """A question with the key of the same name elsewhere, the nearest of the names `near` at the same place, or the nearest of all."""
     key, last = dotted(loc), str(loc[-1])
     close = [k for k in all_keys() if k.rsplit(".", 1)[-1] == last]
-    close = close or [dotted((*loc[:-1], n)) for n in difflib.get_close_matches(last, near, n=1, cutoff=0.65)]
-    close = close or difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.8)
+    here = difflib.get_close_matches(last, near, n=1, cutoff=0.65) or [n for n in near if len(last) > 2 and last in n]
+    close = close or _below(loc, last) or [dotted((*loc[:-1], n)) for n in here]
+    close = close or [k for k in difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.8) if not key.startswith(f"{k}.")]
     return f"  Did you mean {' or '.join(close[:2])}?" if close else ""
+
+
+def _below(loc: Loc, last: str) -> list[str]:
+    """A key deeper in the same section whose name is all but `last`: engine_nums → rollout_model.engine_num."""
+    section = f"{dotted(loc[:-1])}." if len(loc) > 1 else ""
+    inside = {k.rsplit(".", 1)[-1]: k for k in reversed(all_keys()) if section and k.startswith(section)}
+    return [inside[n] for n in difflib.get_close_matches(last, inside, n=1, cutoff=0.9)]
 
 
 def _allowed(e: Any, loc: Loc) -> str:
@@ -99,11 +107,14 @@ def _allowed(e: Any, loc: Loc) -> str:
     if kind.startswith("float"):
         return f"must be a number{_unit(loc)}{tail}"
     if kind.startswith("bool"):
-        return "must be true or false"
+        return f"must be true or false{'; remove the quotes' if quoted and _is_bool(e['input']) else ''}"
     if kind == "string_type":
         return "must be a text; put it in quotes" if not isinstance(e.get("input"), dict | list) else "must be a text"
     if kind in ("tuple_type", "list_type"):
-        return "must be a list: [a, b]"
+        names = list(fields_at(loc))
+        return (
+            f"must be a list of mappings: [{{{names[0]}: ..., {names[1]}: ...}}]" if len(names) > 1 else "must be a list: [a, b]"
+        )
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         names = list(fields_at(loc))
         return f"must be a mapping{' with keys such as ' + ', '.join(names[:5]) if names else ''}"
@@ -129,6 +140,10 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_bool(text: str) -> bool:
+    return text.strip().lower() in ("true", "false", "yes", "no", "on", "off")
 
 
 def _number(value: Any) -> str:

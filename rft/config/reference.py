@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rft.config.known import INSTEAD, LATER, VALUES
+from rft.config.known import INSTEAD, VALUES
 from rft.config.messages import aliases, literals, models
 from rft.config.schema.root import RunConfig
 from rft.config.stages import SECTIONS
@@ -62,6 +62,18 @@ stages:
 - Overrides hold for the shared sections; `stages.0.trainer.total_steps=5` changes a stage's own.
 """
 
+READ_BEFORE = {  # key -> (type, meaning) of what is gone before the schema sees the values
+    "extends": (
+        "text, or list of texts",
+        "A file, or several, whose keys hold where this one writes none; relative to this file.",
+    ),
+    "stages": (
+        "list of sections",
+        "Runs after one another; each begins with the model of the one before, its sections replace the common ones.",
+    ),
+    "trainer.trainer_config": ("mapping", "veRL's keys, read as the native keys they became."),
+}
+
 
 def markdown() -> str:
     """docs/reference/configuration.md"""
@@ -70,10 +82,6 @@ def markdown() -> str:
         for model, _ in models(field.annotation):
             parts.append(f"\n## {name}\n\n{(model.__doc__ or '').strip()}\n\n{_table(model, f'{name}.')}")
     parts.append(STAGES)
-    parts.append(
-        "\n## Known keys that are not supported yet\n\nThey are refused with this advice.\n\n| Key | What to do |\n|---|---|\n"
-    )
-    parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in LATER.items()]
     parts.append("\n## Keys of related tools that are not offered\n\n| Key | What to do |\n|---|---|\n")
     parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in INSTEAD.items()]
     parts.append("\n## Values that come later or are not offered\n\n| Key | Value | What to do |\n|---|---|---|\n")
@@ -177,19 +185,20 @@ def _read_before(schema: dict[str, Any]) -> None:
     name = {"type": "string", "description": "Name of the stage; it runs in <name>/<stage_name>."}
     stage = {"type": "object", "additionalProperties": False, "required": ["stage_name"]}
     files = {"type": "string"}
+    said = {key: text for key, (_, text) in READ_BEFORE.items()}
     own["extends"] = {
-        "description": "A file, or several, whose keys hold where this one writes none; relative to this file.",
+        "description": said["extends"],
         "anyOf": [files, {"type": "array", "items": files}],
     }
     own["stages"] = {
         "type": "array",
-        "description": "Runs after one another; each begins with the model of the one before, its sections replace the common ones.",
+        "description": said["stages"],
         "items": {**stage, "properties": {"stage_name": name, **sections}},
     }
     trainer = schema["$defs"][own["trainer"]["$ref"].rpartition("/")[2]]
     trainer["properties"]["trainer_config"] = {
         "type": "object",
-        "description": "veRL's keys, read as the native keys they became.",
+        "description": said["trainer.trainer_config"],
     }
 
 

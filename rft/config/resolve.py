@@ -166,11 +166,16 @@ def _lengths(config: RunConfig, p: Problems) -> tuple[int, int, int]:
     if prompt is None:
         prompt = total - response
         p.derive("model.max_prompt_tokens", prompt, "the rest of max_model_len")
-    if prompt < 1 or response < 1 or prompt + response > total:
+    for name, length in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
+        if getattr(m, name) is not None and length >= total:
+            other = "a response" if name == "max_prompt_tokens" else "a prompt"
+            p.error(f"model.{name}", f"is {length} of max_model_len {total} tokens, which leaves none for {other}", given=length)
+            return 2, 1, 1
+    if prompt + response > total:
         p.error(
             "model.max_model_len",
-            f"is {total} tokens, but max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}, "
-            "each at least 1; raise max_model_len or lower one of them",
+            f"is {total} tokens, but max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}; "
+            "raise max_model_len or lower one of them",
             given=total,
         )
         return 2, 1, 1

@@ -5,6 +5,7 @@ Knows no schema.  Keys are tuples of mapping keys and list indexes, e.g. ("buffe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,14 @@ def dotted(loc: Loc) -> str:
     for part in loc:
         text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else part)
     return text
+
+
+STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
+
+
+def undotted(key: str) -> Loc:
+    """The steps of a key: a[0].b is ("a", 0, "b")."""
+    return tuple(int(i) if i else k for k, i in STEP.findall(key))
 
 
 def is_secret(key: str, value: object) -> bool:

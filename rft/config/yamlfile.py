@@ -180,7 +180,8 @@ def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
                 continue
             if k.value in seen:
                 path = dotted((*loc, k.value))
-                errors.append(ConfigError(f"written twice in {name}, on lines {seen[k.value]} and {line}; remove one", key=path))
+                where = f"on line {line}" if seen[k.value] == line else f"on lines {seen[k.value]} and {line}"
+                errors.append(ConfigError(f"written twice in {name}, {where}; remove one", key=path))
             seen[k.value] = line
             k.tag = "tag:yaml.org,2002:str"
             visit(v, (*loc, k.value))

@@ -98,7 +98,7 @@ def same_strategy(d: Draft, a: Argument) -> Outcome:
     return Outcome("refused", f"{a.value} is not offered: use fsdp2")
 
 
-def micro(role: str, key: str, target: str, guide: str = "") -> Rule:
+def micro(role: str, key: str, target: str) -> Rule:
     """The deprecated global micro batch."""
 
     def act(d: Draft, a: Argument) -> Outcome:

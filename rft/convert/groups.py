@@ -322,7 +322,11 @@ def explain(d: Draft) -> None:
     if not is_async(d):
         d.note(
             "old log-probs: veRL computes them once per iteration with the weights it starts with; here they are the engine's, "
-            f"from the same weights (sync_offset {0 if d.exact else 1})"
+            + (
+                "from the same weights (sync_offset 0)"
+                if d.exact
+                else "for the first batch of a window from the weights before (sync_offset 1)"
+            )
         )
     if not d.exact:
         d.note(
@@ -334,8 +338,7 @@ def explain(d: Draft) -> None:
             d.note("save_interval and eval_interval count steps here and iterations in veRL; the guide copies the numbers")
         if f"{ROLLOUT}.val_kwargs.temperature" not in d.given:
             d.note("evaluation inherits the training temperature in the guide's profile; veRL evaluates greedily")
-    ratio = any(d.number(f"{ACTOR}.optim.{k}", 0) for k in ("lr_warmup_steps_ratio",))
-    if ratio and not d.stated("trainer.total_training_steps"):
+    if d.number(f"{ACTOR}.optim.lr_warmup_steps_ratio") and not d.stated("trainer.total_training_steps"):
         d.note(f"{OPTIM}.lr_warmup_steps_ratio is a share of all steps, which are epochs x whole batches of the tasksets")
     if not is_async(d):
         d.note("each epoch drops its incomplete last batch of m prompts; veRL drops one of B, so step counts differ slightly")

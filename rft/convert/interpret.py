@@ -55,6 +55,7 @@ class Started:
     found: programs.Found
     words: tuple[Text, ...]
     line: int
+    launcher: tuple[str, ...]  # the words before it: torchrun --nproc_per_node=8 -m
 
 
 class Interpreter:
@@ -495,7 +496,7 @@ class Interpreter:
                 self.note(assign.line, f"sets {_environment(assign.name, value)} for the run; a configuration does not carry it")
 
     def begin(self, command: Simple, found: programs.Found, words: list[Text]) -> None:
-        started = Started(found, tuple(words[found.start :]), words[0].line)
+        started = Started(found, tuple(words[found.start :]), words[0].line, tuple(w.text for w in words[: found.start]))
         self.marks.work(20 * len(words), command.line)
         if found.program is None:
             self.others.append(started)

@@ -20,7 +20,6 @@ from rft.convert.shell import parse
 from rft.convert.values import PASSED, Text, lone, names_in, shown
 from rft.errors import ConfigError, ConfigErrors
 
-MAX_BYTES = yamlfile.MAX_BYTES
 _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
@@ -51,6 +50,7 @@ class Launch:
     notes: tuple[str, ...] = ()
     path: str = ""
     options: tuple[Argument, ...] = ()
+    launcher: tuple[str, ...] = ()  # the words before the program: ("torchrun", "--nproc_per_node=8", "-m", …)
 
 
 def read_launch(path: Path) -> Launch:
@@ -67,8 +67,8 @@ def read_launch(path: Path) -> Launch:
 def _read(path: Path) -> str:
     try:
         size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ConfigError(f"{path} has {size:,} bytes; a launch script may have at most {MAX_BYTES:,}")
+        if size > yamlfile.MAX_BYTES:
+            raise ConfigError(f"{path} has {size:,} bytes; a launch script may have at most {yamlfile.MAX_BYTES:,}")
         data = path.read_bytes()
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}; name a veRL launch script or YAML file") from None
@@ -91,7 +91,12 @@ def _variables(text: str) -> tuple[str, ...]:
 
 
 def _from_script(text: str, path: Path) -> Launch:
-    commands = parse(text, path.name)
+    try:
+        commands = parse(text, path.name)
+    except ConfigError as e:
+        if programs.mentions(text):
+            raise
+        raise ConfigError(f"{e.message}; nor does it name a veRL program: is {path.name} a launch script?") from None
     interpreter = Interpreter(str(path), path.name)
     interpreter.script(commands)
     if not interpreter.started and programs.mentions(text):
@@ -116,7 +121,13 @@ def _from_script(text: str, path: Path) -> Launch:
     notes = [f"line {line}: {note}" if line else note for line, note in sorted(interpreter.notes)]
     assert started.found.program is not None
     return Launch(
-        started.found.program, tuple(reader.arguments), reader.passed, (first, *notes), str(path), tuple(reader.options)
+        program=started.found.program,
+        arguments=tuple(reader.arguments),
+        passed_through=reader.passed,
+        notes=(first, *notes),
+        path=str(path),
+        options=tuple(reader.options),
+        launcher=tuple(shown(w, interpreter.marks) for w in started.launcher),
     )
 
 

@@ -15,6 +15,7 @@ from rft.convert.names import (
     ACTOR,
     CRITIC,
     ENGINE,
+    FORMAT,
     MODEL,
     NO_CRITIC,
     NO_LORA,
@@ -32,6 +33,7 @@ from rft.convert.sizes import has_critic
 _TRACE = "profiling and tracing change no result; trainer.profiler is the native one"
 _INTERNAL = "veRL-internal"
 _NSIGHT = "Nsight Systems through Ray; trainer.profiler is the native one"
+_TIS = "the old name; write algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold=CAP"
 _SCHEDULED = "the program sets it from the length of the run, here too"
 
 RULES: dict[str, Rule] = {
@@ -56,6 +58,8 @@ RULES: dict[str, Rule] = {
     "data.val_max_samples": do.max_samples(EVAL),
     "data.dataloader_num_workers": ignored("the reader is our own"),
     "data.image_key": ignored("texts only; a taskset with images is refused when it is read"),
+    "data.custom_cls.path": to(*(f"{s}[i].reader_path" for s in (TRAIN, EVAL))),
+    "data.custom_cls.name": to(*(f"{s}[i].reader_name" for s in (TRAIN, EVAL))),
     "data.gen_batch_size": derived("single tasks are streamed; a step closes when its groups are there"),
     # ------------------------------------------------------------------ model
     "actor_rollout_ref.hybrid_engine": Rule(do.hybrid),
@@ -92,6 +96,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.use_rollout_log_probs": to("algorithm.bypass_old_logprobs"),
     f"{ACTOR}.freeze_vision_tower": ignored("texts only"),
     f"{ACTOR}.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
+    f"{ACTOR}.tis_imp_ratio_cap": refused(_TIS, -1),
     # ------------------------------------------------------------------ optimizer
     f"{ACTOR}.optim.lr_warmup_steps": scaled(f"{OPTIM}.lr_warmup_steps", never=-1),
     f"{ACTOR}.optim.warmup_style": Rule(do.scheduler, (f"{OPTIM}.lr_scheduler_type",), native=True),
@@ -247,6 +252,8 @@ RULES: dict[str, Rule] = {
     "algorithm.kl_ctrl.kl_coef": do.kl_arg("algorithm.kl_penalty_fn_args.kl_coef", "algorithm.use_kl_in_reward"),
     "algorithm.kl_ctrl.horizon": do.kl_arg("algorithm.kl_penalty_fn_args.horizon", "algorithm.use_kl_in_reward", adaptive=True),
     "algorithm.kl_ctrl.target_kl": do.kl_arg("algorithm.kl_penalty_fn_args.target_kl", "algorithm.use_kl_in_reward", adaptive=True),
+    "algorithm.rollout_is": refused(_TIS),
+    "algorithm.rollout_is_threshold": refused(_TIS),
     "algorithm.use_pf_ppo": Rule(
         lambda d, a: write(d, a, ("algorithm.sample_strategy",), "pf_ppo") if d.flag(a.key) else Outcome("ignored", "switched off"),
         ("algorithm.sample_strategy",), native=True,
@@ -355,6 +362,8 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     ("*.optim.override_optimizer_config*", refused("the optimizer has no further arguments")),
     ("algorithm.rollout_correction.*", Rule(
         lambda d, a: write(d, a, (a.key,), a.value), ("algorithm.rollout_correction",), native=True)),
+    ("data.apply_chat_template_kwargs.*", Rule(
+        lambda d, a: write(d, a, tuple(f"{f}.chat_template_args.{a.key.split('.', 2)[2]}" for f in FORMAT), a.value), native=True)),
     ("algorithm.filter_groups.*", Rule(do.filter_groups)),
     ("custom_reward_function.reward_kwargs.*", Rule(
         lambda d, a: write(d, a, tuple(f"{s}[i].reward_fn_args.{a.key.rsplit('.', 1)[-1]}" for s in (TRAIN, EVAL)), a.value),

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 SECTION = frozenset({18})
 BUFFER = "buffer.trainer_input.experience_buffer"
-DATA = "data."
-"""Defaults of veRL's sft_trainer.yaml that its table of keys does not hold."""
 OWN: dict[str, Any] = {
     "data.train_batch_size": 256,
     "data.max_length": 1024,
@@ -33,6 +31,9 @@ OWN: dict[str, Any] = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
+"""Defaults of veRL's sft_trainer.yaml that its table of keys does not hold."""
+_NODES = ("--nnodes", "--num_nodes", "--num_machines")
+_PER_NODE = ("--nproc_per_node", "--num_gpus")
 
 
 def prepare(d: Draft) -> None:
@@ -57,9 +58,42 @@ def prepare(d: Draft) -> None:
     d.put("buffer.batch_size", size, "data.train_batch_size")
     d.put("buffer.train_batch_size", size, "data.train_batch_size, demonstrations of a step")
     d.put("model.max_model_len", _count(d, "data.max_length"), "data.max_length")
-    for key, name in (("trainer.nnodes", "cluster.node_num"), ("trainer.n_gpus_per_node", "cluster.gpu_per_node")):
-        d.put(name, _count(d, key), key)
+    _cluster(d)
     groups.names(d, project=str(_own(d, "trainer.project_name")), name=str(_own(d, "trainer.experiment_name")))
+
+
+def _cluster(d: Draft) -> None:
+    """Nodes and GPUs as the launcher (torchrun, accelerate, deepspeed) starts them: veRL's own keys do not decide that."""
+    nodes = _put_started(d, "trainer.nnodes", "cluster.node_num", _launched(d, _NODES))
+    each = _launched(d, _PER_NODE)
+    every = _launched(d, ("--num_processes",))  # accelerate counts the processes of all nodes
+    if each is None and every is not None:
+        each = (every[0], str(int(every[1]) // nodes)) if every[1].isdecimal() and int(every[1]) % nodes == 0 else every
+    _put_started(d, "trainer.n_gpus_per_node", "cluster.gpu_per_node", each)
+
+
+def _put_started(d: Draft, key: str, target: str, launched: tuple[str, str] | None) -> int:
+    count, why = _count(d, key), key if d.stated(key) else f"veRL's default of {key}"
+    if launched is not None:
+        option, value = launched
+        if value.isdecimal() and int(value) > 0:
+            if d.stated(key) and int(value) != count:
+                d.warn(f"{key} {count} is not what {option} {value} starts; {target} is {value}")
+            count, why = int(value), option
+        elif target not in d.overridden:
+            d.warn(f"{option} {value} is no number that the script tells; {target} {count} is {why}: --set {target}=N")
+    d.put(target, count, why)
+    return count
+
+
+def _launched(d: Draft, names: tuple[str, ...]) -> tuple[str, str] | None:
+    """(option, value) of the launcher, written --name=value or --name value, with - or _."""
+    words = d.launch.launcher
+    for i, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option.replace("-", "_").replace("__", "--", 1) in names:
+            return option, value if equals else words[i + 1] if i + 1 < len(words) else ""
+    return None
 
 
 def finish(d: Draft) -> None:
@@ -76,6 +110,8 @@ def finish(d: Draft) -> None:
         ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
     ):
         d.fill(target, table.default(key, SECTION), f"veRL's default of {key}")
+    if d.has("trainer.micro_batch_size_per_gpu"):
+        d.fill("trainer.use_dynamic_bsz", False, "data.micro_batch_size_per_gpu: a fixed number of rows")
     if d.read(f"{OPTIM}.lr_warmup_steps_ratio"):
         d.fill(f"{OPTIM}.lr_warmup_from_zero", True, "veRL's warm-up begins at 0")
     d.fill(f"{OPTIM}.min_lr_ratio", 0.0, "veRL's cosine ends at 0")
@@ -135,7 +171,7 @@ RULES: dict[str, Rule] = {
     "data.multiturn.messages_key": via("", f"{BUFFER}.format.messages_key"),
     "data.multiturn.tools_key": to(f"{BUFFER}.format.tools_key"),
     "data.max_length": via("", "model.max_model_len"),
-    "data.truncation": refused("demonstrations are not cut; one that is too long is an error", "error"),
+    "data.truncation": refused("demonstrations are not cut: raise data.max_length or take the long ones out, and write error", "error"),
     "data.balance_dp_token": always("rows are always dealt by tokens"),
     "data.chat_template": to("model.custom_chat_template"),
     "data.use_shm": ignored("Parquet memory mapping does the same job"),

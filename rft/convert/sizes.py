@@ -25,10 +25,6 @@ def has_critic(d: Draft) -> bool:
     return estimator_name(d) in CRITIC_ESTIMATORS
 
 
-def has_reference(d: Draft) -> bool:
-    return d.flag(f"{ACTOR}.use_kl_loss") or d.flag("algorithm.use_kl_in_reward")
-
-
 def interval(d: Draft) -> int:
     """Optimizer steps of one veRL iteration, B / m.  Raises ConfigError where m does not divide B."""
     mini = d.whole(f"{ACTOR}.ppo_mini_batch_size")

@@ -34,10 +34,13 @@ def default(key: str, sections: frozenset[int] = MAIN) -> Any:
 
 
 def nearest(key: str, known: list[str]) -> str:
-    """The known key that was probably meant; "" if none is near."""
+    """The known key that was probably meant: the same last name elsewhere, or a similar one; "" if none is near."""
     last = key.rsplit(".", 1)[-1]
-    moved = [k for k in known if k.rsplit(".", 1)[-1] == last]
-    close = difflib.get_close_matches(key, moved or known, n=1, cutoff=0.3 if moved else 0.6)
+    if moved := [k for k in known if k.rsplit(".", 1)[-1] == last]:
+        close = difflib.get_close_matches(key, moved, n=1, cutoff=0.3)
+    else:  # the groups alone may not make two keys similar
+        alike = set(difflib.get_close_matches(last, sorted({k.rsplit(".", 1)[-1] for k in known}), n=20, cutoff=0.6))
+        close = difflib.get_close_matches(key, [k for k in known if k.rsplit(".", 1)[-1] in alike], n=1, cutoff=0.6)
     return close[0] if close else ""
 
 

@@ -98,7 +98,7 @@ def test_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("extends: missing.yaml\n", "cannot read configuration"),
+        ("extends: missing.yaml\n", "extends: run.yaml → missing.yaml: cannot read .*relative to the file it stands in"),
         ("extends: 3\n", r"extends: must be a file name or a list of file names  \(line 1\)"),
         ("extends: [base.yaml, 3]\n", "must be a file name"),
         ("extends: [[base.yaml]]\n", "must be a file name"),
