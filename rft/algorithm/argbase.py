@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Computed = Literal["old", "ref", "entropy", "sum_squares", "values"]
+"""What a forward pass over the rows of a step gives, per trained token: log-probs of the policy as it is before the step and of the
+reference model, entropy, sum of the squared probabilities of the vocabulary, the critic's values."""
+
 
 class Args(BaseModel):
-    """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing changes afterwards."""
+    """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing changes afterwards.
+
+    `before` names what the part reads that has to be computed before the step, `reference` says that a loss reads the reference
+    model's log-probs.  Nothing else is computed.
+    """
+
+    before: ClassVar[frozenset[Computed]] = frozenset()
+    reference: ClassVar[bool] = False
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

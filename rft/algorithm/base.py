@@ -6,17 +6,107 @@ gradient: a micro-batch's losses are *sums* divided by totals of the whole step,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from rft.algorithm.args import AggMode
 from rft.plugins import kind
+from rft.types.ports import GroupStats
 
 advantage = kind("advantage_fn")
 policy_loss = kind("policy_loss_fn")
+policy_extra = kind("policy_extra")  # what the policy loss of the same name reads of the whole step
 kl_loss = kind("kl_loss_fn")
 entropy_loss = kind("entropy_loss_fn")
+
+
+# ---------------------------------------------------------------- the whole step, before its losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One sequence of a train step.  L = its trained tokens; arrays are float32 [L] in the order of the tokens.
+
+    Those that are None were not asked for (see `Args.before`), or the row has none.
+    """
+
+    group: str  # text form of its group: the runs of one task
+    run: int  # number in the group; the steps of a run are rows of their own
+    step: int  # number in the run
+    reward: float
+    logprobs: np.ndarray  # of the policy that sampled
+    token_rewards: np.ndarray | None = None
+    old: np.ndarray | None = None
+    ref: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+    sum_squares: np.ndarray | None = None
+    values: np.ndarray | None = None
+    teacher: np.ndarray | None = None  # log-probs of a teacher model
+    is_expert: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [L]: the rewards of the tokens; where the row has none, its reward on the last trained token."""
+        if self.token_rewards is not None:
+            return self.token_rewards.astype(np.float64)
+        rewards = np.zeros(self.length)
+        rewards[-1] = self.reward
+        return rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """All rows of a train step, on the host.  `groups` are the statistics that came with the lease, by group."""
+
+    rows: Sequence[StepRow]
+    groups: Mapping[str, GroupStats]
+    step: int = 1
+    seed: int = 0
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [S]."""
+        return np.array([r.reward for r in self.rows], np.float64)
+
+    def stats(self, row: StepRow) -> GroupStats:
+        return self.groups[row.group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """Per trained token, float32 [L_i] for each of the S rows.  `returns` are what a critic learns."""
+
+    values: Sequence[np.ndarray]
+    returns: Sequence[np.ndarray] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a step's losses read that depends on all of its rows.  Lists have one float32 or bool [L_i] per row.
+
+    `weights` multiply token losses; tokens that are not in `keep` leave the loss and its denominators.  `extra` goes into
+    `LossInputs.extra` under the same names.
+    """
+
+    advantages: Sequence[np.ndarray]
+    returns: Sequence[np.ndarray] | None = None
+    weights: Sequence[np.ndarray] | None = None
+    keep: Sequence[np.ndarray] | None = None
+    extra: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- losses of one micro-batch
 
 
 @dataclass(frozen=True)
@@ -47,6 +137,10 @@ class LossInputs:
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     rollout_logprobs: torch.Tensor | None = None
+    weights: torch.Tensor | None = None  # of token losses, from an off-policy correction; None = 1
+    is_expert: torch.Tensor | None = None  # bool [N]
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # float32 [N] each, from the loss's `policy_extra`
+    step: int = 1  # the train step
     loss_agg_mode: AggMode = "token-mean"  # set by `Algorithm.loss` from the settings
 
 

@@ -1,4 +1,4 @@
-"""From the names of parts to one object that gives advantages and a loss.
+"""From the names of parts to one object that prepares a step and gives its loss.
 
 Knows neither batches nor processes.
 Invariant: a part whose coefficient is 0 is not called, so what it would need may be missing.
@@ -6,7 +6,7 @@ Invariant: a part whose coefficient is 0 is not called, so what it would need ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,13 +14,13 @@ import numpy as np
 from pydantic import BaseModel
 
 from rft.algorithm.args import AGG_MODES, AggMode, check_args
-from rft.algorithm.base import LossInputs, LossOutput
+from rft.algorithm.base import Advantages, LossInputs, LossOutput, Prepared, StepInputs, StepRow
 from rft.algorithm.catalog import Needs, PartSettings, needs
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
-from rft.types.ports import GroupStats
 
 Loss = Callable[[LossInputs], LossOutput]
+Extra = Callable[[StepInputs, Sequence[np.ndarray]], Mapping[str, Sequence[np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,15 @@ class Algorithm:
 
     needs: Needs
     loss_agg_mode: AggMode
-    _advantage: Callable[[Sequence[float], Sequence[GroupStats]], np.ndarray]
+    _advantage: Callable[[StepInputs], Any]
+    _extra: Extra | None
     _losses: tuple[Loss, ...]  # the policy loss first
 
-    def advantages(self, rewards: Sequence[float], groups: Sequence[GroupStats]) -> np.ndarray:
-        """float32 [S] from S rewards and, for each of the S rows, the statistics of its group."""
-        return self._advantage(rewards, groups)
+    def prepare(self, x: StepInputs) -> Prepared:
+        """What the losses of a step read that depends on all of its rows.  Raises ValueError for a part that gives other shapes."""
+        made = spread(self._advantage(x), x.rows)
+        extra = self._extra(x, made.values) if self._extra is not None else {}
+        return Prepared(advantages=made.values, returns=made.returns, extra=extra, metrics=made.metrics)
 
     def loss(self, x: LossInputs) -> LossOutput:
         """Policy, KL and entropy loss of one micro-batch.  Adding `loss` over micro-batches and ranks gives the loss of the step.
@@ -60,12 +63,48 @@ def build(settings: PartSettings) -> Algorithm:
         raise ConfigError(f"{settings.loss_agg_mode!r} is not one of {', '.join(AGG_MODES)}", key="algorithm.loss_agg_mode")
     needed = needs(settings)
     losses = [_bind("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args)]
-    if needed.reference:
+    if needed.kl_loss:
         losses.append(_bind("kl_loss_fn", settings.kl_loss_fn, settings.kl_loss_fn_args))
     if needed.entropy:
         losses.append(_bind("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args))
     advantage = _bind("advantage_fn", settings.advantage_fn, settings.advantage_fn_args)
-    return Algorithm(needed, cast(AggMode, settings.loss_agg_mode), advantage, tuple(losses))
+    return Algorithm(needed, cast(AggMode, settings.loss_agg_mode), advantage, _extra(settings), tuple(losses))
+
+
+def spread(given: Any, rows: Sequence[StepRow]) -> Advantages:
+    """What an advantage part gave as `Advantages`: it may be one number per row, an array per row, or the whole.
+
+    Raises ValueError naming the row whose length is wrong.  Numbers that are not finite pass: their step is skipped and named.
+    """
+    made = given if isinstance(given, Advantages) else Advantages(values=_per_token(given, rows))
+    for name, arrays in (("advantages", made.values), ("returns", made.returns)):
+        if arrays is None:
+            continue
+        if len(arrays) != len(rows):
+            raise ValueError(f"{name} of {len(arrays)} rows were given for {len(rows)} rows")
+        for row, array in zip(rows, arrays, strict=True):
+            if array.shape != (row.length,):
+                raise ValueError(
+                    f"group {row.group}, run {row.run}: {name} of shape {array.shape} for {row.length} trained tokens"
+                )
+    return made
+
+
+def _per_token(given: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
+    if len(given) != len(rows):
+        raise ValueError(f"{len(given)} advantages were given for {len(rows)} rows")
+    return [
+        np.broadcast_to(np.asarray(a, np.float32), (r.length,) if np.ndim(a) == 0 else np.shape(a))
+        for a, r in zip(given, rows, strict=True)
+    ]
+
+
+def _extra(settings: PartSettings) -> Extra | None:
+    if settings.policy_loss_fn not in REGISTRY.names("policy_extra"):
+        return None
+    args = check_args("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args)
+    part = REGISTRY.get("policy_extra", settings.policy_loss_fn).obj
+    return lambda x, advantages: cast(Mapping[str, Sequence[np.ndarray]], part(x, advantages, args))
 
 
 def _bind(kind: str, name: str, given: Any) -> Callable[..., Any]:

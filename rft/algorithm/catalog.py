@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rft.algorithm.argbase import Computed
 from rft.algorithm.args import AggMode, EntropyArgs, KlArgs, check_args
 from rft.errors import ConfigError
 
@@ -155,17 +156,31 @@ class PartSettings(Protocol):
 
 @dataclass(frozen=True)
 class Needs:
-    """What the losses read beyond log-probs; the trainer computes nothing else."""
+    """What is read beyond the log-probs of the samplers and of the policy; the trainer computes nothing else."""
 
-    reference: bool  # log-probs of the reference model
+    reference: bool  # the reference model
+    kl_loss: bool  # log-probs of the reference model, in the KL loss
     entropy: bool  # entropy of every response token, with gradient
+    before: frozenset[Computed]  # what is computed for all rows before the step
+
+    @property
+    def critic(self) -> bool:
+        return "values" in self.before
 
 
 def needs(settings: PartSettings) -> Needs:
     """A KL or entropy loss with coefficient 0 needs nothing.  Raises ConfigError for wrong arguments."""
     kl = check_args("kl_loss_fn", settings.kl_loss_fn, settings.kl_loss_fn_args)
     entropy = check_args("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args)
+    parts = [
+        check_args("advantage_fn", settings.advantage_fn, settings.advantage_fn_args),
+        check_args("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args),
+    ]
+    before = frozenset[Computed]().union(*(getattr(args, "before", ()) for args in parts))
+    kl_loss = settings.kl_loss_fn != "none" and not (isinstance(kl, KlArgs) and kl.kl_coef == 0)
     return Needs(
-        reference=settings.kl_loss_fn != "none" and not (isinstance(kl, KlArgs) and kl.kl_coef == 0),
+        reference=kl_loss or "ref" in before or any(getattr(args, "reference", False) for args in parts),
+        kl_loss=kl_loss,
         entropy=settings.entropy_loss_fn != "none" and not (isinstance(entropy, EntropyArgs) and entropy.entropy_coef == 0),
+        before=before,
     )

@@ -7,26 +7,24 @@ Invariant: statistics come with the lease, so an advantage does not depend on wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
 from rft.algorithm.args import GrpoArgs
-from rft.algorithm.base import advantage
+from rft.algorithm.base import StepInputs, advantage
 from rft.types.ports import GroupStats
 
 
 @advantage("grpo", args=GrpoArgs)
-def grpo(rewards: Sequence[float], groups: Sequence[GroupStats], args: GrpoArgs) -> np.ndarray:
+def grpo(x: StepInputs, args: GrpoArgs) -> np.ndarray:
     """A = (R - mean) / (std + epsilon) with the unbiased standard deviation; without `norm_by_std` A = R - mean.
 
-    rewards: S rewards;  groups: for each of the S rows the statistics of its group.  Returns float32 [S].
-    A group whose rewards are all equal, groups of one included, gives exactly 0: nothing sets its members apart.
-    Raises ValueError for rewards that are not finite.
+    Returns float32 [S], one number per row.  A group whose rewards are all equal, groups of one included, gives exactly 0: nothing
+    sets its members apart.  Raises ValueError for rewards that are not finite.
 
     Example: rewards 1, 0, 0, 1 of one group give 0.866024, -0.866024, -0.866024, 0.866024.
     """
-    return np.array([_one(r, g, args) for r, g in zip(rewards, groups, strict=True)], np.float32)
+    return np.array([_one(row.reward, x.stats(row), args) for row in x.rows], np.float32)
 
 
 def _one(reward: float, group: GroupStats, args: GrpoArgs) -> float:

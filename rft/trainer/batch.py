@@ -6,7 +6,7 @@ tokens in the order of their row, whichever way the input is laid out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch
 from rft.trainer import attention, prefix
 from rft.trainer.attention import Layout
 from rft.trainer.pack import TrainRow
+
+GIVEN = ("old", "ref", "values", "returns", "weights")
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,12 @@ class MicroBatch:
     temperatures: torch.Tensor  # float32 [N]
     rollout_logprobs: torch.Tensor  # float32 [N]
     advantages: torch.Tensor  # float32 [N]
+    mask: torch.Tensor  # bool [N], tokens that count
+    is_expert: torch.Tensor  # bool [N]
     row: torch.Tensor  # int64 [N]
     num_rows: int
+    given: Mapping[str, torch.Tensor]  # float32 [N]: old, ref, values, returns, weights, where the rows have them
+    extra: Mapping[str, torch.Tensor]  # float32 [N], see `LossInputs.extra`
 
     @property
     def computed(self) -> int:
@@ -61,6 +67,14 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
         ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
         positions, how = torch.arange(width, device=device).expand_as(ids), None
         predict = [i * width + at - 1 for i, at in enumerate(trained)]
+
+    def spread(name: str, default: float) -> torch.Tensor:
+        """Column `name` of every row, [L] or one value for all its tokens."""
+        values = [getattr(r, name) for r in rows]
+        return tensor(
+            [np.broadcast_to(default if v is None else v, len(at)) for v, at in zip(values, trained, strict=True)], np.float32
+        )
+
     return MicroBatch(
         input_ids=ids,
         position_ids=positions,
@@ -70,7 +84,11 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
         targets=tensor([r.tokens[at] for r, at in zip(rows, trained, strict=True)], np.int64),
         temperatures=tensor([r.temperatures[at] for r, at in zip(rows, trained, strict=True)], np.float32),
         rollout_logprobs=tensor([r.logprobs[at] for r, at in zip(rows, trained, strict=True)], np.float32),
-        advantages=tensor([np.full(len(at), r.advantage) for r, at in zip(rows, trained, strict=True)], np.float32),
+        advantages=spread("advantages", 0.0),
+        mask=spread("keep", 1.0).bool(),
+        is_expert=spread("is_expert", 0.0).bool(),
         row=tensor([np.full(len(at), i) for i, at in enumerate(trained)], np.int64),
         num_rows=len(rows),
+        given={name: spread(name, 0.0) for name in GIVEN if getattr(rows[0], name) is not None},
+        extra={name: tensor([r.extra[name] for r in rows], np.float32) for name in rows[0].extra},
     )

@@ -6,19 +6,32 @@ Invariant: denominators count every trained token of the lease, also of rows who
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
+from rft.algorithm.argbase import Computed
+from rft.algorithm.base import Prepared, StepInputs, StepRow
 from rft.algorithm.build import Algorithm
 from rft.errors import RunFailed
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.types.block import decode
 from rft.types.experience import Experience
-from rft.types.ports import GroupStats, Lease
+from rft.types.ports import Lease
 
 # Policy losses that are exactly 0, with zero gradient, where the advantage is 0.
 ZERO_WITHOUT_ADVANTAGE = frozenset({"ppo"})
+
+
+@dataclass(frozen=True)
+class Read:
+    """A lease, decoded and checked: its experiences and, in the same order, what the learner sees of them."""
+
+    lease: Lease
+    experiences: list[Experience]
+    rows: list[TrainRow]
 
 
 @dataclass(frozen=True)
@@ -30,49 +43,78 @@ class Feed:
     rows: int
     skipped_rows: int  # their loss is exactly 0
     staleness: list[int]  # of each row, in train steps
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-def make(lease: Lease, algorithm: Algorithm, budget: Budget, *, world_size: int, policy_loss: str) -> Feed:
-    """The shares of all ranks.  Raises RunFailed for rows that an on-policy loss cannot use, ConfigError where they do not fit."""
-    rows = decode(lease.frame)
+def read(lease: Lease) -> Read:
+    """Raises RunFailed for rows that an on-policy loss cannot use."""
+    experiences = decode(lease.frame)
+    known = {g.group for g in lease.groups}
+    for x in experiences:
+        check(x)
+        if str(x.group) not in known:
+            raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {x.group}")
+    return Read(lease, experiences, [_train_row(x) for x in experiences])
+
+
+def make(
+    given: Read,
+    algorithm: Algorithm,
+    budget: Budget,
+    *,
+    world_size: int,
+    policy_loss: str,
+    computed: Sequence[Mapping[Computed, np.ndarray]] = (),
+    seed: int = 0,
+) -> Feed:
+    """The shares of all ranks.  `computed`: for each row what `algorithm.needs.before` asks for.  Raises ConfigError where rows do
+    not fit."""
+    lease, experiences = given.lease, given.experiences
     stats = {g.group: g for g in lease.groups}
-    groups = [_stats(row, stats) for row in rows]
-    for row in rows:
-        check(row)
-    advantages = algorithm.advantages([float(r.reward) for r in rows if r.reward is not None], groups)
-    made = [_train_row(row, float(a)) for row, a in zip(rows, advantages, strict=True)]
+    computed = computed or [{}] * len(experiences)
+    x = StepInputs(
+        rows=[_step_row(x, more) for x, more in zip(experiences, computed, strict=True)], groups=stats, step=lease.step, seed=seed
+    )
+    prepared = algorithm.prepare(x)
+    made = [_completed(row, i, prepared, computed[i]) for i, row in enumerate(given.rows)]
     needs = algorithm.needs
     skippable = policy_loss in ZERO_WITHOUT_ADVANTAGE and not needs.reference and not needs.entropy and budget.rows is None
-    kept = [row for row in made if not (skippable and row.advantage == 0.0)]
-    tokens = sum(int(row.loss_mask.sum()) for row in made)
+    kept = [row for row in made if not (skippable and row.advantages is not None and not row.advantages.any())]
+    counted = [int(row.loss_mask.sum()) if row.keep is None else int(row.keep.sum()) for row in made]
+    tokens = sum(counted)
     cut = plan(kept, world_size, budget)
     shares = [
         RankBatch(
             step=lease.step,
             micro_batches=tuple(tuple(kept[i] for i in m) for m in mine),
             tokens=float(tokens),
-            rows=float(len(made)),
+            rows=float(sum(n > 0 for n in counted)),
         )
         for mine in cut
     ]
-    staleness = [lease.step - 1 - v.step for row in rows if (v := row.oldest_version) is not None]
-    zero = [not g.rewards or min(g.rewards) == max(g.rewards) for g in lease.groups]
+    staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
+    metrics = _metrics(given, prepared, staleness, tokens) | {"experience/skipped_rows": float(len(made) - len(kept))}
+    return Feed(shares, tokens, len(made), len(made) - len(kept), staleness, metrics)
+
+
+def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int) -> dict[str, float]:
+    rows, groups = given.experiences, given.lease.groups
+    zero = [not g.rewards or min(g.rewards) == max(g.rewards) for g in groups]
     lengths = [r.num_response_tokens for r in rows]
-    metrics = {
+    sizes = [np.abs(a).mean() for a in prepared.advantages]
+    return {
         "frac_reward_zero_std": float(np.mean(zero)) if zero else 0.0,
         "experience/staleness/mean": float(np.mean(staleness)) if staleness else 0.0,
         "experience/staleness/max": float(max(staleness, default=0)),
         "experience/rows": float(len(rows)),
-        "experience/groups": float(len(lease.groups)),
+        "experience/groups": float(len(groups)),
         "experience/response_tokens": float(tokens),
         "experience/response_length/mean": float(np.mean(lengths)) if lengths else 0.0,
         "experience/response_length/max": float(max(lengths, default=0)),
         "experience/reward/mean": float(np.mean([r.reward for r in rows])) if rows else 0.0,
-        "experience/advantage/abs_mean": float(np.mean(np.abs(advantages))) if len(advantages) else 0.0,
-        "experience/skipped_rows": float(len(made) - len(kept)),
+        "experience/advantage/abs_mean": float(np.mean(sizes)) if sizes else 0.0,
+        **prepared.metrics,
     }
-    return Feed(shares, tokens, len(made), len(made) - len(kept), staleness, metrics)
 
 
 def check(row: Experience) -> None:
@@ -98,14 +140,7 @@ def check(row: Experience) -> None:
             raise RunFailed(f"{where} has {record.logprob_mode} log-probs; training needs those of the processed distribution")
 
 
-def _stats(row: Experience, stats: dict[str, GroupStats]) -> GroupStats:
-    try:
-        return stats[str(row.group)]
-    except KeyError:
-        raise RunFailed(f"the lease has experience {row.id} but no statistics of its group {row.group}") from None
-
-
-def _train_row(row: Experience, advantage: float) -> TrainRow:
+def _train_row(row: Experience) -> TrainRow:
     temperatures = np.full(len(row.tokens), row.temperature, np.float32)
     for record in row.sampling:
         temperatures[record.start : record.end] = record.sampling.temperature
@@ -114,6 +149,46 @@ def _train_row(row: Experience, advantage: float) -> TrainRow:
         loss_mask=row.loss_mask,
         logprobs=row.logprobs,
         temperatures=temperatures,
-        advantage=advantage,
+        is_expert=row.is_expert,
         group=str(row.group),
+    )
+
+
+def _step_row(row: Experience, computed: Mapping[Computed, np.ndarray]) -> StepRow:
+    mask = row.loss_mask
+
+    def trained(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else values[mask]
+
+    assert row.reward is not None, "`check` says so"
+    return StepRow(
+        group=str(row.group),
+        run=row.id.run,
+        step=row.id.step,
+        reward=float(row.reward),
+        logprobs=row.logprobs[mask],
+        token_rewards=trained(row.token_rewards),
+        teacher=trained(row.teacher_logprobs),
+        is_expert=row.is_expert,
+        info=row.info,
+        **{str(name): values for name, values in computed.items()},
+    )
+
+
+def _completed(row: TrainRow, i: int, prepared: Prepared, computed: Mapping[Computed, np.ndarray]) -> TrainRow:
+    """The row with what was computed for its step."""
+
+    def of(given: Sequence[np.ndarray] | None) -> np.ndarray | None:
+        return None if given is None else given[i]
+
+    return msgspec.structs.replace(
+        row,
+        advantages=prepared.advantages[i],
+        old=computed.get("old"),
+        ref=computed.get("ref"),
+        values=computed.get("values"),
+        returns=of(prepared.returns),
+        weights=of(prepared.weights),
+        keep=of(prepared.keep),
+        extra={name: arrays[i] for name, arrays in prepared.extra.items()},
     )

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from rft.algorithm.argbase import Computed
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.build import build
-from rft.errors import CheckpointInvalid, OutOfMemory, is_out_of_memory
+from rft.errors import CheckpointInvalid, OutOfMemory, RunFailed, is_out_of_memory
 from rft.trainer import batch as batches
 from rft.trainer import model as models
 from rft.trainer import tensors
@@ -56,6 +57,9 @@ _IDLE = TrainRow(  # what a rank computes, without effect, where others have one
     logprobs=np.zeros(2, np.float32),
     temperatures=np.ones(2, np.float32),
 )
+
+
+Scored = dict[Computed, np.ndarray]
 
 
 class StepResult(Struct, kw_only=True):
@@ -132,24 +136,34 @@ class Learner:
             return
         x = LossInputs(
             logprobs=logprobs,
-            # one update per batch: the policy before it is the one at hand, so recomputing its log-probs costs nothing
-            old_logprobs=micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else logprobs.detach(),
+            old_logprobs=self._old_logprobs(micro, logprobs),
             advantages=micro.advantages,
-            mask=torch.ones_like(micro.targets, dtype=torch.bool),
+            mask=micro.mask,
             row=micro.row,
             num_rows=micro.num_rows,
             denominators=Denominators(batch.tokens, batch.rows, s.loss_scale_factor or s.max_response_tokens),
-            ref_logprobs=self._reference_logprobs(micro),
+            ref_logprobs=micro.given.get("ref", self._reference_logprobs(micro)),
             entropy=entropy,
             rollout_logprobs=micro.rollout_logprobs,
+            weights=micro.given.get("weights"),
+            is_expert=micro.is_expert,
+            extra=micro.extra,
+            step=batch.step,
         )
         out = self.algorithm.loss(x)
         out.loss.backward()
         apart = (logprobs.detach() - micro.rollout_logprobs).abs()
         totals.add({**out.sums, "abs_diff": apart.sum()}, {**out.maxima, "abs_diff": apart.max()}, micro)
 
+    def _old_logprobs(self, micro: batches.MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+        """Of the policy that the ratio is taken against: the sampler's, or the trainer's own before the step."""
+        if self.settings.algorithm.bypass_old_logprobs:
+            return micro.rollout_logprobs
+        # with one update per step the policy before it is the one at hand, so nothing has to be computed again
+        return micro.given.get("old", logprobs.detach())
+
     def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor | None:
-        if self.reference is None:
+        if self.reference is None or "ref" in micro.given:
             return None
         with torch.no_grad():
             logprobs: torch.Tensor = self.reference(micro)[0]
@@ -172,16 +186,33 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return float(value)
 
-    def score(self, micro_batches: Sequence[Sequence[TrainRow]]) -> list[list[np.ndarray]]:
-        """Log-probs of the trained tokens of every row, float32 [tokens], under the weights as they are."""
-        scored: list[list[np.ndarray]] = []
+    def score(self, micro_batches: Sequence[Sequence[TrainRow]], what: Sequence[Computed] = ("old",)) -> list[list[Scored]]:
+        """For each row what was asked for, float32 [L] each, under the weights as they are."""
+        scored: list[list[Scored]] = []
         with self._memory("scoring"), torch.no_grad():
             for rows in micro_batches:
-                logprobs = self.policy(self._micro_batch(rows))[0].cpu().numpy()
-                lengths = [int(r.loss_mask.sum()) for r in rows]
-                scored.append(np.split(logprobs, np.cumsum(lengths)[:-1]) if rows else [])
-            self.policy.to_shards()
+                made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows), what).items()}
+                ends = np.cumsum([int(r.loss_mask.sum()) for r in rows])[:-1]
+                parts = {name: np.split(values, ends) for name, values in made.items()}
+                scored.append([{name: part[i] for name, part in parts.items()} for i in range(len(rows))])
+            for model in (self.policy, self.reference):
+                if model is not None:
+                    model.to_shards()
         return scored
+
+    def _scores(self, micro: batches.MicroBatch, what: Sequence[Computed]) -> dict[Computed, torch.Tensor]:
+        found: dict[Computed, torch.Tensor] = {}
+        if "old" in what or "entropy" in what:
+            logprobs, entropy = self.policy(micro, "entropy" in what)
+            found["old"] = logprobs
+            if entropy is not None:
+                found["entropy"] = entropy
+        if "ref" in what:
+            assert self.reference is not None, "`needs` says so"
+            found["ref"] = self.reference(micro)[0]
+        if missing := set(what) - set(found):
+            raise RunFailed(f"the trainer does not compute {', '.join(sorted(missing))}")
+        return found
 
     def _micro_batch(self, rows: Sequence[TrainRow]) -> batches.MicroBatch:
         return batches.make(

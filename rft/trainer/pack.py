@@ -19,16 +19,24 @@ from rft.trainer.prefix import shared_length
 
 
 class TrainRow(Struct, frozen=True, kw_only=True):
-    """One sequence as the learner sees it.  T tokens; `logprobs` and `temperatures` count where `loss_mask` is True.
+    """One sequence as the learner sees it: T tokens, L of them trained.  `logprobs` and `temperatures` count where `loss_mask` is True.
 
-    The advantage is one number per row; `group` tells which rows share a prompt.
+    Arrays [L] are in the order of the trained tokens; None: not there.  `group` tells which rows share a prompt.
     """
 
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]; never True at token 0, which nothing predicts
     logprobs: np.ndarray  # float32 [T], of the policy that sampled them
     temperatures: np.ndarray  # float32 [T]
-    advantage: float = 0.0
+    advantages: np.ndarray | None = None  # float32 [L]; None = 0
+    old: np.ndarray | None = None  # float32 [L], log-probs of the policy as it was before the step
+    ref: np.ndarray | None = None  # float32 [L], log-probs of the reference model
+    values: np.ndarray | None = None  # float32 [L], the critic's before the step
+    returns: np.ndarray | None = None  # float32 [L], what the critic learns
+    weights: np.ndarray | None = None  # float32 [L], of the token losses
+    keep: np.ndarray | None = None  # bool [L], tokens that count; None = all
+    extra: dict[str, np.ndarray] = {}  # float32 [L] each, by the name that the policy loss gave it
+    is_expert: bool = False
     group: str = ""
 
     @property

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from rft.algorithm.argbase import Computed
 from rft.errors import ConfigError
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.types.ids import Version
@@ -22,7 +23,7 @@ from rft.types.ports import ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
-    from rft.trainer.learner import Learner, StepResult
+    from rft.trainer.learner import Learner, Scored, StepResult
 
 
 class RankPort(Protocol):
@@ -94,16 +95,20 @@ class Ranks:
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         """Log-probs, float32 [len(tokens) - prompt_length], of each row's tokens after its prompt."""
         made = [_train_row(row) for row in rows]
-        asked = [i for i, row in enumerate(made) if row.loss_mask.any()]
-        budget = Budget(self.budget.tokens, self.budget.share_prompts)
-        cut = plan([made[i] for i in asked], self.world_size, budget)
-        results = await self._all("score", [([[made[asked[i]] for i in micro] for micro in mine],) for mine in cut])
-        scores = [np.zeros(0, np.float32)] * len(rows)
+        asked = [row for row in made if row.loss_mask.any()]
+        found = iter(await self.compute(asked, ("old",)))
+        return [next(found)["old"] if row.loss_mask.any() else np.zeros(0, np.float32) for row in made]
+
+    async def compute(self, rows: Sequence[TrainRow], what: Sequence[Computed]) -> list[Scored]:
+        """For each row what was asked for, float32 [L] each, under the weights as they are."""
+        cut = plan(rows, self.world_size, Budget(self.budget.tokens, self.budget.share_prompts))
+        results = await self._all("score", [([[rows[i] for i in micro] for micro in mine], tuple(what)) for mine in cut])
+        found: list[Scored] = [{}] * len(rows)
         for mine, result in zip(cut, results, strict=True):
-            for micro, values in zip(mine, result, strict=True):
-                for i, value in zip(micro, values, strict=True):
-                    scores[asked[i]] = value
-        return scores
+            for micro, scores in zip(mine, result, strict=True):
+                for i, score in zip(micro, scores, strict=True):
+                    found[i] = score
+        return found
 
     async def stage(self, version: Version, transport: Transport) -> WeightManifest:
         first, *_ = await self._all("stage", [(version, transport), *((version, None) for _ in self._remote)])

@@ -124,13 +124,16 @@ class Trainer:
     async def _train(self, lease: Lease) -> tuple[Feed, StepReport]:
         """Train on the lease and account for its rows."""
         with self._timed("train"):
-            learner = self._ranks.settings
+            learner, given = self._ranks.settings, feeds.read(lease)
+            before = self._ranks.algorithm.needs.before
             feed = feeds.make(
-                lease,
+                given,
                 self._ranks.algorithm,
                 self._ranks.budget,
                 world_size=self._ranks.world_size,
                 policy_loss=learner.algorithm.policy_loss_fn,
+                computed=await self._ranks.compute(given.rows, sorted(before)) if before else (),
+                seed=learner.seed,
             )
             report = await self._ranks.step(feed.shares)
         if report.finite:

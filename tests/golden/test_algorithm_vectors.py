@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rft.algorithm.aggregate import aggregate
 from rft.algorithm.args import AGG_MODES, GrpoArgs, KlArgs, PpoArgs
-from rft.algorithm.base import Denominators, LossInputs, LossOutput
+from rft.algorithm.base import Denominators, LossInputs, LossOutput, StepInputs, StepRow
 from rft.algorithm.build import build
 from rft.algorithm.grpo import grpo
 from rft.algorithm.kl import ESTIMATORS
@@ -30,7 +30,17 @@ def group(rewards: Sequence[float]) -> GroupStats:
 
 
 def advantages(rewards: Sequence[float], **args: object) -> list[float]:
-    return grpo(rewards, [group(rewards)] * len(rewards), GrpoArgs(**args)).tolist()
+    return grpo(step_of(rewards), GrpoArgs(**args)).tolist()
+
+
+def step_of(*groups: Sequence[float], rewards: Sequence[Sequence[float]] | None = None) -> StepInputs:
+    """Rows with one trained token each.  `rewards`: those of the rows at hand, where they are not all of a group's."""
+    rows = [
+        StepRow(group=str(g), run=i, step=0, reward=r, logprobs=np.zeros(1, np.float32))
+        for g, of in enumerate(rewards or groups)
+        for i, r in enumerate(of)
+    ]
+    return StepInputs(rows=rows, groups={str(g): group(of) for g, of in enumerate(groups)})
 
 
 def inputs(
@@ -79,16 +89,16 @@ def test_grpo_gives_exactly_zero_where_nothing_sets_the_group_apart(rewards: tup
 
 
 def test_grpo_uses_the_leased_statistics_not_the_siblings_at_hand() -> None:
-    whole = group((0, 0, 0, 1))
-    assert grpo([1.0], [whole], GrpoArgs()).tolist() == pytest.approx([1.499997], abs=1e-6)
-    two = grpo([1.0, 1.0], [whole, group((1, 0, 0, 1))], GrpoArgs())
+    whole = (0, 0, 0, 1)
+    assert grpo(step_of(whole, rewards=[[1.0]]), GrpoArgs()).tolist() == pytest.approx([1.499997], abs=1e-6)
+    two = grpo(step_of(whole, (1, 0, 0, 1), rewards=[[1.0], [1.0]]), GrpoArgs())
     assert two.dtype == np.float32
     assert two.tolist() == pytest.approx([1.499997, 0.866024], abs=1.5e-6)
 
 
 def test_grpo_refuses_a_reward_that_is_not_finite() -> None:
     with pytest.raises(ValueError, match="not finite"):
-        grpo([math.nan], [group((0, 1))], GrpoArgs())
+        grpo(step_of((0, 1), rewards=[[math.nan]]), GrpoArgs())
 
 
 # ---------------------------------------------------------------- PPO

@@ -38,7 +38,7 @@ def rows() -> list[TrainRow]:
                     loss_mask=mask,
                     logprobs=np.where(mask, -5.5, 0).astype(np.float32),
                     temperatures=np.ones(len(mask), np.float32),
-                    advantage=float(rng.normal()),
+                    advantages=np.full(int(mask.sum()), rng.normal(), np.float32),
                     group=str(group),
                 )
             )
@@ -75,7 +75,9 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, s
     broken = share(rank, world, first + 2)
     if rank == world - 1:  # one rank's rows are enough to skip the step everywhere
         bad = broken.micro_batches[0][0]
-        fields = {f: getattr(bad, f) for f in bad.__struct_fields__} | {"advantage": float("inf")}
+        fields = {f: getattr(bad, f) for f in bad.__struct_fields__} | {
+            "advantages": np.full(int(bad.loss_mask.sum()), np.inf, np.float32)
+        }
         broken = RankBatch(
             step=broken.step,
             micro_batches=((TrainRow(**fields),), *broken.micro_batches[1:]),
@@ -87,7 +89,7 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, s
     learner.export(str(folder / "huggingface"))
     learner.stage(Version(1, 2), None)
     (scored,) = learner.score([rows()])
-    np.savez(folder / f"scores{rank}.npz", *scored)
+    np.savez(folder / f"scores{rank}.npz", *[s["old"] for s in scored])
     nothing = RankBatch(step=first + 3, micro_batches=(), tokens=1.0, rows=1.0)  # every group was left out, right after a canary
     assert learner.step(nothing).grad_norm == 0.0
     learner.close()

@@ -41,7 +41,7 @@ for step in (1, 2):  # from the second on the moments are there
             tokens = np.concatenate([start, rng.integers(3, 250, response)]).astype(np.int32)
             ones = np.ones(len(tokens), np.float32)
             rows.append(TrainRow(tokens=tokens, loss_mask=np.arange(len(tokens)) >= prompt, logprobs=-5 * ones, temperatures=ones,
-                                 advantage=float(rng.normal()), group=str(group)))
+                                 advantages=np.full(response, rng.normal(), np.float32), group=str(group)))
     s = made.learner
     (cut,) = plan(rows, 1, Budget(s.max_token_len_per_gpu, s.share_prompts))
     micros = tuple(tuple(rows[i] for i in micro) for micro in cut)

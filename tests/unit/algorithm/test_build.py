@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.base import Denominators, LossInputs
-from rft.algorithm.build import build
+from rft.algorithm.base import Advantages, Denominators, LossInputs, StepInputs, StepRow
+from rft.algorithm.build import build, spread
 from rft.errors import ConfigError
 from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
@@ -96,8 +98,23 @@ def test_an_empty_micro_batch_is_a_zero_with_a_gradient() -> None:
 
 def test_advantages_go_through() -> None:
     stats = GroupStats(group="g", rewards=(1.0, 0.0), mean=0.5, std=0.7071067811865476)
-    a = build(AlgorithmSettings(advantage_fn_args={"norm_by_std": False})).advantages([1.0, 0.0], [stats, stats])
-    assert a.tolist() == [0.5, -0.5]
+    rows = [StepRow(group="g", run=i, step=0, reward=1.0 - i, logprobs=np.zeros(2 + i, np.float32)) for i in range(2)]
+    made = build(AlgorithmSettings(advantage_fn_args={"norm_by_std": False})).prepare(StepInputs(rows=rows, groups={"g": stats}))
+    assert [a.tolist() for a in made.advantages] == [[0.5, 0.5], [-0.5, -0.5, -0.5]]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (np.zeros(3), "3 advantages were given for 2 rows"),
+        ([np.zeros(2), np.zeros(5)], r"group g, run 1: advantages of shape \(5,\) for 3 trained tokens"),
+        (Advantages(values=[np.zeros(2, np.float32)] * 2), r"shape \(2,\) for 3 trained"),
+    ],
+)
+def test_advantages_of_another_shape_are_refused(given: Any, says: str) -> None:
+    rows = [StepRow(group="g", run=i, step=0, reward=1.0, logprobs=np.zeros(2 + i, np.float32)) for i in range(2)]
+    with pytest.raises(ValueError, match=says):
+        spread(given, rows)
 
 
 def test_unknown_aggregation() -> None:

@@ -37,7 +37,7 @@ def row(prompt: list[int], answer: list[int], *, advantage: float = 1.0, group: 
         loss_mask=mask,
         logprobs=np.where(mask, -5.5, 0).astype(np.float32),
         temperatures=np.full(count, temperature, np.float32),
-        advantage=advantage,
+        advantages=np.full(len(answer), advantage, np.float32),
         group=group,
     )
 
@@ -63,7 +63,7 @@ def rows() -> list[TrainRow]:
         loss_mask=mask,
         logprobs=np.where(mask, two_turns.logprobs, 0).astype(np.float32),
         temperatures=two_turns.temperatures,
-        advantage=two_turns.advantage,
+        advantages=np.full(int(mask.sum()), 0.7, np.float32),
         group=two_turns.group,
     )
     return made

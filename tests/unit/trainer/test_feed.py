@@ -49,9 +49,8 @@ def lease(rows: list[Experience], *, step: int = 1) -> Lease:
 
 
 def make(rows: list[Experience], *, step: int = 1, world_size: int = 1, **algorithm: Any) -> feed.Feed:
-    return feed.make(
-        lease(rows, step=step), build(AlgorithmSettings(**algorithm)), Budget(100), world_size=world_size, policy_loss="ppo"
-    )
+    given = feed.read(lease(rows, step=step))
+    return feed.make(given, build(AlgorithmSettings(**algorithm)), Budget(100), world_size=world_size, policy_loss="ppo")
 
 
 def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
@@ -59,7 +58,8 @@ def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
     (share,) = made.shares
     ((first, second),) = share.micro_batches
     assert (share.tokens, share.rows, made.skipped_rows) == (8.0, 4.0, 2)
-    assert [first.advantage, second.advantage] == pytest.approx([0.7071058, -0.7071058])
+    assert first.advantages is not None and second.advantages is not None
+    assert [*first.advantages, *second.advantages] == pytest.approx([0.7071058] * 2 + [-0.7071058] * 2)
     assert first.temperatures[3:].tolist() == [0.5, 0.5]
     assert made.metrics["frac_reward_zero_std"] == 0.5
 
@@ -101,6 +101,4 @@ def test_rows_that_cannot_be_trained_on_are_refused_by_name(changes: dict[str, A
 def test_rows_without_group_statistics_are_refused() -> None:
     given = lease([experience(0, 0, 1.0)])
     with pytest.raises(RunFailed, match="no statistics of its group"):
-        feed.make(
-            msgspec.structs.replace(given, groups=()), build(AlgorithmSettings()), Budget(100), world_size=1, policy_loss="ppo"
-        )
+        feed.read(msgspec.structs.replace(given, groups=()))
