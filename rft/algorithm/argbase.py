@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Computed = Literal["old", "ref", "entropy", "sum_squares", "values"]
+Computed = Literal["old", "ref", "entropy", "sum_squares", "discriminator_mean", "values"]
 """What a forward pass over the rows of a step gives, per trained token: log-probs of the policy as it is before the step and of the
-reference model, entropy, sum of the squared probabilities of the vocabulary, the critic's values."""
+reference model, entropy H, over the vocabulary the sum of p^2 and that of p^2 (H + log p), the critic's values."""
 
 
 class Args(BaseModel):

@@ -18,6 +18,7 @@ from rft.plugins import kind
 from rft.types.ports import GroupStats
 
 advantage = kind("advantage_fn")
+sample_strategy = kind("sample_strategy")  # those that choose among the rows of a step: fn(x, args) -> numbers of the drawn rows
 policy_loss = kind("policy_loss_fn")
 policy_extra = kind("policy_extra")  # what the policy loss of the same name reads of the whole step
 kl_loss = kind("kl_loss_fn")
@@ -44,6 +45,7 @@ class StepRow:
     ref: np.ndarray | None = None
     entropy: np.ndarray | None = None
     sum_squares: np.ndarray | None = None
+    discriminator_mean: np.ndarray | None = None
     values: np.ndarray | None = None
     teacher: np.ndarray | None = None  # log-probs of a teacher model
     is_expert: bool = False
@@ -83,10 +85,14 @@ class StepInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """Per trained token, float32 [L_i] for each of the S rows.  `returns` are what a critic learns."""
+    """Per trained token, float32 [L_i] for each of the S rows.  `returns` are what a critic learns.
+
+    Tokens that are not in `keep`, bool [L_i], leave the loss and its denominators.
+    """
 
     values: Sequence[np.ndarray]
     returns: Sequence[np.ndarray] | None = None
+    keep: Sequence[np.ndarray] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -95,10 +101,12 @@ class Prepared:
     """What a step's losses read that depends on all of its rows.  Lists have one float32 or bool [L_i] per row.
 
     `weights` multiply token losses; tokens that are not in `keep` leave the loss and its denominators.  `extra` goes into
-    `LossInputs.extra` under the same names.
+    `LossInputs.extra` under the same names.  `drawn`: the lists are of these rows, by number, some perhaps several times or never;
+    None = all rows once, in order.
     """
 
     advantages: Sequence[np.ndarray]
+    drawn: Sequence[int] | None = None
     returns: Sequence[np.ndarray] | None = None
     weights: Sequence[np.ndarray] | None = None
     keep: Sequence[np.ndarray] | None = None

@@ -30,14 +30,38 @@ class Algorithm:
     needs: Needs
     loss_agg_mode: AggMode
     _advantage: Callable[[StepInputs], Any]
+    _draw: Callable[[StepInputs], Sequence[int]] | None
     _extra: Extra | None
     _losses: tuple[Loss, ...]  # the policy loss first
 
     def prepare(self, x: StepInputs) -> Prepared:
         """What the losses of a step read that depends on all of its rows.  Raises ValueError for a part that gives other shapes."""
-        made = spread(self._advantage(x), x.rows)
+        made = self._advantages(x)
+        drawn = self._draw(x) if self._draw is not None else None
+        if drawn is not None:
+            x, made = _drawn(x, made, drawn)
         extra = self._extra(x, made.values) if self._extra is not None else {}
-        return Prepared(advantages=made.values, returns=made.returns, extra=extra, metrics=made.metrics)
+        return Prepared(
+            advantages=made.values, drawn=drawn, returns=made.returns, keep=made.keep, extra=extra, metrics=made.metrics
+        )
+
+    def _advantages(self, x: StepInputs) -> Advantages:
+        """Of the policy's own rows, compared with each other alone; an expert's have advantage 0."""
+        own = [row for row in x.rows if not row.is_expert]
+        made = spread(self._advantage(replace(x, rows=own)), own)
+        if len(own) == len(x.rows):
+            return made
+
+        def filled(given: Sequence[np.ndarray] | None, what: np.ndarray) -> list[np.ndarray] | None:
+            if given is None:
+                return None
+            arrays = iter(given)
+            return [np.full(row.length, what) if row.is_expert else next(arrays) for row in x.rows]
+
+        zero, one = np.zeros((), np.float32), np.ones((), np.bool_)
+        return replace(
+            made, values=filled(made.values, zero) or [], returns=filled(made.returns, zero), keep=filled(made.keep, one)
+        )
 
     def loss(self, x: LossInputs) -> LossOutput:
         """Policy, KL and entropy loss of one micro-batch.  Adding `loss` over micro-batches and ranks gives the loss of the step.
@@ -68,7 +92,18 @@ def build(settings: PartSettings) -> Algorithm:
     if needed.entropy:
         losses.append(_bind("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args))
     advantage = _bind("advantage_fn", settings.advantage_fn, settings.advantage_fn_args)
-    return Algorithm(needed, cast(AggMode, settings.loss_agg_mode), advantage, _extra(settings), tuple(losses))
+    draw = None
+    if ":" in (strategy := settings.sample_strategy) or strategy in REGISTRY.names("sample_strategy"):
+        draw = _bind("sample_strategy", strategy, settings.sample_strategy_args)
+    return Algorithm(needed, cast(AggMode, settings.loss_agg_mode), advantage, draw, _extra(settings), tuple(losses))
+
+
+def _drawn(x: StepInputs, made: Advantages, drawn: Sequence[int]) -> tuple[StepInputs, Advantages]:
+    def of(given: Sequence[np.ndarray] | None) -> list[np.ndarray] | None:
+        return None if given is None else [given[i] for i in drawn]
+
+    chosen = replace(made, values=of(made.values) or [], returns=of(made.returns), keep=of(made.keep))
+    return replace(x, rows=[x.rows[i] for i in drawn]), chosen
 
 
 def spread(given: Any, rows: Sequence[StepRow]) -> Advantages:
@@ -77,7 +112,7 @@ def spread(given: Any, rows: Sequence[StepRow]) -> Advantages:
     Raises ValueError naming the row whose length is wrong.  Numbers that are not finite pass: their step is skipped and named.
     """
     made = given if isinstance(given, Advantages) else Advantages(values=_per_token(given, rows))
-    for name, arrays in (("advantages", made.values), ("returns", made.returns)):
+    for name, arrays in (("advantages", made.values), ("returns", made.returns), ("keep", made.keep)):
         if arrays is None:
             continue
         if len(arrays) != len(rows):

@@ -301,14 +301,18 @@ class Ledger:
             headers = [
                 r
                 for part in parts(names)
-                for r in tx.execute(select(e.id, e.group_id, e.reward, e.content_hash).where(e.group_id.in_(part)).order_by(e.id))
+                for r in tx.execute(
+                    select(e.id, e.group_id, e.reward, e.content_hash, e.run, e.step, e.num_response_tokens)
+                    .where(e.group_id.in_(part))
+                    .order_by(e.id)
+                )
             ]
         rewards = {h.id: h.reward for h in headers}
         hashes = {h.id: h.content_hash for h in headers}
-        scored: dict[str, list[float]] = {}
+        scored: dict[str, list[Any]] = {}
         for h in headers:
             if h.reward is not None:
-                scored.setdefault(h.group_id, []).append(h.reward)
+                scored.setdefault(h.group_id, []).append(h)
         found = []
         for (group, rows), block in zip(choice.picked, blocks, strict=True):
             members = decode(block)
@@ -458,8 +462,18 @@ def _stored(x: Intake, locator: str) -> Stored:
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), key, group)
 
 
-def _statistics(name: str, rewards: list[float]) -> GroupStats:
+def _statistics(name: str, members: Sequence[Any]) -> GroupStats:
+    """`members`: headers of the scored ones."""
+    rewards = [h.reward for h in members]
     n = len(rewards)
     mean = sum(rewards) / n
     std = (sum((r - mean) ** 2 for r in rewards) / (n - 1)) ** 0.5 if n > 1 else 0.0
-    return GroupStats(group=name, rewards=tuple(rewards), mean=mean, std=std)
+    return GroupStats(
+        group=name,
+        rewards=tuple(rewards),
+        mean=mean,
+        std=std,
+        runs=tuple(h.run for h in members),
+        steps=tuple(h.step for h in members),
+        lengths=tuple(h.num_response_tokens for h in members),
+    )

@@ -227,7 +227,7 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
                 p.take(e)
         if (kind, part) in COMING:
             part, args = getattr(there, kind), dict(getattr(there, f"{kind}_args", {}))
-        if kind in BUILT:
+        if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
     if a.loss_agg_mode is None:
         p.derive("algorithm.loss_agg_mode", base.loss_agg_mode, f"of algorithm {base.name}")

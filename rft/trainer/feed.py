@@ -76,7 +76,8 @@ def make(
         rows=[_step_row(x, more) for x, more in zip(experiences, computed, strict=True)], groups=stats, step=lease.step, seed=seed
     )
     prepared = algorithm.prepare(x)
-    made = [_completed(row, i, prepared, computed[i]) for i, row in enumerate(given.rows)]
+    drawn = range(len(given.rows)) if prepared.drawn is None else prepared.drawn
+    made = [_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)]
     needs = algorithm.needs
     skippable = policy_loss in ZERO_WITHOUT_ADVANTAGE and not needs.reference and not needs.entropy and budget.rows is None
     kept = [row for row in made if not (skippable and row.advantages is not None and not row.advantages.any())]

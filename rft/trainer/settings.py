@@ -37,6 +37,8 @@ class AlgorithmSettings:
     kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)
     entropy_loss_fn: str = "none"
     entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
+    sample_strategy: str = "default"
+    sample_strategy_args: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: str = "token-mean"
     bypass_old_logprobs: bool = True  # old log-probs = the engine's; False recomputes them before the update
 

@@ -181,12 +181,16 @@ class GroupStats(Struct, frozen=True, kw_only=True):
     """Statistics of all scored members of a group, frozen when the batch is leased.
 
     `rewards` are of all scored members, also those filtered out or leased elsewhere; `std` is unbiased (n - 1), 0 for groups of one.
+    `runs`, `steps` and `lengths` are of the same members in the same order: by run, attempt and step.
     """
 
     group: str  # text form of GroupId
     rewards: tuple[float, ...]
     mean: float
     std: float
+    runs: tuple[int, ...] = ()  # number of the run
+    steps: tuple[int, ...] = ()  # number in the run
+    lengths: tuple[int, ...] = ()  # trained tokens
 
 
 class Lease(Struct, frozen=True, kw_only=True):
