@@ -9,19 +9,33 @@ from pydantic import BaseModel, ConfigDict, Field
 Computed = Literal["old", "ref", "entropy", "sum_squares", "discriminator_mean", "values"]
 """What a forward pass over the rows of a step gives, per trained token: log-probs of the policy as it is before the step and of the
 reference model, entropy H, over the vocabulary the sum of p^2 and that of p^2 (H + log p), the critic's values."""
+AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Sampled = Literal["all", "own", "none"]
+"""Which rows must come with log-probs of the policy that sampled them: all, all but an expert's, or none."""
 
 
 class Args(BaseModel):
     """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing changes afterwards.
 
     `before` names what the part reads that has to be computed before the step, `reference` says that a loss reads the reference
-    model's log-probs.  Nothing else is computed.
+    model's log-probs.  Nothing else is computed.  `reads` names what a workflow has to write into its experiences for the part.
     """
 
     before: ClassVar[frozenset[Computed]] = frozenset()
     reference: ClassVar[bool] = False
+    reads: ClassVar[str] = ""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether rows are compared by what only the rows themselves hold, so that a step must have all rows of a group."""
+        return False
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Whether the loss of a row whose advantages are all 0 is exactly 0, with gradient 0, so that it need not be computed."""
+        return False
 
 
 class NoArgs(Args):

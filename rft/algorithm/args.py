@@ -12,97 +12,38 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from rft.algorithm.advantage_args import ADVANTAGES, SAMPLES
+from rft.algorithm.advantage_args import GrpoArgs as GrpoArgs
+from rft.algorithm.argbase import AggMode as AggMode
 from rft.algorithm.argbase import Args as Args
 from rft.algorithm.argbase import NoArgs as NoArgs
 from rft.algorithm.argbase import waiting
 from rft.algorithm.coming import COMING
+from rft.algorithm.loss_args import LOSSES
+from rft.algorithm.loss_args import PpoArgs as PpoArgs
 from rft.errors import ConfigError, ConfigErrors
 from rft.plugins import REGISTRY
 
-AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AGG_MODES: tuple[str, ...] = get_args(AggMode)
-BUILT = {"advantage_fn": "advantage", "policy_loss_fn": "policy loss", "kl_loss_fn": "KL loss", "entropy_loss_fn": "entropy loss"}
-KINDS = {**BUILT, "kl_penalty_fn": "KL penalty", "sample_strategy": "sample strategy"}
-
-
-class GrpoArgs(Args):
-    """Group-relative advantage (arXiv:2402.03300); `norm_by_std: false` is Dr. GRPO (arXiv:2503.20783)."""
-
-    epsilon: float = Field(1e-6, gt=0, description="added to the group's standard deviation before dividing")
-    norm_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
-    std_threshold: float | None = waiting(
-        None,
-        "no group is dropped; groups of equal rewards have advantage 0 and do not move the policy",
-        ge=0,
-        description="drop groups whose standard deviation is not above this",
-    )
-    duplicate_experiences: bool = waiting(
-        False, "rows are never copied", description="use remaining groups again in place of the dropped ones"
-    )
-    rank_penalty: float | None = waiting(
-        None, "rewards are used as they are", ge=0, description="lower the rewards of likely answers by their rank in the group"
-    )
-    std_cal_level: Literal["group", "batch"] = waiting(
-        "group",
-        "the standard deviation is the group's",
-        values=("batch",),
-        description="which rewards the standard deviation is taken over",
-    )
-
-
-class PpoArgs(Args):
-    """Clipped importance ratio (arXiv:1707.06347) with dual clip (arXiv:1912.09729) and separate bounds (arXiv:2503.14476)."""
-
-    clip_range: float = Field(0.2, ge=0, description="both clip bounds, where the two below are null")
-    clip_range_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped at 1 - clip_range_low")
-    clip_range_high: float | None = Field(None, ge=0, description="the ratio is clipped at 1 + clip_range_high")
-    clip_ratio_c: float = Field(3.0, gt=1, description="dual clip: a token with negative advantage A costs at most -A times this")
-    enable_sequence_masking: bool = waiting(
-        False, "no sequence is left out", description="leave out bad answers that the policy has moved far away from"
-    )
-    delta_sequence_masking: float = waiting(
-        0.1,
-        "it belongs to enable_sequence_masking",
-        harmless=True,
-        ge=0,
-        description="how far: mean of old less new log-prob of the sequence",
-    )
-    fallback_to_policy_gradient: bool = waiting(
-        False,
-        "the ratio is taken against the old policy",
-        description="-A log-prob instead: the ratio is 1 and nothing is clipped",
-    )
-
-    @model_validator(mode="after")
-    def _bounds(self) -> Self:
-        if self.low > 1:
-            raise ValueError(f"clip_range {self.clip_range} as the lower bound must be at most 1; set clip_range_low")
-        return self
-
-    @property
-    def low(self) -> float:
-        return self.clip_range if self.clip_range_low is None else self.clip_range_low
-
-    @property
-    def high(self) -> float:
-        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+BUILT = {
+    "advantage_fn": "advantage",
+    "policy_loss_fn": "policy loss",
+    "kl_loss_fn": "KL loss",
+    "kl_penalty_fn": "KL penalty",
+    "entropy_loss_fn": "entropy loss",
+}
+KINDS = {**BUILT, "sample_strategy": "sample strategy"}
 
 
 class KlArgs(Args):
-    """Weight of a KL loss against the reference model."""
+    """Weight of a KL against the reference model, as a loss or in the reward; constant or steered (arXiv:1909.08593)."""
 
-    kl_coef: float = Field(0.001, ge=0, description="factor of the KL loss; 0 switches it and the reference model off")
-    adaptive: bool = waiting(False, "kl_coef is constant", description="steer kl_coef so that the KL comes near target_kl")
-    target_kl: float = waiting(
-        0.1, "it belongs to adaptive", harmless=True, gt=0, description="the KL that is steered for, in nats per token"
+    kl_coef: float = Field(
+        0.001, ge=0, description="factor of the KL, the first one where it is adaptive; 0 switches the KL and its model off"
     )
-    horizon: int = waiting(
-        10000,
-        "it belongs to adaptive",
-        harmless=True,
-        gt=0,
-        description="experiences after which kl_coef follows an error wholly",
-    )
+    adaptive: bool = Field(False, description="steer kl_coef so that the KL comes near target_kl")
+    target_kl: float = Field(0.1, gt=0, description="the KL that is steered for, in nats per token")
+    horizon: int = Field(10000, gt=0, description="experiences after which kl_coef follows an error wholly")
 
 
 class EntropyArgs(Args):
@@ -113,16 +54,19 @@ class EntropyArgs(Args):
     )
 
 
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl", "corrected_k3")
+KL_NAMES = (*KL_ESTIMATORS, "corrected_k3")
 ARGS: dict[tuple[str, str], type[BaseModel]] = {
-    ("advantage_fn", "grpo"): GrpoArgs,
-    ("policy_loss_fn", "ppo"): PpoArgs,
+    **{("advantage_fn", name): model for name, model in ADVANTAGES.items()},
+    **{("policy_loss_fn", name): model for name, model in LOSSES.items()},
     ("kl_loss_fn", "none"): NoArgs,
-    **{("kl_loss_fn", name + plus): KlArgs for name in KL_ESTIMATORS for plus in ("", "+")},
+    **{("kl_loss_fn", name + plus): KlArgs for name in KL_NAMES for plus in ("", "+")},
     ("entropy_loss_fn", "none"): NoArgs,
     ("entropy_loss_fn", "default"): EntropyArgs,
+    ("entropy_loss_fn", "mix"): EntropyArgs,
     ("kl_penalty_fn", "none"): NoArgs,
-    ("sample_strategy", "default"): NoArgs,
+    **{("kl_penalty_fn", name): KlArgs for name in KL_NAMES},
+    **{("sample_strategy", name): model for name, model in SAMPLES.items()},
 }
 RENAMED: dict[tuple[str, str], str] = {  # older names that people bring along
     ("advantage_fn", "grpo_verl"): "grpo",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rft.algorithm.argbase import Computed
-from rft.algorithm.args import AggMode, EntropyArgs, KlArgs, check_args
+from rft.algorithm.args import ARGS, KINDS, AggMode, EntropyArgs, KlArgs, check_args
 from rft.errors import ConfigError
 
 
@@ -36,7 +36,16 @@ class AlgorithmDefaults:
     entropy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
 
 
-ALGORITHMS: dict[str, AlgorithmDefaults] = {
+def _of(name: str, advantage_fn: str, policy_loss_fn: str, repeat_times: int, doc: str, **more: Any) -> AlgorithmDefaults:
+    return AlgorithmDefaults(
+        name=name, doc=doc, advantage_fn=advantage_fn, policy_loss_fn=policy_loss_fn, repeat_times=repeat_times, **more
+    )
+
+
+_SEQUENCES: Any = {"loss_agg_mode": "seq-mean-token-mean"}
+_MIXED: Any = {"entropy_loss_fn": "mix", "sample_strategy": "mix"}
+_NO_BONUS: Any = {"entropy_loss_fn": "none"}
+_EVERY: dict[str, AlgorithmDefaults] = {
     d.name: d
     for d in (
         AlgorithmDefaults(
@@ -55,59 +64,53 @@ ALGORITHMS: dict[str, AlgorithmDefaults] = {
             policy_loss_fn="ppo",
             loss_agg_mode="seq-mean-token-sum-norm",
         ),
-    )
-}
-
-
-def _later(name: str, advantage_fn: str, policy_loss_fn: str, repeat_times: int, doc: str, **more: Any) -> AlgorithmDefaults:
-    return AlgorithmDefaults(
-        name=name, doc=doc, advantage_fn=advantage_fn, policy_loss_fn=policy_loss_fn, repeat_times=repeat_times, **more
-    )
-
-
-_SEQUENCES: Any = {"loss_agg_mode": "seq-mean-token-mean"}
-_MIXED: Any = {"entropy_loss_fn": "mix", "sample_strategy": "mix"}
-_NO_BONUS: Any = {"entropy_loss_fn": "none"}
-LATER: dict[str, AlgorithmDefaults] = {  # accepted; a run is refused until their parts are there
-    d.name: d
-    for d in (
-        _later("ppo", "ppo", "ppo", 1, "Clipped ratio with a critic (arXiv:1707.06347)."),
-        _later(
+        _of("ppo", "ppo", "ppo", 1, "Clipped ratio with a critic (arXiv:1707.06347)."),
+        _of(
             "dapo",
             "grpo",
             "ppo",
             16,
-            "GRPO with a wider upper clip bound and groups sampled anew (arXiv:2503.14476).",
+            "GRPO with a wider upper clip bound (arXiv:2503.14476); its other parts, groups sampled anew and a penalty for overlong "
+            "answers, have keys of their own.",
             policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
         ),
-        _later("reinforceplusplus", "reinforceplusplus", "ppo", 2, "Whitened returns without a critic (arXiv:2501.03262)."),
-        _later("reinforceplusplus_baseline", "reinforceplusplus_baseline", "ppo", 2, "The same less the group's mean."),
-        _later("rloo", "rloo", "ppo", 2, "Leave-one-out baseline (arXiv:2402.14740)."),
-        _later("remax", "remax", "ppo", 1, "Greedy answer as baseline (arXiv:2310.10505)."),
-        _later("opmd", "opmd", "opmd", 2, "Online policy mirror descent (arXiv:2501.12599)."),
-        _later("asymre", "asymre", "opmd", 2, "Asymmetric REINFORCE (arXiv:2506.20520).", **_NO_BONUS),
-        _later("topr", "reinforce", "topr", 2, "Tapered off-policy REINFORCE (arXiv:2503.14286)."),
-        _later("cispo", "grpo", "cispo", 2, "Clipped importance weights (arXiv:2506.13585)."),
-        _later("gspo", "grpo", "gspo", 2, "Ratios of whole sequences (arXiv:2507.18071).", **_SEQUENCES),
-        _later("sapo", "grpo", "sapo", 2, "Soft gates (arXiv:2511.20347).", **_SEQUENCES),
-        _later("rec", "rec", "rec", 2, "Group-relative REINFORCE (arXiv:2509.24203)."),
-        _later("sppo", "opmd", "sppo", 2, "Simple policy optimisation.", **_NO_BONUS),
-        _later("mix", "grpo", "mix", 8, "GRPO and SFT on an expert's rows.", **_MIXED),
-        _later("mix_chord", "grpo", "mix_chord", 8, "The same with a weight that follows the step (arXiv:2508.11408).", **_MIXED),
-        _later("multi_step_grpo", "step_wise_grpo", "ppo", 8, "GRPO over runs of several steps."),
-        _later("gigpo", "gigpo", "ppo", 8, "Group in group (arXiv:2505.10978)."),
-        _later("on_policy_distill", "on_policy_distill", "ppo", 8, "A teacher's log-probs as advantages.", **_NO_BONUS),
-        _later("jsd", "jsd", "ppo", 8, "Distillation by Jensen-Shannon divergence (arXiv:2306.13649).", **_NO_BONUS),
-        _later("m2po", "grpo", "m2po", 8, "Second-moment mask for stale rows (arXiv:2510.01161)."),
-        _later("opo", "opo", "ppo", 8, "Length-weighted baseline (arXiv:2505.23585)."),
-        _later("gpg", "gpg", "gpg", 8, "Group policy gradient (arXiv:2504.02546)."),
-        _later("grpo_passk", "grpo_passk", "ppo", 8, "Only the best answer of a group counts (arXiv:2503.19595)."),
-        _later("raft", "none", "sft", 1, "SFT on the best answers (arXiv:2304.06767).", **_NO_BONUS),
-        _later("sft", "none", "sft", 1, "Supervised fine-tuning on chats.", **_NO_BONUS),
-        _later("cpt", "none", "sft", 1, "Continued pre-training on texts.", **_NO_BONUS),
-        _later("dpo", "none", "dpo", 2, "Direct preference optimisation (arXiv:2305.18290)."),
+        _of("reinforceplusplus", "reinforceplusplus", "ppo", 2, "Whitened returns without a critic (arXiv:2501.03262)."),
+        _of("reinforceplusplus_baseline", "reinforceplusplus_baseline", "ppo", 2, "The same less the group's mean."),
+        _of("rloo", "rloo", "ppo", 2, "Leave-one-out baseline (arXiv:2402.14740)."),
+        _of("remax", "remax", "ppo", 1, "Greedy answer as baseline (arXiv:2310.10505)."),
+        _of("opmd", "opmd", "opmd", 2, "Online policy mirror descent (arXiv:2501.12599)."),
+        _of("asymre", "asymre", "opmd", 2, "Asymmetric REINFORCE (arXiv:2506.20520).", **_NO_BONUS),
+        _of("topr", "reinforce", "topr", 2, "Tapered off-policy REINFORCE (arXiv:2503.14286)."),
+        _of("cispo", "grpo", "cispo", 2, "Clipped importance weights (arXiv:2506.13585)."),
+        _of("gspo", "grpo", "gspo", 2, "Ratios of whole sequences (arXiv:2507.18071).", **_SEQUENCES),
+        _of("sapo", "grpo", "sapo", 2, "Soft gates (arXiv:2511.20347).", **_SEQUENCES),
+        _of("rec", "rec", "rec", 2, "Group-relative REINFORCE (arXiv:2509.24203)."),
+        _of("sppo", "opmd", "sppo", 2, "Simple policy optimisation.", **_NO_BONUS),
+        _of("mix", "grpo", "mix", 8, "GRPO and SFT on an expert's rows.", **_MIXED),
+        _of("mix_chord", "grpo", "mix_chord", 8, "The same with a weight that follows the step (arXiv:2508.11408).", **_MIXED),
+        _of("multi_step_grpo", "step_wise_grpo", "ppo", 8, "GRPO over runs of several steps."),
+        _of("gigpo", "gigpo", "ppo", 8, "Group in group (arXiv:2505.10978)."),
+        _of("on_policy_distill", "on_policy_distill", "ppo", 8, "A teacher's log-probs as advantages.", **_NO_BONUS),
+        _of("jsd", "jsd", "ppo", 8, "Distillation by Jensen-Shannon divergence (arXiv:2306.13649).", **_NO_BONUS),
+        _of("m2po", "grpo", "m2po", 8, "Second-moment mask for stale rows (arXiv:2510.01161)."),
+        _of("opo", "opo", "ppo", 8, "Length-weighted baseline (arXiv:2505.23585)."),
+        _of("gpg", "gpg", "gpg", 8, "Group policy gradient (arXiv:2504.02546)."),
+        _of("grpo_passk", "grpo_passk", "ppo", 8, "Only the best answer of a group counts (arXiv:2503.19595)."),
+        _of("raft", "none", "sft", 1, "SFT on the best answers (arXiv:2304.06767).", **_NO_BONUS),
+        _of("sft", "none", "sft", 1, "Supervised fine-tuning on chats.", **_NO_BONUS),
+        _of("cpt", "none", "sft", 1, "Continued pre-training on texts.", **_NO_BONUS),
+        _of("dpo", "none", "dpo", 2, "Direct preference optimisation (arXiv:2305.18290)."),
     )
 }
+_WAIT_FOR_MORE = ("ppo", "raft", "sft", "cpt", "dpo")  # a critic, rows without a sampling policy: more than their parts
+
+
+def _there(d: AlgorithmDefaults) -> bool:
+    return d.name not in _WAIT_FOR_MORE and all((kind, getattr(d, kind)) in ARGS for kind in KINDS)
+
+
+ALGORITHMS = {name: d for name, d in _EVERY.items() if _there(d)}
+LATER = {name: d for name, d in _EVERY.items() if not _there(d)}  # accepted; a run is refused until what they need is there
 RENAMED = {"grpo_verl": "grpo"}  # older names that people bring along
 
 

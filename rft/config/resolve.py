@@ -47,6 +47,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     train, evals = limit_prompts(config, train, evals, engines[0])
     num_explore, num_train = steps.steps(config, train, num_batches, p)
     groups, rows = steps.batch(config, train, compares, p)
+    _advantage_inputs(algorithm, rows, p)
     learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, find, p)
     roles.micro_batches(config, train, learner, p)
     roles.deterministic(config, train, p)
@@ -246,6 +247,26 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
         **parts,
     )
     return settings, repeat_times, compares_in_groups(a.advantage_fn or base.advantage_fn)
+
+
+def _advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problems) -> None:
+    """What the advantage reads that a step may not have."""
+    name = algorithm.advantage_fn
+    if (model := ARGS.get(("advantage_fn", name))) is None:
+        return
+    try:
+        args = accept_args("advantage_fn", name, algorithm.advantage_fn_args)
+    except ConfigError:
+        return  # told by `_algorithm`
+    if rows is not None and getattr(args, "whole_groups", False):
+        p.error(
+            "buffer.train_batch_size",
+            f"counts rows, which may split a group, but advantage {name!r} as it is set compares tokens of all rows of a group; leave it "
+            "out, or write batch_size x repeat_times",
+            given=rows,
+        )
+    if reads := getattr(model, "reads", ""):
+        p.note(f"algorithm.advantage_fn {name} reads {reads}; the step fails where it is missing")
 
 
 def _entry_points() -> bool:

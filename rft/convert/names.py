@@ -24,6 +24,7 @@ ESTIMATORS = {  # veRL's name -> (algorithm_type, advantage_fn)
     "remax": ("remax", "remax"),
     "opo": ("opo", "opo"),
     "gpg": ("gpg", "gpg"),
+    "optimal_token_baseline": ("grpo", "optimal_token_baseline"),
 }
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")

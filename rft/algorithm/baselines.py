@@ -1,0 +1,104 @@
+"""Advantages of one number per row: the reward less some baseline of the group.
+
+Knows no tokens.  Invariant: baselines come from the statistics frozen with the lease; gpg's factor alone reads the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rft.algorithm.advantage_args import AsymReArgs, OpmdArgs
+from rft.algorithm.argbase import NoArgs
+from rft.algorithm.base import StepInputs, advantage
+from rft.algorithm.groups import described, equal, members, scores
+from rft.types.ports import GroupStats
+
+
+@advantage("none", args=NoArgs)
+def none(x: StepInputs, args: NoArgs) -> np.ndarray:
+    """A = 0, for losses that read no advantage (sft, cpt, dpo, raft).  Rewards are not looked at.  Returns float32 [S]."""
+    return np.zeros(len(x.rows), np.float32)
+
+
+@advantage("reinforce", args=NoArgs)
+def reinforce(x: StepInputs, args: NoArgs) -> np.ndarray:
+    """A = R.  Returns float32 [S].  Williams 1992."""
+    return scores(x, lambda reward, group: reward)
+
+
+@advantage("rloo", args=NoArgs)
+def rloo(x: StepInputs, args: NoArgs) -> np.ndarray:
+    """A = R - mean of the others = n / (n - 1) (R - mean); a group of one gives 0.  Returns float32 [S].  arXiv:2402.14740
+
+    Example: rewards 0, 0, 0, 1 give -0.333333 three times and 1.
+    """
+
+    def one(reward: float, group: GroupStats) -> float:
+        n = len(group.rewards)
+        return 0.0 if equal(group.rewards) else n / (n - 1) * (reward - group.mean)
+
+    return scores(x, one)
+
+
+@advantage("opmd", args=OpmdArgs)
+def opmd(x: StepInputs, args: OpmdArgs) -> np.ndarray:
+    """A = R - b with b the group's mean, or tau (logsumexp(R / tau) - log n); b = 0 for a group of one.  arXiv:2501.12599
+
+    Returns float32 [S].
+    """
+
+    def one(reward: float, group: GroupStats) -> float:
+        if len(group.rewards) == 1:
+            return reward
+        if equal(group.rewards):
+            return 0.0
+        return reward - (group.mean if args.opmd_baseline == "mean" else _log_average_exp(group.rewards, args.tau))
+
+    return scores(x, one)
+
+
+@advantage("asymre", args=AsymReArgs)
+def asymre(x: StepInputs, args: AsymReArgs) -> np.ndarray:
+    """A = R - (mean + baseline_shift); in a group of one A = R.  Returns float32 [S].  arXiv:2506.20520
+
+    Rows of a group of equal rewards have advantage -baseline_shift: by default they are all pulled at a little.
+    """
+
+    def one(reward: float, group: GroupStats) -> float:
+        return reward if len(group.rewards) == 1 else reward - (group.mean + args.baseline_shift)
+
+    return scores(x, one)
+
+
+@advantage("opo", args=NoArgs)
+def opo(x: StepInputs, args: NoArgs) -> np.ndarray:
+    """A = R - b, b = sum L R / sum L over the group, L = trained tokens; b = 0 for a group of one.  arXiv:2505.23585
+
+    Returns float32 [S].  Example: rewards 0, 0, 0, 1 with lengths 10, 20, 30, 40: b = 0.4.
+    """
+
+    def one(reward: float, group: GroupStats) -> float:
+        if len(group.rewards) == 1:
+            return reward
+        if equal(group.rewards):
+            return 0.0
+        return reward - float(np.average(group.rewards, weights=described(group).lengths))
+
+    return scores(x, one)
+
+
+@advantage("gpg", args=NoArgs)
+def gpg(x: StepInputs, args: NoArgs) -> np.ndarray:
+    """A = alpha (R - mean), alpha = rows of the step / rows of it whose reward is not 0 (at least 1).  arXiv:2504.02546
+
+    alpha makes up for groups that give no gradient, so it is the one number here that depends on the batch.  Returns float32 [S].
+    """
+    alpha = len(x.rows) / max(sum(row.reward != 0 for row, _ in members(x)), 1)
+    return scores(x, lambda reward, group: 0.0 if equal(group.rewards) else alpha * (reward - group.mean))
+
+
+def _log_average_exp(rewards: tuple[float, ...], tau: float) -> float:
+    top = max(rewards)
+    return top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))

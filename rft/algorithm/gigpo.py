@@ -1,0 +1,110 @@
+"""Group in group: advantages of whole episodes, and of steps that began in the same state (GiGPO, arXiv:2505.10978).
+
+Knows no tokens.  A run's steps are rows of their own; what happened in them stands in their info.
+Invariant: episodes are compared within their task; states across all rows of the step, which is why step advantages depend on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from rft.algorithm.advantage_args import GigpoArgs
+from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage
+from rft.algorithm.groups import described, equal, members, unbiased_std
+from rft.algorithm.returns import to_go
+
+
+@advantage("gigpo", args=GigpoArgs)
+def gigpo(x: StepInputs, args: GigpoArgs) -> Advantages:
+    """A = A_E + omega A_S, one number per row, on all of its tokens.
+
+    r_t is info[step_reward_key]; where no row of the task has that key, the reward of the run's last step and 0 before it.
+    A_E = N(sum of r_t) over the runs of the task.  A_S = N(sum of gamma^(k - t) r_k, k >= t) over all rows of the step with the same
+    info[env_state_hash_key].  N(y) = (y - mean) / (d + epsilon) with d = 1, or with `fnorm: std` the unbiased standard deviation;
+    0 where there is one y, or all are equal.
+
+    Values: float32 [L_i] per row.  Raises ValueError for a row without a state hash while omega > 0, and for a task some of whose
+    rows have a step reward and some have not.
+    """
+    rows = [row for row, _ in members(x)]
+    episodes, returns = _returns(x, rows, args)
+    of_run = {name: dict(zip(runs, _normal(list(runs.values()), args), strict=True)) for name, runs in episodes.items()}
+    score = np.array([of_run[row.group][row.run] for row in rows])
+    states: dict[Hashable, list[int]] = defaultdict(list)
+    if args.omega > 0:
+        for i, row in enumerate(rows):
+            states[_state(row, args.env_state_hash_key)].append(i)
+    for same in states.values():
+        score[same] += args.omega * _normal([returns[i] for i in same], args)
+    shared = sum(len(same) > 1 for same in states.values())
+    return Advantages(
+        values=[np.full(row.length, s, np.float32) for row, s in zip(rows, score, strict=True)],
+        metrics={"gigpo/anchor_group_hit_ratio": shared / len(states)} if states else {},
+    )
+
+
+def _returns(x: StepInputs, rows: Sequence[StepRow], args: GigpoArgs) -> tuple[dict[str, dict[int, float]], list[float]]:
+    """(sum of rewards by group and run, discounted return of every row)."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        groups[row.group].append(i)
+    episodes: dict[str, dict[int, float]] = {}
+    returns = [0.0] * len(rows)
+    for name, mine in groups.items():
+        given = [args.step_reward_key in rows[i].info for i in mine]
+        if any(given) != all(given):
+            missing = rows[mine[given.index(False)]]
+            raise ValueError(
+                f'group {name}: info["{args.step_reward_key}"] is there for {sum(given)} of {len(given)} rows; run {missing.run}, step '
+                f"{missing.step} has none.  Write it for every step of the task or for none"
+            )
+        runs: dict[int, list[int]] = defaultdict(list)
+        for i in sorted(mine, key=lambda i: rows[i].step):
+            runs[rows[i].run].append(i)
+        if any(given):
+            rewards = {run: np.array([_number(rows[i], args.step_reward_key) for i in steps]) for run, steps in runs.items()}
+            episodes[name] = {run: float(r.sum()) for run, r in rewards.items()}
+            for run, steps in runs.items():
+                for i, value in zip(steps, to_go(rewards[run], args.gamma), strict=True):
+                    returns[i] = float(value)
+            continue
+        known = described(x.groups[name])
+        steps_of: dict[int, list[int]] = defaultdict(list)
+        episodes[name] = {}
+        for run, step, reward in sorted(zip(known.runs, known.steps, known.rewards, strict=True)):
+            steps_of[run].append(step)
+            episodes[name][run] = reward
+        for i in mine:
+            steps = steps_of[rows[i].run]
+            returns[i] = args.gamma ** (len(steps) - 1 - steps.index(rows[i].step)) * episodes[name][rows[i].run]
+    return episodes, returns
+
+
+def _normal(values: Sequence[float], args: GigpoArgs) -> np.ndarray:
+    if equal(values):
+        return np.zeros(len(values))
+    scored: np.ndarray = (np.asarray(values) - np.mean(values)) / (
+        (unbiased_std(values) if args.fnorm == "std" else 1.0) + args.epsilon
+    )
+    return scored
+
+
+def _number(row: StepRow, key: str) -> float:
+    value = row.info[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f'group {row.group}, run {row.run}, step {row.step}: info["{key}"] is {value!r}, not a finite number')
+    return float(value)
+
+
+def _state(row: StepRow, key: str) -> Hashable:
+    info: Mapping[str, object] = row.info
+    if (state := info.get(key)) is None:
+        raise ValueError(
+            f'group {row.group}, run {row.run}, step {row.step}: gigpo needs info["{key}"], a text or number that names the state in '
+            "which the step began; the workflow writes it.  With omega: 0 only whole episodes are compared"
+        )
+    return str(state)

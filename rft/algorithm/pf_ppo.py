@@ -1,0 +1,48 @@
+"""Rows of a step drawn anew by their reward (policy filtration, arXiv:2409.06957).
+
+Knows rewards, not losses.  The ledger's rows are not copied: a row drawn k times stands k times in this step's micro-batches, so that
+every loss, metric and denominator is that of the drawn rows, whatever the aggregation; one drawn 0 times is not computed.
+Invariant: the draw depends on seed, step and rows, not on the order of the rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rft.algorithm.advantage_args import PfPpoArgs
+from rft.algorithm.base import StepInputs, sample_strategy
+
+_LARGEST = 1e290  # a sum of weights stays finite
+
+
+@sample_strategy("pf_ppo", args=PfPpoArgs)
+def pf_ppo(x: StepInputs, args: PfPpoArgs) -> list[int]:
+    """As many rows as there are, drawn with replacement with probability in proportion to their weight.
+
+    pow: |R|^weight_pow (also of bad rows); max_min: 1 for the highest and the lowest reward of the step, else 0; max_random: 0.4 for
+    the highest, else 0.1; always + 1e-8.  R is the reward before any KL penalty.  Drawn after the advantages, so whitening and group
+    statistics are those of all rows.  Returns the drawn rows' numbers, in ascending order.
+    """
+    w = weights(x.rewards, args)
+    order = sorted(
+        range(len(w)), key=lambda i: (x.rows[i].group.partition(".")[2], x.rows[i].group, x.rows[i].run, x.rows[i].step)
+    )
+    drawn = np.random.default_rng((x.seed, x.step)).choice(len(w), size=len(w), p=w[order] / w.sum())
+    return sorted(order[i] for i in drawn)
+
+
+def weights(rewards: np.ndarray, args: PfPpoArgs) -> np.ndarray:
+    """float64 [S], of rewards float64 [S].  Raises ValueError for rewards that are not finite."""
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"reward {rewards[~np.isfinite(rewards)][0]} is not finite")
+    top = rewards == rewards.max(initial=-np.inf)
+    match args.reweight_method:
+        case "pow":
+            with np.errstate(over="ignore"):
+                w = np.minimum(np.abs(rewards) ** args.weight_pow, _LARGEST)
+        case "max_min":
+            w = (top | (rewards == rewards.min(initial=np.inf))).astype(np.float64)
+        case "max_random":
+            w = np.where(top, 0.4, 0.1)
+    given: np.ndarray = w + 1e-8
+    return given

@@ -1,0 +1,55 @@
+"""Optimal token baseline: at every position of the answer the baseline that leaves the policy gradient the least variance.
+
+Knows rows of trained tokens.  Invariant: a position is the number of a trained token in its row; only rows of one group that are in the
+step are compared there, because their siblings' tokens are not at hand: so whole groups have to be leased.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from rft.algorithm.advantage_args import TokenBaselineArgs
+from rft.algorithm.base import StepInputs, StepRow, advantage
+from rft.algorithm.groups import members
+from rft.algorithm.returns import to_go
+
+
+@advantage("optimal_token_baseline", args=TokenBaselineArgs)
+def optimal_token_baseline(x: StepInputs, args: TokenBaselineArgs) -> list[np.ndarray]:
+    """A_t = G_t - b_t,  b_t = sum G_t W_t / (sum W_t + 1e-8) over the rows of the group that are that long, 0 for a group of one.
+
+    G_t = sum of r_u for u >= t;  W_t = sum of w_u for u <= t;  w = 1 - 2 p + sum of p_v^2 over the vocabulary, p = exp(row.old), the
+    squared norm of the gradient of log p by the logits.  float32 [L_i] per row.  Raises ValueError for a row without old log-probs
+    or sums of squares.
+    """
+    groups: dict[str, list[int]] = defaultdict(list)
+    returns, energy = [], []
+    for i, (row, group) in enumerate(members(x)):
+        returns.append(to_go(row.rewards, 1.0))
+        energy.append(_energy(row))
+        if len(group.rewards) > 1:
+            groups[row.group].append(i)
+    found = [g.copy() for g in returns]
+    for mine in groups.values():
+        longest = max(len(returns[i]) for i in mine)
+        above, below = np.zeros(longest), np.full(longest, 1e-8)
+        for i in mine:
+            length = len(returns[i])
+            above[:length] += returns[i] * energy[i]
+            below[:length] += energy[i]
+        for i in mine:
+            found[i] -= (above / below)[: len(returns[i])]
+    return [a.astype(np.float32) for a in found]
+
+
+def _energy(row: StepRow) -> np.ndarray:
+    """float64 [L]: W."""
+    if row.old is None or row.sum_squares is None:
+        raise ValueError(
+            f"group {row.group}, run {row.run}: the optimal token baseline needs the trainer's log-probs and sums of squared probabilities"
+        )
+    w = 1 - 2 * np.exp(row.old.astype(np.float64)) + row.sum_squares.astype(np.float64)
+    energy: np.ndarray = np.cumsum(w)
+    return energy
