@@ -54,7 +54,7 @@ class EntropyArgs(Args):
     )
 
 
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl", "corrected_k3")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
 KL_NAMES = (*KL_ESTIMATORS, "corrected_k3")
 ARGS: dict[tuple[str, str], type[BaseModel]] = {
     **{("advantage_fn", name): model for name, model in ADVANTAGES.items()},

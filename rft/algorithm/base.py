@@ -21,6 +21,7 @@ advantage = kind("advantage_fn")
 sample_strategy = kind("sample_strategy")  # those that choose among the rows of a step: fn(x, args) -> numbers of the drawn rows
 policy_loss = kind("policy_loss_fn")
 policy_extra = kind("policy_extra")  # what the policy loss of the same name reads of the whole step
+kl_penalty = kind("kl_penalty_fn")  # fn(x, args) -> the KL of each row's tokens, list of [L_i]
 kl_loss = kind("kl_loss_fn")
 entropy_loss = kind("entropy_loss_fn")
 
@@ -112,6 +113,8 @@ class Prepared:
     keep: Sequence[np.ndarray] | None = None
     extra: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: Sequence[np.ndarray] | None = None  # float64 [L_i], after a KL penalty; None = as they came
+    kl: float | None = None  # of the KL penalty: mean over rows of their mean, in nats per token
 
 
 # ---------------------------------------------------------------- losses of one micro-batch
@@ -149,6 +152,7 @@ class LossInputs:
     is_expert: torch.Tensor | None = None  # bool [N]
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # float32 [N] each, from the loss's `policy_extra`
     step: int = 1  # the train step
+    kl_coef: float | None = None  # factor of the KL loss in this step, where it is steered; None = the argument's
     loss_agg_mode: AggMode = "token-mean"  # set by `Algorithm.loss` from the settings
 
 

@@ -15,7 +15,9 @@ from pydantic import BaseModel
 
 from rft.algorithm.args import AGG_MODES, AggMode, check_args
 from rft.algorithm.base import Advantages, LossInputs, LossOutput, Prepared, StepInputs, StepRow
-from rft.algorithm.catalog import Needs, PartSettings, needs
+from rft.algorithm.catalog import Needs, PartSettings, correction_args, needs
+from rft.algorithm.correction import Corrected, CorrectionArgs, correct, diagnostics
+from rft.algorithm.penalty import penalised
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
 
@@ -33,16 +35,37 @@ class Algorithm:
     _draw: Callable[[StepInputs], Sequence[int]] | None
     _extra: Extra | None
     _losses: tuple[Loss, ...]  # the policy loss first
+    _penalty: Callable[[StepInputs], Sequence[np.ndarray]] | None = None
+    _penalty_coef: float = 0.0
+    correction: CorrectionArgs | None = None
 
-    def prepare(self, x: StepInputs) -> Prepared:
-        """What the losses of a step read that depends on all of its rows.  Raises ValueError for a part that gives other shapes."""
-        made = self._advantages(x)
+    def prepare(self, x: StepInputs, *, kl_coef: float | None = None) -> Prepared:
+        """What the losses of a step read that depends on all of its rows.  `kl_coef`: factor of the KL in the reward in this step.
+
+        In this order: KL penalty, advantages, choice of the rows (by their rewards without penalty), off-policy correction, extras
+        of the policy loss.  Raises ValueError for a part that gives other shapes.
+        """
         drawn = self._draw(x) if self._draw is not None else None
+        metrics, kl = dict(diagnostics(x)), None
+        if self._penalty is not None:
+            estimates = self._penalty(x)
+            _check_shapes("the KL penalty", estimates, x.rows)
+            x, kl = penalised(x, estimates, self._penalty_coef if kl_coef is None else kl_coef)
+        made = self._advantages(x)
         if drawn is not None:
             x, made = _drawn(x, made, drawn)
+        corrected = correct(x, self.correction, made.keep) if self.correction is not None else Corrected()
         extra = self._extra(x, made.values) if self._extra is not None else {}
         return Prepared(
-            advantages=made.values, drawn=drawn, returns=made.returns, keep=made.keep, extra=extra, metrics=made.metrics
+            advantages=made.values,
+            drawn=drawn,
+            returns=made.returns,
+            weights=corrected.weights,
+            keep=made.keep if corrected.keep is None else corrected.keep,
+            extra=extra,
+            metrics={**metrics, **made.metrics, **corrected.metrics},
+            rewards=[row.rewards for row in x.rows] if kl is not None else None,
+            kl=kl,
         )
 
     def _advantages(self, x: StepInputs) -> Advantages:
@@ -95,7 +118,22 @@ def build(settings: PartSettings) -> Algorithm:
     draw = None
     if ":" in (strategy := settings.sample_strategy) or strategy in REGISTRY.names("sample_strategy"):
         draw = _bind("sample_strategy", strategy, settings.sample_strategy_args)
-    return Algorithm(needed, cast(AggMode, settings.loss_agg_mode), advantage, draw, _extra(settings), tuple(losses))
+    penalty, coef = None, 0.0
+    if needed.kl_penalty:
+        penalty = _bind("kl_penalty_fn", settings.kl_penalty_fn, settings.kl_penalty_fn_args)
+        args = check_args("kl_penalty_fn", settings.kl_penalty_fn, settings.kl_penalty_fn_args)
+        coef = float(getattr(args, "kl_coef", 1.0))
+    return Algorithm(
+        needed,
+        cast(AggMode, settings.loss_agg_mode),
+        advantage,
+        draw,
+        _extra(settings),
+        tuple(losses),
+        penalty,
+        coef,
+        correction_args(settings),
+    )
 
 
 def _drawn(x: StepInputs, made: Advantages, drawn: Sequence[int]) -> tuple[StepInputs, Advantages]:
@@ -113,16 +151,17 @@ def spread(given: Any, rows: Sequence[StepRow]) -> Advantages:
     """
     made = given if isinstance(given, Advantages) else Advantages(values=_per_token(given, rows))
     for name, arrays in (("advantages", made.values), ("returns", made.returns), ("keep", made.keep)):
-        if arrays is None:
-            continue
-        if len(arrays) != len(rows):
-            raise ValueError(f"{name} of {len(arrays)} rows were given for {len(rows)} rows")
-        for row, array in zip(rows, arrays, strict=True):
-            if array.shape != (row.length,):
-                raise ValueError(
-                    f"group {row.group}, run {row.run}: {name} of shape {array.shape} for {row.length} trained tokens"
-                )
+        if arrays is not None:
+            _check_shapes(name, arrays, rows)
     return made
+
+
+def _check_shapes(name: str, arrays: Sequence[np.ndarray], rows: Sequence[StepRow]) -> None:
+    if len(arrays) != len(rows):
+        raise ValueError(f"{name} of {len(arrays)} rows were given for {len(rows)} rows")
+    for row, array in zip(rows, arrays, strict=True):
+        if array.shape != (row.length,):
+            raise ValueError(f"group {row.group}, run {row.run}: {name} of shape {array.shape} for {row.length} trained tokens")
 
 
 def _per_token(given: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:

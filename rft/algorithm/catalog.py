@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rft.algorithm.argbase import Computed
-from rft.algorithm.args import ARGS, KINDS, AggMode, EntropyArgs, KlArgs, check_args
+from rft.algorithm.args import ARGS, KINDS, AggMode, EntropyArgs, KlArgs, check_args, validate
+from rft.algorithm.controller import KlController
+from rft.algorithm.correction import CorrectionArgs
 from rft.errors import ConfigError
 
 
@@ -154,11 +156,17 @@ class PartSettings(Protocol):
     @property
     def kl_loss_fn_args(self) -> Mapping[str, Any]: ...
     @property
+    def kl_penalty_fn(self) -> str: ...
+    @property
+    def kl_penalty_fn_args(self) -> Mapping[str, Any]: ...
+    @property
     def entropy_loss_fn(self) -> str: ...
     @property
     def entropy_loss_fn_args(self) -> Mapping[str, Any]: ...
     @property
     def loss_agg_mode(self) -> str: ...
+    @property
+    def rollout_correction(self) -> Mapping[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,7 @@ class Needs:
 
     reference: bool  # the reference model
     kl_loss: bool  # log-probs of the reference model, in the KL loss
+    kl_penalty: bool  # the same, in the reward
     entropy: bool  # entropy of every response token, with gradient
     before: frozenset[Computed]  # what is computed for all rows before the step
 
@@ -176,7 +185,7 @@ class Needs:
 
 
 def needs(settings: PartSettings) -> Needs:
-    """A KL or entropy loss with coefficient 0 needs nothing.  Raises ConfigError for wrong arguments."""
+    """A KL or entropy term with coefficient 0 needs nothing.  Raises ConfigError for wrong arguments."""
     kl = check_args("kl_loss_fn", settings.kl_loss_fn, settings.kl_loss_fn_args)
     entropy = check_args("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args)
     parts = [
@@ -185,9 +194,37 @@ def needs(settings: PartSettings) -> Needs:
     ]
     before = frozenset[Computed]().union(*(getattr(args, "before", ()) for args in parts))
     kl_loss = settings.kl_loss_fn != "none" and not (isinstance(kl, KlArgs) and kl.kl_coef == 0)
+    penalty = check_args("kl_penalty_fn", settings.kl_penalty_fn, settings.kl_penalty_fn_args)
+    kl_penalty = settings.kl_penalty_fn != "none" and not (isinstance(penalty, KlArgs) and penalty.kl_coef == 0)
+    if kl_penalty:
+        before |= {"ref"}
+    if (correction := correction_args(settings)) is not None and correction.measured:
+        before |= {"old"}
     return Needs(
         reference=kl_loss or "ref" in before or any(getattr(args, "reference", False) for args in parts),
         kl_loss=kl_loss,
+        kl_penalty=kl_penalty,
         entropy=settings.entropy_loss_fn != "none" and not (isinstance(entropy, EntropyArgs) and entropy.entropy_coef == 0),
         before=before,
     )
+
+
+def correction_args(settings: PartSettings) -> CorrectionArgs | None:
+    """The checked `algorithm.rollout_correction`; None where there is none.  Raises ConfigErrors for wrong arguments."""
+    if settings.rollout_correction is None:
+        return None
+    checked = validate(
+        CorrectionArgs, settings.rollout_correction, what="the rollout correction", key="algorithm.rollout_correction"
+    )
+    assert isinstance(checked, CorrectionArgs)
+    return checked
+
+
+def controllers(settings: PartSettings) -> dict[str, KlController]:
+    """What holds the factor of each KL term in use: "kl_penalty" and "kl_loss"."""
+    needed, found = needs(settings), {}
+    for name, used in (("kl_penalty", needed.kl_penalty), ("kl_loss", needed.kl_loss)):
+        args = check_args(f"{name}_fn", getattr(settings, f"{name}_fn"), getattr(settings, f"{name}_fn_args"))
+        if used and isinstance(args, KlArgs):
+            found[name] = KlController(args.kl_coef, args.target_kl if args.adaptive else None, args.horizon)
+    return found

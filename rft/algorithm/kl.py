@@ -1,7 +1,7 @@
 """KL losses that hold the policy near the reference model, from log-probs of the sampled tokens alone.
 
 With d = ref - logprob: k1 = -d, abs = |d|, k2 = d^2/2, k3 = e^d - d - 1 (Schulman, "Approximating KL divergence"), low_var_kl =
-k3 with d clipped to +-20 and the result to +-10.  `name+` has the value of `name` and the gradient of k2, which on samples of the
+k3 with d clipped to +-20 and the result to +-10, corrected_k3 = ratio k3 with the ratio against the old policy cut at 2.  `name+` has the value of `name` and the gradient of k2, which on samples of the
 policy is the gradient of KL(policy || reference); k1 alone has an expected gradient of 0.
 Invariant: every estimator is 0 where the two models agree.
 """
@@ -9,6 +9,7 @@ Invariant: every estimator is 0 where the two models agree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from rft.algorithm.args import KlArgs, NoArgs
 from rft.algorithm.base import LossInputs, LossOutput, kl_loss
 
 Estimator = Callable[[torch.Tensor], torch.Tensor]
+MAX_RATIO = 2.0  # of corrected_k3
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
@@ -47,27 +49,38 @@ def low_var_kl(d: torch.Tensor) -> torch.Tensor:
 ESTIMATORS: dict[str, Estimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3, "low_var_kl": low_var_kl}
 
 
-def _loss(estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through: bool) -> LossOutput:
+def _loss(estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through: bool, corrected: bool) -> LossOutput:
     if x.ref_logprobs is None:
         raise ValueError("a KL loss needs x.ref_logprobs; `needs(settings).reference` says so")
-    d = valid(x.ref_logprobs, x.mask) - valid(x.logprobs, x.mask)
+    logprobs = valid(x.logprobs, x.mask)
+    d = valid(x.ref_logprobs, x.mask) - logprobs
     value = estimate(d)
+    if corrected:
+        value = value * (logprobs - valid(x.old_logprobs, x.mask)).clamp(-20, 20).exp().clamp(max=MAX_RATIO)
     if straight_through:
         pull = k2(d)
         value = pull - pull.detach() + value.detach()
     total = aggregate(value, x)
-    return LossOutput(loss=args.kl_coef * total, sums={"kl_loss": total.detach() * x.denominators.tokens})
+    coef = args.kl_coef if x.kl_coef is None else x.kl_coef
+    # what a controller steers: the mean over the rows of the mean over their tokens
+    kl = aggregate(value.detach(), replace(x, loss_agg_mode="seq-mean-token-mean"))
+    tokens = x.denominators.tokens
+    return LossOutput(loss=coef * total, sums={"kl_loss": total.detach() * tokens, "kl": kl * tokens})
 
 
-def _register(name: str, estimate: Estimator, *, straight_through: bool) -> None:
-    @kl_loss(name, args=KlArgs)
-    def loss(x: LossInputs, args: KlArgs) -> LossOutput:
-        return _loss(estimate, x, args, straight_through=straight_through)
+def _register(name: str, estimate: Estimator, *, corrected: bool = False) -> None:
+    def add(name: str, straight_through: bool) -> None:
+        @kl_loss(name, args=KlArgs)
+        def loss(x: LossInputs, args: KlArgs) -> LossOutput:
+            return _loss(estimate, x, args, straight_through=straight_through, corrected=corrected)
+
+    add(name, False)
+    add(name + "+", True)
 
 
 for _name, _estimate in ESTIMATORS.items():
-    _register(_name, _estimate, straight_through=False)
-    _register(_name + "+", _estimate, straight_through=True)
+    _register(_name, _estimate)
+_register("corrected_k3", k3, corrected=True)
 
 
 @kl_loss("none", args=NoArgs)

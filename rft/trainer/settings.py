@@ -40,7 +40,11 @@ class AlgorithmSettings:
     sample_strategy: str = "default"
     sample_strategy_args: dict[str, Any] = field(default_factory=dict)
     loss_agg_mode: str = "token-mean"
-    bypass_old_logprobs: bool = True  # old log-probs = the engine's; False recomputes them before the update
+    kl_penalty_fn: str = "none"
+    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)
+    bypass_old_logprobs: bool = True  # old log-probs = the engine's; False: the trainer's own before the step, or
+    proximal_window: bool = False  # those of the weights that were published last
+    rollout_correction: dict[str, Any] | None = None  # see rft.algorithm.correction.CorrectionArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,9 @@ class LearnerSettings:
     reshard_after_forward: bool = True
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
+    external_lib: str | None = None  # module imported before the model
+    override_config: dict[str, Any] = field(default_factory=dict)  # entries of config.json that are replaced
+    offload_policy: bool = False  # parameters, gradients and optimizer state live on the host
     seed: int = 42
     deterministic: bool = False
 

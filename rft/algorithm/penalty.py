@@ -1,0 +1,101 @@
+"""KL in the reward: takes KL(policy || reference) from the rewards of the tokens, before the advantages.
+
+Knows the rows of a step, not where their log-probs come from nor how the factor is steered.
+Invariant: a group's statistics are those of the rewards that its rows have afterwards, so advantages compare like with like.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import torch
+
+from rft.algorithm.args import KlArgs, NoArgs
+from rft.algorithm.base import StepInputs, StepRow, kl_penalty
+from rft.algorithm.groups import unbiased_std
+from rft.algorithm.kl import ESTIMATORS, MAX_RATIO, Estimator, k3
+from rft.types.ports import GroupStats
+
+
+def penalised(x: StepInputs, kls: Sequence[np.ndarray], coef: float) -> tuple[StepInputs, float]:
+    """(the step with r = s - coef kl for every trained token, the mean over its rows of their mean kl in nats per token).
+
+    `kls`: one array [L_i] per row.  A row's reward loses what its tokens lose; an expert's rows stay as they are and do not count.
+    Statistics of a group are taken again over its rows in the step: members that a filter dropped have no known KL and are left out.
+    """
+    rows = [
+        row
+        if row.is_expert
+        else replace(
+            row,
+            token_rewards=(row.rewards - coef * kl).astype(np.float32),
+            reward=row.reward - coef * float(np.sum(kl, dtype=np.float64)),
+        )
+        for row, kl in zip(x.rows, kls, strict=True)
+    ]
+    means = [kl.mean() for row, kl in zip(x.rows, kls, strict=True) if not row.is_expert]
+    return replace(x, rows=rows, groups=_statistics(x, rows)), float(np.mean(means)) if means else 0.0
+
+
+def _statistics(x: StepInputs, rows: list[StepRow]) -> dict[str, GroupStats]:
+    members: dict[str, list[StepRow]] = defaultdict(list)
+    for row in rows:
+        if not row.is_expert:
+            members[row.group].append(row)
+    return {name: _of(group, members[name]) if name in members else group for name, group in x.groups.items()}
+
+
+def _of(group: GroupStats, rows: list[StepRow]) -> GroupStats:
+    rows = sorted(rows, key=lambda r: (r.run, r.step))
+    rewards = tuple(r.reward for r in rows)
+    return msgspec.structs.replace(
+        group,
+        rewards=rewards,
+        mean=float(np.mean(rewards)),
+        std=unbiased_std(rewards),
+        runs=tuple(r.run for r in rows),
+        steps=tuple(r.step for r in rows),
+        lengths=tuple(r.length for r in rows),
+    )
+
+
+def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[np.ndarray]:
+    """The estimator of every trained token, float64 [L_i], from log-probs of the reference and of the policy that the ratio is taken
+    against: recomputed where the rows have them, else the sampler's.
+
+    `corrected`: times exp(old - sampler), at most 2, by which a sampled token counts for the old policy.
+    """
+    found = []
+    for row in x.rows:
+        if row.is_expert:
+            found.append(np.zeros(row.length))
+            continue
+        if row.ref is None:
+            raise ValueError(f"group {row.group}, run {row.run}: a KL in the reward needs the reference model's log-probs")
+        old = (row.logprobs if row.old is None else row.old).astype(np.float64)
+        kl = estimate(torch.from_numpy(row.ref.astype(np.float64) - old)).numpy()
+        if corrected:
+            kl = kl * np.minimum(np.exp(np.clip(old - row.logprobs.astype(np.float64), -20, 20)), MAX_RATIO)
+        found.append(kl)
+    return found
+
+
+def _register(name: str, estimate: Estimator, *, corrected: bool = False) -> None:
+    @kl_penalty(name, args=KlArgs)
+    def penalty(x: StepInputs, args: KlArgs) -> list[np.ndarray]:
+        return _estimates(x, estimate, corrected=corrected)
+
+
+for _name, _estimate in ESTIMATORS.items():
+    _register(_name, _estimate)
+_register("corrected_k3", k3, corrected=True)
+
+
+@kl_penalty("none", args=NoArgs)
+def none(x: StepInputs, args: NoArgs) -> list[np.ndarray]:
+    """No KL."""
+    return [np.zeros(row.length) for row in x.rows]
