@@ -8,6 +8,7 @@ Invariant: padding changes no result; its outputs are dropped and get no gradien
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,20 @@ def _rectangle(
     queries = q.view(count, height, kv, fold, dim).permute(0, 2, 3, 1, 4).reshape(count, kv, fold * height, dim)
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=r.mask, scale=scaling)
     return out.view(count, kv, fold, height, dim).permute(0, 3, 1, 2, 4).reshape(count * height, heads * dim)
+
+
+def installed(name: str, device: str, dtype: str) -> str:
+    """The implementation of transformers that `name` means here; auto takes flash attention where it is installed and can be used.
+
+    Raises ConfigError for flash attention that is asked for and not there.
+    """
+    there = importlib.util.find_spec("flash_attn") is not None and device == "cuda" and dtype != "float32"
+    if name == "auto":
+        return "flash_attention_2" if there else "sdpa"
+    if name == "flash_attention_2" and not there:
+        why = "flash_attn is not installed" if device == "cuda" and dtype != "float32" else f"it does not compute {dtype} on {device}"
+        raise ConfigError(f"{why}; write sdpa, or auto", key="trainer.attn_implementation", given=name)
+    return name
 
 
 def register() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,10 +25,10 @@ from msgspec import Struct
 from rft.algorithm.argbase import Computed
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.build import build
-from rft.errors import CheckpointInvalid, OutOfMemory, RunFailed, is_out_of_memory
+from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.trainer import batch as batches
 from rft.trainer import model as models
-from rft.trainer import tensors
+from rft.trainer import optim, saving, tensors
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.schedule import learning_rate
 from rft.trainer.settings import LearnerSettings
@@ -41,16 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = (
-    "*token*.json",
-    "*.jinja",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.py",
-    "generation_config.json",
-    "chat_template*",
-)
 _IDLE = TrainRow(  # what a rank computes, without effect, where others have one micro-batch more
     tokens=np.zeros(2, np.int32),
     loss_mask=np.array([False, True]),
@@ -93,10 +82,8 @@ class Learner:
         with self._memory("loading the model"):
             self.policy = models.load(settings)
             self.reference = models.load(settings, trained=False) if self.algorithm.needs.reference else None
-        o = settings.optim
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=True
-        )
+        self.optimizer = optim.make(self.policy.names(), settings.optim)
+        self._taken: saving.Taken | None = None
         self._heads_per_key = models.heads_per_key(self.policy)
         self._compute_dtype = models.DTYPES[settings.dtype]
 
@@ -202,7 +189,11 @@ class Learner:
 
     def _scores(self, micro: batches.MicroBatch, what: Sequence[Computed]) -> dict[Computed, torch.Tensor]:
         found: dict[Computed, torch.Tensor] = {}
-        if "old" in what or "entropy" in what:
+        if "sum_squares" in what or "discriminator_mean" in what:
+            names: tuple[Computed, ...] = ("old", "entropy", "sum_squares", "discriminator_mean")
+            given = zip(names, self.policy(micro, statistics=True), strict=True)
+            found |= {name: values for name, values in given if name in what}
+        elif "old" in what or "entropy" in what:
             logprobs, entropy = self.policy(micro, "entropy" in what)
             found["old"] = logprobs
             if entropy is not None:
@@ -241,41 +232,33 @@ class Learner:
         config = json.loads((source / "config.json").read_text())
         dtype = models.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         if self.rank == 0:
-            target.mkdir(parents=True, exist_ok=True)
-            for pattern in ("config.json", *_TOKENIZER_FILES):
-                for path in source.glob(pattern):
-                    shutil.copyfile(path, target / path.name)
+            saving.side_files(self.settings, target)
         self._write(target / "model.safetensors", self._gathered(), {n: (dtype, p.shape) for n, p in self.policy.names().items()})
 
     # ------------------------------------------------------------ checkpoints
 
-    def save(self, folder: str, step: int) -> None:
-        """Model, optimizer and state after `step`.  Full tensors, gathered one by one, so any number of ranks can load them."""
-        target = Path(folder)
-        if self.rank == 0:
-            target.mkdir(parents=True, exist_ok=True)
-        self._write(
-            target / "model.safetensors", self._gathered(), {n: (p.dtype, p.shape) for n, p in self.policy.names().items()}
-        )
-        moments = self._moments()
-        specs = {name: (t.dtype, t.shape) for name, t in moments.items()}
-        self._write(target / "optimizer.safetensors", ((n, tensors.full(t)) for n, t in moments.items()), specs)
-        if self.rank == 0:
-            updates = next((int(s["step"].item()) for s in self.optimizer.state.values()), 0)
-            (target / "state.json").write_text(json.dumps({"step": step, "updates": updates, "seed": self.settings.seed}))
+    def save(self, folder: str, step: int) -> dict[str, str]:
+        """Write the state after `step`, this rank's part of it, into `folder`; returns sha256 by file name."""
+        self.take(step, copy=False)
+        return self.write(folder)
+
+    def take(self, step: int, copy: bool = True) -> None:
+        """Fix what `write` will write.  `copy`: training may go on before it is written."""
+        with self._memory("copying a checkpoint to the host"):
+            self._taken = saving.take(self._trained(), self.settings, step, copy=copy)
+
+    def write(self, folder: str) -> dict[str, str]:
+        """Write what was taken.  Not collective: it may run in a thread of its own while steps go on."""
+        taken, self._taken = self._taken, None
+        assert taken is not None, "take() comes first"
+        return saving.write(taken, Path(folder), self.settings, self.rank)
 
     def load(self, folder: str) -> None:
-        """Go on from a folder that `save` wrote.  Raises CheckpointInvalid naming the file that does not fit."""
-        source = Path(folder)
-        try:
-            state = json.loads((source / "state.json").read_text())
-            updates = int(state["updates"])
-        except (OSError, ValueError, KeyError) as e:
-            raise CheckpointInvalid(f"{source / 'state.json'}: {e}") from e
-        tensors.fill(source / "model.safetensors", self.policy.names())
-        if updates:
-            self._make_moments(updates)
-            tensors.fill(source / "optimizer.safetensors", self._moments())
+        """Go on from a folder that `save` wrote with any number of ranks.  Raises CheckpointInvalid naming the file that does not fit."""
+        saving.load(self._trained(), self.settings, Path(folder))
+
+    def _trained(self) -> list[saving.Trained]:
+        return [saving.Trained(self.policy, self.optimizer)]
 
     def close(self) -> None:
         """Leave the process group."""
@@ -288,20 +271,6 @@ class Learner:
 
     def _write(self, path: Path, given: Iterator[tuple[str, torch.Tensor]], specs: dict[str, Any]) -> None:
         tensors.write(path if self.rank == 0 else None, specs, given)
-
-    def _moments(self) -> dict[str, torch.Tensor]:
-        """AdamW's running averages by parameter name; empty before the first update."""
-        state = self.optimizer.state
-        names = self.policy.names()
-        return {f"{key}.{name}": state[p][key] for key in ("exp_avg", "exp_avg_sq") for name, p in names.items() if p in state}
-
-    def _make_moments(self, updates: int) -> None:
-        for p in self.policy.parameters():
-            self.optimizer.state[p] = {
-                "step": torch.tensor(float(updates), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(p, requires_grad=False),
-            }
 
     @contextmanager
     def _memory(self, doing: str) -> Iterator[None]:

@@ -7,8 +7,6 @@ Invariant: what is called is always the outermost module, so FSDP2's hooks run f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from rft.errors import ConfigError, SetupError
-from rft.trainer import attention
+from rft.trainer import attention, loading
 from rft.trainer.batch import MicroBatch
-from rft.trainer.logprobs import token_logprobs
+from rft.trainer.logprobs import token_logprobs, token_statistics
 from rft.trainer.settings import LearnerSettings
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -36,8 +34,11 @@ class Policy(nn.Module):
         self.lm = lm
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, batch: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs float32 [N] of `batch`'s trained tokens, and their entropies if asked.  The output layer sees N positions only."""
+    def forward(self, batch: MicroBatch, entropy: bool = False, statistics: bool = False) -> tuple[torch.Tensor | None, ...]:
+        """Log-probs float32 [N] of `batch`'s trained tokens, and their entropies if asked.  The output layer sees N positions only.
+
+        `statistics`: all four of `token_statistics`, without gradient.
+        """
         more = {"tree": batch.tree} if batch.tree is not None else {}
         body = getattr(self.lm, self.lm.base_model_prefix)
         out = body(
@@ -49,6 +50,10 @@ class Policy(nn.Module):
         )
         hidden = out.last_hidden_state.flatten(0, 1).index_select(0, batch.predict)
         head = self.lm.get_output_embeddings()
+        if statistics:
+            return token_statistics(
+                hidden, head.weight, batch.targets, batch.temperatures, bias=head.bias, chunk_tokens=self.chunk_tokens
+            )
         return token_logprobs(
             hidden,
             head.weight,
@@ -72,6 +77,10 @@ class Policy(nn.Module):
         """Parameters by Hugging Face name; tied ones once."""
         return {name.removeprefix("lm."): p for name, p in self.named_parameters()}
 
+    def buffer_names(self) -> dict[str, torch.Tensor]:
+        """Buffers by Hugging Face name."""
+        return {name.removeprefix("lm."): b for name, b in self.named_buffers()}
+
     def tied(self) -> dict[str, str]:
         """Names that are not in `names()`, each with the name of the same tensor that is."""
         kept = {id(p): name for name, p in self.named_parameters()}
@@ -82,16 +91,38 @@ class Policy(nn.Module):
 def load(settings: LearnerSettings, *, trained: bool = True) -> Policy:
     """The model of `settings.model_path` with float32 parameters, on its device, sharded if need be.  Collective.
 
-    `trained` False: a frozen copy (the reference model).
+    Each rank reads its own part of the weights.  `trained` False: a frozen copy (the reference model).
     """
-    lm = _pretrained(settings)
+    folder = Path(settings.model_path)
+    if settings.external_lib is not None:
+        loading.import_library(settings.external_lib)
+    config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
+    how = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": attention_name(settings)}
+    policy = Policy(_plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
+    by_name = loading.readable_by_name(policy.names(), policy.tied(), folder)
+    if not by_name:
+        policy = Policy(_plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens)
+    return place(policy, settings, trained=trained, fill=folder if by_name else None)
+
+
+def place(
+    policy: Policy, settings: LearnerSettings, *, trained: bool, fill: Path | None, fresh: loading.Fresh | None = None
+) -> Policy:
+    """Shard `policy`, whose parameters may be on the meta device, give it memory, and fill it from the folder `fill`."""
     if trained and settings.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(lm, settings.logprob_chunk_tokens).train(trained)
-    policy.requires_grad_(trained)
+        policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy.train(trained).requires_grad_(trained)
     if sharded(settings):
         _shard(policy, settings)
-    return policy.to(settings.device)
+    loading.materialise(policy, storage_device(settings))
+    if fill is not None:
+        loading.fill(policy.names(), policy.buffer_names(), policy.tied(), fill, fresh)
+    return policy
+
+
+def storage_device(settings: LearnerSettings) -> str:
+    """Where parameters live between uses."""
+    return "cpu" if settings.offload_policy else settings.device
 
 
 def sharded(settings: LearnerSettings) -> bool:
@@ -121,26 +152,19 @@ def join(settings: LearnerSettings, rank: int, rendezvous: str | None) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=settings.world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
-def _pretrained(settings: LearnerSettings) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def attention_name(settings: LearnerSettings) -> str:
+    """The attention that transformers is asked for.  Raises ConfigError for one that is not installed or does not go with the rest."""
     implementation = settings.attn_implementation
     if settings.share_prompts:
-        if implementation != "sdpa":
+        if implementation not in ("sdpa", "auto"):
             raise ConfigError(f"needs attn_implementation sdpa, not {implementation}", key="trainer.share_prompts", given=True)
         attention.register()
-        implementation = attention.NAME
-    if not Path(settings.model_path).is_dir():
-        raise SetupError(f"{settings.model_path}: not a folder; the trainer loads models from local Hugging Face folders")
-    with _no_progress():
-        lm = AutoModelForCausalLM.from_pretrained(
-            settings.model_path,
-            dtype=torch.float32,
-            attn_implementation=implementation,
-            use_safetensors=True,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=True,
-        )
+        return attention.NAME
+    return attention.installed(implementation, settings.device, settings.dtype)
+
+
+def _plain(lm: Any) -> Any:
+    """`lm` without dropout, if its output is one that the log-probs know."""
     if changed := [k for k in _LOGIT_CHANGES if getattr(lm.config, k, None) not in (None, 1, 1.0)]:
         raise ConfigError(
             f"{type(lm).__name__} changes its logits by {changed[0]}, which the trainer does not support", key="model.model_path"
@@ -177,16 +201,3 @@ def _blocks(lm: Any) -> list[nn.Module]:
     if not lists:
         raise SetupError(f"{type(lm).__name__} has no list of layers to shard")
     return list(max(lists, key=lambda m: sum(1 for _ in m)))
-
-
-@contextmanager
-def _no_progress() -> Iterator[None]:
-    from transformers.utils import logging as hf
-
-    shown = hf.is_progress_bar_enabled()
-    hf.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf.enable_progress_bar()

@@ -19,6 +19,7 @@ def learning_rate(optim: OptimSettings, step: int, total_steps: int) -> float:
 
     With W warm-up steps and t = step - 1: lr (t + 1) / W for t < W, with lr_warmup_from_zero lr t / W; then
     constant: lr;
+    linear: a straight line from lr to min_lr_ratio lr at `total_steps`;
     cosine: `num_cycles` periods of a cosine from lr to min_lr_ratio lr that end at `total_steps` (half a period: down to the floor);
     wsd: lr for STABLE of the steps after the warm-up, then that cosine over the rest.
     """
@@ -32,4 +33,6 @@ def learning_rate(optim: OptimSettings, step: int, total_steps: int) -> float:
         begin += STABLE * max(0, total_steps - warm)
     progress = min(1.0, max(0.0, t - begin) / max(1.0, total_steps - begin))
     low = optim.min_lr_ratio
+    if optim.lr_scheduler_type == "linear":
+        return optim.lr * (1 - (1 - low) * progress)
     return optim.lr * max(low, (1 + low) / 2 + (1 - low) / 2 * math.cos(2 * math.pi * optim.num_cycles * progress))

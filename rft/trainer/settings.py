@@ -9,18 +9,21 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and its learning-rate schedule.  Steps are optimizer steps."""
+    """The optimizer and its learning-rate schedule.  Steps are optimizer steps."""
 
+    optimizer_type: Literal["adamw", "nadam", "radam", "adagrad", "sgd"] = "adamw"
     lr: float = 1e-6
     lr_warmup_steps: int = -1  # < 0: use the ratio
     lr_warmup_steps_ratio: float = 0.0
     lr_warmup_from_zero: bool = False
     min_lr_ratio: float = 0.01
     num_cycles: float = 0.5  # periods of the cosine
-    lr_scheduler_type: Literal["constant", "cosine", "wsd"] = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    decay_norms_and_biases: bool = True
+    momentum: float = 0.0  # of sgd
     clip_grad: float = 1.0
 
 
@@ -73,6 +76,8 @@ class LearnerSettings:
     external_lib: str | None = None  # module imported before the model
     override_config: dict[str, Any] = field(default_factory=dict)  # entries of config.json that are replaced
     offload_policy: bool = False  # parameters, gradients and optimizer state live on the host
+    save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+    load_contents: tuple[str, ...] | None = None  # None: what was saved
     seed: int = 42
     deterministic: bool = False
 

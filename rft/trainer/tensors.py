@@ -1,21 +1,40 @@
-"""Large sets of tensors as safetensors files, one tensor in memory at a time; sharded parameters filled with their own part only.
+"""Large sets of tensors as safetensors files: written and read in pieces, each rank only its own rows.
 
-Knows the file format, not models.  Invariant: a file written here is fsynced, and readable by any safetensors library.
+Knows the file format and how FSDP2 cuts a tensor (by rows), not models.  A file may hold rows of a tensor instead of all of it; where
+they belong stands in the file's own metadata, so a set of files explains itself.
+Invariant: a file written here is fsynced and readable by any safetensors library; reading takes one buffer of CHUNK bytes, no mapping.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from rft.errors import CheckpointInvalid
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+CHUNK = 8 << 20
+ROWS = "rft_rows"  # metadata: JSON, tensor -> [first row, rows of the whole tensor], for those that are not whole
+_MAX_HEADER = 100 << 20
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,20 +49,61 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first` to `first` + len(data) of a tensor of shape `shape`.  A tensor without rows (0-d) is one piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    data: torch.Tensor
+
+    @property
+    def whole(self) -> bool:
+        return tuple(self.data.shape) == self.shape
+
+
+def piece(name: str, tensor: torch.Tensor) -> Piece:
+    """What this rank holds of `tensor`, sharing memory with it."""
+    return Piece(name, tuple(tensor.shape), _first_row(tensor), local(tensor))
+
+
+def owner(tensor: torch.Tensor) -> bool:
+    """Whether this rank is the one that writes what it holds of `tensor` (copies on other ranks are not written)."""
+    if not isinstance(tensor, DTensor):
+        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    at = tensor.device_mesh.get_coordinate()
+    assert at is not None
+    return all(isinstance(p, Shard) or c == 0 for p, c in zip(tensor.placements, at, strict=True)) and local(tensor).numel() > 0
+
+
+def _first_row(tensor: torch.Tensor) -> int:
+    if not isinstance(tensor, DTensor) or tensor.ndim == 0:
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert all(p.is_replicate() or p.is_shard(0) for p in tensor.placements), f"cut by more than rows: {tensor.placements}"
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offset[0])
+
+
+# ---------------------------------------------------------------- writing
+
+
 def write(
     path: Path | None,
     specs: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write `tensors`, which must come in the order of `specs` (name: dtype, shape), converting each to its dtype.
+) -> str:
+    """Write `tensors`, which must come in the order of `specs` (name: dtype, shape), converting each to its dtype; returns the sha256.
 
     `path` None: take the tensors, write nothing (ranks that only help to gather).
     """
     if path is None:
         for _ in tensors:
             pass
-        return
+        return ""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for name, (dtype, shape) in specs.items():
@@ -52,43 +112,170 @@ def write(
         offset += size
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
+    digest = hashlib.sha256()
     with path.open("wb") as file:
-        file.write(len(head).to_bytes(8, "little") + head)
+        _put(file, digest, len(head).to_bytes(8, "little") + head)
         for (name, (dtype, shape)), (given, tensor) in zip(specs.items(), tensors, strict=True):
             assert given == name and tuple(tensor.shape) == tuple(shape), (
                 f"{given} {tuple(tensor.shape)} came where {name} {shape} was due"
             )
             data = tensor.to(device="cpu", dtype=dtype).contiguous()
-            file.write(memoryview(data.view(-1).view(torch.uint8).numpy()))
+            _put(file, digest, memoryview(data.view(-1).view(torch.uint8).numpy()))
         file.flush()
         os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
-def fill(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Copy each named tensor of the file, or this rank's part of it, into `into[name]`.
+def _put(file: BinaryIO, digest: hashlib._Hash, data: bytes | memoryview) -> None:
+    file.write(data)
+    digest.update(data)
 
-    Raises CheckpointInvalid, naming file and tensor, where names or shapes differ.
+
+def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str] | None = None) -> str:
+    """Write `pieces` to one file, in their own dtypes; returns its sha256."""
+    rows = {p.name: [p.first, p.shape[0]] for p in pieces if not p.whole}
+    specs = {p.name: (p.data.dtype, tuple(p.data.shape)) for p in pieces}
+    return write(path, specs, ((p.name, p.data) for p in pieces), {**(metadata or {}), **({ROWS: json.dumps(rows)} if rows else {})})
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Rows of one tensor in a file: bytes from `at` on."""
+
+    path: Path
+    at: int
+    first: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Files:
+    """Tensors in a set of safetensors files, whole or in pieces.  Reads headers only; `fill` and `read` read data.
+
+    Raises CheckpointInvalid, naming the file, for what is not safetensors or does not fit together.
     """
-    from safetensors import SafetensorError, safe_open
 
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.paths = tuple(paths)
+        self.metadata: dict[Path, dict[str, str]] = {}
+        self._pieces: dict[str, list[_Stored]] = {}
+        self._rows: dict[str, int] = {}
+        for path in self.paths:
+            self._index(path)
+        for name, found in self._pieces.items():
+            found.sort(key=lambda s: s.first)
+            self._check_whole(name, found)
+
+    def _index(self, path: Path) -> None:
+        header, base, size = _header(path)
+        meta = header.pop("__metadata__", None) or {}
+        self.metadata[path] = meta
+        try:
+            rows = json.loads(meta.get(ROWS, "{}"))
+            for name, about in header.items():
+                dtype, shape = _BY_NAME[about["dtype"]], tuple(int(n) for n in about["shape"])
+                begin, end = about["data_offsets"]
+                if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - base:
+                    raise ValueError(f"{name} does not have the bytes that its shape needs")
+                first, count = rows.get(name, (0, shape[0] if shape else 1))
+                if self._rows.setdefault(name, count) != count:
+                    raise ValueError(f"{name} has {count} rows here and {self._rows[name]} in another file")
+                self._pieces.setdefault(name, []).append(_Stored(path, base + begin, first, shape, dtype))
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e
+
+    def _check_whole(self, name: str, found: list[_Stored]) -> None:
+        due = 0
+        for s in found:
+            if s.first != due or s.shape[1:] != found[0].shape[1:]:
+                raise CheckpointInvalid(f"{s.path}: has row {s.first} of {name} where row {due} is due; files of two checkpoints?")
+            due += s.shape[0] if s.shape else 1
+        if due != self._rows[name]:
+            raise CheckpointInvalid(f"{found[-1].path.parent}: {due} of {self._rows[name]} rows of {name}; a file is missing")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pieces
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = self._pieces[name][0].shape
+        return (self._rows[name], *shape[1:]) if shape else ()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._pieces[name][0].dtype
+
+    def fill(self, name: str, into: torch.Tensor) -> None:
+        """Copy tensor `name`, or the rows of it that this rank holds, into `into`, converting to its dtype."""
+        if self.shape(name) != tuple(into.shape):
+            path = self._pieces[name][0].path
+            raise CheckpointInvalid(f"{path}: {name} is {self.shape(name)}, the model has {tuple(into.shape)}")
+        part = piece(name, into)
+        if part.data.numel():
+            self._copy(name, part.first, part.data)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor, in its stored dtype."""
+        made = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self._copy(name, 0, made)
+        return made
+
+    def _copy(self, name: str, first: int, into: torch.Tensor) -> None:
+        """Rows `first`, ... of tensor `name` into `into`, which is contiguous."""
+        flat = into.view(-1)
+        width = math.prod(into.shape[1:])  # elements of a row
+        rows = into.shape[0] if into.ndim else 1
+        for s in self._pieces[name]:
+            begin, end = max(first, s.first), min(first + rows, s.first + (s.shape[0] if s.shape else 1))
+            if begin < end:
+                _stream(s, (begin - s.first) * width, flat[(begin - first) * width : (end - first) * width])
+
+
+def _stream(stored: _Stored, start: int, into: torch.Tensor) -> None:
+    """Elements from `start` on, into a flat tensor, a chunk at a time."""
+    size = stored.dtype.itemsize
+    buffer = bytearray(min(CHUNK, into.numel() * size))
+    with stored.path.open("rb", buffering=0) as file:
+        file.seek(stored.at + start * size)
+        for at in range(0, into.numel(), CHUNK // size):
+            count = min(CHUNK // size, into.numel() - at)
+            view = memoryview(buffer)[: count * size]
+            got = 0
+            while got < len(view):
+                n = file.readinto(view[got:])
+                if not n:
+                    raise CheckpointInvalid(f"{stored.path}: ends too early")
+                got += n
+            into[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored.dtype, count=count))
+
+
+def _header(path: Path) -> tuple[dict[str, dict[str, object]], int, int]:
+    """(the JSON header, where the data begins, the file's size)."""
     try:
-        with safe_open(path, framework="pt") as file:
-            if missing := sorted(set(into) ^ set(file.keys())):
-                raise CheckpointInvalid(f"{path}: holds other tensors than this model, e.g. {missing[0]}; was the model changed?")
-            for name, tensor in into.items():
-                stored = file.get_slice(name)
-                if tuple(stored.get_shape()) != tuple(tensor.shape):
-                    raise CheckpointInvalid(f"{path}: {name} is {tuple(stored.get_shape())}, the model has {tuple(tensor.shape)}")
-                local(tensor).copy_(stored[_part(tensor)] if tensor.ndim else file.get_tensor(name))
-    except (SafetensorError, FileNotFoundError) as e:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is not a mapping")
+        return header, 8 + length, size
+    except (OSError, ValueError) as e:
         raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e
 
 
-def _part(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of the full tensor this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, n) for n in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def fill(files: Files, into: Mapping[str, torch.Tensor]) -> None:
+    """Copy each named tensor, or this rank's part of it, into `into[name]`.
 
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + n) for n, o in zip(shape, offset, strict=True))
+    Raises CheckpointInvalid, naming a file and a tensor, where names or shapes differ.
+    """
+    if missing := sorted(set(into) ^ set(files)):
+        where = files.paths[0].parent if len(files.paths) > 1 else files.paths[0]
+        raise CheckpointInvalid(f"{where}: holds other tensors than this model, e.g. {missing[0]}; was the model changed?")
+    for name, tensor in into.items():
+        files.fill(name, tensor)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
+from rft.trainer import optim
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings
@@ -41,7 +42,7 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def state(learner: Learner) -> dict[str, torch.Tensor]:
-    return {n: t.detach().clone() for n, t in [*learner.policy.names().items(), *learner._moments().items()]}
+    return {n: t.detach().clone() for n, t in [*learner.policy.names().items(), *optim.moments(learner.optimizer, learner.policy.names()).items()]}
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_untied"])
@@ -165,7 +166,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(
 
 def test_loading_what_does_not_fit_names_the_file(settings: Settings, tiny_untied: Path, tmp_path: Path) -> None:
     Learner(settings()).save(str(tmp_path), 0)
-    with pytest.raises(CheckpointInvalid, match=r"model.safetensors: holds other tensors than this model, e.g. lm_head.weight"):
+    with pytest.raises(CheckpointInvalid, match=r"model-00001-of-00001.safetensors: holds other tensors than this model, e.g. lm_head.weight"):
         Learner(settings(model_path=str(tiny_untied))).load(str(tmp_path))
     with pytest.raises(CheckpointInvalid, match=r"state.json"):
         Learner(settings()).load(str(tmp_path / "nowhere"))
@@ -232,4 +233,5 @@ def test_a_sliding_window_is_refused_when_sharing(
 
 def test_state_file_is_readable_json(settings: Settings, tmp_path: Path) -> None:
     Learner(settings()).save(str(tmp_path), 7)
-    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 7, "updates": 0, "seed": 42}
+    page = json.loads((tmp_path / "state.json").read_text())
+    assert {k: page[k] for k in ("step", "updates", "seed", "world_size")} == {"step": 7, "updates": 0, "seed": 42, "world_size": 1}

@@ -1,0 +1,188 @@
+"""A Hugging Face model built without its weights, then filled from safetensors: every rank reads its own rows and nothing else.
+
+Knows transformers' conventions (tied names, buffers that are no weights), not FSDP2's settings or losses.
+Invariant: no parameter and no buffer keeps a value that nobody gave it; what the files lack is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rft.errors import CheckpointInvalid, ConfigError, SetupError
+from rft.trainer.tensors import Files
+
+log = logging.getLogger(__name__)
+INDEX = "model.safetensors.index.json"
+Fresh = Callable[[str, torch.Tensor], bool]  # (name, parameter): give it a first value; False: it has to be in the files
+
+
+def import_library(name: str) -> None:
+    """Import `model.external_lib`, which may register models.  Raises ConfigError where it cannot be imported."""
+    log.warning("model.external_lib: importing %s, which may run any code with your rights", name)
+    try:
+        importlib.import_module(name)
+    except ImportError as e:
+        raise ConfigError(f"cannot be imported: {e}", key="model.external_lib", given=name) from e
+
+
+def config_of(folder: Path, *, trust_remote_code: bool, override: Mapping[str, Any]) -> Any:
+    """The model's configuration with the entries of `override` replaced; unknown entries are refused."""
+    from transformers import AutoConfig
+
+    if not folder.is_dir():
+        raise SetupError(f"{folder}: not a folder; the trainer loads models from local Hugging Face folders")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    for name, value in override.items():
+        if not hasattr(config, name):
+            raise ConfigError(f"{type(config).__name__} has no entry {name}", key="model.override_config", given=name)
+        setattr(config, name, value)
+    return config
+
+
+def skeleton(config: Any, *, trust_remote_code: bool, attn_implementation: str) -> Any:
+    """The causal model of `config` with parameters on the meta device, and with real buffers on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    with no_progress(), torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    lm.tie_weights()
+    _buffers(lm)
+    return lm.eval()
+
+
+def _buffers(lm: Any) -> None:
+    """Give each module's own buffers memory, and the values that transformers gives those that are not in files (rotary frequencies)."""
+    for module in lm.modules():
+        own = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
+        for name, buffer in own.items():
+            empty = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype)
+            module.register_buffer(name, empty, persistent=name not in module._non_persistent_buffers_set)
+        if own:
+            lm._init_weights(module)
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Memory, without values, for every parameter that is on the meta device; everything else moves to `device`.
+
+    A parameter with two names stays one parameter.
+    """
+    made: dict[int, torch.Tensor] = {}
+
+    def place(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_meta:
+            return t.to(device)
+        if id(t) not in made:
+            made[id(t)] = torch.empty_like(t, device=device)
+        return made[id(t)]
+
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters keep their identity
+    try:
+        model._apply(place)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+
+
+def fill(
+    names: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    tied: Mapping[str, str],
+    folder: Path,
+    fresh: Fresh | None = None,
+) -> None:
+    """Copy the weights in `folder` into `names` and, where the files have them, into `buffers`.
+
+    `tied`: other name -> name in `names` of the same tensor.  `fresh` gives first values to what may be missing.
+    Raises SetupError naming tensors that are missing or have another shape, or files that cannot be read.
+    """
+    files = files_of(folder)
+    other = {name: alias for alias, name in tied.items()}
+    missing = []
+    with torch.no_grad():
+        for name, into in [*names.items(), *((n, b) for n, b in buffers.items() if n in files)]:
+            stored = name if name in files else other.get(name, name)
+            try:
+                if stored in files:
+                    files.fill(stored, into)
+                elif fresh is None or not fresh(name, into):
+                    missing.append(name)
+            except CheckpointInvalid as e:
+                raise SetupError(f"{e}; override_config or config.json does not fit the weights") from e
+    if missing:
+        raise SetupError(f"{folder}: has no weights for {_some(missing)}")
+    if unset := [n for n, b in buffers.items() if b.is_floating_point() and bool(torch.isnan(b).any())]:
+        raise SetupError(f"{folder}: nothing gives {_some(unset)} a value; this model cannot be built without its weights")
+    if extra := sorted(set(files) - set(names) - set(tied) - set(buffers) - {n for n in files if n.endswith("rotary_emb.inv_freq")}):
+        log.warning("%s: %d tensors are of no use to this model, e.g. %s", folder, len(extra), extra[0])
+
+
+def readable_by_name(names: Mapping[str, object], tied: Mapping[str, str], folder: Path) -> bool:
+    """Whether the files hold the model's parameters under their own names.  Else transformers has to rename or merge them."""
+    files, other = files_of(folder), {name: alias for alias, name in tied.items()}
+    return all(n in files or other.get(n) in files for n in names)
+
+
+def files_of(folder: Path) -> Files:
+    """The safetensors files of a Hugging Face folder.  Raises SetupError where there are none, or they cannot be read."""
+    try:
+        index = folder / INDEX
+        if index.is_file():
+            weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            paths = sorted({folder / Path(str(name)).name for name in weights.values()})
+        else:
+            paths = [p for p in [folder / "model.safetensors"] if p.is_file()] or sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise SetupError(f"{folder}: has no safetensors files; convert the weights (other formats can run code when read)")
+        return Files(paths)
+    except (CheckpointInvalid, ValueError, KeyError, AttributeError) as e:
+        raise SetupError(f"{folder}: its weights cannot be read: {e}") from e
+
+
+def pretrained(config: Any, folder: Path, *, trust_remote_code: bool, attn_implementation: str) -> Any:
+    """The model as transformers loads it, whole, for files whose names it has to change.  Missing weights are refused."""
+    from transformers import AutoModelForCausalLM
+
+    log.warning("%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder)
+    with no_progress():
+        lm, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise SetupError(f"{folder}: has no weights for {_some(sorted(map(str, [*info['missing_keys'], *info['mismatched_keys']])))}")
+    return lm
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def no_progress() -> Iterator[None]:
+    """Without transformers' progress bars."""
+    from transformers.utils import logging as hf
+
+    shown = hf.is_progress_bar_enabled()
+    hf.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf.enable_progress_bar()

@@ -1,0 +1,153 @@
+"""What one rank puts into a checkpoint and takes out of it: its rows of weights and optimizer averages, and a page of JSON.
+
+Knows models and optimizers; not versions, manifests or which step is saved when.
+Invariant: `take` fixes what is saved, `write` neither waits for other ranks nor reads the model, so training may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rft.errors import CheckpointInvalid
+from rft.trainer import optim, shards, tensors
+from rft.trainer.model import Policy
+from rft.trainer.settings import LearnerSettings
+from rft.trainer.tensors import Piece
+
+STATE = "state.json"
+PRETRAINED = "pretrained"  # config and tokenizer, so that a checkpoint explains itself
+SIDE_FILES = (
+    "config.json",
+    "*token*.json",
+    "*.jinja",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.py",
+    "generation_config.json",
+    "chat_template*",
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its optimizer.  `prefix` of its files: "" for the policy, "critic_" for the critic."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What this rank writes: pieces by kind, and the page."""
+
+    step: int
+    pieces: dict[str, list[Piece]]
+    page: dict[str, Any]
+
+
+def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy: bool) -> Taken:
+    """The state after `step`.  `copy`: on the host, so that it stays as it is while training goes on."""
+    pieces: dict[str, list[Piece]] = {}
+    for part in parts:
+        names = part.policy.names()
+        if "model" in settings.save_contents:
+            pieces[f"{part.prefix}model"] = shards.take(names, copy=copy)
+        if "optimizer" in settings.save_contents and (averages := optim.moments(part.optimizer, names)):
+            pieces[f"{part.prefix}optimizer"] = shards.take(averages, copy=copy)
+    numbers = {part.prefix: optim.numbers(part.optimizer) for part in parts}
+    page = {
+        "step": step,
+        "updates": int(numbers[""].get("step", 0)),
+        "seed": settings.seed,
+        "contents": [c for c in settings.save_contents if c != "hf_model"],
+        "optimizer_type": settings.optim.optimizer_type,
+        "optimizer": {f"{prefix}optimizer": values for prefix, values in numbers.items()},
+        "world_size": settings.world_size,
+    }
+    return Taken(step, pieces, page)
+
+
+def write(taken: Taken, folder: Path, settings: LearnerSettings, rank: int) -> dict[str, str]:
+    """Write this rank's files into `folder`; returns their sha256 by name inside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: dict[str, str] = {}
+    for kind, pieces in taken.pieces.items():
+        written |= shards.write(folder, kind, pieces, step=taken.step)
+    if rank == 0:
+        written[STATE] = _put(folder / STATE, json.dumps(taken.page, indent=1).encode())
+        for path in side_files(settings, folder / PRETRAINED):
+            written[f"{PRETRAINED}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return written
+
+
+def read_page(folder: Path) -> dict[str, Any]:
+    """What `state.json` says.  Raises CheckpointInvalid naming it where it cannot be read."""
+    path = folder / STATE
+    try:
+        page = json.loads(path.read_text(encoding="utf-8"))
+        return dict(page) | {"step": int(page["step"]), "updates": int(page["updates"])}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointInvalid(f"{path}: {e}") from e
+
+
+def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> None:
+    """Go on from what any number of ranks has written.  Raises CheckpointInvalid naming the file that does not fit."""
+    page = read_page(folder)
+    wanted = settings.load_contents or ("model", "optimizer")
+    there = shards.kinds(folder)
+    for part in parts:
+        names = part.policy.names()
+        if "model" in wanted:
+            _load_model(folder, part, names)
+        kind = f"{part.prefix}optimizer"
+        if "optimizer" not in wanted or (kind not in there and settings.load_contents is None):
+            continue  # nothing was updated yet, or it was not saved and not asked for
+        if kind in there:
+            optim.check_type(page.get("optimizer_type"), settings.optim.optimizer_type, str(folder / STATE))
+            values = page.get("optimizer", {}).get(kind) or {"step": float(page["updates"])}
+            optim.restore(part.optimizer, names, shards.find(folder, kind), values)
+        elif page["updates"]:
+            raise CheckpointInvalid(f"{folder}: holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents")
+
+
+def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor]) -> None:
+    exported = folder.parent / "huggingface"
+    if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
+        from rft.trainer import loading
+
+        loading.fill(names, {}, part.policy.tied(), exported)
+        return
+    with torch.no_grad():
+        tensors.fill(shards.find(folder, f"{part.prefix}model"), names)
+
+
+def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
+    """Copy the base model's config, with `override_config`, and its tokenizer into `target`; returns what is there now."""
+    source = Path(settings.model_path)
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in SIDE_FILES:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, target / path.name)
+    if settings.override_config:
+        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        _put(target / "config.json", json.dumps(config | settings.override_config, indent=2).encode())
+    return sorted(target.iterdir())
+
+
+def _put(path: Path, data: bytes) -> str:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest()
