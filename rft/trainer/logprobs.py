@@ -33,6 +33,37 @@ def token_logprobs(
     return logprobs, entropies if entropy else None
 
 
+@torch.no_grad()
+def token_statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `token_logprobs` gives, and of the same distribution p over the vocabulary sum p^2 and sum p^2 (H + log p).
+
+    Arguments as there  ->  log-probs, entropies H, sum p^2, sum p^2 (H + log p): float32 [N] each, without gradient.
+    """
+    scaled = hidden / temperatures[:, None].to(hidden.dtype)
+    inverse = None if bias is None else 1.0 / temperatures
+    found = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
+    for at in range(0, hidden.shape[0], chunk_tokens):
+        part = slice(at, min(at + chunk_tokens, hidden.shape[0]))
+        logp = _log_softmax(scaled, weight, bias, inverse, part)
+        p = logp.exp()
+        entropy = -(p * logp).sum(-1)
+        squares = p.square_()
+        found[0, part] = logp.gather(1, targets[part, None])[:, 0]
+        found[1, part] = entropy
+        found[2, part] = squares.sum(-1)
+        found[3, part] = (squares * (logp + entropy[:, None])).sum(-1)
+    logprobs, entropies, sums, means = found
+    return logprobs, entropies, sums, means
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
