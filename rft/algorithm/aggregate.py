@@ -12,6 +12,8 @@ the result for the whole.  It rests on every row lying wholly in one micro-batch
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rft.algorithm.base import LossInputs
@@ -27,6 +29,37 @@ def masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return valid(values.detach(), mask).sum()
 
 
+def row_sums(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
+    """Sums of `values`, [N], over the valid tokens of each row: [S]."""
+    return values.new_zeros(x.num_rows).index_add_(0, x.row, valid(values, x.mask))
+
+
+def row_means(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
+    """Means of `values`, [N], over the valid tokens of each row: [S]; 0 for a row that has none."""
+    return row_sums(values, x) / row_sums(torch.ones_like(values), x).clamp(min=1)
+
+
+def weighted(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
+    """Token losses times the weights of an off-policy correction, where there is one."""
+    return values if x.weights is None else valid(values, x.mask) * valid(x.weights, x.mask)
+
+
+def part(x: LossInputs, *, expert: bool) -> LossInputs | None:
+    """The rows of an expert, or the others, with denominators of their own.  None: the step has no such rows."""
+    if x.is_expert is None:
+        return None if expert else x
+    d = x.denominators
+    tokens, rows = (d.expert_tokens, d.expert_rows) if expert else (d.tokens - d.expert_tokens, d.rows - d.expert_rows)
+    if tokens <= 0 or rows <= 0:
+        return None
+    return replace(x, mask=x.mask & (x.is_expert if expert else ~x.is_expert), denominators=replace(d, tokens=tokens, rows=rows))
+
+
+def nothing(x: LossInputs) -> torch.Tensor:
+    """A loss of 0 with a gradient of 0."""
+    return valid(x.logprobs, torch.zeros_like(x.mask)).sum()
+
+
 def aggregate(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
     """This micro-batch's part of the loss: scalar from `values`, float32 [N], by `x.loss_agg_mode`."""
     d = x.denominators
@@ -39,7 +72,6 @@ def aggregate(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
         case "seq-mean-token-sum":
             return values.sum() / d.rows
         case "seq-mean-token-mean":
-            lengths = values.new_zeros(x.num_rows).index_add_(0, x.row, x.mask.to(values.dtype))
-            return (values / lengths.clamp(min=1)[x.row]).sum() / d.rows
+            return row_means(values, x).sum() / d.rows
         case "seq-mean-token-sum-norm":
             return values.sum() / (d.max_response_tokens * d.rows)

@@ -19,11 +19,17 @@ class Args(BaseModel):
 
     `before` names what the part reads that has to be computed before the step, `reference` says that a loss reads the reference
     model's log-probs.  Nothing else is computed.  `reads` names what a workflow has to write into its experiences for the part.
+    Of a policy loss, `samples` says which rows need a sampler's log-probs, `pairs` that rows come in pairs, `agg_mode` the aggregation
+    it is defined with, and `fixed_agg` that it knows no other.
     """
 
     before: ClassVar[frozenset[Computed]] = frozenset()
     reference: ClassVar[bool] = False
     reads: ClassVar[str] = ""
+    samples: ClassVar[Sampled] = "all"
+    pairs: ClassVar[bool] = False
+    agg_mode: ClassVar[AggMode | None] = None
+    fixed_agg: ClassVar[bool] = False
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from rft.algorithm.advantage_args import ADVANTAGES, SAMPLES
 from rft.algorithm.advantage_args import GrpoArgs as GrpoArgs
 from rft.algorithm.argbase import AggMode as AggMode
 from rft.algorithm.argbase import Args as Args
 from rft.algorithm.argbase import NoArgs as NoArgs
-from rft.algorithm.argbase import waiting
 from rft.algorithm.coming import COMING
 from rft.algorithm.loss_args import LOSSES
 from rft.algorithm.loss_args import PpoArgs as PpoArgs

@@ -68,12 +68,18 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """All rows of a train step, on the host.  `groups` are the statistics that came with the lease, by group."""
+    """All rows of a train step, on the host.  `groups` are the statistics that came with the lease, by group.
+
+    `keep`, bool [L_i], are the tokens that count, for parts that come after it is known; None = all.  `bypass`: the losses' ratio is
+    taken against the policy that sampled, else against the one before the step.
+    """
 
     rows: Sequence[StepRow]
     groups: Mapping[str, GroupStats]
     step: int = 1
     seed: int = 0
+    keep: Sequence[np.ndarray] | None = None
+    bypass: bool = True
 
     @property
     def rewards(self) -> np.ndarray:
@@ -82,6 +88,26 @@ class StepInputs:
 
     def stats(self, row: StepRow) -> GroupStats:
         return self.groups[row.group]
+
+    @property
+    def counted(self) -> np.ndarray:
+        """bool [N], `keep` of all rows, one after the other."""
+        return np.concatenate([np.ones(r.length, np.bool_) for r in self.rows] if self.keep is None else self.keep)
+
+    def current(self, row: StepRow) -> np.ndarray:
+        """float64 [L]: log-probs of the policy before the step, which a part has to ask for with `Args.before`."""
+        assert row.old is not None, "`before` asks for it"
+        return row.old.astype(np.float64)
+
+    def log_ratio(self, row: StepRow) -> np.ndarray:
+        """float64 [L]: log of the losses' ratio before the step."""
+        current = self.current(row)
+        ratio: np.ndarray = current - (row.logprobs if self.bypass else current)
+        return ratio
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """One array per row from `values`, [N]."""
+        return np.split(values, np.cumsum([r.length for r in self.rows])[:-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +153,8 @@ class Denominators:
     tokens: float  # sum of the loss mask
     rows: float  # rows with at least one unmasked token
     max_response_tokens: int  # K of seq-mean-token-sum-norm
+    expert_tokens: float = 0.0  # those of an expert's rows among them
+    expert_rows: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,14 @@ class Algorithm:
         if drawn is not None:
             x, made = _drawn(x, made, drawn)
         corrected = correct(x, self.correction, made.keep) if self.correction is not None else Corrected()
-        extra = self._extra(x, made.values) if self._extra is not None else {}
+        keep = made.keep if corrected.keep is None else corrected.keep
+        extra = self._extra(replace(x, keep=keep), made.values) if self._extra is not None else {}
         return Prepared(
             advantages=made.values,
             drawn=drawn,
             returns=made.returns,
             weights=corrected.weights,
-            keep=made.keep if corrected.keep is None else corrected.keep,
+            keep=keep,
             extra=extra,
             metrics={**metrics, **made.metrics, **corrected.metrics},
             rewards=[row.rewards for row in x.rows] if kl is not None else None,
@@ -178,7 +179,8 @@ def _extra(settings: PartSettings) -> Extra | None:
         return None
     args = check_args("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args)
     part = REGISTRY.get("policy_extra", settings.policy_loss_fn).obj
-    return lambda x, advantages: cast(Mapping[str, Sequence[np.ndarray]], part(x, advantages, args))
+    bypass = settings.bypass_old_logprobs
+    return lambda x, advantages: cast(Mapping[str, Sequence[np.ndarray]], part(replace(x, bypass=bypass), advantages, args))
 
 
 def _bind(kind: str, name: str, given: Any) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rft.algorithm.argbase import Computed
+from rft.algorithm.argbase import Args, Computed, Sampled
 from rft.algorithm.args import ARGS, KINDS, AggMode, EntropyArgs, KlArgs, check_args, validate
 from rft.algorithm.controller import KlController
 from rft.algorithm.correction import CorrectionArgs
@@ -166,6 +166,8 @@ class PartSettings(Protocol):
     @property
     def loss_agg_mode(self) -> str: ...
     @property
+    def bypass_old_logprobs(self) -> bool: ...
+    @property
     def rollout_correction(self) -> Mapping[str, Any] | None: ...
 
 
@@ -178,6 +180,9 @@ class Needs:
     kl_penalty: bool  # the same, in the reward
     entropy: bool  # entropy of every response token, with gradient
     before: frozenset[Computed]  # what is computed for all rows before the step
+    samples: Sampled = "all"  # which rows need log-probs of their sampler
+    pairs: bool = False  # rows come in pairs, chosen and rejected
+    skips_zero: bool = False  # rows whose advantages are all 0 have no loss and no gradient
 
     @property
     def critic(self) -> bool:
@@ -200,12 +205,17 @@ def needs(settings: PartSettings) -> Needs:
         before |= {"ref"}
     if (correction := correction_args(settings)) is not None and correction.measured:
         before |= {"old"}
+    bonus = settings.entropy_loss_fn != "none" and not (isinstance(entropy, EntropyArgs) and entropy.entropy_coef == 0)
+    loss = parts[1] if isinstance(parts[1], Args) else Args()  # a plugin's own model says nothing of all this
     return Needs(
         reference=kl_loss or "ref" in before or any(getattr(args, "reference", False) for args in parts),
         kl_loss=kl_loss,
         kl_penalty=kl_penalty,
-        entropy=settings.entropy_loss_fn != "none" and not (isinstance(entropy, EntropyArgs) and entropy.entropy_coef == 0),
+        entropy=bonus,
         before=before,
+        samples=loss.samples,
+        pairs=loss.pairs,
+        skips_zero=loss.zero_without_advantage and not kl_loss and not bonus and "values" not in before,
     )
 
 

@@ -6,11 +6,9 @@ Invariant: no name is in both.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from pydantic import BaseModel, Field
 
-from pydantic import BaseModel, Field, model_validator
-
-from rft.algorithm.argbase import Args, NoArgs
+from rft.algorithm.argbase import Args
 
 # ---------------------------------------------------------------- KL, entropy, choice of the rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rft.algorithm.aggregate import aggregate, masked_sum
+from rft.algorithm.aggregate import aggregate, masked_sum, nothing, part
 from rft.algorithm.args import EntropyArgs, NoArgs
 from rft.algorithm.base import LossInputs, LossOutput, entropy_loss
 
@@ -13,6 +13,16 @@ def default(x: LossInputs, args: EntropyArgs) -> LossOutput:
     if x.entropy is None:
         raise ValueError("an entropy loss needs x.entropy; `needs(settings).entropy` says so")
     return LossOutput(loss=-args.entropy_coef * aggregate(x.entropy, x), sums={"entropy": masked_sum(x.entropy, x.mask)})
+
+
+@entropy_loss("mix", args=EntropyArgs)
+def mix(x: LossInputs, args: EntropyArgs) -> LossOutput:
+    """`default` over the policy's own rows alone, with their tokens and rows as denominators; an expert's rows have no bonus."""
+    if (own := part(x, expert=False)) is None:
+        return LossOutput(loss=nothing(x))
+    out = default(own, args)
+    each = x.denominators.tokens / own.denominators.tokens
+    return LossOutput(loss=out.loss, sums={name: value * each for name, value in out.sums.items()})
 
 
 @entropy_loss("none", args=NoArgs)

@@ -1,8 +1,9 @@
 """KL losses that hold the policy near the reference model, from log-probs of the sampled tokens alone.
 
 With d = ref - logprob: k1 = -d, abs = |d|, k2 = d^2/2, k3 = e^d - d - 1 (Schulman, "Approximating KL divergence"), low_var_kl =
-k3 with d clipped to +-20 and the result to +-10, corrected_k3 = ratio k3 with the ratio against the old policy cut at 2.  `name+` has the value of `name` and the gradient of k2, which on samples of the
-policy is the gradient of KL(policy || reference); k1 alone has an expected gradient of 0.
+k3 with d clipped to +-20 and the result to +-10, corrected_k3 = ratio k3 with the ratio against the old policy cut at 2, gradient
+through both; an expert's tokens have no old policy, their ratio is 1.  `name+` has the value of `name` and the gradient of k2, which
+on samples of the policy is the gradient of KL(policy || reference); k1 alone has an expected gradient of 0.
 Invariant: every estimator is 0 where the two models agree.
 """
 
@@ -56,7 +57,8 @@ def _loss(estimate: Estimator, x: LossInputs, args: KlArgs, *, straight_through:
     d = valid(x.ref_logprobs, x.mask) - logprobs
     value = estimate(d)
     if corrected:
-        value = value * (logprobs - valid(x.old_logprobs, x.mask)).clamp(-20, 20).exp().clamp(max=MAX_RATIO)
+        sampled = x.mask if x.is_expert is None else x.mask & ~x.is_expert
+        value = value * (valid(logprobs, sampled) - valid(x.old_logprobs, sampled)).clamp(-20, 20).exp().clamp(max=MAX_RATIO)
     if straight_through:
         pull = k2(d)
         value = pull - pull.detach() + value.detach()

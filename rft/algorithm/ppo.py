@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from rft.algorithm.aggregate import aggregate, masked_sum, valid
+from rft.algorithm import ratio as ratios
+from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
 from rft.algorithm.args import PpoArgs
 from rft.algorithm.base import LossInputs, LossOutput, policy_loss
-
-LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in float32 with room to square
 
 
 @policy_loss("ppo", args=PpoArgs)
@@ -21,26 +20,30 @@ def ppo(x: LossInputs, args: PpoArgs) -> LossOutput:
         loss = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)),  and where A < 0 at most -A c.
 
     x.logprobs, x.old_logprobs, x.advantages: float32 [N].  The gradient is zero for A > 0 above 1 + high, for A < 0 below 1 - low
-    or above c.  Metrics, as means over valid tokens: pg_clipfrac (the clipped term is the larger), pg_clipfrac_lower (dual clip
-    is active), ppo_kl (old - new log-prob), ratio, ratio_abs_dev (|ratio - 1|); the largest ratio is ratio_max.
+    or above c.  With `enable_sequence_masking` tokens with A < 0 cost nothing in sequences whose mean of old - logprob is above
+    `delta_sequence_masking`; they stay in the denominators.  With `fallback_to_policy_gradient` ratio = exp(logprob - sg(logprob)): it
+    is 1, nothing is clipped, and the gradient is REINFORCE's.
+
+    Metrics, as means over valid tokens: pg_clipfrac (the clipped term is the larger), pg_clipfrac_lower (dual clip is active), those
+    of `ratio.told`, and with sequence masking seq_mask/masked_tokens and seq_mask/mean_sequence_kl.
     """
     a = valid(x.advantages, x.mask)
-    log_ratio = (valid(x.logprobs, x.mask) - valid(x.old_logprobs, x.mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    plain = -a * ratio
-    clipped = -a * ratio.clamp(1 - args.low, 1 + args.high)
+    log_ratio = ratios.log_ratio(x)
+    moved = log_ratio
+    if args.fallback_to_policy_gradient:
+        own = valid(x.logprobs, x.mask)
+        moved = own - own.detach()
+    ratio = moved.exp()
+    plain, clipped, limit = -a * ratio, -a * ratio.clamp(1 - args.low, 1 + args.high), -a * args.clip_ratio_c
     worse = torch.maximum(plain, clipped)
-    limit = -a * args.clip_ratio_c
-    loss = aggregate(torch.where(a < 0, torch.minimum(worse, limit), worse), x)
-    seen = ratio.detach()
-    return LossOutput(
-        loss=loss,
-        sums={
-            "pg_clipfrac": masked_sum((clipped > plain).float(), x.mask),
-            "pg_clipfrac_lower": masked_sum(((worse > limit) & (a < 0)).float(), x.mask),
-            "ppo_kl": masked_sum(-log_ratio, x.mask),
-            "ratio": masked_sum(seen, x.mask),
-            "ratio_abs_dev": masked_sum((seen - 1).abs(), x.mask),
-        },
-        maxima={"ratio_max": valid(seen, x.mask).max() if seen.numel() else seen.new_zeros(())},
-    )
+    loss = torch.where(a < 0, torch.minimum(worse, limit), worse)
+    sums, maxima = ratios.told(log_ratio, x)
+    sums["pg_clipfrac"] = ratios.share(clipped > plain, x)
+    sums["pg_clipfrac_lower"] = ratios.share((worse > limit) & (a < 0), x)
+    if args.enable_sequence_masking:
+        apart = row_means(-log_ratio.detach(), x)[x.row]
+        far = (apart > args.delta_sequence_masking) & (a < 0)
+        loss = valid(loss, ~far)
+        sums["seq_mask/masked_tokens"] = ratios.share(far, x)
+        sums["seq_mask/mean_sequence_kl"] = masked_sum(apart, x.mask)
+    return LossOutput(loss=aggregate(weighted(loss, x), x), sums=sums, maxima=maxima)

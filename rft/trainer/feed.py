@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from rft.algorithm.argbase import Computed
+from rft.algorithm.argbase import Computed, Sampled
 from rft.algorithm.base import Prepared, StepInputs, StepRow
 from rft.algorithm.build import Algorithm
 from rft.errors import RunFailed
@@ -20,9 +20,6 @@ from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.types.block import decode
 from rft.types.experience import Experience
 from rft.types.ports import Lease
-
-# Policy losses that are exactly 0, with zero gradient, where the advantage is 0.
-ZERO_WITHOUT_ADVANTAGE = frozenset({"ppo"})
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,17 @@ class Feed:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def read(lease: Lease) -> Read:
-    """Raises RunFailed for rows that an on-policy loss cannot use."""
+def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> Read:
+    """`samples` and `pairs` are what the policy loss needs.  Raises RunFailed for rows that it cannot use."""
     experiences = decode(lease.frame)
     known = {g.group for g in lease.groups}
     for x in experiences:
-        check(x)
+        check(x, samples)
         if str(x.group) not in known:
             raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {x.group}")
-    return Read(lease, experiences, [_train_row(x) for x in experiences])
+    if pairs:
+        _check_pairs(experiences)
+    return Read(lease, experiences, [_train_row(x, pairs) for x in experiences])
 
 
 def make(
@@ -63,7 +62,6 @@ def make(
     budget: Budget,
     *,
     world_size: int,
-    policy_loss: str,
     computed: Sequence[Mapping[Computed, np.ndarray]] = (),
     seed: int = 0,
 ) -> Feed:
@@ -78,8 +76,7 @@ def make(
     prepared = algorithm.prepare(x)
     drawn = range(len(given.rows)) if prepared.drawn is None else prepared.drawn
     made = [_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)]
-    needs = algorithm.needs
-    skippable = policy_loss in ZERO_WITHOUT_ADVANTAGE and not needs.reference and not needs.entropy and budget.rows is None
+    skippable = algorithm.needs.skips_zero and budget.rows is None
     kept = [row for row in made if not (skippable and row.advantages is not None and not row.advantages.any())]
     counted = [int(row.loss_mask.sum()) if row.keep is None else int(row.keep.sum()) for row in made]
     tokens = sum(counted)
@@ -90,6 +87,8 @@ def make(
             micro_batches=tuple(tuple(kept[i] for i in m) for m in mine),
             tokens=float(tokens),
             rows=float(sum(n > 0 for n in counted)),
+            expert_tokens=float(sum(n for n, row in zip(counted, made, strict=True) if row.is_expert)),
+            expert_rows=float(sum(n > 0 and row.is_expert for n, row in zip(counted, made, strict=True))),
         )
         for mine in cut
     ]
@@ -118,8 +117,11 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
     }
 
 
-def check(row: Experience) -> None:
-    """Raises RunFailed for a row that cannot be trained on: the ratio of a clipped loss needs the sampler's exact log-probs."""
+def check(row: Experience, samples: Sampled = "all") -> None:
+    """Raises RunFailed for a row that cannot be trained on: the ratio of a clipped loss needs the sampler's exact log-probs.
+
+    `samples`: which rows have to have these.
+    """
     where = f"experience {row.id} of taskset {row.taskset!r}"
     if not row.trainable:
         raise RunFailed(
@@ -127,6 +129,8 @@ def check(row: Experience) -> None:
         )
     if row.loss_mask[0]:
         raise RunFailed(f"{where}: its first token is trained, but nothing comes before it to predict it")
+    if samples == "none" or (samples == "own" and row.is_expert):
+        return
     if row.is_expert or not row.has_logprobs:
         raise RunFailed(f"{where} has no log-probs of a sampling policy; this loss needs them")
     for record in row.sampling:
@@ -141,7 +145,18 @@ def check(row: Experience) -> None:
             raise RunFailed(f"{where} has {record.logprob_mode} log-probs; training needs those of the processed distribution")
 
 
-def _train_row(row: Experience) -> TrainRow:
+def _check_pairs(rows: Sequence[Experience]) -> None:
+    """Raises RunFailed unless each group is two rows that follow each other, the chosen one first."""
+    for chosen, rejected in zip(rows[0::2], rows[1::2], strict=False):
+        if chosen.group != rejected.group or chosen.id.run == rejected.id.run:
+            raise RunFailed(f"experience {chosen.id} is not followed by the other one of its pair, but by {rejected.id}")
+        if (chosen.reward or 0.0) < (rejected.reward or 0.0):
+            raise RunFailed(f"experience {chosen.id} comes first in its pair, as the chosen one, but has the lower reward")
+    if len(rows) % 2:
+        raise RunFailed(f"experience {rows[-1].id} is alone; a preference loss needs pairs: a chosen row, then a rejected one")
+
+
+def _train_row(row: Experience, pairs: bool = False) -> TrainRow:
     temperatures = np.full(len(row.tokens), row.temperature, np.float32)
     for record in row.sampling:
         temperatures[record.start : record.end] = record.sampling.temperature
@@ -152,6 +167,7 @@ def _train_row(row: Experience) -> TrainRow:
         temperatures=temperatures,
         is_expert=row.is_expert,
         group=str(row.group),
+        pair=str(row.group) if pairs else "",
     )
 
 

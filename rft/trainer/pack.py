@@ -21,7 +21,8 @@ from rft.trainer.prefix import shared_length
 class TrainRow(Struct, frozen=True, kw_only=True):
     """One sequence as the learner sees it: T tokens, L of them trained.  `logprobs` and `temperatures` count where `loss_mask` is True.
 
-    Arrays [L] are in the order of the trained tokens; None: not there.  `group` tells which rows share a prompt.
+    Arrays [L] are in the order of the trained tokens; None: not there.  `group` tells which rows share a prompt; the two rows of the
+    same non-empty `pair`, chosen and rejected, follow each other and stay in one micro-batch.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -38,6 +39,7 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     extra: dict[str, np.ndarray] = {}  # float32 [L] each, by the name that the policy loss gave it
     is_expert: bool = False
     group: str = ""
+    pair: str = ""
 
     @property
     def input_length(self) -> int:
@@ -52,6 +54,9 @@ class RankBatch(Struct, frozen=True, kw_only=True):
     micro_batches: tuple[tuple[TrainRow, ...], ...]
     tokens: float  # trained tokens of the step, rows left out as zero-advantage included
     rows: float
+    kl_coef: float | None = None  # factor of the KL loss in this step; None = the argument's
+    expert_tokens: float = 0.0  # those of an expert's rows among them
+    expert_rows: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,17 @@ class _Bin:
 def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list[list[int]]]:
     """For each rank its micro-batches, as indexes into `rows`.
 
-    Groups stay together where their prompt is shared, and are dealt over ranks by tokens, heaviest first.  Inside a rank they are
-    packed first-fit decreasing with the budget as a hard limit.  Raises ConfigError when one row alone exceeds it, or when fixed
-    micro-batches do not divide the rows.
+    Groups stay together where their prompt is shared, pairs always, and are dealt over ranks by tokens, heaviest first.  Inside a rank
+    they are packed first-fit decreasing with the budget as a hard limit.  Raises ConfigError when one row or pair alone exceeds it, or
+    when fixed micro-batches do not divide the rows.
     """
     if budget.rows is not None:
+        if budget.rows % 2 and any(row.pair for row in rows):
+            raise ConfigError(
+                "pairs cannot be cut into micro-batches of an odd number of rows.  Write an even number.",
+                key="trainer.micro_batch_size_per_gpu",
+                given=budget.rows,
+            )
         return _fixed(len(rows), world_size, budget.rows)
     units = sorted(_units(rows, world_size, budget), key=lambda u: -u[1])
     ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
@@ -115,6 +126,8 @@ def _fixed(count: int, world_size: int, size: int) -> list[list[list[int]]]:
 
 def _units(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[tuple[list[int], int]]:
     """Sets of rows that stay together, with their cost."""
+    if any(row.pair for row in rows):
+        return [(pair, _checked(budget.cost([rows[i] for i in pair]), budget, "pair")) for pair in _pairs(rows)]
     if not budget.share_prompts:
         return [([i], _checked(budget.cost([row]), budget)) for i, row in enumerate(rows)]
     groups: dict[str, list[int]] = defaultdict(list)
@@ -128,6 +141,15 @@ def _units(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[tu
     return made
 
 
+def _pairs(rows: Sequence[TrainRow]) -> list[list[int]]:
+    """Raises ValueError unless the rows of each pair follow each other: losses read them as chosen, rejected."""
+    pairs = [[i, i + 1] for i in range(0, len(rows), 2)]
+    for i, j in pairs:
+        if j == len(rows) or not rows[i].pair or rows[i].pair != rows[j].pair:
+            raise ValueError(f"row {i} of pair {rows[i].pair!r} is not followed by the other one")
+    return pairs
+
+
 def _within(members: list[int], rows: Sequence[TrainRow], budget: Budget) -> list[tuple[list[int], int]]:
     cost = budget.cost([rows[i] for i in members])
     if cost <= budget.tokens or len(members) == 1:
@@ -136,10 +158,10 @@ def _within(members: list[int], rows: Sequence[TrainRow], budget: Budget) -> lis
     return _within(members[:half], rows, budget) + _within(members[half:], rows, budget)
 
 
-def _checked(cost: int, budget: Budget) -> int:
+def _checked(cost: int, budget: Budget, what: str = "row") -> int:
     if cost > budget.tokens:
         raise ConfigError(
-            f"one row alone has {cost} tokens, more than the {budget.tokens} of a micro-batch.  Raise it, or lower the response length.",
+            f"one {what} alone has {cost} tokens, more than the {budget.tokens} of a micro-batch.  Raise it, or lower the response length.",
             key="trainer.max_token_len_per_gpu",
             given=budget.tokens,
         )

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from rft.errors import RunFailed, WeightSyncFailed
+from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
 from rft.trainer import feed as feeds
 from rft.trainer import manifest as manifests
-from rft.trainer.checkpoint import Checkpoints
+from rft.trainer.checkpoint import Checkpoints, best_step
 from rft.trainer.feed import Feed
+from rft.trainer.manifest import Manifest
 from rft.trainer.ranks import Ranks, StepReport
 from rft.trainer.settings import TrainerSettings
 from rft.types.ids import Version
@@ -28,8 +31,6 @@ from rft.types.metrics import MetricRecord
 from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, ScoreRow, WeightSync
 
 log = logging.getLogger(__name__)
-
-_BY_ALL_TOKENS = frozenset({"loss", "pg_loss", "kl_loss"})  # zero for rows that were left out, so the mean is over all rows
 
 
 class Trainer:
@@ -53,7 +54,10 @@ class Trainer:
         self._ranks, self._buffer, self._sync, self._sink, self._transport = ranks, buffer, sync, sink, transport
         self._lineage, self._start, self._parent = lineage, start_step, parent
         self._must_publish = must_publish
-        self._checkpoints = Checkpoints(settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=ranks.aside)
+        self._checkpoints = Checkpoints(
+            settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=asyncio.to_thread, best=_best(settings)
+        )
+        self._writing: asyncio.Future[Manifest] | None = None  # a checkpoint that is written while steps go on
         self._stop = asyncio.Event()
         self._published: Version | None = None
         self._saved: int | None = parent.step if parent is not None else None
@@ -62,6 +66,13 @@ class Trainer:
 
     async def run(self) -> None:
         """Until `total_steps`, the end of data, or `stop`.  Raises RunFailed after too many non-finite steps in a row."""
+        try:
+            await self._run()
+        finally:  # what is being written is finished even where the run failed
+            if self._writing is not None:
+                await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _run(self) -> None:
         await self._publish(self._start)
         step, whole = self._start, True
         while step < self.settings.total_steps:
@@ -77,7 +88,8 @@ class Trainer:
             else:
                 await self._sync.trained(step)
             if self.settings.save_interval and step % self.settings.save_interval == 0 and step < self.settings.total_steps:
-                await self._save(step, export=self.settings.save_hf_checkpoint == "always")
+                export = self.settings.save_hf_checkpoint == "always"
+                await self._save(step, export=export, wait=export or not self.settings.async_save)
             await self._log(step, feed, report, lease, time.perf_counter() - began)
             if self._nonfinite >= self.settings.max_nonfinite_steps:
                 await self._save(step, export=False)
@@ -89,6 +101,7 @@ class Trainer:
             await self._finish(step)
         elif self._saved != step:
             await self._save(step, export=False)
+        await self._written()
 
     async def stop(self) -> None:
         """End after the step at hand, with a checkpoint; a wait for data ends at once."""
@@ -124,14 +137,13 @@ class Trainer:
     async def _train(self, lease: Lease) -> tuple[Feed, StepReport]:
         """Train on the lease and account for its rows."""
         with self._timed("train"):
-            learner, given = self._ranks.settings, feeds.read(lease)
-            before = self._ranks.algorithm.needs.before
+            learner, needs = self._ranks.settings, self._ranks.algorithm.needs
+            given, before = feeds.read(lease, samples=needs.samples, pairs=needs.pairs), needs.before
             feed = feeds.make(
                 given,
                 self._ranks.algorithm,
                 self._ranks.budget,
                 world_size=self._ranks.world_size,
-                policy_loss=learner.algorithm.policy_loss_fn,
                 computed=await self._ranks.compute(given.rows, sorted(before)) if before else (),
                 seed=learner.seed,
             )
@@ -159,19 +171,31 @@ class Trainer:
             self._transport.release(before)
         self._published = version
 
-    async def _save(self, step: int, *, export: bool) -> None:
-        """Commit a checkpoint of `step`."""
-
-        async def fill(folder: Path) -> None:
-            await self._ranks.save(folder / "trainer", step)
-            if export:
-                await self._ranks.export(folder / "huggingface")
-
+    async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
+        """Commit a checkpoint of `step`.  Without `wait` it is written while steps go on, one at a time."""
         with self._timed("checkpoint"):
+            await self._written()
             consumption = await self._buffer.consumption(step)
-            await self._checkpoints.save(Version(self._lineage, step), self._parent, consumption, fill)
-        self._saved = step
-        log.info("checkpoint of step %d committed", step)
+            await self._ranks.take(step, copy=not wait)
+
+            async def fill(folder: Path) -> dict[str, str]:
+                hashes = await self._ranks.write(folder / "trainer")
+                if export:
+                    await self._ranks.export(folder / "huggingface")
+                return {f"trainer/{name}": digest for name, digest in hashes.items()}
+
+            self._writing = asyncio.ensure_future(
+                self._checkpoints.save(Version(self._lineage, step), self._parent, consumption, fill)
+            )
+            self._saved = step
+            if wait:
+                await self._written()
+
+    async def _written(self) -> None:
+        """Wait until the checkpoint that is being written, if any, is committed; raises what went wrong with it."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            log.info("checkpoint of step %d committed", (await writing).version.step)
 
     async def _finish(self, step: int) -> None:
         """Nothing more is trained: the last weights are published, saved and, if wanted, exported; then everyone is told."""
@@ -209,6 +233,13 @@ class Trainer:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
 
+def _best(s: TrainerSettings) -> Callable[[Collection[int]], int | None] | None:
+    """Which checkpoint is never removed."""
+    if s.best_metric is None:
+        return None
+    return partial(best_step, s.checkpoint_dir.parent / METRICS, s.best_metric, s.best_mode)
+
+
 def _actor(feed: Feed, report: StepReport) -> dict[str, float]:
     """Means of the loss's numbers.  Rows left out (exactly zero loss) count in the losses; ratios are over computed tokens."""
     values = {"actor/loss": 0.0, "actor/pg_loss": 0.0, "actor/grad_norm": report.grad_norm, "actor/lr": report.lr}
@@ -216,7 +247,7 @@ def _actor(feed: Feed, report: StepReport) -> dict[str, float]:
     for name, value in report.sums.items():
         if name == "abs_diff":
             continue
-        values[f"actor/{name}"] = value / (feed.tokens if name in _BY_ALL_TOKENS else computed)
+        values[f"actor/{name}"] = value / (feed.tokens if name.endswith("loss") else computed)  # losses are zero for rows left out
     values |= {f"actor/{name}": value for name, value in report.maxima.items() if name != "abs_diff"}
     if "abs_diff" in report.sums and not any(feed.staleness):
         values["mismatch/abs_diff_mean"] = report.sums["abs_diff"] / computed

@@ -50,7 +50,7 @@ def lease(rows: list[Experience], *, step: int = 1) -> Lease:
 
 def make(rows: list[Experience], *, step: int = 1, world_size: int = 1, **algorithm: Any) -> feed.Feed:
     given = feed.read(lease(rows, step=step))
-    return feed.make(given, build(AlgorithmSettings(**algorithm)), Budget(100), world_size=world_size, policy_loss="ppo")
+    return feed.make(given, build(AlgorithmSettings(**algorithm)), Budget(100), world_size=world_size)
 
 
 def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
@@ -67,6 +67,17 @@ def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
 def test_a_kl_loss_needs_every_row() -> None:
     made = make([experience(1, 0, 1.0), experience(1, 1, 1.0)], kl_loss_fn="k2")
     assert made.skipped_rows == 0 and len(made.shares[0].micro_batches[0]) == 2
+
+
+def test_drawn_rows_stand_as_often_as_they_were_drawn() -> None:
+    rows = [experience(0, run, reward) for run, reward in enumerate((0.0, 0.1, 1.0, -1.0))]
+    made = make(rows, sample_strategy="pf_ppo", kl_loss_fn="k2")
+    ((*micro,),) = made.shares[0].micro_batches
+    assert (len(micro), made.shares[0].rows, made.shares[0].tokens) == (4, 4.0, 8.0)
+    assert len({id(r.tokens) for r in micro}) < 4, "a row that was drawn again is not copied"
+    mean, std = 0.025, float(np.std([0, 0.1, 1, -1], ddof=1))
+    every = {round((r - mean) / std, 4) for r in (0, 0.1, 1, -1)}
+    assert all(r.advantages is not None and round(float(r.advantages[0]), 4) in every for r in micro)
 
 
 def test_all_rewards_equal_leaves_no_micro_batch() -> None:

@@ -1,0 +1,85 @@
+"""Losses that hold back the few tokens which lower the entropy most (arXiv:2505.22617): Clip-Cov and KL-Cov.
+
+Such tokens are those whose advantage and log-prob are far from their means on the same side: c = (A - mean A)(logprob - mean logprob).
+Invariant: means and the choice of tokens are taken over the whole step, under the weights before it; the draw depends on seed and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from rft.algorithm import ratio as ratios
+from rft.algorithm.aggregate import aggregate, valid, weighted
+from rft.algorithm.base import LossInputs, LossOutput, StepInputs, policy_extra, policy_loss
+from rft.algorithm.loss_args import ClipCovArgs, KlCovArgs
+
+CHOSEN = "cov_chosen"
+
+
+@policy_loss("clip_cov", args=ClipCovArgs)
+def clip_cov(x: LossInputs, args: ClipCovArgs) -> LossOutput:
+    """loss = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and 0 on the chosen tokens, which stay in the denominators.
+
+    There is no dual clip.  Metrics, as means over valid tokens: pg_clipfrac (the token is chosen), those of `ratio.told`.
+    """
+    a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
+    ratio, chosen = log_ratio.exp(), valid(x.extra[CHOSEN], x.mask) > 0
+    values = valid(torch.maximum(-a * ratio, -a * ratio.clamp(1 - args.low, 1 + args.high)), ~chosen)
+    sums, maxima = ratios.told(log_ratio, x)
+    sums["pg_clipfrac"] = ratios.share(chosen, x)
+    return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
+
+
+@policy_extra("clip_cov", args=ClipCovArgs)
+def clip_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: ClipCovArgs) -> Mapping[str, Sequence[np.ndarray]]:
+    """1 for max(floor(clip_cov_ratio N), 1) tokens drawn among those with lb < c < ub whose clipped term is not the larger, else 0."""
+    a = np.concatenate(advantages).astype(np.float64)
+    ratio = np.exp(np.clip(np.concatenate([x.log_ratio(row) for row in x.rows]), -ratios.LOG_RATIO_LIMIT, ratios.LOG_RATIO_LIMIT))
+    clipped = -a * np.clip(ratio, 1 - args.low, 1 + args.high) > -a * ratio
+    c = _covariances(x, a)
+    among = np.flatnonzero(x.counted & ~clipped & (c > args.clip_cov_lb) & (c < args.clip_cov_ub))
+    count = min(_count(x, args.clip_cov_ratio), len(among))
+    return _marked(x, np.random.default_rng((x.seed, x.step)).choice(among, count, replace=False))
+
+
+@policy_loss("kl_cov", args=KlCovArgs)
+def kl_cov(x: LossInputs, args: KlCovArgs) -> LossOutput:
+    """loss = -A ratio, and on the chosen tokens -A ratio + ppo_kl_coef |logprob - old|; nothing is clipped.
+
+    Metrics, as means over valid tokens: kl_cov_frac (the token is chosen), those of `ratio.told`.
+    """
+    log_ratio = ratios.log_ratio(x)
+    chosen = valid(x.extra[CHOSEN], x.mask) > 0
+    penalty = valid(log_ratio.abs(), chosen)
+    sums, maxima = ratios.told(log_ratio, x)
+    sums["kl_cov_frac"] = ratios.share(chosen, x)
+    values = -valid(x.advantages, x.mask) * log_ratio.exp() + args.ppo_kl_coef * penalty
+    return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
+
+
+@policy_extra("kl_cov", args=KlCovArgs)
+def kl_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: KlCovArgs) -> Mapping[str, Sequence[np.ndarray]]:
+    """1 for the max(floor(kl_cov_ratio N), 1) tokens of the largest c, else 0."""
+    c = np.where(x.counted, _covariances(x, np.concatenate(advantages).astype(np.float64)), -np.inf)
+    count = min(_count(x, args.kl_cov_ratio), int(x.counted.sum()))
+    return _marked(x, np.argsort(-c, kind="stable")[:count])
+
+
+def _covariances(x: StepInputs, a: np.ndarray) -> np.ndarray:
+    """c of every token, float64 [N]."""
+    logprobs = np.concatenate([x.current(row) for row in x.rows])
+    c: np.ndarray = (a - a[x.counted].mean()) * (logprobs - logprobs[x.counted].mean())
+    return c
+
+
+def _count(x: StepInputs, share: float) -> int:
+    return max(int(share * x.counted.sum()), 1)
+
+
+def _marked(x: StepInputs, chosen: np.ndarray) -> Mapping[str, Sequence[np.ndarray]]:
+    marks = np.zeros(len(x.counted), np.float32)
+    marks[chosen] = 1
+    return {CHOSEN: x.split(marks)}

@@ -1,0 +1,43 @@
+"""Direct preference optimisation (arXiv:2305.18290) on pairs of a chosen and a rejected row.
+
+Invariant: rows alternate chosen, rejected; both of a pair are in the same micro-batch (`TrainRow.pair`).
+"""
+
+from __future__ import annotations
+
+from torch.nn.functional import logsigmoid
+
+from rft.algorithm.aggregate import row_sums, valid
+from rft.algorithm.base import LossInputs, LossOutput, policy_loss
+from rft.algorithm.loss_args import DpoArgs
+
+
+@policy_loss("dpo", args=DpoArgs)
+def dpo(x: LossInputs, args: DpoArgs) -> LossOutput:
+    """With the implicit reward of a row r = beta (sum of its tokens' logprob - ref) and the margin m = r_chosen - r_rejected:
+
+        loss = -(1 - e) log sigmoid(m) - e log sigmoid(-m),  e = label_smoothing,
+
+    as the mean over the step's pairs, whatever `loss_agg_mode`.  Raises ValueError for an odd number of rows and without reference
+    log-probs.  Metrics, as means over pairs: dpo_loss, chosen_reward, rejected_reward, reward_margin, accuracy_mean (m > 0).
+    """
+    if x.num_rows % 2:
+        raise ValueError(f"DPO needs pairs, but a micro-batch has {x.num_rows} rows; mark pairs with `TrainRow.pair`")
+    if x.ref_logprobs is None:
+        raise ValueError("DPO needs x.ref_logprobs; `needs(settings).reference` says so")
+    rewards = args.beta * row_sums(valid(x.logprobs, x.mask) - valid(x.ref_logprobs, x.mask), x)
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    margin = chosen - rejected
+    e, pairs = args.label_smoothing, x.denominators.rows / 2
+    loss = (-(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)).sum() / pairs
+    each = x.denominators.tokens / pairs  # sums are divided by tokens
+    return LossOutput(
+        loss=loss,
+        sums={
+            "dpo_loss": loss.detach() * x.denominators.tokens,
+            "chosen_reward": chosen.detach().sum() * each,
+            "rejected_reward": rejected.detach().sum() * each,
+            "reward_margin": margin.detach().sum() * each,
+            "accuracy_mean": (margin.detach() > 0).to(margin.dtype).sum() * each,
+        },
+    )

@@ -1,0 +1,58 @@
+"""Losses with one ratio per sequence: GSPO (arXiv:2507.18071) and GMPO (arXiv:2507.20673).
+
+Invariant: a sequence is wholly in one micro-batch, so its ratio is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rft.algorithm import ratio as ratios
+from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
+from rft.algorithm.base import LossInputs, LossOutput, policy_loss
+from rft.algorithm.loss_args import GeoMeanArgs, GspoArgs
+
+MAX_LOG_RATIO = 10.0
+
+
+@policy_loss("gspo", args=GspoArgs)
+def gspo(x: LossInputs, args: GspoArgs) -> LossOutput:
+    """With q = mean of logprob - old over the sequence's tokens and s = exp(min(logprob - sg(logprob) + sg(q), 10)) per token:
+
+        loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
+
+    Every token of a sequence has the same ratio and a gradient of its own.  Defined with seq-mean-token-mean.  Metrics, as means over
+    valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio.told`.
+
+    Example: logprob - old = 0.1, -0.1, 0.3 gives s = exp(0.1) = 1.105171 for all three.
+    """
+    a, own = valid(x.advantages, x.mask), valid(x.logprobs, x.mask)
+    q = row_means(ratios.difference(x).detach(), x)[x.row]
+    s = (own - own.detach() + q).clamp(max=MAX_LOG_RATIO).exp()
+    plain, clipped = -a * s, -a * s.clamp(1 - args.low, 1 + args.high)
+    sums, maxima = ratios.told(ratios.log_ratio(x), x)
+    sums["pg_clipfrac"] = ratios.share(clipped > plain, x)
+    sums["ppo_kl_seq"] = masked_sum(-q, x.mask)
+    return LossOutput(loss=aggregate(weighted(torch.maximum(plain, clipped), x), x), sums=sums, maxima=maxima)
+
+
+@policy_loss("geo_mean", args=GeoMeanArgs)
+def geo_mean(x: LossInputs, args: GeoMeanArgs) -> LossOutput:
+    """With v = clip(logprob - old, -20, 20) clipped to [-low, high] towards the pessimistic side,
+    v' = sgn(A) min(sgn(A) v, sgn(A) clip(v, -low, high)), per sequence:
+
+        loss = -mean(A) exp(mean(v')),  the loss of the step is its mean over sequences, whatever `loss_agg_mode`.
+
+    Weights of an off-policy correction enter as their geometric mean over the sequence.  Metrics, as means over valid tokens:
+    pg_clipfrac (v' is not v), those of `ratio.told`.
+    """
+    a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
+    sign = a.sign()
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-args.low, args.high))
+    loss = -row_means(a, x) * row_means(pessimistic, x).exp()
+    if x.weights is not None:
+        floor = torch.finfo(x.weights.dtype).tiny  # a weight of 0 anywhere takes the sequence's to about 0
+        loss = loss * row_means(valid(x.weights, x.mask).clamp(min=floor).log(), x).exp()
+    sums, maxima = ratios.told(log_ratio, x)
+    sums["pg_clipfrac"] = ratios.share((pessimistic != log_ratio) & (a != 0), x)
+    return LossOutput(loss=loss.sum() / x.denominators.rows, sums=sums, maxima=maxima)

@@ -1,0 +1,40 @@
+"""Importance ratios of tokens and what is told of them, shared by the losses that use them.
+
+Invariant: a token outside the mask has ratio 1 and no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rft.algorithm.aggregate import masked_sum, valid
+from rft.algorithm.base import LossInputs
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in float32 with room to square
+
+
+def difference(x: LossInputs) -> torch.Tensor:
+    """logprob - old, [N]; 0 outside the mask."""
+    return valid(x.logprobs, x.mask) - valid(x.old_logprobs, x.mask)
+
+
+def log_ratio(x: LossInputs, limit: float = LOG_RATIO_LIMIT) -> torch.Tensor:
+    """clip(logprob - old, -limit, limit), [N]; no gradient beyond the limits."""
+    return difference(x).clamp(-limit, limit)
+
+
+def told(log_ratio: torch.Tensor, x: LossInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(sums, maxima) every ratio loss tells: ppo_kl (old - new log-prob), ratio, ratio_abs_dev (|ratio - 1|); ratio_max."""
+    log_ratio = log_ratio.detach()
+    ratio = log_ratio.exp()
+    sums = {
+        "ppo_kl": masked_sum(-log_ratio, x.mask),
+        "ratio": masked_sum(ratio, x.mask),
+        "ratio_abs_dev": masked_sum((ratio - 1).abs(), x.mask),
+    }
+    return sums, {"ratio_max": valid(ratio, x.mask).max() if ratio.numel() else ratio.new_zeros(())}
+
+
+def share(where: torch.Tensor, x: LossInputs) -> torch.Tensor:
+    """How many valid tokens are in `where`, bool [N]; over all valid tokens their share."""
+    return (where & x.mask).to(x.logprobs.dtype).sum()

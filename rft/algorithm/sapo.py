@@ -1,0 +1,35 @@
+"""SAPO (arXiv:2511.20347): a soft gate in place of a clip."""
+
+from __future__ import annotations
+
+import torch
+
+from rft.algorithm import ratio as ratios
+from rft.algorithm.aggregate import aggregate, masked_sum, valid, weighted
+from rft.algorithm.base import LossInputs, LossOutput, policy_loss
+from rft.algorithm.loss_args import SapoArgs
+
+
+@policy_loss("sapo", args=SapoArgs)
+def sapo(x: LossInputs, args: SapoArgs) -> LossOutput:
+    """With ratio = exp(clip(logprob - old, -20, 20)) and tau = tau_pos where A > 0, else tau_neg:
+
+        loss = -A gate,  gate = 4 / tau sigmoid(tau (ratio - 1)).
+
+    The gradient is -A 4 p (1 - p) ratio times that of logprob, p = sigmoid(tau (ratio - 1)): it is the policy gradient at ratio 1 and
+    fades on both sides.  This is the paper's and veRL's loss; Trinity-RFT multiplies the stopped gate with logprob instead, whose
+    gradient grows up to 4 / tau where ratio is large.  Defined with seq-mean-token-mean.  Metrics, as means over valid tokens:
+    sapo_loss, avg_soft_gate, avg_ratio, pos_adv_frac, those of `ratio.told`.
+
+    Example: ratio 1.5 gives a gate of 2.489837 for tau 1 and 2.393585 for tau 1.05.
+    """
+    a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
+    tau = torch.where(a > 0, args.tau_pos, args.tau_neg).to(a.dtype)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
+    loss = aggregate(weighted(-a * gate, x), x)
+    sums, maxima = ratios.told(log_ratio, x)
+    sums["sapo_loss"] = loss.detach() * x.denominators.tokens
+    sums["avg_soft_gate"] = masked_sum(gate, x.mask)
+    sums["avg_ratio"] = sums["ratio"]
+    sums["pos_adv_frac"] = ratios.share(a > 0, x)
+    return LossOutput(loss=loss, sums=sums, maxima=maxima)

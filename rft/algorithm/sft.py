@@ -1,0 +1,50 @@
+"""Imitation: the tokens of a row are what the policy shall say.  Advantages and sampling policies are not read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rft.algorithm.aggregate import aggregate, valid
+from rft.algorithm.base import LossInputs, LossOutput, policy_loss
+from rft.algorithm.loss_args import SftArgs, SftPhiArgs
+
+
+@policy_loss("sft", args=SftArgs)
+def sft(x: LossInputs, args: SftArgs) -> LossOutput:
+    """Negative log-likelihood: loss = -logprob, per token.  Metric: sft_loss."""
+    return likelihood(x)
+
+
+@policy_loss("sft_is", args=SftArgs)
+def sft_is(x: LossInputs, args: SftArgs) -> LossOutput:
+    """loss = -logprob sg(p), p = exp(logprob), per token: the gradient of -p (arXiv:2508.05629).  Metric: sft_loss."""
+    own = valid(x.logprobs, x.mask)
+    return _output(-own * own.detach().exp(), x)
+
+
+@policy_loss("sft_phi", args=SftPhiArgs)
+def sft_phi(x: LossInputs, args: SftPhiArgs) -> LossOutput:
+    """With l = min(logprob, log cutoff_prob), p = exp(l), per token: loss = -l sg(p (1 - p)) (arXiv:2508.11408).
+
+    Tokens that are nearly certain either way count little; above the cutoff there is no gradient.  Metric: sft_loss.
+    """
+    return uncertain(x, args.cutoff_prob)
+
+
+def likelihood(x: LossInputs) -> LossOutput:
+    """`sft`, without its empty arguments."""
+    return _output(-valid(x.logprobs, x.mask), x)
+
+
+def uncertain(x: LossInputs, cutoff_prob: float = 1.0) -> LossOutput:
+    """`sft_phi` with its argument."""
+    own = valid(x.logprobs, x.mask).clamp(max=math.log(cutoff_prob))
+    p = own.detach().exp()
+    return _output(-own * p * (1 - p), x)
+
+
+def _output(values: torch.Tensor, x: LossInputs) -> LossOutput:
+    loss = aggregate(values, x)
+    return LossOutput(loss=loss, sums={"sft_loss": loss.detach() * x.denominators.tokens})
