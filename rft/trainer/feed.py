@@ -6,8 +6,9 @@ Invariant: denominators count every trained token of the lease, also of rows who
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,11 +16,14 @@ import numpy as np
 from rft.algorithm.argbase import Computed, Sampled
 from rft.algorithm.base import Prepared, StepInputs, StepRow
 from rft.algorithm.build import Algorithm
+from rft.algorithm.value import explained_variance
 from rft.errors import RunFailed
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.types.block import decode
 from rft.types.experience import Experience
 from rft.types.ports import Lease
+
+_SUMMARY: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max, "min": np.min}
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Feed:
     rows: int
     skipped_rows: int  # their loss is exactly 0
     staleness: list[int]  # of each row, in train steps
+    critic: list[RankBatch] | None = None  # what the critic learns
+    kl: float | None = None  # of the KL in the reward, before this step
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -64,37 +70,76 @@ def make(
     world_size: int,
     computed: Sequence[Mapping[Computed, np.ndarray]] = (),
     seed: int = 0,
+    critic_budget: Budget | None = None,
+    kl_coefs: Mapping[str, float] | None = None,
 ) -> Feed:
-    """The shares of all ranks.  `computed`: for each row what `algorithm.needs.before` asks for.  Raises ConfigError where rows do
-    not fit."""
+    """The shares of all ranks.  `computed`: for each row what `algorithm.needs.before` asks for.  `kl_coefs`: factors of the KL terms in
+    this step, by the names of `catalog.controllers`.  Raises ConfigError where rows do not fit."""
+    kl_coefs = kl_coefs or {}
     lease, experiences = given.lease, given.experiences
     stats = {g.group: g for g in lease.groups}
     computed = computed or [{}] * len(experiences)
     x = StepInputs(
         rows=[_step_row(x, more) for x, more in zip(experiences, computed, strict=True)], groups=stats, step=lease.step, seed=seed
     )
-    prepared = algorithm.prepare(x)
+    prepared = algorithm.prepare(x, kl_coef=kl_coefs.get("kl_penalty"))
     drawn = range(len(given.rows)) if prepared.drawn is None else prepared.drawn
     made = [_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)]
     skippable = algorithm.needs.skips_zero and budget.rows is None
     kept = [row for row in made if not (skippable and row.advantages is not None and not row.advantages.any())]
-    counted = [int(row.loss_mask.sum()) if row.keep is None else int(row.keep.sum()) for row in made]
-    tokens = sum(counted)
-    cut = plan(kept, world_size, budget)
-    shares = [
+    if budget.rows is None:
+        kept = [row for row in kept if row.keep is None or row.keep.any()]
+    shares = _shares(made, plan(kept, world_size, budget), kept, lease.step, kl_coefs.get("kl_loss"))
+    critic = None
+    if critic_budget is not None:
+        taught = [row for row in made if not row.is_expert and (critic_budget.rows is not None or row.keep is None or row.keep.any())]
+        critic = _shares(taught, plan(taught, world_size, critic_budget), taught, lease.step, None)
+    tokens = sum(map(_counted, made))
+    staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
+    metrics = _metrics(given, prepared, staleness, tokens) | {"experience/skipped_rows": float(len(made) - len(kept))}
+    metrics |= _values(made, prepared, critic is not None)
+    return Feed(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, metrics)
+
+
+def _counted(row: TrainRow) -> int:
+    return int(row.loss_mask.sum() if row.keep is None else row.keep.sum())
+
+
+def _shares(
+    every: Sequence[TrainRow], cut: list[list[list[int]]], rows: Sequence[TrainRow], step: int, kl_coef: float | None
+) -> list[RankBatch]:
+    """What each rank computes of `rows`; denominators are those of `every` row."""
+    counted = [(_counted(row), row.is_expert) for row in every]
+    return [
         RankBatch(
-            step=lease.step,
-            micro_batches=tuple(tuple(kept[i] for i in m) for m in mine),
-            tokens=float(tokens),
-            rows=float(sum(n > 0 for n in counted)),
-            expert_tokens=float(sum(n for n, row in zip(counted, made, strict=True) if row.is_expert)),
-            expert_rows=float(sum(n > 0 and row.is_expert for n, row in zip(counted, made, strict=True))),
+            step=step,
+            micro_batches=tuple(tuple(rows[i] for i in m) for m in mine),
+            tokens=float(sum(n for n, _ in counted)),
+            rows=float(sum(n > 0 for n, _ in counted)),
+            expert_tokens=float(sum(n for n, expert in counted if expert)),
+            expert_rows=float(sum(n > 0 and expert for n, expert in counted)),
+            kl_coef=kl_coef,
         )
         for mine in cut
     ]
-    staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
-    metrics = _metrics(given, prepared, staleness, tokens) | {"experience/skipped_rows": float(len(made) - len(kept))}
-    return Feed(shares, tokens, len(made), len(made) - len(kept), staleness, metrics)
+
+
+def _values(rows: Sequence[TrainRow], prepared: Prepared, critic: bool) -> dict[str, float]:
+    """Of all tokens that count: advantages, and with a critic its values and what they should have been."""
+
+    def told(name: str) -> np.ndarray:
+        arrays = [(getattr(row, name), row.keep) for row in rows if not row.is_expert]
+        return np.concatenate([np.zeros(0), *(a if keep is None else a[keep] for a, keep in arrays if a is not None)])
+
+    found = {"advantages": told("advantages")}
+    if prepared.rewards is not None:
+        found["rewards"] = np.array([r.sum() for r in prepared.rewards])
+    if critic:
+        found |= {"returns": told("returns"), "values": told("values")}
+    made = {f"critic/{name}/{kind}": float(how(v)) for name, v in found.items() if v.size for kind, how in _SUMMARY.items()}
+    if critic and found["returns"].size:
+        made["critic/vf_explained_var"] = explained_variance(found["values"], found["returns"])
+    return made
 
 
 def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int) -> dict[str, float]:
@@ -113,6 +158,7 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
         "experience/response_length/max": float(max(lengths, default=0)),
         "experience/reward/mean": float(np.mean([r.reward for r in rows])) if rows else 0.0,
         "experience/advantage/abs_mean": float(np.mean(sizes)) if sizes else 0.0,
+        **{f"critic/score/{name}": float(how([r.reward for r in rows])) for name, how in _SUMMARY.items() if rows},
         **prepared.metrics,
     }
 

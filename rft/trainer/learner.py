@@ -12,11 +12,12 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -25,13 +26,15 @@ from msgspec import Struct
 from rft.algorithm.argbase import Computed
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.build import build
+from rft.algorithm.correction import LIMIT, NEAR
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.trainer import batch as batches
 from rft.trainer import model as models
 from rft.trainer import optim, saving, tensors
+from rft.trainer.critic import Critic, apply
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.schedule import learning_rate
-from rft.trainer.settings import LearnerSettings
+from rft.trainer.settings import LearnerSettings, OptimSettings
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 
@@ -49,19 +52,33 @@ _IDLE = TrainRow(  # what a rank computes, without effect, where others have one
 
 
 Scored = dict[Computed, np.ndarray]
+Accumulate = Callable[[Sequence[TrainRow], RankBatch, "_Totals"], None]
+Update = Callable[[float], float]
+MISMATCH = "mismatch/"
 
 
 class StepResult(Struct, kw_only=True):
-    """What one rank says about a step.  `sums` and `maxima` are of its own rows; the other numbers are the same on all ranks."""
+    """What one rank says about a step.  `sums` and `maxima` are of its own rows; the other numbers are the same on all ranks.
+
+    With several passes `sums` and `grad_norm` are means over them, `computed_positions` and `seconds` are added; sums and maxima that
+    begin with "mismatch/" are of the first, whose weights are those before the step.
+    """
 
     sums: dict[str, float]
     maxima: dict[str, float]
     trained_tokens: int  # tokens whose loss was computed
     computed_positions: int  # positions the model computed, shared prefixes once
-    finite: bool
+    updates: int  # of the weights
+    skipped: int  # passes whose gradient was not finite; they change nothing
     grad_norm: float
     lr: float
     seconds: dict[str, float]
+    critic: StepResult | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step changed weights, so that its rows are used."""
+        return self.updates > 0 or (self.critic is not None and self.critic.finite)
 
 
 class Learner:
@@ -82,6 +99,9 @@ class Learner:
         with self._memory("loading the model"):
             self.policy = models.load(settings)
             self.reference = models.load(settings, trained=False) if self.algorithm.needs.reference else None
+            self.critic = Critic(settings) if self.algorithm.needs.critic else None
+        self._window: dict[str, torch.Tensor] | None = None  # the weights of the proximal policy, on the host
+        self._window_is_now = False
         self.optimizer = optim.make(self.policy.names(), settings.optim)
         self._taken: saving.Taken | None = None
         self._heads_per_key = models.heads_per_key(self.policy)
@@ -89,33 +109,85 @@ class Learner:
 
     # ------------------------------------------------------------ training
 
-    def step(self, batch: RankBatch) -> StepResult:
-        """Forward, backward and update of train step `batch.step`, on this rank's micro-batches."""
+    def step(self, batch: RankBatch, critic: RankBatch | None = None) -> StepResult:
+        """Forward, backward and update of train step `batch.step`, on this rank's micro-batches, `ppo_epochs` times.
+
+        `critic`: what the critic learns in this step; during its warm-up it learns alone.
+        """
         with self._memory(f"train step {batch.step}"):
-            torch.manual_seed(self.settings.seed * 1_000_003 + batch.step)  # no generator state to save: a step has its own seed
-            lr = learning_rate(self.settings.optim, batch.step, self.settings.total_steps)
+            s = self.settings
+            torch.manual_seed(s.seed * 1_000_003 + batch.step)  # no generator state to save: a step has its own seed
+            learnt = None
+            if critic is not None:
+                assert self.critic is not None, "`needs` says so"
+                learnt = self._passes(critic, s.critic.ppo_epochs, s.critic.optim, self._criticise, self.critic.update)
+            warming = learnt is not None and batch.step <= s.critic.warmup
+            result = self._passes(batch, 0 if warming else s.ppo_epochs, s.optim, self._accumulate, self._update)
+            if result.updates:
+                self._window_is_now = False
+        return msgspec.structs.replace(result, critic=learnt)
+
+    def _passes(self, batch: RankBatch, epochs: int, optim: OptimSettings, accumulate: Accumulate, update: Update) -> StepResult:
+        """`epochs` times all micro-batches and one update.  One that is not finite is left out alone."""
+        s = self.settings
+        lr = learning_rate(optim, batch.step, s.total_steps)
+        sums: dict[str, float] = defaultdict(float)
+        maxima: dict[str, float] = {}
+        norms: list[float] = []
+        seconds = {"forward_backward": 0.0, "update": 0.0}
+        tokens = positions = 0
+        for epoch in range(epochs):
             began = time.perf_counter()
             totals = _Totals()
-            for rows in batch.micro_batches:
-                self._accumulate(rows, batch, totals)
-            sums, maxima = totals.numbers()  # waits for the device
+            order: Sequence[int] = range(len(batch.micro_batches))
+            if s.shuffle_minibatches:  # the same on all ranks
+                order = np.random.default_rng((s.data_seed, batch.step, epoch)).permutation(len(batch.micro_batches)).tolist()
+            for i in order:
+                accumulate(batch.micro_batches[i], batch, totals)
+            added, largest = totals.numbers()  # waits for the device
             computed = time.perf_counter()
-            norm = self._update(lr)
-            seconds = {"forward_backward": computed - began, "update": time.perf_counter() - computed}
+            norms.append(update(lr))
+            seconds["forward_backward"] += computed - began
+            seconds["update"] += time.perf_counter() - computed
+            for name, value in added.items():
+                if not name.startswith(MISMATCH):
+                    sums[name] += value / epochs
+                elif epoch == 0:
+                    sums[name] = value
+            for name, value in largest.items():
+                if epoch == 0 or not name.startswith(MISMATCH):
+                    maxima[name] = max(maxima.get(name, value), value)
+            tokens, positions = totals.tokens, positions + totals.positions
+        finite = sum(bool(np.isfinite(norm)) for norm in norms)
         return StepResult(
-            sums=sums,
+            sums=dict(sums),
             maxima=maxima,
-            trained_tokens=totals.tokens,
-            computed_positions=totals.positions,
-            finite=bool(np.isfinite(norm)),
-            grad_norm=norm,
+            trained_tokens=tokens,
+            computed_positions=positions,
+            updates=finite,
+            skipped=epochs - finite,
+            grad_norm=float(np.mean(norms)) if norms else 0.0,
             lr=lr,
             seconds=seconds,
         )
 
+    def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: _Totals) -> None:
+        """Add the critic's gradient of one micro-batch."""
+        assert self.critic is not None
+        micro = self._micro_batch(rows)
+        out = self.critic.loss(micro, self._denominators(batch), self.algorithm.loss_agg_mode, idle=not rows)
+        out.loss.backward()
+        if rows:
+            totals.add(out.sums, out.maxima, micro)
+
+    def _denominators(self, batch: RankBatch) -> Denominators:
+        s = self.settings
+        size = s.loss_scale_factor or s.max_response_tokens
+        return Denominators(batch.tokens, batch.rows, size, expert_tokens=batch.expert_tokens, expert_rows=batch.expert_rows)
+
     def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: _Totals) -> None:
         """Add the gradient of one micro-batch."""
-        micro, s = self._micro_batch(rows), self.settings
+        micro = self._micro_batch(rows)
         needs = self.algorithm.needs
         logprobs, entropy = self.policy(micro, needs.entropy)
         if not rows:
@@ -128,7 +200,7 @@ class Learner:
             mask=micro.mask,
             row=micro.row,
             num_rows=micro.num_rows,
-            denominators=Denominators(batch.tokens, batch.rows, s.loss_scale_factor or s.max_response_tokens),
+            denominators=self._denominators(batch),
             ref_logprobs=micro.given.get("ref", self._reference_logprobs(micro)),
             entropy=entropy,
             rollout_logprobs=micro.rollout_logprobs,
@@ -136,17 +208,18 @@ class Learner:
             is_expert=micro.is_expert,
             extra=micro.extra,
             step=batch.step,
+            kl_coef=batch.kl_coef,
         )
         out = self.algorithm.loss(x)
         out.loss.backward()
-        apart = (logprobs.detach() - micro.rollout_logprobs).abs()
-        totals.add({**out.sums, "abs_diff": apart.sum()}, {**out.maxima, "abs_diff": apart.max()}, micro)
+        sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, micro.mask & ~micro.is_expert)
+        totals.add({**out.sums, **sums}, {**out.maxima, **maxima}, micro)
 
     def _old_logprobs(self, micro: batches.MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
         """Of the policy that the ratio is taken against: the sampler's, or the trainer's own before the step."""
         if self.settings.algorithm.bypass_old_logprobs:
             return micro.rollout_logprobs
-        # with one update per step the policy before it is the one at hand, so nothing has to be computed again
+        # where it is not given, there is one update per step, and the policy before it is the one at hand
         return micro.given.get("old", logprobs.detach())
 
     def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor | None:
@@ -158,34 +231,50 @@ class Learner:
 
     def _update(self, lr: float) -> float:
         """Clip and apply the gradient; returns its norm.  A norm that is not finite applies nothing."""
-        parameters = list(self.policy.parameters())
-        for p in parameters:
-            if p.grad is None:  # no row had a loss: AdamW still moves by its momentum
-                p.grad = torch.zeros_like(p)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = tensors.full(torch.nn.utils.get_total_norm(grads, foreach=True))
-        value = norm.item()
-        if np.isfinite(value):
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.optim.clip_grad, norm, foreach=True)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(value)
+        return apply(self.policy, self.optimizer, self.settings.optim.clip_grad, lr)
 
-    def score(self, micro_batches: Sequence[Sequence[TrainRow]], what: Sequence[Computed] = ("old",)) -> list[list[Scored]]:
-        """For each row what was asked for, float32 [L] each, under the weights as they are."""
+    def score(
+        self, micro_batches: Sequence[Sequence[TrainRow]], what: Sequence[Computed] = ("old",), proximal: bool = False
+    ) -> list[list[Scored]]:
+        """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: under those of `remember`."""
         scored: list[list[Scored]] = []
-        with self._memory("scoring"), torch.no_grad():
+        with self._memory("scoring"), torch.no_grad(), self._remembered(proximal):
             for rows in micro_batches:
                 made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows), what).items()}
                 ends = np.cumsum([int(r.loss_mask.sum()) for r in rows])[:-1]
                 parts = {name: np.split(values, ends) for name, values in made.items()}
                 scored.append([{name: part[i] for name, part in parts.items()} for i in range(len(rows))])
-            for model in (self.policy, self.reference):
+            for model in (self.policy, self.reference, self.critic and self.critic.model):
                 if model is not None:
                     model.to_shards()
         return scored
+
+    def remember(self) -> None:
+        """Keep a copy of the weights in host memory: the proximal policy until this is called again.  This rank's part of them."""
+        with torch.no_grad():
+            self._window = {name: tensors.local(p).to("cpu", copy=True) for name, p in self._trainable().items()}
+        self._window_is_now = True
+
+    @contextmanager
+    def _remembered(self, wanted: bool) -> Iterator[None]:
+        if not wanted or self._window_is_now:
+            yield
+            return
+        if self._window is None:
+            raise RunFailed("the trainer has no weights of the window's start; remember() comes with every published version")
+        names = self._trainable()
+        now = {name: tensors.local(p).to("cpu", copy=True) for name, p in names.items()}
+        for name, p in names.items():
+            tensors.local(p).copy_(self._window[name])
+        try:
+            yield
+        finally:
+            self.policy.to_shards()
+            for name, p in names.items():
+                tensors.local(p).copy_(now[name])
+
+    def _trainable(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in self.policy.names().items() if p.requires_grad}
 
     def _scores(self, micro: batches.MicroBatch, what: Sequence[Computed]) -> dict[Computed, torch.Tensor]:
         found: dict[Computed, torch.Tensor] = {}
@@ -201,6 +290,9 @@ class Learner:
         if "ref" in what:
             assert self.reference is not None, "`needs` says so"
             found["ref"] = self.reference(micro)[0]
+        if "values" in what:
+            assert self.critic is not None, "`needs` says so"
+            found["values"] = self.critic.model(micro)
         if missing := set(what) - set(found):
             raise RunFailed(f"the trainer does not compute {', '.join(sorted(missing))}")
         return found
@@ -258,7 +350,8 @@ class Learner:
         saving.load(self._trained(), self.settings, Path(folder))
 
     def _trained(self) -> list[saving.Trained]:
-        return [saving.Trained(self.policy, self.optimizer)]
+        critic = [saving.Trained(self.critic.model, self.critic.optimizer, "critic_")] if self.critic is not None else []
+        return [saving.Trained(self.policy, self.optimizer), *critic]
 
     def close(self) -> None:
         """Leave the process group."""
@@ -286,6 +379,21 @@ class Learner:
             f"trainer rank {self.rank} ran out of {self.settings.device} memory while {doing}.  Lower trainer.max_token_len_per_gpu "
             f"(now {self.settings.max_token_len_per_gpu}), set trainer.enable_gradient_checkpointing: true, or use more ranks."
         )
+
+
+def mismatch(apart: torch.Tensor, mask: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Sums and maxima from which `mismatch/*` is made.  `apart`: log-prob here less the sampler's, [N], before the first update."""
+    apart = apart[mask].clamp(-LIMIT, LIMIT)
+    ratio = apart.exp()
+    sums = {
+        "tokens": torch.ones_like(ratio).sum(),
+        "ratio": ratio.sum(),
+        "squares": ratio.square().sum(),
+        "outside": ((ratio < NEAR[0]) | (ratio > NEAR[1])).float().sum(),
+        "abs_diff": apart.abs().sum(),
+    }
+    largest = {"ratio": ratio, "abs_diff": apart.abs()} if ratio.numel() else {}
+    return {MISMATCH + n: t for n, t in sums.items()}, {MISMATCH + n: t.max() for n, t in largest.items()}
 
 
 class _Totals:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 class Policy(nn.Module):
     """A Hugging Face causal model whose output are log-probs."""
 
+    exact: ClassVar[tuple[str, ...]] = ()  # modules that compute in float32, whatever the rest does
+
     def __init__(self, lm: Any, chunk_tokens: int) -> None:
         super().__init__()
         self.lm = lm
@@ -39,16 +41,7 @@ class Policy(nn.Module):
 
         `statistics`: all four of `token_statistics`, without gradient.
         """
-        more = {"tree": batch.tree} if batch.tree is not None else {}
-        body = getattr(self.lm, self.lm.base_model_prefix)
-        out = body(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-            **more,
-        )
-        hidden = out.last_hidden_state.flatten(0, 1).index_select(0, batch.predict)
+        hidden = self.hidden(batch)
         head = self.lm.get_output_embeddings()
         if statistics:
             return token_statistics(
@@ -63,6 +56,20 @@ class Policy(nn.Module):
             chunk_tokens=self.chunk_tokens,
             entropy=entropy,
         )
+
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Last hidden states [N, H], from which `batch`'s trained tokens are predicted."""
+        more = {"tree": batch.tree} if batch.tree is not None else {}
+        body = getattr(self.lm, self.lm.base_model_prefix)
+        out = body(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+            **more,
+        )
+        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, batch.predict)
+        return hidden
 
     def to_shards(self) -> None:
         """Back to shards after a forward without a backward; FSDP2 keeps the root's parameters whole until then."""
@@ -98,10 +105,10 @@ def load(settings: LearnerSettings, *, trained: bool = True) -> Policy:
         loading.import_library(settings.external_lib)
     config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
     how = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": attention_name(settings)}
-    policy = Policy(_plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
+    policy = Policy(plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
     by_name = loading.readable_by_name(policy.names(), policy.tied(), folder)
     if not by_name:
-        policy = Policy(_plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens)
+        policy = Policy(plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens)
     return place(policy, settings, trained=trained, fill=folder if by_name else None)
 
 
@@ -163,7 +170,7 @@ def attention_name(settings: LearnerSettings) -> str:
     return attention.installed(implementation, settings.device, settings.dtype)
 
 
-def _plain(lm: Any) -> Any:
+def plain(lm: Any) -> Any:
     """`lm` without dropout, if its output is one that the log-probs know."""
     if changed := [k for k in _LOGIT_CHANGES if getattr(lm.config, k, None) not in (None, 1, 1.0)]:
         raise ConfigError(
@@ -188,6 +195,8 @@ def _shard(policy: Policy, settings: LearnerSettings) -> None:
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low != torch.float32 else MixedPrecisionPolicy()
     for block in _blocks(policy.lm):
         fully_shard(block, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=mixed)
+    for name in policy.exact:
+        fully_shard(policy.get_submodule(name), mesh=mesh)
     fully_shard(policy, mesh=mesh, mp_policy=mixed)
     for module in policy.modules():  # losses are local sums over global counts: gradients must be added, never averaged
         if isinstance(module, FSDPModule):

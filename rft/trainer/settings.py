@@ -51,6 +51,23 @@ class AlgorithmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """The value model, where the algorithm has one.  The rest is as for the policy."""
+
+    model_path: str = ""
+    optim: OptimSettings = field(default_factory=lambda: OptimSettings(lr=1e-5))
+    warmup: int = 0  # train steps in which the policy is left as it is
+    ppo_epochs: int = 1
+    cliprange_value: float = 0.5
+    max_token_len_per_gpu: int = 16384
+    forward_max_token_len_per_gpu: int = 16384  # where values are only computed
+    use_dynamic_bsz: bool = True
+    micro_batch_size: int | None = None
+    forward_micro_batch_size: int | None = None
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
     """The model and how it is trained, on each of `world_size` ranks."""
 
@@ -61,7 +78,11 @@ class LearnerSettings:
     cpu_threads: int = 2  # per rank
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
     total_steps: int = 1
+    ppo_epochs: int = 1  # updates of a train step, each on all of its rows
+    shuffle_minibatches: bool = False  # micro-batches in another order each time
+    data_seed: int = 42  # of that order
     max_token_len_per_gpu: int = 16384  # token budget of one micro-batch
     use_dynamic_bsz: bool = True
     micro_batch_size: int | None = None  # rows, used when use_dynamic_bsz is False
@@ -92,6 +113,9 @@ class TrainerSettings:
     save_interval: int = 0  # 0 = only at the end
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
     max_checkpoints_to_keep: int = 0  # 0 = all
+    best_metric: str | None = None  # the checkpoint where it is best is kept beside the newest
+    best_mode: Literal["max", "min"] = "max"
+    async_save: bool = False  # checkpoints are written while steps go on
     checkpoint_dir: Path
     read_deadline_s: float = 1800.0
     max_staleness: int | None = None

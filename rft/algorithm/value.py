@@ -1,0 +1,68 @@
+"""The clipped value loss of a critic (arXiv:1506.02438, arXiv:1707.06347).
+
+Knows values and what they should have been, not the model they come from.
+Invariant: as for policies, parts of a step add up to the loss of the whole, and a token outside the mask has no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rft.algorithm.aggregate import aggregate, masked_sum, valid
+from rft.algorithm.args import AggMode
+from rft.algorithm.base import Denominators, LossInputs, LossOutput
+
+
+@dataclass(frozen=True)
+class ValueInputs:
+    """One micro-batch, as `LossInputs`: N tokens of S rows, float32 [N].  `values` carries gradient."""
+
+    values: torch.Tensor
+    old_values: torch.Tensor  # the critic's before the step
+    returns: torch.Tensor
+    mask: torch.Tensor  # bool [N]
+    row: torch.Tensor  # int64 [N]
+    num_rows: int
+    denominators: Denominators
+    loss_agg_mode: AggMode
+
+
+def value_loss(x: ValueInputs, cliprange: float) -> LossOutput:
+    """With C = clip(V, old - cliprange, old + cliprange), per token:  max((V - R)^2, (C - R)^2) / 2,  aggregated as the policy's losses.
+
+    The gradient is 0 where the clipped term is the larger one and V lies outside the range.  Sums, all to be divided by
+    `denominators.tokens`: vf_loss, vf_clipfrac (the clipped term is the larger), vpred_mean.
+
+    Example: V = 1, .2; old = .2, .2; R = 0, 1; cliprange .5: losses 1 and .64 before halving, .41 together.
+    """
+    v, old, target = (valid(t, x.mask) for t in (x.values, x.old_values, x.returns))
+    clipped = torch.minimum(torch.maximum(v, old - cliprange), old + cliprange)
+    plain, other = (v - target).square(), (clipped - target).square()
+    shape = LossInputs(
+        logprobs=v,
+        old_logprobs=old,
+        advantages=target,
+        mask=x.mask,
+        row=x.row,
+        num_rows=x.num_rows,
+        denominators=x.denominators,
+        loss_agg_mode=x.loss_agg_mode,
+    )
+    loss = aggregate(torch.maximum(plain, other), shape) / 2
+    return LossOutput(
+        loss=loss,
+        sums={
+            "vf_loss": loss.detach() * x.denominators.tokens,
+            "vf_clipfrac": masked_sum((other > plain).float(), x.mask),
+            "vpred_mean": masked_sum(v, x.mask),
+        },
+    )
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """1 - Var(returns - values) / (Var(returns) + 1e-5): 1 = the critic knew them, 0 = a constant would do as well."""
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    return float(1.0 - np.var(returns - values) / (np.var(returns) + 1e-5))

@@ -1,0 +1,123 @@
+"""The value model of PPO: the transformer body of a language model with one number as output, and its own optimizer.
+
+Knows micro-batches and the value loss; not advantages, buffers or the policy.  What a policy needs to be loaded, sharded and saved
+holds here too, because a critic is one with another output layer.
+Invariant: V of a token is read where the token is predicted, so it has seen everything before the token and nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rft.algorithm.args import AggMode
+from rft.algorithm.base import Denominators, LossOutput
+from rft.algorithm.value import ValueInputs, value_loss
+from rft.trainer import loading, optim, tensors
+from rft.trainer import model as models
+from rft.trainer.batch import MicroBatch
+from rft.trainer.model import Policy
+from rft.trainer.settings import LearnerSettings
+
+HEAD = "value_head"
+
+
+class ValueModel(Policy):
+    """A Hugging Face causal model without its output layer, whose output are values."""
+
+    exact = (HEAD,)
+
+    def __init__(self, lm: Any, chunk_tokens: int) -> None:
+        super().__init__(lm, chunk_tokens)
+        old = lm.get_output_embeddings()
+        (name,) = [n for n, module in lm.named_children() if module is old]
+        setattr(lm, name, nn.Identity())  # the vocabulary's layer is of no use, and a tied one is the embeddings' own weight
+        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1, device="meta")
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:  # type: ignore[override]
+        """Values float32 [N] of `batch`'s trained tokens, each before the token."""
+        hidden = self.hidden(batch)
+        values: torch.Tensor = self.value_head(hidden.float())[:, 0]
+        return values
+
+
+def load(settings: LearnerSettings) -> ValueModel:
+    """The critic of `settings`, whose head gives 0 at first, unless the files have a "value_head"."""
+    folder = Path(settings.model_path)
+    config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
+    how = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": models.attention_name(settings)}
+    model = ValueModel(models.plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
+    body = {name: p for name, p in model.names().items() if not name.startswith(HEAD)}
+    by_name = loading.readable_by_name(body, model.tied(), folder)
+    if not by_name:
+        model = ValueModel(models.plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens)
+    models.place(model, settings, trained=True, fill=folder if by_name else None, fresh=_zero_head)
+    if not by_name:
+        for name, p in model.names().items():
+            _zero_head(name, p)
+    return model
+
+
+def _zero_head(name: str, parameter: torch.Tensor) -> bool:
+    if not name.startswith(HEAD):
+        return False
+    with torch.no_grad():
+        tensors.local(parameter).zero_()
+    return True
+
+
+class Critic:
+    """The value model of `settings.critic` with its optimizer, on one rank."""
+
+    def __init__(self, settings: LearnerSettings) -> None:
+        c = settings.critic
+        self.settings = replace(
+            settings, model_path=c.model_path or settings.model_path, optim=c.optim, gradient_checkpointing=c.gradient_checkpointing
+        )
+        self._cliprange = c.cliprange_value
+        self.model = load(self.settings)
+        self.optimizer = optim.make(self.model.names(), c.optim)
+
+    def loss(self, micro: MicroBatch, denominators: Denominators, agg_mode: AggMode, *, idle: bool) -> LossOutput:
+        """The value loss of one micro-batch.  `idle`: computed because other ranks compute, without effect."""
+        values = self.model(micro)
+        if idle:
+            return LossOutput(loss=(values * 0).sum())
+        x = ValueInputs(
+            values=values,
+            old_values=micro.given["values"],
+            returns=micro.given["returns"],
+            mask=micro.mask,
+            row=micro.row,
+            num_rows=micro.num_rows,
+            denominators=denominators,
+            loss_agg_mode=agg_mode,
+        )
+        return value_loss(x, self._cliprange)
+
+    def update(self, lr: float) -> float:
+        """Clip and apply the gradient; returns its norm.  A norm that is not finite applies nothing."""
+        return apply(self.model, self.optimizer, self.settings.optim.clip_grad, lr)
+
+
+def apply(model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad: float, lr: float) -> float:
+    """Clip the gradients of `model` and make one update; returns their norm.  A norm that is not finite applies nothing."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
+        if p.grad is None:  # no row had a loss: the optimizer still moves by its momentum
+            p.grad = torch.zeros_like(p)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = tensors.full(torch.nn.utils.get_total_norm(grads, foreach=True))
+    value = norm.item()
+    if np.isfinite(value):
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm, foreach=True)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(value)
