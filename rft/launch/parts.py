@@ -235,6 +235,10 @@ class TrainerPart:
         """One collective call on this rank's learner (ranks above 0)."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self.learner, method), *args)
 
+    async def aside(self, method: str, *args: Any) -> Any:
+        """A call that is not collective, while one that is may be at work."""
+        return await asyncio.to_thread(getattr(self.learner, method), *args)
+
     async def close(self) -> None:
         await asyncio.to_thread(self.learner.close)
 

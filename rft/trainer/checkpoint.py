@@ -7,38 +7,55 @@ checkpoint as it was; what was half written has no manifest and is removed by th
 from __future__ import annotations
 
 import logging
+import math
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rft.errors import CheckpointInvalid
+from rft.monitor.read import read, series
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
-Fill = Callable[[Path], Awaitable[None]]
+Fill = Callable[[Path], Awaitable[Mapping[str, str]]]
 Run = Callable[..., Awaitable[Any]]
+Best = Callable[[Collection[int]], int | None]
 
 
 class Checkpoints:
-    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all.  `run` does blocking file work off the event loop."""
+    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and the one that `best` names among the steps there are.
 
-    def __init__(self, folder: Path, *, keep: int, run: Run) -> None:
-        self.folder, self._keep, self._run = folder, keep, run
+    `run` does blocking file work off the event loop.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, run: Run, best: Best | None = None) -> None:
+        self.folder, self._keep, self._run, self._best = folder, keep, run, best
 
     async def save(self, version: Version, parent: Version | None, consumption: Consumption, fill: Fill) -> Manifest:
-        """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are removed afterwards."""
+        """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are removed afterwards.
+
+        `fill` returns sha256 by path for the files that it has hashed already.
+        """
         final = self.folder / manifests.folder_name(version.step)
         aside = final.with_name(f"{final.name}.tmp")
         await self._run(_fresh, aside)
-        await fill(aside)
-        manifest: Manifest = await self._run(self._commit, aside, final, version, parent, consumption)
+        hashes = await fill(aside)
+        manifest: Manifest = await self._run(self._commit, aside, final, version, parent, consumption, hashes)
         return manifest
 
-    def _commit(self, aside: Path, final: Path, version: Version, parent: Version | None, consumption: Consumption) -> Manifest:
+    def _commit(
+        self,
+        aside: Path,
+        final: Path,
+        version: Version,
+        parent: Version | None,
+        consumption: Consumption,
+        hashes: Mapping[str, str],
+    ) -> Manifest:
         for path in (aside, *aside.rglob("*")):
             manifests.fsync_path(path)
         old = None
@@ -48,17 +65,32 @@ class Checkpoints:
             final.rename(old)
         aside.rename(final)
         manifests.fsync_path(self.folder)
-        manifest = manifests.commit(final, version=version, parent=parent, consumption=consumption)
+        manifest = manifests.commit(final, version=version, parent=parent, consumption=consumption, hashes=hashes)
         if old is not None:
             shutil.rmtree(old)
         self._prune()
         return manifest
 
     def _prune(self) -> None:
-        for folder in sorted(manifests.committed(self.folder), key=_age)[: -self._keep] if self._keep else []:
+        if not self._keep:
+            return
+        folders = sorted(manifests.committed(self.folder), key=_age)
+        steps = {manifests.step_of(f): f for f in folders}
+        best = self._best(steps) if self._best is not None else None
+        for folder in folders[: -self._keep]:
+            if best is not None and folder == steps[best]:
+                continue
             log.info("removing old checkpoint %s", folder)
             (folder / manifests.NAME).unlink()  # first, so that a half-removed folder does not look committed
             shutil.rmtree(folder)
+
+
+def best_step(metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]) -> int | None:
+    """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one of equals; None: none has a value."""
+    found = [(v, s) for s, v in series(read(metrics), name) if s in steps and math.isfinite(v)] if metrics.is_file() else []
+    if not found:
+        return None
+    return max(found, key=lambda x: (x[0] if mode == "max" else -x[0], x[1]))[1]
 
 
 def _age(folder: Path) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,8 @@ from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2  # each rank has a file of its own; 1: one file for all, which is still read
+READS = (1, FORMAT)
 NAME = "manifest.json"
 _FOLDER = re.compile(r"global_step_(\d+)")
 
@@ -57,9 +59,23 @@ def folder_name(step: int) -> str:
     return f"global_step_{step}"
 
 
-def commit(folder: Path, *, version: Version, parent: Version | None, consumption: Consumption) -> Manifest:
-    """Hash the files of `folder` and rename the manifest into it, durably.  This is the moment a checkpoint begins to count."""
-    files = {str(p.relative_to(folder)): _fact(p) for p in sorted(folder.rglob("*")) if p.is_file() and p.name != NAME}
+def commit(
+    folder: Path,
+    *,
+    version: Version,
+    parent: Version | None,
+    consumption: Consumption,
+    hashes: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Rename the manifest into `folder`, durably.  This is the moment a checkpoint begins to count.
+
+    `hashes`: sha256 of files by path inside it, taken while they were written; those of other files are taken now.
+    """
+    known = hashes or {}
+    names = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != NAME}
+    if lost := sorted(set(known) - set(names)):
+        raise CheckpointInvalid(f"{folder / lost[0]}: was written and is not there; do all ranks share this folder?")
+    files = {name: FileFact(p.stat().st_size, known.get(name) or _sha256(p)) for name, p in names.items()}
     stored = _Stored(format=FORMAT, version=version, parent=parent, consumption=consumption, files=files, time=time.time())
     aside = folder / f"{NAME}.tmp"
     with aside.open("wb") as file:
@@ -77,8 +93,10 @@ def read(folder: Path, *, verify: bool = True) -> Manifest:
     try:
         data = path.read_bytes()
         number = msgspec.json.decode(data, type=dict[str, object]).get("format")
-        if number != FORMAT:
-            raise CheckpointInvalid(f"{path}: format {number!r}, this version of rft reads {FORMAT}")
+        if number not in READS:
+            raise CheckpointInvalid(
+                f"{path}: format {number!r}, this version of rft reads {READS[0]} and {READS[1]}; use the version that wrote it"
+            )
         found = _manifest(folder, msgspec.json.decode(data, type=_Stored))
     except FileNotFoundError:
         raise CheckpointInvalid(f"{path}: missing; the checkpoint was never committed") from None
@@ -137,6 +155,13 @@ def committed(checkpoints: Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
+def step_of(folder: Path) -> int:
+    """The step in a folder's name."""
+    match = _FOLDER.fullmatch(folder.name)
+    assert match is not None, folder
+    return int(match[1])
+
+
 def fsync_path(path: Path) -> None:
     """Make a file's bytes, or a folder's entries, durable."""
     fd = os.open(path, os.O_RDONLY)
@@ -148,10 +173,6 @@ def fsync_path(path: Path) -> None:
 
 def _manifest(folder: Path, s: _Stored) -> Manifest:
     return Manifest(folder=folder, version=s.version, parent=s.parent, consumption=s.consumption, files=s.files, time=s.time)
-
-
-def _fact(path: Path) -> FileFact:
-    return FileFact(path.stat().st_size, _sha256(path))
 
 
 def _sha256(path: Path) -> str:

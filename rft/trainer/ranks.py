@@ -33,6 +33,10 @@ class RankPort(Protocol):
         """The result of the learner's method `method`."""
         ...
 
+    async def aside(self, method: str, *args: Any) -> Any:
+        """The same, beside the calls that are at work: for methods that no other rank waits for."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -115,8 +119,15 @@ class Ranks:
         assert isinstance(first, WeightManifest)
         return first
 
-    async def save(self, folder: Path, step: int) -> None:
-        await self._same("save", str(folder), step)
+    async def take(self, step: int, *, copy: bool) -> None:
+        """Every rank fixes what it will write; see `Learner.take`."""
+        await self._same("take", step, copy)
+
+    async def write(self, folder: Path) -> dict[str, str]:
+        """Every rank writes what it took, while steps may go on; sha256 by file name."""
+        mine = asyncio.to_thread(self._local.write, str(folder))
+        written = await asyncio.gather(mine, *(r.aside("write", str(folder)) for r in self._remote))
+        return {name: digest for part in written for name, digest in part.items()}
 
     async def export(self, folder: Path) -> None:
         await self._same("export", str(folder))

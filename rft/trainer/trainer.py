@@ -77,6 +77,8 @@ class Trainer:
         step, whole = self._start, True
         while step < self.settings.total_steps:
             began, self._seconds = time.perf_counter(), {}
+            if self._writing is not None and self._writing.done():
+                await self._written()
             lease = await self._lease(step + 1)
             if lease is None:
                 whole = not self._stop.is_set()
@@ -201,6 +203,7 @@ class Trainer:
         """Nothing more is trained: the last weights are published, saved and, if wanted, exported; then everyone is told."""
         if self._published != Version(self._lineage, step):
             await self._publish(step)
+        await self._written()
         export = self.settings.save_hf_checkpoint != "never"
         exported = (self.settings.checkpoint_dir / manifests.folder_name(step) / "huggingface").is_dir()
         if self._saved != step or (export and not exported):

@@ -25,10 +25,11 @@ async def inline(work, *args):  # type: ignore[no-untyped-def]
 
 
 async def save(folder: Path, step: int, *, lineage: int = 1, keep: int = 0) -> manifests.Manifest:
-    async def fill(aside: Path) -> None:
+    async def fill(aside: Path) -> dict[str, str]:
         assert aside.name.endswith(".tmp")
         (aside / "trainer").mkdir()
         (aside / "trainer" / "model.safetensors").write_bytes(b"weights of %d" % step)
+        return {}
 
     parent = Version(1, 0) if lineage > 1 else None
     return await Checkpoints(folder, keep=keep, run=inline).save(Version(lineage, step), parent, USED, fill)
@@ -39,7 +40,7 @@ async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -
     found = manifests.latest(tmp_path)
     assert found == made
     stored = json.loads((tmp_path / "global_step_3" / "manifest.json").read_text())
-    assert stored["format"] == 1 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
+    assert stored["format"] == 2 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
     assert stored["consumption"] == {"num_uses": 32, "digest": "ab" * 16, "cursor": 4}
     assert stored["files"]["trainer/model.safetensors"]["size"] == 12
     assert manifests.latest(tmp_path / "nothing") is None
@@ -54,7 +55,7 @@ async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -
         (lambda f: (f.parent.parent / "manifest.json").write_text("{"), "manifest.json: damaged"),
         (
             lambda f: (f.parent.parent / "manifest.json").write_text('{"format": 9}'),
-            "manifest.json: format 9, this version of rft reads 1",
+            "manifest.json: format 9, this version of rft reads 1 and 2",
         ),
     ],
 )

@@ -1,0 +1,222 @@
+"""Sharded files of a checkpoint: damage is named, other cuts are read, what is written later is what was taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rft.errors import CheckpointInvalid
+from rft.trainer import manifest as manifests
+from rft.trainer import shards, tensors
+from rft.trainer.checkpoint import Checkpoints, best_step
+from rft.trainer.learner import Learner
+from rft.trainer.pack import RankBatch, TrainRow
+from rft.trainer.settings import LearnerSettings, OptimSettings
+from rft.trainer.tensors import Files, Piece
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+USED = Consumption(num_uses=1, digest="ab" * 16, cursor=1)
+Settings = Callable[..., LearnerSettings]
+Batch = Callable[..., RankBatch]
+
+
+def cut(folder: Path, whole: dict[str, torch.Tensor], count: int, step: int) -> None:
+    """Write `whole` as `count` ranks would, rows dealt like FSDP2 does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(count):
+        pieces = []
+        for name, t in whole.items():
+            size = -(-t.shape[0] // count)
+            mine = t[rank * size : (rank + 1) * size]
+            if len(mine):
+                pieces.append(Piece(name, tuple(t.shape), min(rank * size, t.shape[0]), mine))
+        path = folder / f"model-{rank + 1:05d}-of-{count:05d}.safetensors"
+        tensors.write_pieces(path, pieces, {shards.STEP: str(step)})
+
+
+WHOLE = {"w": torch.randn(7, 5), "b": torch.arange(3, dtype=torch.bfloat16), "one": torch.randn(1, 4)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_any_cut_gives_the_tensors_back(count: int, tmp_path: Path) -> None:
+    cut(tmp_path, WHOLE, count, 1)
+    files = shards.find(tmp_path, "model")
+    assert {n: files.shape(n) for n in files} == {n: tuple(t.shape) for n, t in WHOLE.items()}
+    for name, t in WHOLE.items():
+        assert torch.equal(files.read(name), t)
+        into = torch.full(t.shape, 9.0)
+        files.fill(name, into)
+        assert torch.equal(into, t.float())
+    assert set(load_file(files.paths[0])) == set(WHOLE), "any safetensors library reads a file by itself"
+
+
+def test_one_file_of_an_older_checkpoint_is_read(tmp_path: Path) -> None:
+    save_file(WHOLE, tmp_path / "model.safetensors")
+    assert torch.equal(shards.find(tmp_path, "model").read("w"), WHOLE["w"])
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "delete", "swap"])
+async def test_damaged_shards_are_named_and_passed_over(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def inline(work: Any, *args: Any) -> Any:
+        return work(*args)
+
+    async def fill(aside: Path, step: int) -> dict[str, str]:
+        cut(aside / "trainer", {n: t + step for n, t in WHOLE.items()}, 2, step)
+        return {}
+
+    checkpoints = Checkpoints(tmp_path, keep=0, run=inline)
+    first, second = [await checkpoints.save(Version(1, n), None, USED, lambda f, n=n: fill(f, n)) for n in (1, 2)]  # type: ignore[misc]
+    name = "model-00002-of-00002.safetensors"
+    damaged, other = second.folder / "trainer" / name, first.folder / "trainer" / name
+    if how == "flip":
+        data = bytearray(damaged.read_bytes())
+        data[-3] ^= 0x10
+        damaged.write_bytes(data)
+    elif how == "truncate":
+        damaged.write_bytes(damaged.read_bytes()[:-7])
+    elif how == "delete":
+        damaged.unlink()
+    else:
+        shutil.copyfile(other, damaged)
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version == Version(1, 1) and f"trainer/{name}" in caplog.text
+    if how != "flip":  # what the headers alone tell, without a manifest
+        with pytest.raises(CheckpointInvalid, match=name):
+            files = shards.find(damaged.parent, "model")
+            for tensor in files:
+                files.read(tensor)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff" * 8, (5).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"],
+)
+def test_what_is_not_safetensors_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointInvalid, match=r"x.safetensors: cannot be read"):
+        Files([tmp_path / "x.safetensors"])
+
+
+def test_offsets_outside_the_file_are_refused(tmp_path: Path) -> None:
+    head = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"\0" * 8)
+    with pytest.raises(CheckpointInvalid, match=r"w does not have the bytes"):
+        Files([tmp_path / "x.safetensors"])
+
+
+def test_what_was_taken_is_written_though_training_went_on(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
+) -> None:
+    learner = Learner(settings())
+    learner.step(make_batch(rows, learner.settings))
+    learner.save(str(tmp_path / "now"), 1)
+    learner.take(1)
+    learner.step(make_batch(rows, learner.settings, step=2))
+    hashes = learner.write(str(tmp_path / "later"))
+    for kind in ("model", "optimizer"):
+        name = f"{kind}-00001-of-00001.safetensors"
+        assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()
+    files = [p for p in (tmp_path / "later").rglob("*") if p.is_file()]
+    assert hashes == {str(p.relative_to(tmp_path / "later")): manifests._sha256(p) for p in files}
+    assert "pretrained/config.json" in hashes
+
+
+async def test_a_crash_while_writing_leaves_the_earlier_one(tmp_path: Path) -> None:
+    """At most one is written at a time; while it is, the one before counts."""
+    started, go = threading.Event(), threading.Event()
+
+    async def fill(aside: Path) -> dict[str, str]:
+        cut(aside / "trainer", WHOLE, 2, 2)
+        started.set()
+        await asyncio.to_thread(go.wait, 20)
+        raise OSError("the disk is gone")
+
+    async def whole(aside: Path) -> dict[str, str]:
+        cut(aside / "trainer", WHOLE, 2, 1)
+        return {}
+
+    checkpoints = Checkpoints(tmp_path, keep=1, run=asyncio.to_thread)
+    await checkpoints.save(Version(1, 1), None, USED, whole)
+    writing = asyncio.ensure_future(checkpoints.save(Version(1, 2), None, USED, fill))
+    await asyncio.to_thread(started.wait, 20)
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version.step == 1
+    go.set()
+    with pytest.raises(OSError, match="the disk is gone"):
+        await writing
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version.step == 1
+
+
+async def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [
+        {"role": "explorer", "step": s, "time": 0.0, "values": {"eval/x": v}}
+        for s, v in [(1, 0.2), (2, 0.9), (3, None), (4, 0.9), (5, 0.1)]
+    ]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert best_step(metrics, "eval/x", "max", range(9)) == 4 and best_step(metrics, "eval/x", "max", (1, 2, 3)) == 2
+    assert best_step(metrics, "eval/x", "min", range(9)) == 5 and best_step(metrics, "no", "max", range(9)) is None
+
+    async def fill(aside: Path) -> dict[str, str]:
+        return {}
+
+    def best(steps: Any) -> int | None:
+        return best_step(metrics, "eval/x", "max", steps)
+
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in range(1, 7):
+        await Checkpoints(folder, keep=1, run=asyncio.to_thread, best=best).save(Version(1, step), None, USED, fill)
+    assert [manifests.step_of(f) for f in manifests.committed(folder)] == [4, 6]
+
+
+@pytest.mark.parametrize("name", ["nadam", "radam", "adagrad", "sgd"])
+def test_every_optimizer_goes_on_bit_for_bit(
+    name: Any, settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
+) -> None:
+    own = settings(optim=OptimSettings(optimizer_type=name, lr=1e-3, momentum=0.9, decay_norms_and_biases=False))
+    whole, second = Learner(own), Learner(own)
+    for step in (1, 2):
+        whole.step(make_batch(rows, own, step=step))
+    whole.save(str(tmp_path), 2)
+    second.load(str(tmp_path))
+    before = {n: p.detach().clone() for n, p in second.policy.names().items()}
+    for learner in (whole, second):
+        learner.step(make_batch(rows, own, step=3))
+    assert all(torch.equal(p, second.policy.names()[n]) for n, p in whole.policy.names().items())
+    assert any(not torch.equal(p, before[n]) for n, p in second.policy.names().items())
+    with pytest.raises(CheckpointInvalid, match=rf"state is of {name}, not of adamw"):
+        Learner(settings()).load(str(tmp_path))
+    weights_only = Learner(settings(load_contents=("model",)))
+    weights_only.load(str(tmp_path))
+    assert not weights_only.optimizer.state
+
+
+def test_norms_and_biases_can_be_left_undecayed(settings: Settings) -> None:
+    groups = Learner(settings(optim=OptimSettings(decay_norms_and_biases=False, weight_decay=0.1))).optimizer.param_groups
+    assert [(g["weight_decay"], {p.ndim for p in g["params"]}) for g in groups] == [(0.1, {2}), (0.0, {1})]
+
+
+def test_only_what_was_asked_for_is_saved(settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path) -> None:
+    learner = Learner(settings(save_contents=("model",)))
+    learner.step(make_batch(rows, learner.settings))
+    learner.save(str(tmp_path), 1)
+    assert shards.kinds(tmp_path) == {"model"}
+    again = Learner(settings())
+    again.load(str(tmp_path))
+    assert not again.optimizer.state
+    with pytest.raises(CheckpointInvalid, match=r"holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents"):
+        Learner(settings(load_contents=("model", "optimizer"))).load(str(tmp_path))
+    assert np.array_equal(learner.score([rows])[0][0]["old"], again.score([rows])[0][0]["old"])
