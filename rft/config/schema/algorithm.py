@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from rft.algorithm.args import KL_NAMES
 from rft.algorithm.catalog import ALGORITHMS, LATER
-from rft.algorithm.coming import KL_NAMES, coming
+from rft.algorithm.coming import coming
 from rft.config.schema.base import Args, IgnoreCase, Later, Section, key, renamed, section
 
 Schedule = Annotated[Literal["constant", "cosine", "wsd"], IgnoreCase]
@@ -80,6 +81,11 @@ class RolloutCorrectionConfig(Section):
     loss_type: Annotated[Literal["ppo_clip", "reinforce"], IgnoreCase] = key("ppo_clip", "Loss with bypass_mode.")
 
 
+def _waits(instead: str, names: tuple[str, ...]) -> Later | None:
+    """The mark of a key some of whose values are not there yet."""
+    return Later(instead, values=names) if names else None
+
+
 _PART = "its formula comes with the algorithms that use it; leave it out"
 
 
@@ -89,7 +95,7 @@ class AlgorithmConfig(Section):
     algorithm_type: Annotated[str, IgnoreCase] = key(
         "grpo",
         f"Gives the parts below that are not written: {', '.join(ALGORITHMS)}.",
-        later=Later("its parts come later; use grpo", values=tuple(LATER)),
+        later=_waits("what it needs comes later; use grpo", tuple(LATER)),
     )
     repeat_times: int | None = key(
         None, "Runs of each task, the size of a group.  Null: what the algorithm recommends.", unit="runs", ge=1
@@ -97,25 +103,26 @@ class AlgorithmConfig(Section):
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule.")
     sample_strategy: str | None = key(
         None,
-        "Which experiences make a batch: default = whole accepted groups, oldest first.  Null: the algorithm's own.",
-        later=Later(
+        "Which experiences make a batch: default = whole accepted groups, oldest first; pf_ppo = the same, its rows drawn anew by "
+        "their reward.  Null: the algorithm's own.",
+        later=_waits(
             "batches are whole accepted groups, oldest first; for staleness_control write synchronizer.max_staleness",
-            values=coming("sample_strategy"),
+            coming("sample_strategy"),
         ),
     )
     sample_strategy_args: Args = key({}, "Single arguments of sample_strategy that differ from its defaults.")
     advantage_fn: str | None = key(
-        None, "How rewards become advantages.  Null: the algorithm's own.", later=Later(_PART, values=coming("advantage_fn"))
+        None, "How rewards become advantages.  Null: the algorithm's own.", later=_waits(_PART, coming("advantage_fn"))
     )
     advantage_fn_args: Args = key({}, "Single arguments of advantage_fn that differ from its defaults.")
     policy_loss_fn: str | None = key(
-        None, "The policy loss.  Null: the algorithm's own.", later=Later(_PART, values=coming("policy_loss_fn"))
+        None, "The policy loss.  Null: the algorithm's own.", later=_waits(_PART, coming("policy_loss_fn"))
     )
     policy_loss_fn_args: Args = key({}, "Single arguments of policy_loss_fn that differ from its defaults.")
     kl_loss_fn: str | None = key(
         None,
         "KL loss against the reference model; none = no reference model.  Null: the algorithm's own.",
-        later=Later("use k3 or low_var_kl", values=coming("kl_loss_fn")),
+        later=_waits("use k3 or low_var_kl", coming("kl_loss_fn")),
     )
     kl_loss_fn_args: Args = key({}, "Single arguments of kl_loss_fn that differ from its defaults.")
     kl_penalty_fn: Annotated[KlPenalty, renamed(kl="k1", mse="k2")] = key(
@@ -123,7 +130,7 @@ class AlgorithmConfig(Section):
     )
     kl_penalty_fn_args: Args = key({}, "Single arguments of kl_penalty_fn that differ from its defaults.")
     entropy_loss_fn: str | None = key(
-        None, "Entropy bonus.  Null: the algorithm's own.", later=Later("use default", values=coming("entropy_loss_fn"))
+        None, "Entropy bonus.  Null: the algorithm's own.", later=_waits("use default", coming("entropy_loss_fn"))
     )
     entropy_loss_fn_args: Args = key({}, "Single arguments of entropy_loss_fn that differ from its defaults.")
     loss_agg_mode: (

@@ -180,6 +180,8 @@ async def test_reward_edits_hold_for_row_and_statistics(tmp_path: Path) -> None:
     raw.close()
     lease = await take(buffer, 1, 1, 1)
     assert lease.groups[0].rewards == (0.25, 1.0, 0.0, 1.0)
+    assert (lease.groups[0].runs, lease.groups[0].steps) == ((0, 1, 2, 3), (0, 0, 0, 0))
+    assert lease.groups[0].lengths == tuple(r.num_response_tokens for r in decode(lease.frame))
     assert decode(lease.frame)[0].reward == 0.25
     await buffer.close()
 

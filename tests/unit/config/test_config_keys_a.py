@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
-from rft.algorithm.args import ARGS, KINDS
+from rft.algorithm.args import ARGS, KINDS, KL_NAMES
 from rft.algorithm.catalog import ALGORITHMS, LATER
-from rft.algorithm.coming import COMING, KL_NAMES
+from rft.algorithm.coming import COMING
 from rft.config.active import listed
 from rft.config.known import advice
 from rft.config.load import load

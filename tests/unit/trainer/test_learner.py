@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rft.algorithm.argbase import Computed
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.trainer import optim
 from rft.trainer.learner import Learner
@@ -42,7 +43,10 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def state(learner: Learner) -> dict[str, torch.Tensor]:
-    return {n: t.detach().clone() for n, t in [*learner.policy.names().items(), *optim.moments(learner.optimizer, learner.policy.names()).items()]}
+    return {
+        n: t.detach().clone()
+        for n, t in [*learner.policy.names().items(), *optim.moments(learner.optimizer, learner.policy.names()).items()]
+    }
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_untied"])
@@ -66,6 +70,15 @@ def test_shared_prompts_and_any_cut_give_the_plain_gradient(
     assert len(batch.micro_batches) > 1
 
 
+def test_a_row_that_stands_twice_has_twice_the_gradient(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+    drawn = [rows[0], rows[0], rows[0], rows[4], rows[1]]
+    plain, shared = settings(share_prompts=False), settings()
+    expected_loss, expected = gradient(Learner(plain), make_batch(drawn, plain))
+    loss, found = gradient(Learner(shared), make_batch(drawn, shared))
+    assert loss == pytest.approx(expected_loss, abs=1e-6)
+    assert apart(found, expected) < 1e-5
+
+
 def test_log_probs_are_those_of_the_plain_model(settings: Settings, rows: list[TrainRow]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -78,6 +91,26 @@ def test_log_probs_are_those_of_the_plain_model(settings: Settings, rows: list[T
         at = np.flatnonzero(row.loss_mask)
         expected = torch.log_softmax(logits, -1)[at - 1, row.tokens[at].tolist()]
         assert np.abs(found["old"] - expected.numpy()).max() < 2e-5
+
+
+def test_sums_over_the_vocabulary_are_those_of_the_plain_model(settings: Settings, rows: list[TrainRow]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    learner = Learner(settings())
+    what: tuple[Computed, ...] = ("discriminator_mean", "entropy", "old", "sum_squares")
+    (scored,), (old,) = learner.score([rows], what), learner.score([rows])
+    plain = AutoModelForCausalLM.from_pretrained(learner.settings.model_path, dtype=torch.float32)
+    for row, found, before in zip(rows, scored, old, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.from_numpy(row.tokens)[None].long()).logits[0] / row.temperatures[0]
+        logp = torch.log_softmax(logits, -1)[np.flatnonzero(row.loss_mask) - 1].double()
+        p, entropy = logp.exp(), -(logp.exp() * logp).sum(-1)
+        assert np.abs(found["old"] - before["old"]).max() < 1e-6
+        assert np.abs(found["entropy"] - entropy.numpy()).max() < 5e-5
+        assert found["sum_squares"] == pytest.approx((p**2).sum(-1).numpy(), rel=1e-3)
+        assert found["discriminator_mean"] == pytest.approx(
+            (p**2 * (entropy[:, None] + logp)).sum(-1).numpy(), rel=1e-2, abs=1e-6
+        )
 
 
 def test_loss_scale_factor_divides_instead_of_the_longest_response(
@@ -166,7 +199,9 @@ def test_saved_and_loaded_goes_on_bit_for_bit(
 
 def test_loading_what_does_not_fit_names_the_file(settings: Settings, tiny_untied: Path, tmp_path: Path) -> None:
     Learner(settings()).save(str(tmp_path), 0)
-    with pytest.raises(CheckpointInvalid, match=r"model-00001-of-00001.safetensors: holds other tensors than this model, e.g. lm_head.weight"):
+    with pytest.raises(
+        CheckpointInvalid, match=r"model-00001-of-00001.safetensors: holds other tensors than this model, e.g. lm_head.weight"
+    ):
         Learner(settings(model_path=str(tiny_untied))).load(str(tmp_path))
     with pytest.raises(CheckpointInvalid, match=r"state.json"):
         Learner(settings()).load(str(tmp_path / "nowhere"))
@@ -234,4 +269,9 @@ def test_a_sliding_window_is_refused_when_sharing(
 def test_state_file_is_readable_json(settings: Settings, tmp_path: Path) -> None:
     Learner(settings()).save(str(tmp_path), 7)
     page = json.loads((tmp_path / "state.json").read_text())
-    assert {k: page[k] for k in ("step", "updates", "seed", "world_size")} == {"step": 7, "updates": 0, "seed": 42, "world_size": 1}
+    assert {k: page[k] for k in ("step", "updates", "seed", "world_size")} == {
+        "step": 7,
+        "updates": 0,
+        "seed": 42,
+        "world_size": 1,
+    }

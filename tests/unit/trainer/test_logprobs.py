@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rft.trainer.logprobs import token_logprobs
+from rft.trainer.logprobs import token_logprobs, token_statistics
 
 
 @pytest.mark.parametrize("chunk", [2, 5, 100])
@@ -35,3 +35,24 @@ def test_values_and_gradients_are_those_of_plain_log_softmax(chunk: int, with_bi
         assert found_entropy is None
     for mine, theirs in zip(torch.autograd.grad(loss, inputs), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_statistics_are_sums_over_the_vocabulary(chunk: int, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 4), torch.randn(11, 4)
+    bias = torch.randn(11) if with_bias else None
+    targets, temperatures = torch.randint(0, 11, (7,)), torch.rand(7) + 0.5
+    logp = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias).double() / temperatures[:, None], -1)
+    p, entropy = logp.exp(), -(logp.exp() * logp).sum(-1)
+    expected = (
+        logp.gather(1, targets[:, None])[:, 0],
+        entropy,
+        (p**2).sum(-1),
+        (p * (p * (entropy[:, None] + logp))).sum(-1),
+    )
+    found = token_statistics(hidden, weight, targets, temperatures, bias=bias, chunk_tokens=chunk)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
