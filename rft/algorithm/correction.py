@@ -69,8 +69,14 @@ def _bounds(args: CorrectionArgs) -> tuple[float, float]:
     except ValueError:
         numbers = []
     k1 = args.rollout_rs.endswith("k1")
-    if not numbers or not all(0 < n < float("inf") for n in numbers) or (len(numbers) == 2 and not (k1 and numbers[0] <= numbers[1])):
-        raise ValueError(f"rollout_rs_threshold {given!r} of {args.rollout_rs}: write a number above 0, such as {_example(args.rollout_rs)}")
+    if (
+        not numbers
+        or not all(0 < n < float("inf") for n in numbers)
+        or (len(numbers) == 2 and not (k1 and numbers[0] <= numbers[1]))
+    ):
+        raise ValueError(
+            f"rollout_rs_threshold {given!r} of {args.rollout_rs}: write a number above 0, such as {_example(args.rollout_rs)}"
+        )
     if not k1:
         return -float("inf"), numbers[0]
     lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])

@@ -77,7 +77,10 @@ class Critic:
     def __init__(self, settings: LearnerSettings) -> None:
         c = settings.critic
         self.settings = replace(
-            settings, model_path=c.model_path or settings.model_path, optim=c.optim, gradient_checkpointing=c.gradient_checkpointing
+            settings,
+            model_path=c.model_path or settings.model_path,
+            optim=c.optim,
+            gradient_checkpointing=c.gradient_checkpointing,
         )
         self._cliprange = c.cliprange_value
         self.model = load(self.settings)

@@ -92,7 +92,9 @@ def make(
     shares = _shares(made, plan(kept, world_size, budget), kept, lease.step, kl_coefs.get("kl_loss"))
     critic = None
     if critic_budget is not None:
-        taught = [row for row in made if not row.is_expert and (critic_budget.rows is not None or row.keep is None or row.keep.any())]
+        taught = [
+            row for row in made if not row.is_expert and (critic_budget.rows is not None or row.keep is None or row.keep.any())
+        ]
         critic = _shares(taught, plan(taught, world_size, critic_budget), taught, lease.step, None)
     tokens = sum(map(_counted, made))
     staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]

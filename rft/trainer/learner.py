@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -334,10 +334,10 @@ class Learner:
         self.take(step, copy=False)
         return self.write(folder)
 
-    def take(self, step: int, copy: bool = True) -> None:
-        """Fix what `write` will write.  `copy`: training may go on before it is written."""
+    def take(self, step: int, copy: bool = True, kl_coefs: Mapping[str, float] | None = None) -> None:
+        """Fix what `write` will write.  `copy`: training may go on before it is written.  `kl_coefs`: see `Ranks.kl_coefs`."""
         with self._memory("copying a checkpoint to the host"):
-            self._taken = saving.take(self._trained(), self.settings, step, copy=copy)
+            self._taken = saving.take(self._trained(), self.settings, step, copy=copy, kl_coefs=kl_coefs or {})
 
     def write(self, folder: str) -> dict[str, str]:
         """Write what was taken.  Not collective: it may run in a thread of its own while steps go on."""
@@ -345,9 +345,14 @@ class Learner:
         assert taken is not None, "take() comes first"
         return saving.write(taken, Path(folder), self.settings, self.rank)
 
-    def load(self, folder: str) -> None:
-        """Go on from a folder that `save` wrote with any number of ranks.  Raises CheckpointInvalid naming the file that does not fit."""
+    def load(self, folder: str) -> dict[str, float]:
+        """Go on from a folder that `save` wrote with any number of ranks; returns its factors of the KL terms.
+
+        Raises CheckpointInvalid naming the file that does not fit.
+        """
         saving.load(self._trained(), self.settings, Path(folder))
+        self._window_is_now = False
+        return {name: float(value) for name, value in saving.read_page(Path(folder)).get("kl_coefs", {}).items()}
 
     def _trained(self) -> list[saving.Trained]:
         critic = [saving.Trained(self.critic.model, self.critic.optimizer, "critic_")] if self.critic is not None else []

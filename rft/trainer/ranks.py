@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from rft.algorithm.argbase import Computed
-from rft.errors import ConfigError
+from rft.algorithm.catalog import controllers
+from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
@@ -40,16 +41,23 @@ class RankPort(Protocol):
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step over all ranks: sums added, maxima combined."""
+    """One step over all ranks: sums added, maxima combined.  Otherwise as `learner.StepResult`."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
     trained_tokens: int
     computed_positions: int
-    finite: bool
+    updates: int
+    skipped: int
     grad_norm: float
     lr: float
     seconds: dict[str, float]
+    critic: StepReport | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step changed weights, so that its rows are used."""
+        return self.updates > 0 or (self.critic is not None and self.critic.finite)
 
 
 class Ranks:
@@ -58,6 +66,7 @@ class Ranks:
     def __init__(self, local: Learner, remote: Sequence[RankPort] = ()) -> None:
         self.settings = local.settings
         self.algorithm = local.algorithm
+        self.controllers = controllers(self.settings.algorithm)
         self._local, self._remote = local, tuple(remote)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._turn = asyncio.Lock()
@@ -75,26 +84,48 @@ class Ranks:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.micro_batch_size_per_gpu")
         return Budget(s.max_token_len_per_gpu, s.share_prompts, None if s.use_dynamic_bsz else s.micro_batch_size)
 
-    async def step(self, shares: Sequence[RankBatch]) -> StepReport:
-        """One train step; `shares[r]` is rank r's."""
-        results: list[StepResult] = await self._all("step", [(share,) for share in shares])
-        sums: dict[str, float] = {}
-        maxima: dict[str, float] = {}
-        for result in results:
-            for name, value in result.sums.items():
-                sums[name] = sums.get(name, 0.0) + value
-            for name, value in result.maxima.items():
-                maxima[name] = max(maxima.get(name, value), value)
-        return StepReport(
-            sums=sums,
-            maxima=maxima,
-            trained_tokens=sum(r.trained_tokens for r in results),
-            computed_positions=sum(r.computed_positions for r in results),
-            finite=all(r.finite for r in results),
-            grad_norm=results[0].grad_norm,
-            lr=results[0].lr,
-            seconds={name: max(r.seconds[name] for r in results) for name in results[0].seconds},
-        )
+    @property
+    def critic_budget(self) -> Budget | None:
+        """Of what the critic learns; None where there is none."""
+        if not self.algorithm.needs.critic:
+            return None
+        c = self.settings.critic
+        if not c.use_dynamic_bsz and c.micro_batch_size is None:
+            raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.critic.micro_batch_size_per_gpu")
+        return Budget(c.max_token_len_per_gpu, self.settings.share_prompts, None if c.use_dynamic_bsz else c.micro_batch_size)
+
+    @property
+    def before(self) -> frozenset[Computed]:
+        """What is computed for all rows before a step: what the algorithm reads, and what must not change between its updates."""
+        s, needs = self.settings, self.algorithm.needs
+        found = needs.before
+        if not s.algorithm.bypass_old_logprobs and (s.ppo_epochs > 1 or s.algorithm.proximal_window):
+            found |= {"old"}
+        if needs.reference and s.ppo_epochs > 1:
+            found |= {"ref"}
+        return found
+
+    @property
+    def kl_coefs(self) -> dict[str, float]:
+        """The factors of the KL terms in the next step."""
+        return {name: controller.coef for name, controller in self.controllers.items()}
+
+    async def step(self, shares: Sequence[RankBatch], critic: Sequence[RankBatch] | None = None) -> StepReport:
+        """One train step; `shares[r]` is rank r's, `critic[r]` what its critic learns."""
+        learnt = critic or [None] * len(shares)
+        return _report(await self._all("step", list(zip(shares, learnt, strict=True))))
+
+    def steer(self, kl_penalty: float | None, report: StepReport, rows: int, tokens: int) -> None:
+        """Let the controllers see the KL of a step that changed the weights: of the reward's, and of the loss's by `report`."""
+        seen = {"kl_penalty": kl_penalty, "kl_loss": report.sums["kl"] / tokens if "kl" in report.sums else None}
+        for name, controller in self.controllers.items():
+            if (kl := seen[name]) is not None:
+                controller.update(kl, rows)
+
+    async def remember(self) -> None:
+        """Keep the weights as they are as the proximal policy, where the algorithm has one."""
+        if self.settings.algorithm.proximal_window:
+            await self._same("remember")
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         """Log-probs, float32 [len(tokens) - prompt_length], of each row's tokens after its prompt."""
@@ -103,16 +134,40 @@ class Ranks:
         found = iter(await self.compute(asked, ("old",)))
         return [next(found)["old"] if row.loss_mask.any() else np.zeros(0, np.float32) for row in made]
 
-    async def compute(self, rows: Sequence[TrainRow], what: Sequence[Computed]) -> list[Scored]:
-        """For each row what was asked for, float32 [L] each, under the weights as they are."""
-        cut = plan(rows, self.world_size, Budget(self.budget.tokens, self.budget.share_prompts))
-        results = await self._all("score", [([[rows[i] for i in micro] for micro in mine], tuple(what)) for mine in cut])
+    async def prepare(self, rows: Sequence[TrainRow]) -> list[Scored]:
+        """What is computed `before` a step, for each row; the policy is the proximal one where the algorithm has one."""
+        before, proximal = self.before, self.settings.algorithm.proximal_window
+        found: list[Scored] = [{} for _ in rows]
+        for what in (before - {"values"}, before & {"values"}):
+            if what:
+                for scored, more in zip(found, await self.compute(rows, sorted(what), proximal=proximal), strict=True):
+                    scored.update(more)
+        return found
+
+    async def compute(self, rows: Sequence[TrainRow], what: Sequence[Computed], *, proximal: bool = False) -> list[Scored]:
+        """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: see `remember`."""
+        cut = self._cut(rows, "values" in what)
+        results = await self._all(
+            "score", [([[rows[i] for i in micro] for micro in mine], tuple(what), proximal) for mine in cut]
+        )
         found: list[Scored] = [{}] * len(rows)
         for mine, result in zip(cut, results, strict=True):
             for micro, scores in zip(mine, result, strict=True):
                 for i, score in zip(micro, scores, strict=True):
                     found[i] = score
         return found
+
+    def _cut(self, rows: Sequence[TrainRow], values: bool) -> list[list[list[int]]]:
+        """Micro-batches of a forward pass over any number of rows."""
+        s, c = self.settings, self.settings.critic
+        if values and not c.use_dynamic_bsz and (size := c.forward_micro_batch_size):
+            each = -(-len(rows) // self.world_size)
+            steps = -(-each // size) * size
+            shares = [range(rank * each, min((rank + 1) * each, len(rows))) for rank in range(self.world_size)]
+            return [[list(share[at : at + size]) for at in range(0, steps, size)] for share in shares]
+        return plan(
+            rows, self.world_size, Budget(c.forward_max_token_len_per_gpu if values else self.budget.tokens, s.share_prompts)
+        )
 
     async def stage(self, version: Version, transport: Transport) -> WeightManifest:
         first, *_ = await self._all("stage", [(version, transport), *((version, None) for _ in self._remote)])
@@ -121,7 +176,7 @@ class Ranks:
 
     async def take(self, step: int, *, copy: bool) -> None:
         """Every rank fixes what it will write; see `Learner.take`."""
-        await self._same("take", step, copy)
+        await self._same("take", step, copy, self.kl_coefs)
 
     async def write(self, folder: Path) -> dict[str, str]:
         """Every rank writes what it took, while steps may go on; sha256 by file name."""
@@ -134,7 +189,14 @@ class Ranks:
 
     async def load(self, checkpoint: str | Path) -> None:
         """Go on from a committed checkpoint folder (`global_step_N`)."""
-        await self._same("load", str(Path(checkpoint) / "trainer"))
+        coefs, *_ = await self._same("load", str(Path(checkpoint) / "trainer"))
+        if "extra" not in (self.settings.load_contents or ("extra",)):
+            return
+        for name, controller in self.controllers.items():
+            if name in coefs:
+                controller.coef = coefs[name]
+            elif controller.target is not None:
+                raise CheckpointInvalid(f"{checkpoint}: has no factor of the adaptive {name}; it was written without one")
 
     async def aside(self, work: Any, *args: Any) -> Any:
         """Run blocking `work` in the local rank's thread, between collective calls."""
@@ -148,6 +210,30 @@ class Ranks:
         async with self._turn:
             local = asyncio.get_running_loop().run_in_executor(self._thread, getattr(self._local, method), *args[0])
             return list(await asyncio.gather(local, *(r.call(method, *a) for r, a in zip(self._remote, args[1:], strict=True))))
+
+
+def _report(results: Sequence[StepResult]) -> StepReport:
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for result in results:
+        for name, value in result.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in result.maxima.items():
+            maxima[name] = max(maxima.get(name, value), value)
+    critics = [r.critic for r in results if r.critic is not None]
+    first = results[0]
+    return StepReport(
+        sums=sums,
+        maxima=maxima,
+        trained_tokens=sum(r.trained_tokens for r in results),
+        computed_positions=sum(r.computed_positions for r in results),
+        updates=first.updates,
+        skipped=first.skipped,
+        grad_norm=first.grad_norm,
+        lr=first.lr,
+        seconds={name: max(r.seconds[name] for r in results) for name in first.seconds},
+        critic=_report(critics) if critics else None,
+    )
 
 
 def _train_row(row: ScoreRow) -> TrainRow:

@@ -56,8 +56,11 @@ class Taken:
     page: dict[str, Any]
 
 
-def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy: bool) -> Taken:
-    """The state after `step`.  `copy`: on the host, so that it stays as it is while training goes on."""
+def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy: bool, kl_coefs: Mapping[str, float]) -> Taken:
+    """The state after `step`.  `copy`: on the host, so that it stays as it is while training goes on.
+
+    `kl_coefs`: factors of the KL terms in the next step.
+    """
     pieces: dict[str, list[Piece]] = {}
     for part in parts:
         names = part.policy.names()
@@ -74,6 +77,7 @@ def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy
         "optimizer_type": settings.optim.optimizer_type,
         "optimizer": {f"{prefix}optimizer": values for prefix, values in numbers.items()},
         "world_size": settings.world_size,
+        "kl_coefs": dict(kl_coefs),
     }
     return Taken(step, pieces, page)
 

@@ -23,6 +23,7 @@ from rft.trainer import feed as feeds
 from rft.trainer import manifest as manifests
 from rft.trainer.checkpoint import Checkpoints, best_step
 from rft.trainer.feed import Feed
+from rft.trainer.numbers import numbers
 from rft.trainer.manifest import Manifest
 from rft.trainer.ranks import Ranks, StepReport
 from rft.trainer.settings import TrainerSettings
@@ -63,6 +64,7 @@ class Trainer:
         self._saved: int | None = parent.step if parent is not None else None
         self._nonfinite = 0
         self._seconds: dict[str, float] = {}
+        self._kl_coefs: dict[str, float] = {}  # of the step at hand
 
     async def run(self) -> None:
         """Until `total_steps`, the end of data, or `stop`.  Raises RunFailed after too many non-finite steps in a row."""
@@ -136,22 +138,33 @@ class Trainer:
                     task.cancel()
                 await asyncio.gather(lease, stop, return_exceptions=True)
 
-    async def _train(self, lease: Lease) -> tuple[Feed, StepReport]:
-        """Train on the lease and account for its rows."""
+    async def _train(self, lease: Lease) -> tuple[Feed, StepReport | None]:
+        """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
+        ranks, report = self._ranks, None
         with self._timed("train"):
-            learner, needs = self._ranks.settings, self._ranks.algorithm.needs
-            given, before = feeds.read(lease, samples=needs.samples, pairs=needs.pairs), needs.before
+            needs = ranks.algorithm.needs
+            given = feeds.read(lease, samples=needs.samples, pairs=needs.pairs)
             feed = feeds.make(
                 given,
-                self._ranks.algorithm,
-                self._ranks.budget,
-                world_size=self._ranks.world_size,
-                computed=await self._ranks.compute(given.rows, sorted(before)) if before else (),
-                seed=learner.seed,
+                ranks.algorithm,
+                ranks.budget,
+                world_size=ranks.world_size,
+                computed=await ranks.prepare(given.rows),
+                seed=ranks.settings.seed,
+                critic_budget=ranks.critic_budget,
+                kl_coefs=ranks.kl_coefs,
             )
-            report = await self._ranks.step(feed.shares)
-        if report.finite:
+            self._kl_coefs = ranks.kl_coefs
+            if feed.tokens:
+                report = await ranks.step(feed.shares, feed.critic)
+        if report is None:
+            log.warning(
+                "step %d: the algorithm rejects every token of its %d rows; nothing is learnt from them", lease.step, feed.rows
+            )
+            await self._buffer.explain(lease.step, "rejected")
+        elif report.finite:
             self._nonfinite = 0
+            ranks.steer(feed.kl, report, feed.rows, feed.tokens)
             await self._buffer.use(lease.step)
         else:
             self._nonfinite += 1
@@ -172,6 +185,7 @@ class Trainer:
         if before is not None:
             self._transport.release(before)
         self._published = version
+        await self._ranks.remember()
 
     async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
         """Commit a checkpoint of `step`.  Without `wait` it is written while steps go on, one at a time."""
@@ -212,19 +226,22 @@ class Trainer:
 
     # ------------------------------------------------------------ numbers
 
-    async def _log(self, step: int, feed: Feed, report: StepReport, lease: Lease, seconds: float) -> None:
+    async def _log(self, step: int, feed: Feed, report: StepReport | None, lease: Lease, seconds: float) -> None:
         train_s = self._seconds["train"]
         values = {
             **feed.metrics,
-            **_actor(feed, report),
             "experience/available": float(lease.available_after),
-            "train/finite": float(report.finite),
             "perf/step_s": seconds,
             "perf/tokens_per_s": feed.tokens / train_s,
-            "perf/computed_positions": float(report.computed_positions),
             **{f"time/{name}_s": value for name, value in self._seconds.items()},
-            **{f"time/train/{name}_s": value for name, value in report.seconds.items()},
         }
+        if report is not None:
+            values |= {
+                **numbers(feed, report, self._kl_coefs),
+                "train/finite": float(report.finite),
+                "perf/computed_positions": float(report.computed_positions),
+                **{f"time/train/{name}_s": value for name, value in report.seconds.items()},
+            }
         await self._sink.log(MetricRecord(role="trainer", step=step, time=time.time(), values=values))
 
     @contextmanager
@@ -241,18 +258,3 @@ def _best(s: TrainerSettings) -> Callable[[Collection[int]], int | None] | None:
     if s.best_metric is None:
         return None
     return partial(best_step, s.checkpoint_dir.parent / METRICS, s.best_metric, s.best_mode)
-
-
-def _actor(feed: Feed, report: StepReport) -> dict[str, float]:
-    """Means of the loss's numbers.  Rows left out (exactly zero loss) count in the losses; ratios are over computed tokens."""
-    values = {"actor/loss": 0.0, "actor/pg_loss": 0.0, "actor/grad_norm": report.grad_norm, "actor/lr": report.lr}
-    computed = max(1, report.trained_tokens)
-    for name, value in report.sums.items():
-        if name == "abs_diff":
-            continue
-        values[f"actor/{name}"] = value / (feed.tokens if name.endswith("loss") else computed)  # losses are zero for rows left out
-    values |= {f"actor/{name}": value for name, value in report.maxima.items() if name != "abs_diff"}
-    if "abs_diff" in report.sums and not any(feed.staleness):
-        values["mismatch/abs_diff_mean"] = report.sums["abs_diff"] / computed
-        values["mismatch/abs_diff_max"] = report.maxima["abs_diff"]
-    return values
