@@ -24,7 +24,7 @@ def sapo(x: LossInputs, args: SapoArgs) -> LossOutput:
     Example: ratio 1.5 gives a gate of 2.489837 for tau 1 and 2.393585 for tau 1.05.
     """
     a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
-    tau = torch.where(a > 0, args.tau_pos, args.tau_neg).to(a.dtype)
+    tau = torch.where(a > 0, torch.full_like(a, args.tau_pos), torch.full_like(a, args.tau_neg))
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
     loss = aggregate(weighted(-a * gate, x), x)
     sums, maxima = ratios.told(log_ratio, x)
