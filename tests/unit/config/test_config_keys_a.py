@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -176,27 +177,46 @@ def test_wrong_arguments_are_refused_with_their_path(overrides: tuple[str, ...],
 
 def test_arguments_that_are_not_active_on_parts_that_are() -> None:
     found = waiting(
-        "algorithm.advantage_fn_args={std_threshold: 0.1, std_cal_level: batch, rank_penalty: 0.2, epsilon: 1e-4}",
-        "algorithm.policy_loss_fn_args={enable_sequence_masking: true, delta_sequence_masking: 0.2, clip_range: 0.3}",
+        "algorithm.advantage_fn_args={std_threshold: 0.1, duplicate_experiences: true, std_cal_level: batch, rank_penalty: 0.2}",
         "algorithm.kl_loss_fn=k2",
         "algorithm.kl_loss_fn_args={adaptive: true, target_kl: 0.2, kl_coef: 0.01}",
     )
     assert found == {
         "algorithm.advantage_fn_args.std_threshold": (0.1, False),
-        "algorithm.advantage_fn_args.std_cal_level": ("batch", False),
-        "algorithm.advantage_fn_args.rank_penalty": (0.2, False),
-        "algorithm.policy_loss_fn_args.enable_sequence_masking": (True, False),
-        "algorithm.policy_loss_fn_args.delta_sequence_masking": (0.2, True),
-        "algorithm.kl_loss_fn_args.adaptive": (True, False),
-        "algorithm.kl_loss_fn_args.target_kl": (0.2, True),
+        "algorithm.advantage_fn_args.duplicate_experiences": (True, False),
+    }
+    assert waiting("algorithm.algorithm_type=jsd", "algorithm.advantage_fn_args.chunk_size=8") == {
+        "algorithm.advantage_fn_args.chunk_size": (8, True)
     }
     assert not waiting("algorithm.advantage_fn_args={std_threshold: null, std_cal_level: group}", "algorithm.kl_loss_fn=none")
 
 
-def test_arguments_of_a_later_algorithm_reach_the_plan() -> None:
-    found = waiting("algorithm.algorithm_type=gspo", "algorithm.policy_loss_fn_args.clip_range_high=5e-4")
-    assert found["algorithm.policy_loss_fn_args.clip_range_high"] == (5e-4, False)
+def test_arguments_of_an_algorithm_reach_the_plan() -> None:
+    a = plan("algorithm.algorithm_type=gspo", "algorithm.policy_loss_fn_args.clip_range_high=5e-4").learner.algorithm
+    assert a.policy_loss_fn_args["clip_range_high"] == 5e-4
     assert plan("algorithm.algorithm_type=dapo").learner.algorithm.policy_loss_fn_args["clip_range_high"] == 0.28
+    a = plan("algorithm.sample_strategy=pf_ppo", "algorithm.sample_strategy_args.weight_pow=3").learner.algorithm
+    assert (a.sample_strategy, a.sample_strategy_args) == ("pf_ppo", {"weight_pow": 3})
+
+
+@pytest.mark.parametrize("part", ["gigpo", "optimal_token_baseline", "grpo"])
+def test_advantages_that_compare_tokens_need_whole_groups(part: str) -> None:
+    given = [f"algorithm.advantage_fn={part}", "buffer.batch_size=3", "algorithm.repeat_times=4"]
+    if part == "grpo":
+        given.append("algorithm.advantage_fn_args.rank_penalty=0.1")
+    assert plan(*given).trainer.batch_groups == 3 and plan(*given, "buffer.train_batch_size=12").trainer.batch_groups == 3
+    with pytest.raises(
+        ConfigError, match=r"buffer\.train_batch_size: counts rows, which may split a group.*batch_size x repeat_times"
+    ):
+        plan(*given, "buffer.train_batch_size=6")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("remax", r'info\["baseline_reward"\]'), ("jsd", "teacher_logprobs"), ("gigpo", "env_state_hash_key")]
+)
+def test_what_a_workflow_has_to_write_is_told(name: str, says: str) -> None:
+    (note,) = [n for n in plan(f"algorithm.algorithm_type={name}").notes if " reads " in n]
+    assert re.search(says, note)
 
 
 def test_older_names_are_taken_with_a_warning() -> None:
@@ -212,7 +232,7 @@ def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
 
 
 def test_names_stand_once() -> None:
-    assert get_args(KlPenalty) == ("none", *KL_NAMES)
+    assert set(get_args(KlPenalty)) == {"none", *KL_NAMES}
     told = {key for key, _ in listed()}
     assert "algorithm.advantage_fn_args.std_threshold of grpo" in told and "trainer.critic" in told
     assert not ALGORITHMS.keys() & LATER.keys() and {k for k, _ in COMING} <= KINDS.keys()
