@@ -9,18 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rft.algorithm.aggregate import aggregate
-from rft.algorithm.args import AGG_MODES, GrpoArgs, KlArgs, PpoArgs
+from rft.algorithm.args import GrpoArgs, KlArgs, PpoArgs
 from rft.algorithm.base import Denominators, LossInputs, LossOutput, StepInputs, StepRow
-from rft.algorithm.build import build
 from rft.algorithm.grpo import grpo
 from rft.algorithm.kl import ESTIMATORS
 from rft.algorithm.ppo import ppo
 from rft.plugins import REGISTRY
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
 
 
@@ -218,60 +214,3 @@ def test_aggregation(mode: str, expected: float) -> None:
 def test_a_step_without_valid_tokens_has_no_loss() -> None:
     with pytest.raises(ValueError, match="no loss"):
         ppo(inputs([0.0], mask=[False]), PpoArgs())
-
-
-# ---------------------------------------------------------------- other cut, same gradient
-
-
-def cut(full: dict[str, torch.Tensor], rows: list[int], d: Denominators) -> LossInputs:
-    where = torch.isin(full["row"], torch.tensor(rows, dtype=torch.int64))
-    renumbered = torch.searchsorted(torch.tensor(sorted(rows)), full["row"][where])
-    part = {k: v[where] for k, v in full.items() if k != "row"}
-    return LossInputs(**part, row=renumbered, num_rows=len(rows), denominators=d)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=7),
-    mode=st.sampled_from(AGG_MODES),
-    kl_name=st.sampled_from(["none", "k2", "low_var_kl+"]),
-    data=st.data(),
-)
-def test_same_data_other_cut_same_gradient(seed: int, lengths: list[int], mode: str, kl_name: str, data: st.DataObject) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    n = sum(lengths)
-    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    mask = torch.rand(n, generator=rng) < 0.7
-    mask[0] = True
-    theta = torch.randn(n, generator=rng, dtype=torch.float64).mul(0.5).requires_grad_()
-    noise = [torch.randn(n, generator=rng, dtype=torch.float64) * 0.5 for _ in range(3)]
-    full = {
-        "logprobs": theta * 1.0,
-        "entropy": theta.exp(),
-        "old_logprobs": noise[0],
-        "advantages": noise[1],
-        "ref_logprobs": noise[2],
-        "mask": mask,
-        "row": row,
-    }
-    d = Denominators(tokens=float(mask.sum()), rows=float(len(row[mask].unique())), max_response_tokens=6)
-    algorithm = build(
-        AlgorithmSettings(
-            kl_loss_fn=kl_name,
-            kl_loss_fn_args={} if kl_name == "none" else {"kl_coef": 0.3},
-            entropy_loss_fn="default",
-            entropy_loss_fn_args={"entropy_coef": 0.1},
-            loss_agg_mode=mode,
-        )
-    )
-    whole = algorithm.loss(cut(full, list(range(len(lengths))), d))
-    (expected,) = torch.autograd.grad(whole.loss, theta, retain_graph=True)
-    places = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
-    parts = [cut(full, [r for r, p in enumerate(places) if p == part], d) for part in range(4)]  # empty ones too
-    outs = [algorithm.loss(p) for p in parts]
-    (grad,) = torch.autograd.grad(sum(o.loss for o in outs), theta)  # type: ignore[arg-type]
-    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
-    for name, value in whole.sums.items():
-        torch.testing.assert_close(sum(o.sums[name] for o in outs), value, rtol=1e-6, atol=1e-9)
-    assert max(o.maxima["ratio_max"] for o in outs) == whole.maxima["ratio_max"]
