@@ -14,7 +14,7 @@ from typing import Any
 from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, accept_args
 from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults, compares_in_groups
 from rft.algorithm.coming import COMING
-from rft.config import roles, steps
+from rft.config import policies, roles, steps
 from rft.config.active import used
 from rft.config.plan import Facts, Plan
 from rft.config.problems import Problems
@@ -48,6 +48,8 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     num_explore, num_train = steps.steps(config, train, num_batches, p)
     groups, rows = steps.batch(config, train, compares, p)
     _advantage_inputs(algorithm, rows, p)
+    policies.whole_groups(algorithm, compares, rows, p)
+    policies.critic(config, algorithm, facts, p)
     learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, find, p)
     roles.micro_batches(config, train, learner, p)
     roles.deterministic(config, train, p)
@@ -243,9 +245,9 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
     settings = AlgorithmSettings(
         algorithm_type=there.name,
         loss_agg_mode=a.loss_agg_mode or base.loss_agg_mode,
-        bypass_old_logprobs=a.bypass_old_logprobs,
         **parts,
     )
+    settings = policies.policies(config, settings, p)
     return settings, repeat_times, compares_in_groups(a.advantage_fn or base.advantage_fn)
 
 

@@ -15,7 +15,7 @@ from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
 from rft.taskset.settings import TasksetSettings
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
+from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
 
 
 def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettings, str, int, str]:
@@ -210,7 +210,6 @@ def learner(
     p: Problems,
 ) -> LearnerSettings:
     t, o = config.trainer, config.algorithm.optimizer
-    _schedule(t.critic.optimizer, "trainer.critic.optimizer", p)
     if t.grad_clip is not None and o.clip_grad is not None and t.grad_clip != o.clip_grad:
         p.error(
             "trainer.grad_clip",
@@ -243,6 +242,7 @@ def learner(
     threads = t.cpu_threads or max(1, facts.cpus // (world if device == "cpu" else 1))
     if t.cpu_threads is None:
         p.derive("trainer.cpu_threads", threads, f"{facts.cpus} cores for {world} rank(s)")
+    critic = _critic(config, clip, budget, lengths[0], steps, find, p)
     return LearnerSettings(
         model_path=find(config.model.model_path),
         device=device,
@@ -263,7 +263,11 @@ def learner(
             weight_decay=o.weight_decay,
             clip_grad=clip,
         ),
+        critic=critic,
         total_steps=steps or 1,
+        ppo_epochs=t.ppo_epochs,
+        shuffle_minibatches=t.shuffle_minibatches,
+        data_seed=config.seed if t.data_seed is None else t.data_seed,
         max_token_len_per_gpu=budget,
         use_dynamic_bsz=t.use_dynamic_bsz,
         micro_batch_size=t.micro_batch_size_per_gpu,
@@ -277,6 +281,56 @@ def learner(
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
         deterministic=config.deterministic,
+    )
+
+
+def _critic(
+    config: RunConfig, clip: float, budget: int, longest: int, steps: int | None, find: Callable[[str], str], p: Problems
+) -> CriticSettings:
+    """`clip` and `budget` are the policy's."""
+    t, c = config.trainer, config.trainer.critic
+    o = c.optimizer
+    dynamic = t.use_dynamic_bsz if c.use_dynamic_bsz is None else c.use_dynamic_bsz
+    tokens = c.max_token_len_per_gpu or budget
+    forward = c.forward_max_token_len_per_gpu or tokens
+    for name, value in (("max_token_len_per_gpu", tokens), ("forward_max_token_len_per_gpu", forward)):
+        if getattr(c, name) is not None and value < longest and dynamic:
+            p.error(
+                f"trainer.critic.{name}",
+                f"is {value} tokens; the longest experience may have {longest} (max_model_len)",
+                given=value,
+            )
+    rows = c.micro_batch_size_per_gpu or t.micro_batch_size_per_gpu
+    if not dynamic and rows is None:
+        p.error("trainer.critic.micro_batch_size_per_gpu", "is required with use_dynamic_bsz: false")
+    if o.lr_warmup_steps > (steps or o.lr_warmup_steps):
+        p.warn(f"trainer.critic.optimizer.lr_warmup_steps {o.lr_warmup_steps} is longer than the run ({steps} train steps)")
+    return CriticSettings(
+        model_path=find(config.model.critic_model_path or config.model.model_path),
+        optim=OptimSettings(
+            lr=o.lr,
+            lr_warmup_steps=o.lr_warmup_steps,
+            lr_warmup_steps_ratio=o.lr_warmup_steps_ratio,
+            lr_warmup_from_zero=o.lr_warmup_from_zero,
+            min_lr_ratio=o.min_lr_ratio,
+            num_cycles=o.num_cycles,
+            lr_scheduler_type=_schedule(o, "trainer.critic.optimizer", p),
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            clip_grad=c.grad_clip or clip,
+        ),
+        warmup=t.critic_warmup,
+        ppo_epochs=c.ppo_epochs or t.ppo_epochs,
+        cliprange_value=c.cliprange_value,
+        max_token_len_per_gpu=tokens,
+        forward_max_token_len_per_gpu=forward,
+        use_dynamic_bsz=dynamic,
+        micro_batch_size=rows,
+        forward_micro_batch_size=c.forward_micro_batch_size_per_gpu or rows,
+        gradient_checkpointing=(
+            t.enable_gradient_checkpointing if c.enable_gradient_checkpointing is None else c.enable_gradient_checkpointing
+        ),
     )
 
 

@@ -23,8 +23,8 @@ from rft.trainer import feed as feeds
 from rft.trainer import manifest as manifests
 from rft.trainer.checkpoint import Checkpoints, best_step
 from rft.trainer.feed import Feed
-from rft.trainer.numbers import numbers
 from rft.trainer.manifest import Manifest
+from rft.trainer.numbers import numbers
 from rft.trainer.ranks import Ranks, StepReport
 from rft.trainer.settings import TrainerSettings
 from rft.types.ids import Version

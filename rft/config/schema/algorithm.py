@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.algorithm.args import KL_NAMES
 from rft.algorithm.catalog import ALGORITHMS, LATER
 from rft.algorithm.coming import coming
 from rft.config.schema.base import Args, IgnoreCase, Later, Section, key, renamed, section
@@ -71,14 +70,20 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Annotated[Literal["none", "token", "sequence"], IgnoreCase] | None = key(
         None, "Importance weights of tokens or of whole sequences.  Null or none: no weights."
     )
-    rollout_is_threshold: float = key(2.0, "Largest weight.", gt=0)
+    rollout_is_threshold: float = key(2.0, "Largest weight; larger ones are cut to it.", gt=0)
     rollout_is_batch_normalize: bool = key(False, "Divide weights by their mean.")
     rollout_rs: Rejection | None = key(None, "Statistic by which tokens or sequences are rejected.  Null or none: nothing is.")
     rollout_rs_threshold: float | str | None = key(
-        None, 'Largest value that is kept; for k1 an upper bound of the ratio, or "lower_upper".'
+        None,
+        "Largest value that is kept; for k1 the largest ratio of the engine's probability to the trainer's, or \"lower_upper\"; the lower "
+        "bound is else 1 / the upper one.  Needed with rollout_rs.",
     )
-    bypass_mode: bool = key(False, "Take the engines' log-probs as the old ones.")
-    loss_type: Annotated[Literal["ppo_clip", "reinforce"], IgnoreCase] = key("ppo_clip", "Loss with bypass_mode.")
+    bypass_mode: bool = key(
+        False, "Take the engines' log-probs as the old ones (two policies); the clipped ratio is then not weighted again."
+    )
+    loss_type: Annotated[Literal["ppo_clip", "reinforce"], IgnoreCase] = key(
+        "ppo_clip", "Loss with bypass_mode; reinforce: -advantage x log-prob x weight, without a clipped ratio."
+    )
 
 
 def _waits(instead: str, names: tuple[str, ...]) -> Later | None:
@@ -126,7 +131,8 @@ class AlgorithmConfig(Section):
     )
     kl_loss_fn_args: Args = key({}, "Single arguments of kl_loss_fn that differ from its defaults.")
     kl_penalty_fn: Annotated[KlPenalty, renamed(kl="k1", mse="k2")] = key(
-        "none", "KL inside the reward.", later=Later("no KL is taken from the reward; use kl_loss_fn", values=KL_NAMES)
+        "none",
+        "KL against the reference model, taken from the rewards of the tokens before the advantages; none: rewards as they are.",
     )
     kl_penalty_fn_args: Args = key({}, "Single arguments of kl_penalty_fn that differ from its defaults.")
     entropy_loss_fn: str | None = key(
@@ -145,9 +151,11 @@ class AlgorithmConfig(Section):
     )
     compute_prox_logprobs: bool = key(
         False,
-        "Old log-probs of a window's first weights beside the engines' (three policies).",
-        later=Later("old log-probs are the engines', or with bypass_old_logprobs: false those of the weights at hand"),
+        "Old log-probs are those of the weights that the engines got last (three policies): between two versions the ratio is taken "
+        "against the window's first weights.  Costs a copy of the weights in host memory with sync_interval above 1.",
     )
     rollout_correction: RolloutCorrectionConfig | None = key(
-        None, "Correction for a policy that has moved on.", later=Later("nothing is weighted or rejected; leave it out")
+        None,
+        "Correction for rows that another policy has written.  With bypass_mode: false old log-probs are the trainer's own, computed "
+        "before the step (three policies).",
     )

@@ -42,8 +42,7 @@ class ModelConfig(Section):
     )
     critic_model_path: str | None = key(
         None,
-        "Model that the critic begins with.  Null: model_path.",
-        later=Later("no active algorithm has a critic", harmless=True),
+        "Model that the critic begins with: its transformer layers, with a new output that gives 0.  Null: model_path.",
     )
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.", on_resume="safe")
     external_lib: str | None = key(

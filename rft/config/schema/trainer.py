@@ -31,10 +31,19 @@ class CriticConfig(Section):
         None, "The same when values are only computed.", unit="tokens", on_resume="safe", ge=1
     )
     use_dynamic_bsz: bool | None = key(None, "Micro-batches by token budget instead of by rows.", on_resume="safe")
-    use_remove_padding: bool = key(True, "Batches are packed without padding.", on_resume="safe")
+    use_remove_padding: bool = key(
+        True,
+        "Batches are packed without padding.",
+        on_resume="safe",
+        later=Later("batches are packed as the policy's are", harmless=True, values=(False,)),
+    )
     enable_gradient_checkpointing: bool | None = key(None, "Recompute activations in the backward pass.", on_resume="safe")
-    param_offload: bool = key(False, "Keep parameters on the host between uses.", on_resume="safe")
-    optimizer_offload: bool = key(False, "Keep optimizer state on the host between uses.", on_resume="safe")
+    param_offload: bool = key(
+        False, "Keep parameters on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
+    )
+    optimizer_offload: bool = key(
+        False, "Keep optimizer state on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
+    )
     grad_clip: float | None = key(None, "Largest gradient norm.  Null: trainer.grad_clip.", unit="gradient norm", gt=0)
     cliprange_value: float = key(0.5, "Values are clipped to this distance from the old ones.", gt=0)
     ppo_epochs: int | None = key(None, "Passes over a batch.  Null: trainer.ppo_epochs.", unit="passes", ge=1)
@@ -146,23 +155,16 @@ class TrainerConfig(Section):
         ge=1,
     )
     ppo_epochs: int = key(
-        1, "Passes over a batch, each with its own update.", unit="passes", ge=1, later=Later("a batch is used once")
+        1,
+        "Passes over a batch, each with its own update; old log-probs are those before the first.",
+        unit="passes",
+        ge=1,
     )
     shuffle_minibatches: bool = key(
-        False,
-        "Shuffle a batch between passes.",
-        later=Later("a step is one update of a whole batch, so its order has no effect", harmless=True),
+        False, "Take the micro-batches in another order in every pass; rounding apart this changes nothing.", on_resume="safe"
     )
-    data_seed: int | None = key(
-        None, "Seed of that shuffle.  Null: seed.", ge=0, later=Later("nothing is shuffled in the trainer", harmless=True)
-    )
-    critic_warmup: int = key(
-        0,
-        "Train steps in which only the critic is trained.",
-        unit="train steps",
-        ge=0,
-        later=Later("there is no critic; write 0"),
-    )
+    data_seed: int | None = key(None, "Seed of that order.  Null: seed.", on_resume="safe", ge=0)
+    critic_warmup: int = key(0, "First train steps in which only the critic is trained.", unit="train steps", ge=0)
     use_remove_padding: bool = key(
         True,
         "Batches are packed without padding.",
@@ -254,7 +256,7 @@ class TrainerConfig(Section):
         on_resume="safe",
         later=Later("samples of every evaluation are logged", harmless=True),
     )
-    critic: CriticConfig = section(CriticConfig, "The critic.", later=Later("no active algorithm has a critic", harmless=True))
+    critic: CriticConfig = section(CriticConfig, "The critic, where the algorithm has one.")
     ref: RefConfig = section(
         RefConfig, "The reference model.", later=Later("it is placed and cut into micro-batches as the policy is", harmless=True)
     )
