@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, accept_args
-from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults, compares_in_groups
+from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, accept_args
+from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
 from rft.algorithm.coming import COMING
+from rft.algorithm.loss_args import LOSSES
 from rft.config import policies, roles, steps
 from rft.config.active import used
 from rft.config.plan import Facts, Plan
@@ -232,8 +233,7 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
             part, args = getattr(there, kind), dict(getattr(there, f"{kind}_args", {}))
         if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
-    if a.loss_agg_mode is None:
-        p.derive("algorithm.loss_agg_mode", base.loss_agg_mode, f"of algorithm {base.name}")
+    loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], p)
     repeat_times = a.repeat_times or base.repeat_times
     if a.repeat_times is None:
         p.derive("algorithm.repeat_times", repeat_times, f"of algorithm {base.name}")
@@ -244,11 +244,28 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
             p.error(f"{key}.betas", "each must be in [0, 1)", given=list(o.betas))
     settings = AlgorithmSettings(
         algorithm_type=there.name,
-        loss_agg_mode=a.loss_agg_mode or base.loss_agg_mode,
+        loss_agg_mode=loss_agg_mode,
         **parts,
     )
     settings = policies.policies(config, settings, p)
     return settings, repeat_times, compares_in_groups(a.advantage_fn or base.advantage_fn)
+
+
+def _loss_agg_mode(written: AggMode | None, base: AlgorithmDefaults, loss: str, p: Problems) -> AggMode:
+    """What is written, else what a loss is defined with that the algorithm does not imply, else the algorithm's."""
+    model = LOSSES.get(loss)
+    if written is not None:
+        if model is not None and model.fixed_agg:
+            p.warn(
+                f"algorithm.loss_agg_mode: {loss} is a mean over sequences or pairs; {written} holds for KL and entropy terms only"
+            )
+        return written
+    if model is None or model.agg_mode is None or loss == base.policy_loss_fn:
+        mode, of = base.loss_agg_mode, f"of algorithm {base.name}"
+    else:
+        mode, of = model.agg_mode, f"of policy loss {loss}"
+    p.derive("algorithm.loss_agg_mode", mode, of)
+    return mode
 
 
 def _advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problems) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rft.convert import table
 from rft.convert.draft import Draft
-from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ENGINE, OPTIM, ROLLOUT, estimator_name
+from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ENGINE, OPTIM, ROLLOUT, by_tokens, estimator_name
 from rft.convert.sizes import has_critic, is_async, micro_batch
 
 Condition = Callable[[Draft], bool]
@@ -65,7 +65,7 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     ("algorithm.policy_loss_fn_args.clip_ratio_c", f"{ACTOR}.clip_ratio_c", _vanilla),
     ("algorithm.entropy_loss_fn", ("default",), _always),
     ("algorithm.entropy_loss_fn_args.entropy_coef", f"{ACTOR}.entropy_coeff", _always),
-    ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", _always),
+    ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", by_tokens),
     (f"{OPTIM}.lr", f"{ACTOR}.optim.lr", _always),
     (f"{OPTIM}.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda d: not d.has(f"{OPTIM}.lr_warmup_steps")),
     (f"{OPTIM}.lr_warmup_from_zero", (True,), _warms_up),

@@ -47,3 +47,8 @@ def estimator_name(d: Draft) -> str:
     """veRL's name; its default where the launch names one that is refused."""
     name = d.text("algorithm.adv_estimator")
     return name if name in ESTIMATORS else "gae"
+
+
+def by_tokens(d: Draft) -> bool:
+    """Whether veRL's loss reads loss_agg_mode: those of sequences are always seq-mean-token-mean."""
+    return d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") not in ("gspo", "sapo", "geo_mean")

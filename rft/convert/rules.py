@@ -26,6 +26,7 @@ from rft.convert.names import (
     RM,
     RM_SERVED,
     ROLLOUT,
+    by_tokens,
 )
 from rft.convert.rule import Rule, always, derived, ignored, only_if, refused, scaled, to, via, write
 from rft.convert.sizes import has_critic
@@ -87,6 +88,9 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.kl_loss_type": do.kl_name("kl_loss_fn", f"{ACTOR}.use_kl_loss"),
     f"{ACTOR}.kl_loss_coef": do.kl_arg("algorithm.kl_loss_fn_args.kl_coef", f"{ACTOR}.use_kl_loss"),
     f"{ACTOR}.policy_loss.loss_mode": Rule(do.loss_mode, ("algorithm.policy_loss_fn",), native=True),
+    f"{ACTOR}.loss_agg_mode": only_if(
+        by_tokens, "this loss is seq-mean-token-mean there, whatever is written; so it is here", to("algorithm.loss_agg_mode")
+    ),
     f"{ACTOR}.policy_loss.kl_cov_ratio": do.loss_arg("kl_cov"),
     f"{ACTOR}.policy_loss.ppo_kl_coef": do.loss_arg("kl_cov"),
     f"{ACTOR}.tau_pos": do.loss_arg("sapo"),
