@@ -62,7 +62,7 @@ def _without(x: StepInputs, a: np.ndarray, drop: np.ndarray, name: str) -> Advan
     bad = int((a < 0).sum())
     metrics = {
         f"{name}/frac_clipped": float(drop.mean()) if len(drop) else 0.0,
-        f"{name}/frac_clipped_neg": drop.sum() / max(bad, 1),
+        f"{name}/frac_clipped_neg": float(drop.sum()) / max(bad, 1),
     }
     return Advantages(values=cut(np.where(drop, np.float32(0), a)), keep=cut(~drop), metrics=metrics)
 

@@ -429,6 +429,13 @@ def test_clips_by_entropy(seed: int) -> None:
     np.testing.assert_array_equal(np.concatenate(made.keep), ~(far & (a < 0))[p.mask])
     p.agrees(made.values, np.where(far & (a < 0), 0, a))
 
+    raised = [replace(r, entropy=r.entropy + np.float32(3)) for r in p.x.rows if r.entropy is not None]  # scores far from 0
+    score = np.exp(old) * (h + 3 + old)
+    far = (score - score[p.mask].mean() < -0.3 * score[p.mask].std()) & (a < 0)
+    made = advantages("clipb", step(raised), mu=0.3)
+    assert made.keep is not None and far[p.mask].any()
+    np.testing.assert_array_equal(np.concatenate(made.keep), ~far[p.mask])
+
     d = p.mean_score.astype(np.float64) - s
     far = (d > 1.1 * d[p.mask].std()) & (a < 0) & p.mask
     made = advantages("clipv", p.x, mu=1.1, max_frac=1.0)
