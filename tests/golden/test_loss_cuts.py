@@ -116,7 +116,7 @@ def _extra(name: str, arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("mode", AGG_MODES)
 @pytest.mark.parametrize("name", [n for k, n in ARGS if k == "policy_loss_fn"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_same_data_other_cut_same_gradient(name: str, mode: str, data: st.DataObject) -> None:
     kl = data.draw(st.sampled_from(["none", *(n + plus for n in KL_NAMES for plus in ("", "+"))]))

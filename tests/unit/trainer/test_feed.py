@@ -113,3 +113,49 @@ def test_rows_without_group_statistics_are_refused() -> None:
     given = lease([experience(0, 0, 1.0)])
     with pytest.raises(RunFailed, match="no statistics of its group"):
         feed.read(msgspec.structs.replace(given, groups=()))
+
+
+# ---------------------------------------------------------------- what a policy loss needs of its rows
+
+
+def test_rows_without_advantage_are_computed_where_their_loss_is_not_zero() -> None:
+    rows = [experience(1, 0, 1.0), experience(1, 1, 1.0)]
+    assert make(rows, policy_loss_fn="gspo").skipped_rows == 2
+    k2 = {"regularizer": "k2", "regularizer_coef": 0.1}
+    assert make(rows, policy_loss_fn="rec", advantage_fn="rec").skipped_rows == 2
+    assert make(rows, policy_loss_fn="rec", advantage_fn="rec", policy_loss_fn_args=k2).skipped_rows == 0
+    assert make(rows, entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.1}).skipped_rows == 0
+
+
+def test_imitation_takes_rows_without_a_sampling_policy() -> None:
+    bare = experience(0, 0, 1.0, has_logprobs=False, sampling=())
+    given = feed.read(lease([bare]), samples="none")
+    made = feed.make(given, build(AlgorithmSettings(policy_loss_fn="sft", advantage_fn="none")), Budget(100), world_size=1)
+    assert made.skipped_rows == 0 and made.tokens == 2
+
+
+def test_an_experts_rows_are_counted_apart() -> None:
+    rows = [experience(0, 0, 1.0), experience(0, 1, 0.0), experience(1, 0, 1.0, is_expert=True, has_logprobs=False)]
+    with pytest.raises(RunFailed, match="no log-probs"):
+        feed.read(lease(rows))
+    made = feed.make(
+        feed.read(lease(rows), samples="own"), build(AlgorithmSettings(policy_loss_fn="mix")), Budget(100), world_size=1
+    )
+    (share,) = made.shares
+    assert (share.tokens, share.rows, share.expert_tokens, share.expert_rows) == (6.0, 3.0, 2.0, 1.0)
+    assert [r.is_expert for m in share.micro_batches for r in m] == [False, False, True]
+
+
+def test_pairs_are_marked_and_checked() -> None:
+    good = [experience(0, 0, 1.0), experience(0, 1, 0.0), experience(1, 0, 1.0), experience(1, 1, 0.0)]
+    rows = feed.read(lease(good), samples="none", pairs=True).rows
+    assert [r.pair for r in rows] == [rows[0].group] * 2 + [rows[2].group] * 2
+    assert not feed.read(lease(good)).rows[0].pair
+    for bad, says in (
+        (good[:3], "is alone; a preference loss needs pairs"),
+        ([good[0], good[2]], "is not followed by the other one of its pair"),
+        ([good[0], good[0]], "is not followed by the other one of its pair"),
+        ([good[1], good[0]], "comes first in its pair, as the chosen one, but has the lower reward"),
+    ):
+        with pytest.raises(RunFailed, match=says):
+            feed.read(lease(bad), samples="none", pairs=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rft.errors import ConfigError
 from rft.trainer.pack import Budget, TrainRow, plan
@@ -54,3 +55,29 @@ def test_fixed_micro_batches_must_divide(make_row: Callable[..., TrainRow]) -> N
     assert plan(rows, 2, Budget(tokens=1, rows=2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     with pytest.raises(ConfigError, match="8 rows cannot be cut into micro-batches of 3 on 2 rank"):
         plan(rows, 2, Budget(tokens=1, rows=3))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture is a pure function
+@given(lengths=st.lists(st.integers(2, 9), min_size=1, max_size=8), world_size=st.integers(1, 3), share=st.booleans())
+def test_a_pair_is_never_split(make_row: Callable[..., TrainRow], lengths: list[int], world_size: int, share: bool) -> None:
+    made = []
+    for i, length in enumerate(lengths):
+        group = str(i % 2)  # several pairs of one prompt
+        made += [replace(make_row([1, 2], list(range(n)), group=group), pair=str(i)) for n in (length, length + 1)]
+    budget = Budget(tokens=24, share_prompts=share)
+    ranks = plan(made, world_size, budget)
+    micros = [micro for mine in ranks for micro in mine if micro]
+    assert sorted(i for micro in micros for i in micro) == list(range(len(made)))
+    assert all(i % 2 == 0 and j == i + 1 for micro in micros for i, j in zip(micro[0::2], micro[1::2], strict=True))
+    assert all(budget.cost([made[i] for i in micro]) <= 24 for micro in micros)
+
+
+def test_pairs_that_do_not_fit_are_refused(make_row: Callable[..., TrainRow]) -> None:
+    pair = [replace(make_row([1], [2] * 6), pair="a") for _ in range(2)]
+    with pytest.raises(ConfigError, match="one pair alone has 12 tokens, more than the 10"):
+        plan(pair, 1, Budget(tokens=10, share_prompts=False))
+    with pytest.raises(ConfigError, match="odd number of rows"):
+        plan(pair * 3, 1, Budget(tokens=10, rows=3))
+    assert plan([*pair, *(replace(r, pair="b") for r in pair)], 1, Budget(tokens=10, rows=2)) == [[[0, 1], [2, 3]]]
+    with pytest.raises(ValueError, match="row 0 of pair 'a' is not followed by the other one"):
+        plan([pair[0], replace(pair[0], pair="b"), pair[1]], 1, Budget(tokens=100))

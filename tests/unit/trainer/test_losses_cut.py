@@ -1,0 +1,78 @@
+"""Every policy loss on a model: the gradient of the weights is the same however the step is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rft.algorithm.build import build
+from rft.algorithm.loss_args import LOSSES
+from rft.trainer.learner import Learner
+from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.settings import AlgorithmSettings, LearnerSettings
+
+ARGUMENTS = {"gspo": {"clip_range": 0.3}, "mix": {"mu": 0.5}, "mix_chord": {"mu_peak": 0.5, "mu_valley": 0.5}}
+
+
+@pytest.fixture
+def learner(settings: Callable[..., LearnerSettings]) -> Learner:
+    """With a reference model that differs from the policy."""
+    made = Learner(settings(algorithm=AlgorithmSettings(kl_loss_fn="k2")))
+    assert made.reference is not None
+    with torch.no_grad():
+        for p in made.reference.parameters():
+            p.mul_(1.02)
+    return made
+
+
+def step_of(rows: list[TrainRow], budget: Budget) -> RankBatch:
+    (cut,) = plan(rows, 1, budget)
+    expert = [r for r in rows if r.is_expert]
+    return RankBatch(
+        step=1,
+        micro_batches=tuple(tuple(rows[i] for i in m) for m in cut),
+        tokens=float(sum(r.loss_mask.sum() for r in rows)),
+        rows=float(len(rows)),
+        expert_tokens=float(sum(r.loss_mask.sum() for r in expert)),
+        expert_rows=float(len(expert)),
+    )
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_cut_gives_the_same_gradient(name: str, learner: Learner, rows: list[TrainRow]) -> None:
+    rng = np.random.default_rng(3)
+    model = LOSSES[name]
+    made = []
+    for i, row in enumerate(rows):
+        extra = {key: (rng.random(int(row.loss_mask.sum())) < 0.5).astype(np.float32) for key in ("m2po_kept", "cov_chosen")}
+        logprobs = np.where(row.loss_mask, row.logprobs + rng.normal(0, 0.3, len(row.tokens)), 0).astype(np.float32)
+        pair = str(i // 2) if model.pairs else ""
+        is_expert = model.samples == "own" and i % 3 == 0
+        made.append(msgspec.structs.replace(row, extra=extra, logprobs=logprobs, pair=pair, is_expert=is_expert))
+    learner.algorithm = build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args=ARGUMENTS.get(name, {})))
+    found = []
+    for tokens in (4000, 40):
+        batch = step_of(made, Budget(tokens))
+        assert (len(batch.micro_batches) > 2) == (tokens == 40)
+        found.append(_gradient(learner, batch))
+    (loss, whole), (other, cut) = found
+    assert loss == pytest.approx(other, rel=1e-5, abs=1e-6)
+    scale = max(float(g.abs().max()) for g in whole.values())
+    assert scale > 0
+    assert max(float((whole[n] - cut[n]).abs().max()) for n in whole) <= 1e-5 * scale
+
+
+def _gradient(learner: Learner, batch: RankBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(lr: float) -> float:
+        found.update({n: p.grad.clone() for n, p in learner.policy.names().items() if p.grad is not None})
+        learner.optimizer.zero_grad()
+        return 1.0
+
+    learner._update = keep  # type: ignore[method-assign]
+    return learner.step(batch).sums["loss"] / batch.tokens, found
