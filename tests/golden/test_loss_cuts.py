@@ -114,11 +114,26 @@ def _extra(name: str, arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
     return {key: torch.from_numpy(np.concatenate(values)).double() for key, values in made.items()}
 
 
+ALL = [n for k, n in ARGS if k == "policy_loss_fn"]
+
+
 @pytest.mark.parametrize("mode", AGG_MODES)
-@pytest.mark.parametrize("name", [n for k, n in ARGS if k == "policy_loss_fn"])
+@pytest.mark.parametrize("name", ALL)
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_same_data_other_cut_same_gradient(name: str, mode: str, data: st.DataObject) -> None:
+    _other_cut(name, mode, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_same_data_many_other_cuts_same_gradient(name: str, data: st.DataObject) -> None:
+    _other_cut(name, data.draw(st.sampled_from(AGG_MODES)), data)
+
+
+def _other_cut(name: str, mode: str, data: st.DataObject) -> None:
     kl = data.draw(st.sampled_from(["none", *(n + plus for n in KL_NAMES for plus in ("", "+"))]))
     algorithm = build(
         AlgorithmSettings(

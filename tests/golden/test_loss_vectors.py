@@ -406,6 +406,54 @@ def test_float32_is_near_float64() -> None:
         assert near == pytest.approx(exact, rel=2e-5, abs=1e-6), name
 
 
+# ---------------------------------------------------------------- KL losses
+
+
+def kl_token(name: str, live: float, ref: float, old: float) -> float:
+    d = ref - live
+    if name == "low_var_kl":
+        d = clip(d, -20, 20)
+        return clip(math.exp(d) - d - 1, -10, 10)
+    k3 = math.exp(d) - d - 1
+    return {
+        "k1": -d,
+        "abs": abs(d),
+        "k2": d * d / 2,
+        "k3": k3,
+        "corrected_k3": min(math.exp(live - old), 2.0) * k3,
+    }[name]
+
+
+@pytest.mark.parametrize("mode", AGG_MODES)
+@pytest.mark.parametrize("name", [n for k, n in ARGS if k == "kl_loss_fn" and n != "none"])
+def test_kl_value_and_gradient(name: str, mode: str) -> None:
+    """`name+` has the gradient of k2 and the value of `name`."""
+    REGISTRY.scan_package("rft.algorithm")
+    s = step(11)
+    s.old[0] = s.logprobs[0] - 1  # a ratio above 2
+
+    def formula(live: Array, name: str) -> float:
+        return 0.5 * aggregated([kl_token(name, *v) for v in zip(live, s.ref, s.old, strict=True)], s.rows, mode)
+
+    x = s.inputs(mode)
+    out = REGISTRY.get("kl_loss_fn", name).obj(x, ARGS["kl_loss_fn", name].model_validate({"kl_coef": 0.5}))
+    assert out.loss.item() == pytest.approx(formula(s.logprobs, name.rstrip("+")), rel=1e-9)
+    (grad,) = torch.autograd.grad(out.loss, x.logprobs)
+    pull = "k2" if name.endswith("+") else name
+    expected = []
+    for t in range(len(s.logprobs)):
+        h = np.zeros(len(s.logprobs))
+        h[t] = 1e-6
+        expected.append((formula(s.logprobs + h, pull) - formula(s.logprobs - h, pull)) / 2e-6)
+    np.testing.assert_allclose(grad.numpy(), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_an_expert_has_no_old_policy_to_correct_for() -> None:
+    s = replace(step(12), expert=np.ones(21, bool))
+    kl = lambda name: REGISTRY.get("kl_loss_fn", name).obj(s.inputs(), ARGS["kl_loss_fn", name].model_validate({})).loss  # noqa: E731
+    assert kl("corrected_k3").item() == pytest.approx(kl("k3").item())
+
+
 # ---------------------------------------------------------------- numbers by hand
 
 
