@@ -115,7 +115,7 @@ _EVERY: dict[str, AlgorithmDefaults] = {
         _of("dpo", "none", "dpo", 2, "Direct preference optimisation (arXiv:2305.18290)."),
     )
 }
-_WAIT_FOR_MORE = ("ppo", "raft", "sft", "cpt", "dpo")  # a critic, rows without a sampling policy: more than their parts
+_WAIT_FOR_MORE = ("raft", "sft", "cpt", "dpo")  # rows without a sampling policy: more than their parts
 
 
 def _there(d: AlgorithmDefaults) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rft import plugins
+from rft.algorithm.catalog import needs
 from rft.config import modelfiles
 from rft.config.active import NotActive
 from rft.config.advice import advise
@@ -199,6 +200,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         problems.take(e)
     else:
         _model_fits(model, plan, problems)
+        _critic_fits(model, plan, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
     if not problems.errors:
         opened = {t.settings.name: t for t in seen.opened}
@@ -233,7 +235,10 @@ def _memory(
     except ValueError as e:
         problems.note(f"memory is not estimated: {e}")
         return ()
-    roles = estimate(plan, known, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
+    critic = plan.learner.critic.model_path
+    other = modelfiles.sizes(critic) if critic not in ("", plan.learner.model_path) else None
+    valued = shape(*other) if other is not None else None
+    roles = estimate(plan, known, critic=valued, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
     for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
         problems.warn(text)
@@ -250,6 +255,22 @@ def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> R
         plan=plan,
         **more,
     )
+
+
+def _critic_fits(policy: modelfiles.ModelFiles, plan: Plan, problems: Problems) -> None:
+    """The critic reads the policy's tokens with weights of its own."""
+    path, key = plan.learner.critic.model_path, "model.critic_model_path"
+    if path in ("", plan.learner.model_path) or not needs(plan.learner.algorithm).critic:
+        return
+    try:
+        found = modelfiles.look(path)
+    except ConfigError as e:
+        for error in e.errors if isinstance(e, ConfigErrors) else [e]:
+            problems.error(key, error.message, given=path)
+        return
+    ours, theirs = policy.config.get("vocab_size"), found.config.get("vocab_size")
+    if ours != theirs:
+        problems.error(key, f"has a vocabulary of {theirs}, the policy one of {ours}; both read the same tokens", given=path)
 
 
 def _storage_is_there(plan: Plan, problems: Problems) -> None:

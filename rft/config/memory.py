@@ -6,7 +6,7 @@ sizes and the constants below, which are the same for every model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rft.algorithm.catalog import needs
 from rft.config.modelshape import ModelShape
@@ -79,17 +79,25 @@ class MicroBatch:
 
 
 def estimate(
-    plan: Plan, shape: ModelShape, *, prompt_tokens: int | None = None, gpu_memory: int | None = None
+    plan: Plan,
+    shape: ModelShape,
+    *,
+    critic: ModelShape | None = None,
+    prompt_tokens: int | None = None,
+    gpu_memory: int | None = None,
 ) -> tuple[RoleMemory, ...]:
     """Peak memory of every role.  `prompt_tokens`: the longest prompt there is, where the tasks were looked at; else the longest allowed.
 
+    `critic`: its sizes, where they are not the policy's.
     `gpu_memory`: bytes of each GPU; without it a GPU engine's share of the device stays open.
     """
     prompt = min(
         prompt_tokens or plan.engines[0].max_model_len, plan.engines[0].max_prompt_tokens or plan.engines[0].max_model_len
     )
     engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines if explores(plan.mode))
-    ranks = tuple(trainer(plan, rank, shape, prompt) for rank in range(plan.learner.world_size) if trains(plan.mode))
+    ranks = tuple(
+        trainer(plan, rank, shape, critic or shape, prompt) for rank in range(plan.learner.world_size) if trains(plan.mode)
+    )
     sent = shape.parameters * BYTES[plan.learner.dtype]
     rest = [
         Term("explorer, buffer, coordinator", 3 * PART_PROCESS, f"3 processes of {PART_PROCESS // MIB} MiB"),
@@ -192,8 +200,11 @@ def _response(plan: Plan) -> int:
 # ---------------------------------------------------------------- trainer
 
 
-def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int) -> RoleMemory:
-    """One rank: float32 weights, gradients and AdamW moments in W shards, and what one micro-batch needs."""
+def trainer(plan: Plan, rank: int, shape: ModelShape, critic: ModelShape, prompt: int) -> RoleMemory:
+    """One rank: float32 weights, gradients and AdamW moments in W shards, and what one micro-batch needs.
+
+    Policy and critic are trained one after the other; what stays of the critic meanwhile are its weights and moments.
+    """
     s = plan.learner
     world, item, sharded = s.world_size, BYTES[s.dtype], s.world_size > 1 or s.dtype != "float32"
     share = shape.parameters * 4 // world
@@ -206,6 +217,8 @@ def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int) -> RoleMemory
     # gradients are there all the time.
     begins = saved + max(forward, backward + head) + (0 if micro.alone else share)
     ends = share + (head if shape.tied or sharded else 0)
+    valued = _critic_step(plan, critic, prompt) if needed.critic else 0
+    values = (critic.parameters - (0 if critic.tied else critic.embedding)) * 4 // world  # without the output layer
     terms = [
         Term("CUDA context", CUDA_CONTEXT + (NCCL if world > 1 else 0), "constant")
         if s.device == "cuda"
@@ -213,15 +226,33 @@ def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int) -> RoleMemory
         Term("weights", share, f"{_count(shape.parameters, 4)} / {world} rank(s)"),
         Term("AdamW moments", 2 * share, "two for every weight"),
         Term("reference model", share if needed.reference else 0, "frozen float32 weights"),
+        Term("critic", 3 * values if needed.critic else 0, "weights and AdamW moments of a second model"),
+        Term("weights of the window's start", share if s.algorithm.proximal_window and s.device == "cpu" else 0, "a copy"),
         Term("gathered layers", _gathered(shape, s, item) if sharded else 0, "FSDP2: embeddings and two layers whole"),
         Term(
             "micro-batch, or gradients",
-            max(begins, ends),
-            f"larger of {_size(begins)} ({micro.rows} rows, {micro.positions} positions: layers {_size(saved)}, logits "
+            max(begins, ends, valued),
+            (f"the critic's {_size(valued)}, more than the " if valued > max(begins, ends) else "")
+            + f"larger of {_size(begins)} ({micro.rows} rows, {micro.positions} positions: layers {_size(saved)}, logits "
             f"{_size(max(forward, backward))}{'' if micro.alone else f', gradients {_size(share)}'}) and {_size(ends)}",
         ),
     ]
     return RoleMemory(role=f"trainer-{rank}", device=s.device, terms=tuple(t for t in terms if t.nbytes))
+
+
+def _critic_step(plan: Plan, shape: ModelShape, prompt: int) -> int:
+    """What a micro-batch of the critic adds to its weights and moments; its output is one number for each token."""
+    c = plan.learner.critic
+    s = replace(
+        plan.learner,
+        max_token_len_per_gpu=c.max_token_len_per_gpu,
+        use_dynamic_bsz=c.use_dynamic_bsz,
+        micro_batch_size=c.micro_batch_size,
+        gradient_checkpointing=c.gradient_checkpointing,
+    )
+    micro = micro_batch(replace(plan, learner=s), prompt)
+    gradients = shape.parameters * 4 // s.world_size
+    return max(activations(shape, s, micro) + (0 if micro.alone else gradients), gradients)
 
 
 def micro_batch(plan: Plan, prompt: int) -> MicroBatch:
