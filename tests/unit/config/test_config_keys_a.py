@@ -211,6 +211,11 @@ def test_advantages_that_compare_tokens_need_whole_groups(part: str) -> None:
         plan(*given, "buffer.train_batch_size=6")
 
 
+def test_rows_of_pairs_are_not_drawn_one_by_one() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.sample_strategy: draws single rows, but policy loss 'dpo' compares pairs"):
+        plan("algorithm.policy_loss_fn=dpo", "algorithm.sample_strategy=pf_ppo")
+
+
 @pytest.mark.parametrize(
     ("name", "says"), [("remax", r'info\["baseline_reward"\]'), ("jsd", "teacher_logprobs"), ("gigpo", "env_state_hash_key")]
 )
@@ -219,11 +224,22 @@ def test_what_a_workflow_has_to_write_is_told(name: str, says: str) -> None:
     assert re.search(says, note)
 
 
+def test_a_loss_that_is_written_alone_brings_its_aggregation() -> None:
+    def mode(*overrides: str) -> str:
+        return plan(*(f"algorithm.{o}" for o in overrides)).learner.algorithm.loss_agg_mode
+
+    assert (mode(), mode("algorithm_type=gspo"), mode("policy_loss_fn=gspo")) == ("token-mean", *["seq-mean-token-mean"] * 2)
+    assert mode("algorithm_type=dr_grpo", "policy_loss_fn=cispo") == "seq-mean-token-sum-norm"
+    assert mode("policy_loss_fn=gspo", "loss_agg_mode=token-mean") == mode("algorithm_type=sapo", "loss_agg_mode=token-mean")
+    told = plan("algorithm.policy_loss_fn=geo_mean", "algorithm.loss_agg_mode=token-mean").warnings
+    assert any("geo_mean is a mean over sequences or pairs; token-mean holds for KL and entropy terms only" in w for w in told)
+
+
 def test_older_names_are_taken_with_a_warning() -> None:
     p = plan("algorithm.algorithm_type=grpo_verl", "algorithm.kl_loss_fn=mse", "algorithm.sample_strategy=warmup")
     assert not p.not_active and p.learner.algorithm.kl_loss_fn == "k2"
     assert sum("name of" in w for w in p.warnings) == 3
-    assert waiting("algorithm.kl_penalty_fn=KL") == {"algorithm.kl_penalty_fn": ("k1", False)}
+    assert plan("algorithm.kl_penalty_fn=KL").learner.algorithm.kl_penalty_fn == "k1"
 
 
 def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
@@ -234,7 +250,7 @@ def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
 def test_names_stand_once() -> None:
     assert set(get_args(KlPenalty)) == {"none", *KL_NAMES}
     told = {key for key, _ in listed()}
-    assert "algorithm.advantage_fn_args.std_threshold of grpo" in told and "trainer.critic" in told
+    assert "algorithm.advantage_fn_args.std_threshold of grpo" in told
     assert not ALGORITHMS.keys() & LATER.keys() and {k for k, _ in COMING} <= KINDS.keys()
 
 
