@@ -7,8 +7,10 @@ gradient that the loss should have.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -544,6 +546,20 @@ def test_metrics_divide_to_means() -> None:
     far = sum(s.a[t] < 0 for r in s.rows for t in r if sum(s.old[u] - s.logprobs[u] for u in r) / len(r) > 0.02)
     assert masked.sums["seq_mask/masked_tokens"].item() == far
     assert far > 0
+
+
+def test_the_metrics_page_names_what_each_loss_tells() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    of_all = {n.removeprefix("actor/") for n in re.findall(r"^\| \*?`(actor/[^`]+)`", page, re.MULTILINE)}
+    table = page.split("| Loss | Name | Meaning |")[1].split("\n\n")[0]
+    told: dict[str, set[str]] = {}
+    for names, metrics in re.findall(r"^\| ([a-z][^|]*) \| ([^|]*) \|", table, re.MULTILINE):
+        for name in names.split(", "):
+            told[name] = {m.removeprefix("actor/") for m in re.findall(r"`([^`]+)`", metrics)}
+    for name in LOSSES:
+        args = {"enable_sequence_masking": True} if name == "ppo" else {}
+        out = loss(name, step(10, experts=LOSSES[name].samples == "own").inputs(), args)
+        assert (out.sums.keys() | out.maxima.keys()) - of_all == told.get(name, set()), name
 
 
 # ---------------------------------------------------------------- choices over the whole step

@@ -175,6 +175,15 @@ def test_estimators(estimator: str, expected: tuple[str, str], args: dict[str, A
     assert {k.rsplit(".", 1)[-1]: x for k, x in v.items() if k.startswith("algorithm.advantage_fn_args")} == args
 
 
+@pytest.mark.parametrize("loss", ["gspo", "sapo", "geo_mean"])
+def test_losses_of_sequences_do_not_read_the_aggregation(loss: str) -> None:
+    mode = f"{A}.policy_loss.loss_mode={loss}"
+    assert "algorithm.loss_agg_mode" not in found(made(mode))
+    c = made(mode, f"{A}.loss_agg_mode=token-mean")
+    assert outcome(c, f"{A}.loss_agg_mode")[0] == "ignored" and "algorithm.loss_agg_mode" not in found(c)
+    assert found(made(f"{A}.loss_agg_mode=seq-mean-token-sum"))["algorithm.loss_agg_mode"] == "seq-mean-token-sum"
+
+
 def test_evaluation_sampling() -> None:
     v = found(made())
     assert v[f"{E}.rollout_args.temperature"] == 0 and v[f"{E}.repeat_times"] == 1
