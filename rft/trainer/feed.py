@@ -232,12 +232,19 @@ def _step_row(row: Experience, computed: Mapping[Computed, np.ndarray]) -> StepR
         step=row.id.step,
         reward=float(row.reward),
         logprobs=row.logprobs[mask],
-        token_rewards=trained(row.token_rewards),
+        token_rewards=None if row.token_rewards is None else _earned(row.token_rewards, mask),
         teacher=trained(row.teacher_logprobs),
         is_expert=row.is_expert,
         info=row.info,
         **{str(name): values for name, values in computed.items()},
     )
+
+
+def _earned(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """float32 [L]: rewards of the trained tokens; what stands on a tool's or a user's token was earned by the one trained before it."""
+    trained = np.flatnonzero(mask)
+    owner = np.maximum(np.searchsorted(trained, np.arange(len(mask)), side="right") - 1, 0)
+    return np.bincount(owner, weights=rewards, minlength=len(trained)).astype(np.float32)
 
 
 def _completed(row: TrainRow, i: int, prepared: Prepared, computed: Mapping[Computed, np.ndarray]) -> TrainRow:

@@ -80,6 +80,13 @@ def test_drawn_rows_stand_as_often_as_they_were_drawn() -> None:
     assert all(r.advantages is not None and round(float(r.advantages[0]), 4) in every for r in micro)
 
 
+def test_rewards_on_other_peoples_tokens_reach_the_token_before() -> None:
+    rewards = np.array([0.5, 1, 2, 4, 8, 16, 32], np.float32)
+    mask = np.array([0, 0, 1, 1, 0, 0, 1], np.bool_)
+    assert feed._earned(rewards, mask).tolist() == [0.5 + 1 + 2, 4 + 8 + 16, 32]
+    assert feed._earned(rewards, ~mask).tolist() == [0.5, 1 + 2 + 4, 8, 16 + 32]
+
+
 def test_all_rewards_equal_leaves_no_micro_batch() -> None:
     made = make([experience(1, 0, 1.0), experience(1, 1, 1.0)], world_size=2)
     assert [s.micro_batches for s in made.shares] == [(), ()]
