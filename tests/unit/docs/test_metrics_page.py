@@ -42,7 +42,7 @@ def form(name: str) -> re.Pattern[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, set[str]]:
-    """role -> names of two small runs that switch on what they can."""
+    """role -> names of three small runs that switch on what they can."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "flow.py").write_text(FLOW)
     common = [
@@ -61,8 +61,13 @@ def written(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
         "buffer.explorer_input.eval_tasksets.0.rollout_args.temperature=0",
         "buffer.explorer_input.default_reward_fn_type=math_reward",
     ]
+    valued = [
+        *("name=valued", "trainer.total_steps=2", "algorithm.algorithm_type=ppo", "algorithm.kl_penalty_fn=k1"),
+        *("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1"),
+        *("algorithm.rollout_correction.rollout_rs_threshold=5.0", "explorer.eval_on_startup=false"),
+    ]
     names: dict[str, set[str]] = {}
-    for changes in (plain, more):
+    for changes in (plain, more, valued):
         outcome = execute(ROOT / "examples" / "tiny" / "config.yaml", [*common, *changes], in_process=True)
         for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines():
             record = json.loads(line)
