@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rft.algorithm.args import ARGS
 from rft.algorithm.catalog import correction_args
+from rft.algorithm.loss_args import LOSSES
 from rft.config.plan import Facts
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
@@ -46,7 +47,28 @@ def policies(config: RunConfig, settings: AlgorithmSettings, p: Problems) -> Alg
         p.derive("algorithm.bypass_old_logprobs", two, why)
     if three and config.synchronizer.sync_interval > 1:
         settings = replace(settings, proximal_window=True)
-    return settings if correction is None else _corrected(config, settings, p)
+    settings = settings if correction is None else _corrected(config, settings, p)
+    _of_the_loss(settings, p)
+    return settings
+
+
+def _of_the_loss(settings: AlgorithmSettings, p: Problems) -> None:
+    """What the policy loss can do with these policies."""
+    if (model := LOSSES.get(name := settings.policy_loss_fn)) is None:
+        return
+    if "old" in model.before and settings.proximal_window:
+        p.error(
+            "algorithm.policy_loss_fn",
+            f"{name} chooses tokens under the weights before the step, but here old log-probs are those of a window's first weights; "
+            "write synchronizer.sync_interval: 1, or another loss",
+            given=name,
+        )
+    elif name == "m2po" and not settings.bypass_old_logprobs:
+        p.warn(
+            "algorithm.policy_loss_fn: m2po leaves no token out with old log-probs of the trainer: the ratio before the step is 1"
+        )
+    if model.samples == "none" and settings.rollout_correction is not None:
+        p.error("algorithm.rollout_correction", f"corrects for the policy that sampled, which {name} does not read; leave it out")
 
 
 def _corrected(config: RunConfig, settings: AlgorithmSettings, p: Problems) -> AlgorithmSettings:

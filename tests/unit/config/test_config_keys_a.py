@@ -235,6 +235,18 @@ def test_a_loss_that_is_written_alone_brings_its_aggregation() -> None:
     assert any("geo_mean is a mean over sequences or pairs; token-mean holds for KL and entropy terms only" in w for w in told)
 
 
+def test_losses_and_policies_that_do_not_go_together() -> None:
+    window = ("algorithm.compute_prox_logprobs=true", "synchronizer.sync_interval=2")
+    for loss in ("m2po", "clip_cov", "kl_cov"):
+        with pytest.raises(ConfigError, match=rf"algorithm\.policy_loss_fn: .*{loss} chooses tokens under the weights before"):
+            plan(f"algorithm.policy_loss_fn={loss}", *window)
+    assert plan("algorithm.policy_loss_fn=gspo", *window).learner.algorithm.proximal_window
+    told = plan("algorithm.policy_loss_fn=m2po", "algorithm.bypass_old_logprobs=false").warnings
+    assert any("m2po leaves no token out" in w for w in told)
+    with pytest.raises(ConfigError, match=r"algorithm\.rollout_correction: .*which sft does not read"):
+        plan("algorithm.policy_loss_fn=sft", "algorithm.rollout_correction.rollout_is=token")
+
+
 def test_older_names_are_taken_with_a_warning() -> None:
     p = plan("algorithm.algorithm_type=grpo_verl", "algorithm.kl_loss_fn=mse", "algorithm.sample_strategy=warmup")
     assert not p.not_active and p.learner.algorithm.kl_loss_fn == "k2"
