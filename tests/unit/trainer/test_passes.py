@@ -1,0 +1,255 @@
+"""Several updates on one batch, the proximal policy of a window, corrections and steered KL, through feed, ranks and learner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rft.errors import CheckpointInvalid, RunFailed
+from rft.trainer import feed as feeds
+from rft.trainer.learner import Learner
+from rft.trainer.numbers import numbers
+from rft.trainer.pack import RankBatch, TrainRow
+from rft.trainer.ranks import Ranks
+from rft.trainer.settings import AlgorithmSettings, LearnerSettings
+from rft.types.block import encode
+from rft.types.completion import VersionSpan
+from rft.types.experience import Experience, SamplingRecord
+from rft.types.ids import GroupId, Version
+from rft.types.ports import GroupStats, Lease
+from rft.types.task import SamplingArgs
+
+Settings = Callable[..., LearnerSettings]
+Batch = Callable[..., RankBatch]
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {n: t.detach().clone() for n, t in learner.policy.names().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(t, b[n]) for n, t in a.items())
+
+
+def lease(step: int = 1, *, rewards: tuple[float, ...] = (0.0, 1.0, 1.0), shift: float = 0.0) -> Lease:
+    """Two groups of rows whose sampler was sure to within `shift` of the tiny model's flat distribution."""
+    rows, groups = [], []
+    for task in range(2):
+        group = GroupId(1, 0, step, task)
+        for run, reward in enumerate(rewards):
+            tokens = np.array([1, 40 + task, 6, 7 + run, 9 + task, 2], np.int32)
+            mask = np.arange(6) > 2
+            rows.append(
+                Experience(
+                    id=group.run(run),
+                    taskset="t",
+                    task_index=task,
+                    workflow="w",
+                    status="complete",
+                    tokens=tokens,
+                    loss_mask=mask,
+                    logprobs=np.where(mask, -5.5 - shift * run, 0).astype(np.float32),
+                    version_spans=(VersionSpan(Version(1, 0), 3, 6),),
+                    sampling=(SamplingRecord(start=3, end=6, sampling=SamplingArgs()),),
+                    reward=reward,
+                )
+            )
+        groups.append(
+            GroupStats(group=str(group), rewards=rewards, mean=float(np.mean(rewards)), std=float(np.std(rewards, ddof=1)))
+        )
+    return Lease(step=step, frame=encode(rows), groups=tuple(groups))
+
+
+async def train(ranks: Ranks, given: Lease) -> tuple[feeds.Feed, Any]:
+    """One step as the trainer makes it, without a buffer."""
+    read = feeds.read(given)
+    feed = feeds.make(
+        read,
+        ranks.algorithm,
+        ranks.budget,
+        world_size=1,
+        computed=await ranks.prepare(read.rows),
+        critic_budget=ranks.critic_budget,
+        kl_coefs=ranks.kl_coefs,
+    )
+    report = await ranks.step(feed.shares, feed.critic)
+    ranks.steer(feed.kl, report, feed.rows, feed.tokens)
+    return feed, report
+
+
+def test_passes_are_updates_with_the_old_policy_fixed(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+    """Two passes are two steps of the same rows whose old log-probs are those before the first."""
+    own = AlgorithmSettings(bypass_old_logprobs=False)
+    twice = Learner(settings(algorithm=own, ppo_epochs=2))
+    assert Ranks(twice).before == {"old"}
+    (old,) = twice.score([rows])
+    given = [msgspec.structs.replace(r, old=s["old"]) for r, s in zip(rows, old, strict=True)]
+    result = twice.step(make_batch(given, twice.settings))
+    assert (result.updates, result.skipped, result.finite) == (2, 0, True)
+    assert result.sums["ratio_abs_dev"] > 0
+
+    once = Learner(settings(algorithm=own))
+    assert Ranks(once).before == frozenset()
+    norms = [once.step(make_batch(given, once.settings)).grad_norm for _ in range(2)]
+    assert same(weights(twice), weights(once))
+    assert result.grad_norm == pytest.approx(np.mean(norms)) and result.computed_positions == 2 * _positions(
+        given, twice, make_batch
+    )
+
+
+def _positions(rows: list[TrainRow], learner: Learner, make_batch: Batch) -> int:
+    return sum(learner._micro_batch(m).computed for m in make_batch(rows, learner.settings).micro_batches)
+
+
+def test_shuffled_micro_batches_give_the_same_gradient_in_an_order_of_the_seed(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
+    def run(**changes: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+        learner = Learner(settings(max_token_len_per_gpu=30, ppo_epochs=2, **changes))
+        seen: list[int] = []
+        accumulate = learner._accumulate
+
+        def noted(rows: Any, *more: Any) -> None:
+            seen.append(len(rows))
+            accumulate(rows, *more)
+
+        learner._accumulate = noted  # type: ignore[method-assign]
+        learner.step(make_batch(rows, learner.settings))
+        return weights(learner), seen
+
+    plain, in_order = run()
+    one, first = run(shuffle_minibatches=True, data_seed=1)
+    again, second = run(shuffle_minibatches=True, data_seed=1)
+    assert len(in_order) > 4 and first == second and same(one, again)
+    half = len(first) // 2
+    assert sorted(first[:half]) == sorted(in_order[:half]) and first[:half] != first[half:]
+    # AdamW divides by tiny averages in its first steps, so rounding of the sums shows: compare with what the step moved
+    moved = weights(Learner(settings()))
+    assert max(float((one[n] - plain[n]).abs().max()) for n in one) < 0.1 * max(
+        float((plain[n] - moved[n]).abs().max()) for n in one
+    )
+
+
+def test_a_pass_that_is_not_finite_is_left_out_alone(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+    learner, plain = Learner(settings(ppo_epochs=3)), Learner(settings(ppo_epochs=2))
+    update, calls = learner._update, 0
+
+    def broken(lr: float) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            next(learner.policy.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        return update(lr)
+
+    learner._update = broken  # type: ignore[method-assign]
+    result = learner.step(make_batch(rows, learner.settings))
+    plain.step(make_batch(rows, plain.settings))
+    assert (result.updates, result.skipped, result.finite) == (2, 1, True) and np.isnan(result.grad_norm)
+    assert same(weights(learner), weights(plain))
+
+
+def test_the_proximal_policy_is_the_windows_first(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
+    ranks = Ranks(learner := Learner(settings(algorithm=AlgorithmSettings(bypass_old_logprobs=False, proximal_window=True))))
+    assert ranks.before == {"old"}
+    with pytest.raises(RunFailed, match="no weights of the window's start"):
+        asyncio.run(ranks.prepare(rows))
+    asyncio.run(ranks.remember())
+    first = [s["old"] for s in asyncio.run(ranks.prepare(rows))]
+    learner.step(make_batch(rows, learner.settings))
+    moved = weights(learner)
+    kept = [s["old"] for s in asyncio.run(ranks.prepare(rows))]
+    now = [s["old"] for s in asyncio.run(ranks.compute(rows, ("old",)))]
+    assert all(np.array_equal(a, b) for a, b in zip(first, kept, strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(first, now, strict=True))
+    assert same(moved, weights(learner)), "the weights are put back"
+    asyncio.run(ranks.remember())
+    again = [s["old"] for s in asyncio.run(ranks.prepare(rows))]
+    assert all(np.array_equal(a, b) for a, b in zip(now, again, strict=True))
+
+
+async def test_mismatch_is_of_the_weights_before_the_step(settings: Settings) -> None:
+    ranks = Ranks(Learner(settings(ppo_epochs=3, algorithm=AlgorithmSettings(kl_loss_fn="k2"))))  # every row is computed
+    given = lease(shift=0.1)
+    read = feeds.read(given)
+    old = [s["old"] for s in await ranks.compute(read.rows, ("old",))]
+    feed, report = await train(ranks, given)
+    found = numbers(feed, report, ranks.kl_coefs)
+    ratio = np.exp(np.concatenate([o - r.logprobs[r.loss_mask] for o, r in zip(old, read.rows, strict=True)]).astype(np.float64))
+    assert found["mismatch/ratio_mean"] == pytest.approx(ratio.mean(), rel=1e-5)
+    assert found["mismatch/ratio_max"] == pytest.approx(ratio.max(), rel=1e-5)
+    assert found["mismatch/ratio_outside"] == pytest.approx(np.mean((ratio < 0.9) | (ratio > 1.1)))
+    assert found["mismatch/ess"] == pytest.approx(ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum()), rel=1e-5)
+    assert (found["train/updates"], found["train/skipped_updates"]) == (3.0, 0.0)
+
+
+async def test_weights_and_rejection_reach_the_loss(settings: Settings) -> None:
+    """Decoupled PPO: the ratio is 1 in the first pass, and token losses have the weights of old against sampler."""
+    correction = {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.15}
+    ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction))))
+    feed, report = await train(ranks, given := lease(shift=0.1))
+    read = feeds.read(given)
+    (old,) = Learner(ranks.settings).score([read.rows])
+    deltas = [s["old"].astype(np.float64) - r.logprobs[r.loss_mask] for s, r in zip(old, read.rows, strict=True)]
+    kept = [abs(d.mean()) <= np.log(1.15) for d in deltas]
+    assert 0 < sum(kept) < 6
+    mean, std = 2 / 3, np.std([0, 1, 1], ddof=1)
+    advantages = [(reward - mean) / (std + 1e-6) for reward in (0.0, 1.0, 1.0) * 2]
+    total = sum(-a * np.minimum(np.exp(d), 1.1).sum() for a, d, keep in zip(advantages, deltas, kept, strict=True) if keep)
+    assert feed.tokens == 3 * sum(kept)
+    assert numbers(feed, report, {})["actor/pg_loss"] == pytest.approx(total / feed.tokens, rel=1e-4)
+    assert feed.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - sum(kept) / 6)
+
+
+async def test_a_step_of_which_nothing_is_left_computes_nothing(settings: Settings) -> None:
+    correction = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-9}
+    ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction))))
+    read = feeds.read(lease(shift=1.0))
+    feed = feeds.make(read, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(read.rows))
+    assert feed.tokens == 0 and feed.shares[0].micro_batches == ()
+
+
+STEERED = {"kl_coef": 0.5, "adaptive": True, "target_kl": 1e-4, "horizon": 60}
+
+
+@pytest.mark.parametrize("where", ["kl_penalty", "kl_loss"])
+async def test_an_adaptive_factor_is_steered_and_goes_on_after_a_resume(where: str, settings: Settings, tmp_path: Path) -> None:
+    own = AlgorithmSettings(**{f"{where}_fn": "k2", f"{where}_fn_args": STEERED})
+    ranks = Ranks(Learner(settings(algorithm=own)))
+    coefs, losses = [ranks.kl_coefs[where]], []
+    for step in (1, 2, 3, 4):
+        feed, report = await train(ranks, lease(step))
+        told = numbers(feed, report, {where: coefs[-1]})
+        kl = told["advantage/kl" if where == "kl_penalty" else "actor/kl"]
+        expected = coefs[-1] * (1 + min(0.2, max(-0.2, kl / 1e-4 - 1)) * 6 / 60)
+        coefs.append(ranks.kl_coefs[where])
+        losses.append(report.sums["loss"])
+        assert coefs[-1] == pytest.approx(expected, rel=1e-5)
+        if step == 2:
+            await ranks.take(2, copy=False)
+            await ranks.write(tmp_path / "trainer")
+    assert len(set(coefs)) == 5, "it moves in every step"
+
+    second = Ranks(Learner(settings(algorithm=own)))
+    await second.load(tmp_path)
+    assert second.kl_coefs[where] == coefs[2]
+    again = [(await train(second, lease(step)))[1].sums["loss"] for step in (3, 4)]
+    assert again == losses[2:] and second.kl_coefs[where] == coefs[4]
+
+
+async def test_a_checkpoint_without_the_factor_is_refused(settings: Settings, tmp_path: Path) -> None:
+    plain = Ranks(Learner(settings()))
+    await plain.take(0, copy=False)
+    await plain.write(tmp_path / "trainer")
+    own = AlgorithmSettings(kl_loss_fn="k2", kl_loss_fn_args=STEERED)
+    with pytest.raises(CheckpointInvalid, match="has no factor of the adaptive kl_loss"):
+        await Ranks(Learner(settings(algorithm=own))).load(tmp_path)
+    fixed = replace(own, kl_loss_fn_args={"kl_coef": 0.5})
+    await Ranks(Learner(settings(algorithm=fixed))).load(tmp_path)
