@@ -71,6 +71,7 @@ class Plan:
     seed: int = 42
     deterministic: bool = False
     continue_from_checkpoint: bool = True
+    resume_from_path: Path | None = None  # of another run, for one that has no checkpoint yet
     derived: tuple[Derived, ...] = ()
     notes: tuple[str, ...] = ()  # worth knowing
     warnings: tuple[str, ...] = ()  # probably not what was meant

@@ -15,7 +15,7 @@ from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, accept_args
 from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
 from rft.algorithm.coming import COMING
 from rft.algorithm.loss_args import LOSSES
-from rft.config import policies, roles, steps
+from rft.config import policies, roles, spread, steps
 from rft.config.active import used
 from rft.config.plan import Facts, Plan
 from rft.config.problems import Problems
@@ -51,7 +51,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     _advantage_inputs(algorithm, rows, p)
     policies.whole_groups(algorithm, compares, rows, p)
     policies.critic(config, algorithm, facts, p)
-    learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, find, p)
+    learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, run_dir, find, p)
     roles.micro_batches(config, train, learner, p)
     roles.deterministic(config, train, p)
     sync = steps.sync(config, engines[0].dtype, train, p)
@@ -70,6 +70,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         name=name or config.name,
         config=shown(written),
     )
+    saving = spread.trainer(config, trainer_device, p)
     p.raise_if_any()
     return Plan(
         mode=config.mode,
@@ -83,12 +84,12 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
             batch_groups=groups,
             batch_rows=rows,
             save_interval=config.trainer.save_interval,
-            save_hf_checkpoint=config.trainer.save_hf_checkpoint,
             max_checkpoints_to_keep=config.trainer.max_checkpoints_to_keep,
             checkpoint_dir=run_dir / "checkpoints",
             read_deadline_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
             max_staleness=config.synchronizer.max_staleness,
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+            **saving,
         ),
         sync=sync,
         monitor=monitor,
@@ -99,6 +100,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         seed=config.seed,
         deterministic=config.deterministic,
         continue_from_checkpoint=config.continue_from_checkpoint,
+        resume_from_path=Path(find(config.resume_from_path)) if config.resume_from_path else None,
         derived=tuple(p.derived),
         notes=tuple(p.notes),
         warnings=tuple(p.warnings),
@@ -283,6 +285,13 @@ def _advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problem
             f"counts rows, which may split a group, but advantage {name!r} as it is set compares tokens of all rows of a group; leave it "
             "out, or write batch_size x repeat_times",
             given=rows,
+        )
+    loss = ARGS.get(("policy_loss_fn", algorithm.policy_loss_fn))
+    if algorithm.sample_strategy == "pf_ppo" and getattr(loss, "pairs", False):
+        p.error(
+            "algorithm.sample_strategy",
+            f"draws single rows, but policy loss {algorithm.policy_loss_fn!r} compares pairs; leave it out",
+            given=algorithm.sample_strategy,
         )
     if reads := getattr(model, "reads", ""):
         p.note(f"algorithm.advantage_fn {name} reads {reads}; the step fails where it is missing")

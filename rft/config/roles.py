@@ -6,8 +6,11 @@ Part of `resolve`; the same rules hold here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
+from rft.config import spread
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
 from rft.config.schema.algorithm import ScheduleConfig
@@ -191,11 +194,19 @@ def engines(
             trust_remote_code=model.trust_remote_code,
             chat_template=template,
             chat_template_kwargs={} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking},
-            extra_engine_args=dict(e.extra_engine_args),
+            extra_engine_args=_engine_args(config, engine_type),
             start_timeout_s=e.start_timeout,
         )
         for i in range(e.engine_num)
     )
+
+
+def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
+    """`model.override_config` has to hold for the engine too, or its log-probs would be another model's."""
+    override, given = config.model.override_config, dict(config.explorer.rollout_model.extra_engine_args)
+    if not override:
+        return given
+    return {"hf_overrides": dict(override), **given} if engine_type == "vllm" else {**override, **given}
 
 
 def learner(
@@ -206,6 +217,7 @@ def learner(
     device: str,
     world: int,
     steps: int | None,
+    run_dir: Path,
     find: Callable[[str], str],
     p: Problems,
 ) -> LearnerSettings:
@@ -262,8 +274,11 @@ def learner(
             eps=o.eps,
             weight_decay=o.weight_decay,
             clip_grad=clip,
+            optimizer_type=o.optimizer_type,
+            momentum=o.momentum,
+            decay_norms_and_biases=o.decay_norms_and_biases,
         ),
-        critic=critic,
+        critic=replace(critic, offload_policy=spread.critic_offload(config, device, p)),
         total_steps=steps or 1,
         ppo_epochs=t.ppo_epochs,
         shuffle_minibatches=t.shuffle_minibatches,
@@ -281,6 +296,7 @@ def learner(
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
         deterministic=config.deterministic,
+        **spread.learner(config, run_dir, device, world, p),
     )
 
 
@@ -319,6 +335,9 @@ def _critic(
             eps=o.eps,
             weight_decay=o.weight_decay,
             clip_grad=c.grad_clip or clip,
+            optimizer_type=o.optimizer_type,
+            momentum=o.momentum,
+            decay_norms_and_biases=o.decay_norms_and_biases,
         ),
         warmup=t.critic_warmup,
         ppo_epochs=c.ppo_epochs or t.ppo_epochs,
@@ -334,7 +353,7 @@ def _critic(
     )
 
 
-def _schedule(o: ScheduleConfig, key: str, p: Problems) -> Literal["constant", "cosine", "wsd"]:
+def _schedule(o: ScheduleConfig, key: str, p: Problems) -> Literal["constant", "linear", "cosine", "wsd"]:
     """`warmup_style` is the older name of `lr_scheduler_type`."""
     if o.warmup_style is None:
         return o.lr_scheduler_type

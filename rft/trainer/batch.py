@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from rft.trainer import attention, prefix
-from rft.trainer.attention import Layout
 from rft.trainer.pack import TrainRow
 
 GIVEN = ("old", "ref", "values", "returns", "weights")
@@ -26,7 +26,7 @@ class MicroBatch:
     input_ids: torch.Tensor  # int64 [1, T] or [S, W]
     position_ids: torch.Tensor  # same shape
     attention_mask: torch.Tensor | None
-    tree: Layout | None
+    tree: Any  # Layout, or its share of one (rft.trainer.ulysses); None: padded rows
     predict: torch.Tensor  # int64 [N], flat position in the input that predicts each trained token
     targets: torch.Tensor  # int64 [N]
     temperatures: torch.Tensor  # float32 [N]

@@ -41,16 +41,17 @@ class ValueModel(Policy):
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:  # type: ignore[override]
         """Values float32 [N] of `batch`'s trained tokens, each before the token."""
-        hidden = self.hidden(batch)
+        share = None if self.sequence is None else self.sequence.share(batch)
+        hidden = self.hidden(batch if share is None else share.batch)
         values: torch.Tensor = self.value_head(hidden.float())[:, 0]
-        return values
+        return values if share is None else share.gather(values)
 
 
 def load(settings: LearnerSettings) -> ValueModel:
     """The critic of `settings`, whose head gives 0 at first, unless the files have a "value_head"."""
     folder = Path(settings.model_path)
     config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
-    how = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": models.attention_name(settings)}
+    how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": models.attention_name(settings)}
     model = ValueModel(models.plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
     body = {name: p for name, p in model.names().items() if not name.startswith(HEAD)}
     by_name = loading.readable_by_name(body, model.tied(), folder)
@@ -81,10 +82,12 @@ class Critic:
             model_path=c.model_path or settings.model_path,
             optim=c.optim,
             gradient_checkpointing=c.gradient_checkpointing,
+            offload_policy=c.offload_policy,
         )
         self._cliprange = c.cliprange_value
         self.model = load(self.settings)
         self.optimizer = optim.make(self.model.names(), c.optim)
+        self.heads_per_key = models.heads_per_key(self.model)
 
     def loss(self, micro: MicroBatch, denominators: Denominators, agg_mode: AggMode, *, idle: bool) -> LossOutput:
         """The value loss of one micro-batch.  `idle`: computed because other ranks compute, without effect."""

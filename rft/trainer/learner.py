@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from rft.algorithm.correction import LIMIT, NEAR
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.trainer import batch as batches
 from rft.trainer import model as models
-from rft.trainer import optim, saving, tensors
+from rft.trainer import optim, profiling, saving, sharding, tensors
 from rft.trainer.critic import Critic, apply
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.schedule import learning_rate
@@ -93,9 +94,9 @@ class Learner:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(settings.seed)
         self.algorithm = build(settings.algorithm)
-        self._grouped = models.sharded(settings)
+        self._grouped = sharding.sharded(settings)
         if self._grouped:
-            models.join(settings, rank, rendezvous)
+            sharding.join(settings, rank, rendezvous)
         with self._memory("loading the model"):
             self.policy = models.load(settings)
             self.reference = models.load(settings, trained=False) if self.algorithm.needs.reference else None
@@ -105,7 +106,7 @@ class Learner:
         self.optimizer = optim.make(self.policy.names(), settings.optim)
         self._taken: saving.Taken | None = None
         self._heads_per_key = models.heads_per_key(self.policy)
-        self._compute_dtype = models.DTYPES[settings.dtype]
+        self._compute_dtype = sharding.DTYPES[settings.dtype]
 
     # ------------------------------------------------------------ training
 
@@ -114,15 +115,17 @@ class Learner:
 
         `critic`: what the critic learns in this step; during its warm-up it learns alone.
         """
-        with self._memory(f"train step {batch.step}"):
-            s = self.settings
+        s, trace = self.settings, partial(profiling.traced, self.settings.profiler, self.rank, batch.step)
+        with self._memory(f"train step {batch.step}"), trace():
             torch.manual_seed(s.seed * 1_000_003 + batch.step)  # no generator state to save: a step has its own seed
             learnt = None
             if critic is not None:
                 assert self.critic is not None, "`needs` says so"
-                learnt = self._passes(critic, s.critic.ppo_epochs, s.critic.optim, self._criticise, self.critic.update)
+                with trace("critic"):
+                    learnt = self._passes(critic, s.critic.ppo_epochs, s.critic.optim, self._criticise, self.critic.update)
             warming = learnt is not None and batch.step <= s.critic.warmup
-            result = self._passes(batch, 0 if warming else s.ppo_epochs, s.optim, self._accumulate, self._update)
+            with trace("policy"):
+                result = self._passes(batch, 0 if warming else s.ppo_epochs, s.optim, self._accumulate, self._update)
             if result.updates:
                 self._window_is_now = False
         return msgspec.structs.replace(result, critic=learnt)
@@ -174,7 +177,7 @@ class Learner:
     def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: _Totals) -> None:
         """Add the critic's gradient of one micro-batch."""
         assert self.critic is not None
-        micro = self._micro_batch(rows)
+        micro = self._micro_batch(rows, self.critic.heads_per_key)
         out = self.critic.loss(micro, self._denominators(batch), self.algorithm.loss_agg_mode, idle=not rows)
         out.loss.backward()
         if rows:
@@ -212,7 +215,8 @@ class Learner:
         )
         out = self.algorithm.loss(x)
         out.loss.backward()
-        sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, micro.mask & ~micro.is_expert)
+        sampled = micro.mask & ~micro.is_expert if needs.samples != "none" else torch.zeros_like(micro.mask)
+        sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, sampled)
         totals.add({**out.sums, **sums}, {**out.maxima, **maxima}, micro)
 
     def _old_logprobs(self, micro: batches.MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
@@ -236,15 +240,19 @@ class Learner:
     def score(
         self, micro_batches: Sequence[Sequence[TrainRow]], what: Sequence[Computed] = ("old",), proximal: bool = False
     ) -> list[list[Scored]]:
-        """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: under those of `remember`."""
+        """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: under those of `remember`.
+
+        "values" are asked for alone: the critic may be another model.
+        """
         scored: list[list[Scored]] = []
+        heads = self.critic.heads_per_key if self.critic is not None and "values" in what else None
         with self._memory("scoring"), torch.no_grad(), self._remembered(proximal):
             for rows in micro_batches:
-                made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows), what).items()}
+                made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows, heads), what).items()}
                 ends = np.cumsum([int(r.loss_mask.sum()) for r in rows])[:-1]
                 parts = {name: np.split(values, ends) for name, values in made.items()}
                 scored.append([{name: part[i] for name, part in parts.items()} for i in range(len(rows))])
-            for model in (self.policy, self.reference, self.critic and self.critic.model):
+            for model in (self.policy, self.reference, self.critic.model if self.critic is not None else None):
                 if model is not None:
                     model.to_shards()
         return scored
@@ -297,11 +305,12 @@ class Learner:
             raise RunFailed(f"the trainer does not compute {', '.join(sorted(missing))}")
         return found
 
-    def _micro_batch(self, rows: Sequence[TrainRow]) -> batches.MicroBatch:
+    def _micro_batch(self, rows: Sequence[TrainRow], heads_per_key: int | None = None) -> batches.MicroBatch:
+        """`heads_per_key`: of the model that reads it; None = the policy's."""
         return batches.make(
             rows or [_IDLE],
             share=self.settings.share_prompts,
-            heads_per_key=self._heads_per_key,
+            heads_per_key=heads_per_key or self._heads_per_key,
             dtype=self._compute_dtype,
             device=torch.device(self.settings.device),
         )
@@ -322,7 +331,7 @@ class Learner:
         """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""
         target, source = Path(folder), Path(self.settings.model_path)
         config = json.loads((source / "config.json").read_text())
-        dtype = models.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+        dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         if self.rank == 0:
             saving.side_files(self.settings, target)
         self._write(target / "model.safetensors", self._gathered(), {n: (dtype, p.shape) for n, p in self.policy.names().items()})

@@ -7,6 +7,7 @@ Invariant: no parameter and no buffer keeps a value that nobody gave it; what th
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,16 @@ def _buffers(lm: Any) -> None:
             lm._init_weights(module)
 
 
+def use_liger(lm: Any, device: str) -> None:
+    """Replace layers of `lm` by Liger's fused ones.  Raises ConfigError where they are not installed or do not run."""
+    if device != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        why = "liger-kernel is not installed" if device == "cuda" else f"its kernels run on GPUs, not on {device}"
+        raise ConfigError(f"{why}; write false", key="trainer.use_liger", given=True)
+    _apply_liger_kernel_to_instance = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=lm)
+
+
 def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Memory, without values, for every parameter that is on the meta device; everything else moves to `device`.
 
@@ -123,14 +134,16 @@ def fill(
         raise SetupError(f"{folder}: has no weights for {_some(missing)}")
     if unset := [n for n, b in buffers.items() if b.is_floating_point() and bool(torch.isnan(b).any())]:
         raise SetupError(f"{folder}: nothing gives {_some(unset)} a value; this model cannot be built without its weights")
-    if extra := sorted(set(files) - set(names) - set(tied) - set(buffers) - {n for n in files if n.endswith("rotary_emb.inv_freq")}):
+    if extra := sorted(
+        set(files) - set(names) - set(tied) - set(buffers) - {n for n in files if n.endswith("rotary_emb.inv_freq")}
+    ):
         log.warning("%s: %d tensors are of no use to this model, e.g. %s", folder, len(extra), extra[0])
 
 
 def readable_by_name(names: Mapping[str, object], tied: Mapping[str, str], folder: Path) -> bool:
     """Whether the files hold the model's parameters under their own names.  Else transformers has to rename or merge them."""
     files, other = files_of(folder), {name: alias for alias, name in tied.items()}
-    return all(n in files or other.get(n) in files for n in names)
+    return all(n in files or other.get(n, n) in files for n in names)
 
 
 def files_of(folder: Path) -> Files:
@@ -153,7 +166,9 @@ def pretrained(config: Any, folder: Path, *, trust_remote_code: bool, attn_imple
     """The model as transformers loads it, whole, for files whose names it has to change.  Missing weights are refused."""
     from transformers import AutoModelForCausalLM
 
-    log.warning("%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder)
+    log.warning(
+        "%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder
+    )
     with no_progress():
         lm, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -166,7 +181,9 @@ def pretrained(config: Any, folder: Path, *, trust_remote_code: bool, attn_imple
             output_loading_info=True,
         )
     if info["missing_keys"] or info["mismatched_keys"]:
-        raise SetupError(f"{folder}: has no weights for {_some(sorted(map(str, [*info['missing_keys'], *info['mismatched_keys']])))}")
+        raise SetupError(
+            f"{folder}: has no weights for {_some(sorted(map(str, [*info['missing_keys'], *info['mismatched_keys']])))}"
+        )
     return lm
 
 

@@ -6,23 +6,19 @@ Invariant: what is called is always the outermost module, so FSDP2's hooks run f
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rft.errors import ConfigError, SetupError
-from rft.trainer import attention, loading
+from rft.trainer import attention, loading, sharding, ulysses
 from rft.trainer.batch import MicroBatch
 from rft.trainer.logprobs import token_logprobs, token_statistics
 from rft.trainer.settings import LearnerSettings
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -35,27 +31,23 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.chunk_tokens = chunk_tokens
+        self.sequence: ulysses.Group | None = None  # ranks that share each micro-batch
 
     def forward(self, batch: MicroBatch, entropy: bool = False, statistics: bool = False) -> tuple[torch.Tensor | None, ...]:
         """Log-probs float32 [N] of `batch`'s trained tokens, and their entropies if asked.  The output layer sees N positions only.
 
         `statistics`: all four of `token_statistics`, without gradient.
         """
-        hidden = self.hidden(batch)
-        head = self.lm.get_output_embeddings()
+        share = None if self.sequence is None else self.sequence.share(batch)
+        mine = batch if share is None else share.batch
+        hidden, head = self.hidden(mine), self.lm.get_output_embeddings()
+        given = (hidden, head.weight, mine.targets, mine.temperatures)
+        found: tuple[torch.Tensor | None, ...]
         if statistics:
-            return token_statistics(
-                hidden, head.weight, batch.targets, batch.temperatures, bias=head.bias, chunk_tokens=self.chunk_tokens
-            )
-        return token_logprobs(
-            hidden,
-            head.weight,
-            batch.targets,
-            batch.temperatures,
-            bias=head.bias,
-            chunk_tokens=self.chunk_tokens,
-            entropy=entropy,
-        )
+            found = token_statistics(*given, bias=head.bias, chunk_tokens=self.chunk_tokens)
+        else:
+            found = token_logprobs(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, entropy=entropy)
+        return found if share is None else tuple(None if x is None else share.gather(x) for x in found)
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Last hidden states [N, H], from which `batch`'s trained tokens are predicted."""
@@ -101,10 +93,16 @@ def load(settings: LearnerSettings, *, trained: bool = True) -> Policy:
     Each rank reads its own part of the weights.  `trained` False: a frozen copy (the reference model).
     """
     folder = Path(settings.model_path)
+    if not trained:
+        settings = replace(
+            settings,
+            offload_policy=settings.offload_policy or settings.ref_offload,
+            reshard_after_forward=settings.ref_reshard_after_forward,
+        )
     if settings.external_lib is not None:
         loading.import_library(settings.external_lib)
     config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
-    how = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": attention_name(settings)}
+    how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": attention_name(settings)}
     policy = Policy(plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
     by_name = loading.readable_by_name(policy.names(), policy.tied(), folder)
     if not by_name:
@@ -117,46 +115,27 @@ def place(
 ) -> Policy:
     """Shard `policy`, whose parameters may be on the meta device, give it memory, and fill it from the folder `fill`."""
     if trained and settings.gradient_checkpointing:
-        policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        more = {"offload": True} if settings.activation_offload else {}
+        policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
+    if settings.use_liger:
+        loading.use_liger(policy.lm, settings.device)
     policy.train(trained).requires_grad_(trained)
-    if sharded(settings):
-        _shard(policy, settings)
-    loading.materialise(policy, storage_device(settings))
+    policy.sequence = ulysses.group(settings)
+    if sharding.sharded(settings):
+        sharding.shard(policy, settings, _blocks(policy.lm), policy.exact)
+    loading.materialise(policy, sharding.storage_device(settings))
     if fill is not None:
         loading.fill(policy.names(), policy.buffer_names(), policy.tied(), fill, fresh)
     return policy
 
 
-def storage_device(settings: LearnerSettings) -> str:
-    """Where parameters live between uses."""
-    return "cpu" if settings.offload_policy else settings.device
-
-
-def sharded(settings: LearnerSettings) -> bool:
-    """Whether FSDP2 is used: with several ranks, or to compute in another dtype than the parameters'.
-
-    One float32 rank has nothing to shard, and FSDP2 would still copy every parameter twice and every gradient three times a step
-    (about 1 s of a 5 s step of a 135 M model on two cores).
-    """
-    return settings.world_size > 1 or settings.dtype != "float32"
-
-
 def heads_per_key(policy: Policy) -> int:
+    """Query heads that share a key head where attention is computed."""
     config = policy.lm.config.get_text_config()
-    return int(config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads))
-
-
-def join(settings: LearnerSettings, rank: int, rendezvous: str | None) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPU over the loopback, meeting at the file `rendezvous`."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if settings.device == "cuda" else "gloo"
-    if settings.world_size == 1:
-        store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    elif rendezvous is None:
-        raise SetupError(f"{settings.world_size} ranks need a rendezvous file that all of them can open")
-    else:
-        store = dist.FileStore(rendezvous, settings.world_size)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=settings.world_size, timeout=COLLECTIVE_TIMEOUT)
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    copies = 1 if policy.sequence is None else ulysses.key_copies(heads, keys, policy.sequence.size)
+    return int(heads // (keys * copies))
 
 
 def attention_name(settings: LearnerSettings) -> str:
@@ -165,8 +144,17 @@ def attention_name(settings: LearnerSettings) -> str:
     if settings.share_prompts:
         if implementation not in ("sdpa", "auto"):
             raise ConfigError(f"needs attn_implementation sdpa, not {implementation}", key="trainer.share_prompts", given=True)
+        if settings.sequence_parallel > 1:
+            ulysses.register()
+            return ulysses.NAME
         attention.register()
         return attention.NAME
+    if settings.sequence_parallel > 1:
+        raise ConfigError(
+            "ranks share packed positions, and without share_prompts rows are padded; set it to true",
+            key="trainer.share_prompts",
+            given=False,
+        )
     return attention.installed(implementation, settings.device, settings.dtype)
 
 
@@ -182,26 +170,6 @@ def plain(lm: Any) -> Any:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     return lm
-
-
-def _shard(policy: Policy, settings: LearnerSettings) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    if settings.dtype == "float16":
-        raise ConfigError("float16 needs loss scaling, which the trainer does not have; use bfloat16", key="trainer.param_dtype")
-    mesh = init_device_mesh(settings.device, (settings.world_size,))
-    low = DTYPES[settings.dtype]
-    mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low != torch.float32 else MixedPrecisionPolicy()
-    for block in _blocks(policy.lm):
-        fully_shard(block, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=mixed)
-    for name in policy.exact:
-        fully_shard(policy.get_submodule(name), mesh=mesh)
-    fully_shard(policy, mesh=mesh, mp_policy=mixed)
-    for module in policy.modules():  # losses are local sums over global counts: gradients must be added, never averaged
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
 
 
 def _blocks(lm: Any) -> list[nn.Module]:

@@ -24,9 +24,7 @@ def make(names: Mapping[str, nn.Parameter], o: OptimSettings) -> torch.optim.Opt
     if not o.decay_norms_and_biases:
         flat = [p for p in names.values() if p.ndim < 2]
         rest = [p for p in names.values() if p.ndim >= 2]
-        groups = [
-            {"params": params, "weight_decay": decay} for params, decay in ((rest, o.weight_decay), (flat, 0.0)) if params
-        ]
+        groups = [{"params": params, "weight_decay": decay} for params, decay in ((rest, o.weight_decay), (flat, 0.0)) if params]
     match o.optimizer_type:
         case "adamw":
             return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
@@ -44,13 +42,15 @@ def moments(optimizer: torch.optim.Optimizer, names: Mapping[str, nn.Parameter])
     """Running averages of the size of their parameter, by `average.parameter`; empty before the first update."""
     state = optimizer.state
     held = [(name, p, state[p]) for name, p in names.items() if p in state]
-    keys = dict.fromkeys(k for _, p, s in held for k, t in s.items() if isinstance(t, torch.Tensor) and t.shape == p.shape and p.ndim)
+    keys = dict.fromkeys(
+        k for _, p, s in held for k, t in s.items() if isinstance(t, torch.Tensor) and t.shape == p.shape and p.ndim
+    )
     return {f"{key}.{name}": s[key] for key in keys for name, _, s in held if key in s}
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """What else the state holds, such as the number of updates: the same for every parameter."""
-    first = next(iter(optimizer.state.values()), {})
+    first: dict[str, Any] = next(iter(optimizer.state.values()), {})
     return {k: float(t) for k, t in first.items() if isinstance(t, int | float) or (isinstance(t, torch.Tensor) and t.ndim == 0)}
 
 

@@ -75,14 +75,15 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        return self.settings.world_size
+        """Ranks with rows of their own; those that share a sequence count once."""
+        return self.settings.world_size // self.settings.sequence_parallel
 
     @property
     def budget(self) -> Budget:
         s = self.settings
         if not s.use_dynamic_bsz and s.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.micro_batch_size_per_gpu")
-        return Budget(s.max_token_len_per_gpu, s.share_prompts, None if s.use_dynamic_bsz else s.micro_batch_size)
+        return Budget(s.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, None if s.use_dynamic_bsz else s.micro_batch_size)
 
     @property
     def critic_budget(self) -> Budget | None:
@@ -112,8 +113,8 @@ class Ranks:
 
     async def step(self, shares: Sequence[RankBatch], critic: Sequence[RankBatch] | None = None) -> StepReport:
         """One train step; `shares[r]` is rank r's, `critic[r]` what its critic learns."""
-        learnt = critic or [None] * len(shares)
-        return _report(await self._all("step", list(zip(shares, learnt, strict=True))))
+        learnt: Sequence[RankBatch | None] = critic or [None] * len(shares)
+        return _report(await self._dealt("step", list(zip(shares, learnt, strict=True))))
 
     def steer(self, kl_penalty: float | None, report: StepReport, rows: int, tokens: int) -> None:
         """Let the controllers see the KL of a step that changed the weights: of the reward's, and of the loss's by `report`."""
@@ -147,7 +148,7 @@ class Ranks:
     async def compute(self, rows: Sequence[TrainRow], what: Sequence[Computed], *, proximal: bool = False) -> list[Scored]:
         """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: see `remember`."""
         cut = self._cut(rows, "values" in what)
-        results = await self._all(
+        results = await self._dealt(
             "score", [([[rows[i] for i in micro] for micro in mine], tuple(what), proximal) for mine in cut]
         )
         found: list[Scored] = [{}] * len(rows)
@@ -204,7 +205,12 @@ class Ranks:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _same(self, method: str, *args: Any) -> list[Any]:
-        return await self._all(method, [args] * self.world_size)
+        return await self._all(method, [args] * self.settings.world_size)
+
+    async def _dealt(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """A call with `args[i]` to each of the ranks that share i; one answer for each, as theirs are the same."""
+        each = self.settings.sequence_parallel
+        return (await self._all(method, [a for a in args for _ in range(each)]))[::each]
 
     async def _all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         async with self._turn:

@@ -65,6 +65,17 @@ class CriticSettings:
     micro_batch_size: int | None = None
     forward_micro_batch_size: int | None = None
     gradient_checkpointing: bool = False
+    offload_policy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerSettings:
+    """Which train steps are traced, on which ranks, and where the files go."""
+
+    steps: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+    discrete: bool = False  # a file for each phase
+    folder: Path = Path("profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +102,14 @@ class LearnerSettings:
     share_prompts: bool = True
     logprob_chunk_tokens: int = 1024
     gradient_checkpointing: bool = False
+    activation_offload: bool = False  # with gradient_checkpointing: what it keeps is kept on the host
     reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    fsdp_size: int = -1  # ranks that share one copy of the model; -1 = all
+    reduce_dtype: str = "float32"  # of gradients while they are added over ranks
+    sequence_parallel: int = 1  # ranks that share one micro-batch
+    ref_offload: bool = False  # the reference model lives on the host
+    ref_reshard_after_forward: bool = True
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
     external_lib: str | None = None  # module imported before the model
@@ -99,6 +117,8 @@ class LearnerSettings:
     offload_policy: bool = False  # parameters, gradients and optimizer state live on the host
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     load_contents: tuple[str, ...] | None = None  # None: what was saved
+    use_liger: bool = False
+    profiler: ProfilerSettings = field(default_factory=ProfilerSettings)
     seed: int = 42
     deterministic: bool = False
 

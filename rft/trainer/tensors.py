@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -135,7 +135,9 @@ def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str
     """Write `pieces` to one file, in their own dtypes; returns its sha256."""
     rows = {p.name: [p.first, p.shape[0]] for p in pieces if not p.whole}
     specs = {p.name: (p.data.dtype, tuple(p.data.shape)) for p in pieces}
-    return write(path, specs, ((p.name, p.data) for p in pieces), {**(metadata or {}), **({ROWS: json.dumps(rows)} if rows else {})})
+    return write(
+        path, specs, ((p.name, p.data) for p in pieces), {**(metadata or {}), **({ROWS: json.dumps(rows)} if rows else {})}
+    )
 
 
 # ---------------------------------------------------------------- reading
@@ -191,7 +193,9 @@ class Files:
         due = 0
         for s in found:
             if s.first != due or s.shape[1:] != found[0].shape[1:]:
-                raise CheckpointInvalid(f"{s.path}: has row {s.first} of {name} where row {due} is due; files of two checkpoints?")
+                raise CheckpointInvalid(
+                    f"{s.path}: has row {s.first} of {name} where row {due} is due; files of two checkpoints?"
+                )
             due += s.shape[0] if s.shape else 1
         if due != self._rows[name]:
             raise CheckpointInvalid(f"{found[-1].path.parent}: {due} of {self._rows[name]} rows of {name}; a file is missing")
@@ -253,7 +257,7 @@ def _stream(stored: _Stored, start: int, into: torch.Tensor) -> None:
             into[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored.dtype, count=count))
 
 
-def _header(path: Path) -> tuple[dict[str, dict[str, object]], int, int]:
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     """(the JSON header, where the data begins, the file's size)."""
     try:
         size = path.stat().st_size

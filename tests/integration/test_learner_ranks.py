@@ -5,10 +5,14 @@ Run as a script it is one rank: `test_learner_ranks.py RANK WORLD RENDEZVOUS MOD
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,8 +56,15 @@ def share(rank: int, world: int, step: int) -> RankBatch:
     return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.loss_mask.sum() for r in given)), rows=float(len(given)))
 
 
+VARIANTS: dict[str, dict[str, Any]] = {  # other ways to spread the same step; each must give its gradient
+    "sequence": {"sequence_parallel": 2},
+    "copies": {"fsdp_size": 1, "forward_prefetch": True},
+    "host": {"offload_policy": True, "ref_offload": True, "gradient_checkpointing": True},
+}
+
+
 def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, source: Path | None) -> None:
-    """Load (maybe), train two steps, saving after each; stage and score at the end."""
+    """Load (maybe), train two steps, saving after each; stage and score, and three steps more."""
     settings = LearnerSettings(
         model_path=model,
         cpu_threads=1,
@@ -63,18 +74,16 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, s
         algorithm=AlgorithmSettings(loss_agg_mode="seq-mean-token-mean", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.01}),
     )
     learner = Learner(settings, rank, rendezvous)
-    first = 1
     if source is not None:
         learner.load(str(source))
         learner.save(str(folder / "again"), 2)
-        first = 3
-    losses = []
-    for step in (first, first + 1):
+        go_on(learner, rank, world, folder)
+        return
+    for step in (1, 2):
         result = learner.step(share(rank, world, step))
         assert result.finite
-        losses.append(result.sums["loss"])
         learner.save(str(folder / str(step)), step)
-    broken = share(rank, world, first + 2)
+    broken = share(rank, world, 3)
     if rank == world - 1:  # one rank's rows are enough to skip the step everywhere
         bad = broken.micro_batches[0][0]
         fields = {f: getattr(bad, f) for f in bad.__struct_fields__} | {
@@ -87,17 +96,56 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, s
             rows=broken.rows,
         )
     assert not learner.step(broken).finite
-    learner.save(str(folder / "skipped"), first + 2)
+    learner.save(str(folder / "skipped"), 3)
     learner.export(str(folder / "huggingface"))
     learner.stage(Version(1, 2), None)
     (scored,) = learner.score([rows()])
     np.savez(folder / f"scores{rank}.npz", *[s["old"] for s in scored])
-    nothing = RankBatch(step=first + 3, micro_batches=(), tokens=1.0, rows=1.0)  # every group was left out, right after a canary
+    nothing = RankBatch(step=4, micro_batches=(), tokens=1.0, rows=1.0)  # every group was left out, right after a canary
     assert learner.step(nothing).grad_norm == 0.0
+    learner.load(str(folder / "2"))
+    go_on(learner, rank, world, folder)
+    if world == 2:
+        for name, changes in VARIANTS.items():
+            own = replace(settings, **changes)
+            varied = Learner(own, rank, f"{rendezvous}.{name}")
+            shares = own.sequence_parallel
+            varied.step(share(rank // shares, world // shares, 1))
+            varied.save(str(folder / name), 1)
+            varied.close()
+
+
+def go_on(learner: Learner, rank: int, world: int, folder: Path) -> None:
+    """Three steps more."""
+    losses = [learner.step(share(rank, world, step)).sums["loss"] for step in (3, 4, 5)]
+    (folder / f"losses{rank}.json").write_text(json.dumps(losses))
     learner.close()
 
 
-def run(world: int, model: Path, folder: Path, source: Path | None = None) -> Path:
+def load_big(rank: int, world: int, rendezvous: str, model: str, folder: Path, warm: Path) -> None:
+    """Peak memory of loading, above what the process had before."""
+    from rft.trainer import model as models
+    from rft.trainer import sharding
+
+    settings = LearnerSettings(model_path=model, cpu_threads=1, world_size=world, share_prompts=False)
+    sharding.join(settings, rank, rendezvous)
+    models.load(replace(settings, model_path=str(warm)))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    policy = models.load(settings)
+    peak = resident("VmHWM") - before
+    held = sum(p.to_local().nbytes for p in policy.parameters())
+    (folder / f"memory{rank}.json").write_text(json.dumps({"peak": peak, "held": held}))
+    torch.distributed.destroy_process_group()
+
+
+def resident(name: str) -> int:
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+def run(world: int, model: Path, folder: Path, source: Path | None = None, warm: Path | None = None) -> Path:
     folder.mkdir()
     command = [sys.executable, __file__]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -111,6 +159,7 @@ def run(world: int, model: Path, folder: Path, source: Path | None = None) -> Pa
                 str(model),
                 str(folder),
                 *([str(source)] if source else []),
+                *(["memory", str(warm)] if warm else []),
             ],
             env=env,
             stdout=subprocess.PIPE,
@@ -165,12 +214,52 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(worlds: tuple[P
             close(folder / "2", folder / "skipped", name, 0.0)
 
 
+def losses(folder: Path) -> np.ndarray:
+    """Of steps 3 to 5, added over ranks."""
+    return np.sum([json.loads(p.read_text()) for p in folder.glob("losses*.json")], axis=0)
+
+
 @pytest.mark.parametrize(("source", "world"), [(0, 2), (1, 1)])
 def test_another_world_size_goes_on(worlds: tuple[Path, Path], source: int, world: int, tiny_model: Path, tmp_path: Path) -> None:
     saved = worlds[source] / "2"
     again = run(world, tiny_model, tmp_path / "again", saved)
-    for name in ("model", "optimizer"):
-        close(saved, again / "again", name, 0.0)
+    for kind in ("model", "optimizer"):
+        close(saved, again / "again", kind, 0.0)
+    assert np.abs(losses(again) - losses(worlds[source])).max() < 1e-4 * np.abs(losses(again)).max()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_however_it_is_spread_the_gradient_is_the_same(name: str, worlds: tuple[Path, Path]) -> None:
+    one, two = worlds
+    close(one / "1", two / name, "optimizer", 1e-6)
+    files = sorted(p.name for p in (two / name).glob("model-*"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process cannot be reset here")
+def test_loading_takes_a_ranks_part_and_one_unit(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16384,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "big")
+    total = sum(p.nbytes for p in model.parameters())
+    root = model.model.embed_tokens.weight.nbytes
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    assert total > 180e6
+    run(2, tmp_path / "big", tmp_path / "out", warm=tiny_model)
+    for rank in range(2):
+        found = json.loads((tmp_path / "out" / f"memory{rank}.json").read_text())
+        assert found["held"] == pytest.approx(total / 2, rel=1e-3)
+        assert found["peak"] <= total / 2 + max(root, layer), found
 
 
 def test_an_export_of_two_ranks_loads(worlds: tuple[Path, Path]) -> None:
@@ -186,4 +275,7 @@ if __name__ == "__main__":
 
     warnings.simplefilter("error")
     place, count, meet, path, out, *rest = sys.argv[1:]
+    if rest and rest[0] == "memory":
+        load_big(int(place), int(count), meet, path, Path(out), Path(rest[1]))
+        sys.exit()
     one_rank(int(place), int(count), meet, path, Path(out), Path(rest[0]) if rest else None)

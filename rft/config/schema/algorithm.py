@@ -8,7 +8,7 @@ from rft.algorithm.catalog import ALGORITHMS, LATER
 from rft.algorithm.coming import coming
 from rft.config.schema.base import Args, IgnoreCase, Later, Section, key, renamed, section
 
-Schedule = Annotated[Literal["constant", "cosine", "wsd"], IgnoreCase]
+Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], IgnoreCase]
 
 
 class ScheduleConfig(Section):
@@ -20,26 +20,29 @@ class ScheduleConfig(Section):
         False,
         "False: step t of W warm-up steps (t from 0) has the rate lr (t + 1) / W.  True: lr t / W, veRL's form, which begins at 0.",
     )
-    min_lr_ratio: float = key(0.01, "Floor of the cosine and wsd schedules as a share of lr.", ge=0, le=1)
+    min_lr_ratio: float = key(0.01, "Floor of the linear, cosine and wsd schedules as a share of lr.", ge=0, le=1)
     num_cycles: float = key(
         0.5, "Periods of the cosine from the warm-up to the end; 0.5: from lr down to the floor.", unit="periods", gt=0
     )
     lr_scheduler_type: Schedule = key(
-        "constant", "Schedule after the warm-up; wsd: nine tenths at lr, then a cosine down to the floor."
+        "constant",
+        "Schedule after the warm-up; linear: down to the floor at the end; wsd: nine tenths at lr, then a cosine down to the floor.",
     )
     warmup_style: Schedule | None = key(None, "Older name of lr_scheduler_type.")
-    betas: tuple[float, float] = key((0.9, 0.999), "Decay rates of AdamW's two moments, each in [0, 1).")
-    eps: float = key(1e-8, "Added to AdamW's denominator.", gt=0)
-    weight_decay: float = key(0.01, "Decoupled weight decay.", ge=0)
+    optimizer_type: Annotated[Literal["adamw", "nadam", "radam", "adagrad", "sgd"], renamed(adam="adamw")] = key(
+        "adamw", "Optimizer of torch; adam means AdamW.  Weight decay is decoupled but for adagrad and sgd."
+    )
+    betas: tuple[float, float] = key((0.9, 0.999), "Decay rates of the two moments of adamw, nadam and radam, each in [0, 1).")
+    eps: float = key(1e-8, "Added to the denominator; sgd has none.", gt=0)
+    momentum: float = key(0.0, "Of sgd.", ge=0, lt=1)
+    weight_decay: float = key(0.01, "Weight decay.", ge=0)
+    decay_norms_and_biases: bool = key(True, "False: parameters of one dimension have no weight decay.")
 
 
 class OptimizerConfig(ScheduleConfig):
     """AdamW and its learning-rate schedule."""
 
     lr: float = key(1e-6, "Peak learning rate.", on_resume="safe", gt=0)
-    optimizer_type: Annotated[Literal["adamw", "sgd"], renamed(adam="adamw")] = key(
-        "adamw", "Optimizer; adam means AdamW.", later=Later("the optimizer is AdamW", values=("sgd",))
-    )
     clip_grad: float | None = key(None, "Same as trainer.grad_clip; different values are an error.", unit="gradient norm", gt=0)
 
 

@@ -47,12 +47,9 @@ class ModelConfig(Section):
     trust_remote_code: bool = key(False, "Run Python code that comes with the model.", on_resume="safe")
     external_lib: str | None = key(
         None,
-        "Python module to import before a model is loaded.",
-        later=Later("install a plugin with the entry point rft.plugins"),
+        "Python module that the trainer imports before it loads a model.  It can run any code.",
     )
-    override_config: dict[str, Any] = key(
-        {}, "Entries of the model's config.json that are replaced.", later=Later("edit config.json in a copy of the model")
-    )
+    override_config: dict[str, Any] = key({}, "Entries of the model's config.json that are replaced, for trainer and engines.")
     custom_chat_template: str | None = key(None, "Chat template (Jinja text) instead of the model's own.")
     chat_template_path: str | None = key(None, "File with a chat template instead of the model's own.")
     enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")

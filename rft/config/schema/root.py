@@ -44,11 +44,9 @@ class RunConfig(Section):
     )
     resume_from_path: str | None = key(
         None,
-        "Checkpoint of another run to start from.",
+        "Checkpoint (`global_step_N`) or folder of another run: where this run's folder has no checkpoint, it begins with those "
+        "weights, that optimizer and that place in the data.",
         on_resume="safe",
-        later=Later(
-            "a run resumes what is in its own folder; move that run there, or name its exported model in model.model_path"
-        ),
     )
     ray_namespace: str = key(
         "", "Where a process that explores and one that trains find each other.", on_resume="safe",

@@ -9,7 +9,10 @@ from rft.config.schema.base import IgnoreCase, Later, Name, Section, key, rename
 from rft.config.schema.explorer import Device
 
 Content = Annotated[Literal["model", "optimizer", "extra", "hf_model"], IgnoreCase]
-_MEMORY = "parameters, gradients and optimizer state stay on the device"
+_TOGETHER = "FSDP2 keeps parameters, gradients and optimizer state there together: the same as offload_policy."
+
+
+_AS_POLICY = Later("it is cut into micro-batches as the policy is", harmless=True)
 
 
 class CriticOptimizerConfig(ScheduleConfig):
@@ -38,12 +41,8 @@ class CriticConfig(Section):
         later=Later("batches are packed as the policy's are", harmless=True, values=(False,)),
     )
     enable_gradient_checkpointing: bool | None = key(None, "Recompute activations in the backward pass.", on_resume="safe")
-    param_offload: bool = key(
-        False, "Keep parameters on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
-    )
-    optimizer_offload: bool = key(
-        False, "Keep optimizer state on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
-    )
+    param_offload: bool = key(False, f"Keep parameters on the host.  {_TOGETHER}", on_resume="safe")
+    optimizer_offload: bool = key(False, f"Keep optimizer state on the host.  {_TOGETHER}", on_resume="safe")
     grad_clip: float | None = key(None, "Largest gradient norm.  Null: trainer.grad_clip.", unit="gradient norm", gt=0)
     cliprange_value: float = key(0.5, "Values are clipped to this distance from the old ones.", gt=0)
     ppo_epochs: int | None = key(None, "Passes over a batch.  Null: trainer.ppo_epochs.", unit="passes", ge=1)
@@ -52,13 +51,17 @@ class CriticConfig(Section):
 class RefConfig(Section):
     """The reference model, where a KL needs one.  Null values are the policy's."""
 
-    param_offload: bool = key(False, "Keep parameters on the host between uses.", on_resume="safe")
+    param_offload: bool = key(False, "Keep its parameters on the host and fetch them for each layer.", on_resume="safe")
     reshard_after_forward: bool | None = key(None, "Free gathered parameters after the forward pass.", on_resume="safe")
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Rows of one micro-batch.", unit="experiences", on_resume="safe", ge=1
+        None, "Rows of one micro-batch.", unit="experiences", on_resume="safe", ge=1, later=_AS_POLICY
     )
-    use_dynamic_bsz: bool | None = key(None, "Micro-batches by token budget instead of by rows.", on_resume="safe")
-    max_token_len_per_gpu: int | None = key(None, "Token budget of one micro-batch.", unit="tokens", on_resume="safe", ge=1)
+    use_dynamic_bsz: bool | None = key(
+        None, "Micro-batches by token budget instead of by rows.", on_resume="safe", later=_AS_POLICY
+    )
+    max_token_len_per_gpu: int | None = key(
+        None, "Token budget of one micro-batch.", unit="tokens", on_resume="safe", ge=1, later=_AS_POLICY
+    )
 
 
 class CheckpointConfig(Section):
@@ -66,19 +69,28 @@ class CheckpointConfig(Section):
 
     save_contents: tuple[Content, ...] = key(
         ("model", "optimizer", "extra"),
-        "What is saved; extra: step and seeds, hf_model: a Hugging Face folder.",
+        "What is saved; extra: step and seeds, which are always there; hf_model: a Hugging Face folder in every checkpoint.",
         on_resume="safe",
         min_length=1,
-        later=Later(
-            "all of model, optimizer and extra is saved; save_hf_checkpoint says when a Hugging Face folder is", harmless=True
-        ),
     )
     load_contents: tuple[Content, ...] | None = key(
         None,
         "What is loaded on resume.  Null: what was saved.",
         on_resume="safe",
         min_length=1,
-        later=Later("everything is loaded"),
+    )
+    async_save: bool | None = key(
+        None,
+        "Copy a checkpoint to the host and write it while training goes on, one at a time.  Null: on GPUs.",
+        on_resume="safe",
+    )
+    best_metric: str | None = key(
+        None,
+        "Metric by its name in metrics.jsonl: the checkpoint where it is best is kept beside the max_checkpoints_to_keep newest.",
+        on_resume="safe",
+    )
+    best_mode: Annotated[Literal["max", "min"], IgnoreCase] = key(
+        "max", "Which values of best_metric are better.", on_resume="safe"
     )
 
 
@@ -112,7 +124,7 @@ class TrainerConfig(Section):
         "unrestricted",
         "How many may write at the same time.",
         on_resume="safe",
-        later=Later("rank 0 writes, one tensor after another", harmless=True),
+        later=Later("every rank writes its own file", harmless=True),
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What a checkpoint holds.")
     max_checkpoints_to_keep: int = key(
@@ -144,8 +156,10 @@ class TrainerConfig(Section):
     reshard_after_forward: bool = key(True, "Free gathered parameters after the forward pass.", on_resume="safe")
     share_prompts: bool = key(True, "Compute a group's common prompt once.", on_resume="safe")
     logprob_chunk_tokens: int = key(1024, "Tokens whose logits exist at the same time.", unit="tokens", on_resume="safe", ge=1)
-    attn_implementation: Annotated[Literal["sdpa", "eager", "flash_attention_2"], IgnoreCase] = key(
-        "sdpa", "Attention kernel of transformers.", on_resume="safe"
+    attn_implementation: Annotated[Literal["auto", "sdpa", "eager", "flash_attention_2"], IgnoreCase] = key(
+        "sdpa",
+        "Attention kernel of transformers; share_prompts needs sdpa.  auto: flash attention where it is installed and can be used.",
+        on_resume="safe",
     )
     max_nonfinite_steps: int = key(
         3,
@@ -212,38 +226,30 @@ class TrainerConfig(Section):
         later=Later("the budget is that of the training pass", harmless=True),
     )
     ulysses_sequence_parallel_size: int = key(
-        1, "Ranks that share one sequence.", unit="ranks", ge=1, later=Later("one rank computes a whole sequence", harmless=True)
+        1, "Ranks that share each micro-batch, an equal slice of its positions each.", unit="ranks", on_resume="safe", ge=1
     )
-    fsdp_size: int = key(
-        -1, "Ranks that share one copy of the model; -1 = all.", unit="ranks", ge=-1, later=Later("all ranks do", harmless=True)
+    fsdp_size: int = key(-1, "Ranks that share one copy of the model; -1 = all.", unit="ranks", on_resume="safe", ge=-1)
+    forward_prefetch: bool = key(
+        False, "Gather the next layer's parameters while a layer computes, always; false: FSDP2 decides.", on_resume="safe"
     )
-    param_offload: bool = key(
-        False, "Keep parameters on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], IgnoreCase] = key(
+        "float32", "Type in which gradients are added over ranks, where param_dtype is bfloat16."
     )
-    optimizer_offload: bool = key(
-        False, "Keep optimizer state on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
-    )
-    grad_offload: bool = key(
-        False, "Keep gradients on the host between uses.", on_resume="safe", later=Later(_MEMORY, harmless=True)
-    )
+    param_offload: bool = key(False, f"Keep parameters on the host.  {_TOGETHER}", on_resume="safe")
+    optimizer_offload: bool = key(False, f"Keep optimizer state on the host.  {_TOGETHER}", on_resume="safe")
+    grad_offload: bool = key(False, f"Keep gradients on the host.  {_TOGETHER}", on_resume="safe")
     offload_policy: bool = key(
         False,
-        "Parameters, gradients and optimizer state live on the host and are fetched for each layer.",
+        "Parameters, gradients and optimizer state live on the host, parameters are fetched for each layer, and the update runs there.",
         on_resume="safe",
-        later=Later(_MEMORY, harmless=True),
     )
     enable_activation_offload: bool = key(
-        False,
-        "Keep activations on the host until the backward pass.",
-        on_resume="safe",
-        later=Later("activations stay on the device; use enable_gradient_checkpointing", harmless=True),
+        False, "Keep what enable_gradient_checkpointing keeps for the backward pass on the host.", on_resume="safe"
     )
     use_torch_compile: bool = key(
         False, "Compile the model.", on_resume="safe", later=Later("the model runs as it is", harmless=True)
     )
-    use_liger: bool = key(
-        False, "Liger's fused layers.", on_resume="safe", later=Later("transformers' own layers are used", harmless=True)
-    )
+    use_liger: bool = key(False, "Liger's fused layers, on GPUs where liger-kernel is installed.", on_resume="safe")
     use_fused_kernels: bool = key(
         False, "Fused log-prob and entropy.", on_resume="safe", later=Later("both are computed in chunks", harmless=True)
     )
@@ -257,7 +263,5 @@ class TrainerConfig(Section):
         later=Later("samples of every evaluation are logged", harmless=True),
     )
     critic: CriticConfig = section(CriticConfig, "The critic, where the algorithm has one.")
-    ref: RefConfig = section(
-        RefConfig, "The reference model.", later=Later("it is placed and cut into micro-batches as the policy is", harmless=True)
-    )
-    profiler: ProfilerConfig = section(ProfilerConfig, "Traces.", later=Later("no traces are written", harmless=True))
+    ref: RefConfig = section(RefConfig, "The reference model.")
+    profiler: ProfilerConfig = section(ProfilerConfig, "Traces, in the run's folder.")

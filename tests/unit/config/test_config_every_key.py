@@ -73,6 +73,12 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "monitor.monitor_args": {"monitor.monitor_type": ["tensorboard"]},
     "trainer.device": GPUS,
     "trainer.param_dtype": GPUS,
+    "trainer.ulysses_sequence_parallel_size": {"trainer.world_size": 2},
+    "trainer.fsdp_size": {"trainer.world_size": 2},
+    "trainer.profiler.ranks": {"trainer.world_size": 2},
+    "trainer.profiler.all_ranks": {"trainer.world_size": 2},
+    "trainer.enable_activation_offload": {"trainer.enable_gradient_checkpointing": True},
+    "trainer.ref.param_offload": GPUS,
     "explorer.rollout_model.device": GPUS,
     "explorer.rollout_model.enforce_eager": GPUS,
 }

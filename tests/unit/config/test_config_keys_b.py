@@ -47,7 +47,7 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
 KEYS = [  # key, good value, bad value, what a run does with the good one
     *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "bench", "serve", "Colocate")),
-    ("resume_from_path", "runs/x/global_step_3", "[1]", REFUSED),
+    ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
     (f"{BUFFER}.storage_type", "FILE", "parquet", REFUSED),

@@ -217,6 +217,8 @@ def test_only_what_was_asked_for_is_saved(settings: Settings, rows: list[TrainRo
     again = Learner(settings())
     again.load(str(tmp_path))
     assert not again.optimizer.state
-    with pytest.raises(CheckpointInvalid, match=r"holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents"):
+    with pytest.raises(
+        CheckpointInvalid, match=r"holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents"
+    ):
         Learner(settings(load_contents=("model", "optimizer"))).load(str(tmp_path))
     assert np.array_equal(learner.score([rows])[0][0]["old"], again.score([rows])[0][0]["old"])

@@ -1,0 +1,158 @@
+"""How the model is spread over ranks and the host, loaded and saved: the `trainer` keys that only the learner's room reads.
+
+Knows no torch.  Invariant: what cannot work is an error here, with its key; what has no effect is a warning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rft.config.problems import Problems
+from rft.config.schema.root import RunConfig
+from rft.trainer.settings import ProfilerSettings
+
+_HOST = ("param_offload", "optimizer_offload", "grad_offload")
+
+
+def learner(config: RunConfig, run_dir: Path, device: str, world: int, p: Problems) -> dict[str, Any]:
+    """Fields of `LearnerSettings`."""
+    t = config.trainer
+    return {
+        **_ranks(config, world, p),
+        "offload_policy": _offload(config, device, p),
+        "ref_offload": t.ref.param_offload and device == "cuda",
+        "activation_offload": _activations(config, device, p),
+        "reduce_dtype": t.reduce_dtype,
+        "ref_reshard_after_forward": (
+            t.reshard_after_forward if t.ref.reshard_after_forward is None else t.ref.reshard_after_forward
+        ),
+        "external_lib": _library(config, p),
+        "override_config": dict(config.model.override_config),
+        "use_liger": t.use_liger,
+        "save_contents": t.checkpoint.save_contents,
+        "load_contents": _loaded(config, p),
+        "profiler": _profiler(config, run_dir, world, p),
+    }
+
+
+def critic_offload(config: RunConfig, device: str, p: Problems) -> bool:
+    """Whether the critic lives on the host."""
+    c = config.trainer.critic
+    wanted = c.param_offload or c.optimizer_offload
+    if wanted and device == "cpu":
+        p.warn("trainer.critic.param_offload, optimizer_offload: no effect on CPU, where everything is in the host's memory")
+    return wanted and device == "cuda"
+
+
+def trainer(config: RunConfig, device: str, p: Problems) -> dict[str, Any]:
+    """Fields of `TrainerSettings`."""
+    t = config.trainer
+    later = t.checkpoint.async_save
+    if later is None:
+        later = device == "cuda"
+        p.derive("trainer.checkpoint.async_save", later, f"trainer on {device}")
+    if t.checkpoint.best_metric is not None and not t.max_checkpoints_to_keep:
+        p.warn("trainer.checkpoint.best_metric has no effect: all checkpoints are kept; set trainer.max_checkpoints_to_keep")
+    always = "hf_model" in t.checkpoint.save_contents
+    if always and t.save_hf_checkpoint == "never":
+        p.error(
+            "trainer.checkpoint.save_contents",
+            "has hf_model, but trainer.save_hf_checkpoint is never; remove one of them",
+            given=list(t.checkpoint.save_contents),
+        )
+    if always:
+        p.derive("trainer.save_hf_checkpoint", "always", "hf_model in trainer.checkpoint.save_contents")
+    return {
+        "save_hf_checkpoint": "always" if always else t.save_hf_checkpoint,
+        "async_save": later,
+        "best_metric": t.checkpoint.best_metric,
+        "best_mode": t.checkpoint.best_mode,
+    }
+
+
+def _ranks(config: RunConfig, world: int, p: Problems) -> dict[str, Any]:
+    t = config.trainer
+    size, sequence = t.fsdp_size, t.ulysses_sequence_parallel_size
+    if size == 0 or (size > 0 and world % size):
+        p.error("trainer.fsdp_size", f"is {size}; it must divide the {world} training rank(s), or be -1 for all", given=size)
+    if world % sequence:
+        p.error(
+            "trainer.ulysses_sequence_parallel_size",
+            f"is {sequence}; it must divide the {world} training rank(s)",
+            given=sequence,
+        )
+    if sequence > 1 and not t.share_prompts:
+        p.error(
+            "trainer.ulysses_sequence_parallel_size",
+            "needs trainer.share_prompts: true; ranks share packed positions, and without it rows are padded",
+            given=sequence,
+        )
+    if t.forward_prefetch and world == 1:
+        p.warn("trainer.forward_prefetch has no effect: one rank gathers nothing")
+    return {"fsdp_size": size, "sequence_parallel": sequence, "forward_prefetch": t.forward_prefetch}
+
+
+def _offload(config: RunConfig, device: str, p: Problems) -> bool:
+    t = config.trainer
+    asked = [name for name in (*_HOST, "offload_policy") if getattr(t, name)]
+    if not asked:
+        return False
+    if device == "cpu":
+        p.warn(f"trainer.{', '.join(asked)}: no effect on CPU, where everything is in the host's memory")
+        return False
+    if not t.offload_policy:
+        p.derive("trainer.offload_policy", True, f"trainer.{asked[0]}; FSDP2 keeps all of them on the host or none")
+    return True
+
+
+def _activations(config: RunConfig, device: str, p: Problems) -> bool:
+    t = config.trainer
+    if not t.enable_activation_offload:
+        return False
+    if not t.enable_gradient_checkpointing:
+        p.error(
+            "trainer.enable_activation_offload",
+            "needs trainer.enable_gradient_checkpointing: true; what that keeps for the backward pass goes to the host",
+            given=True,
+        )
+    if device == "cpu":
+        p.warn("trainer.enable_activation_offload: no effect on CPU, where everything is in the host's memory")
+    return True
+
+
+def _library(config: RunConfig, p: Problems) -> str | None:
+    name = config.model.external_lib
+    if name is not None and not all(part.isidentifier() for part in name.split(".")):
+        p.error("model.external_lib", "is not the name of a Python module, such as my_models.register", given=name)
+    elif name is not None:
+        p.warn(f"model.external_lib: the module {name} will be imported and can run any code with your rights")
+    return name
+
+
+def _loaded(config: RunConfig, p: Problems) -> tuple[str, ...] | None:
+    c = config.trainer.checkpoint
+    saved, loaded = c.save_contents, c.load_contents
+    if not {"model", "hf_model"} & set(saved):
+        p.error("trainer.checkpoint.save_contents", "needs model or hf_model; nothing could be loaded again", given=list(saved))
+    if loaded is None:
+        return None
+    if missing := [name for name in loaded if name not in saved]:
+        p.error(
+            "trainer.checkpoint.load_contents", f"has {', '.join(missing)}, which save_contents leaves out", given=list(loaded)
+        )
+    if not {"model", "hf_model"} & set(loaded):
+        p.error("trainer.checkpoint.load_contents", "needs model; training would start from other weights", given=list(loaded))
+    return tuple("model" if name == "hf_model" else name for name in loaded)
+
+
+def _profiler(config: RunConfig, run_dir: Path, world: int, p: Problems) -> ProfilerSettings:
+    f = config.trainer.profiler
+    ranks = tuple(range(world)) if f.all_ranks else (0,) if f.ranks is None else f.ranks
+    if wrong := [r for r in ranks if not 0 <= r < world]:
+        p.error("trainer.profiler.ranks", f"has {wrong[0]}; there are {world} training rank(s), from 0", given=list(ranks))
+    if f.all_ranks and f.ranks is not None:
+        p.warn("trainer.profiler.ranks has no effect: all_ranks is true")
+    if (f.all_ranks or f.ranks is not None or f.discrete) and not f.steps:
+        p.warn("trainer.profiler: no steps are named, so nothing is traced")
+    return ProfilerSettings(steps=tuple(f.steps or ()), ranks=ranks, discrete=f.discrete, folder=run_dir / "profile")

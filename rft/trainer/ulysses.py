@@ -1,0 +1,179 @@
+"""Sequence parallelism: ranks share the positions of one micro-batch, and exchange heads for positions around attention (Ulysses,
+arXiv:2309.14509).
+
+Every rank of a group is given the same micro-batch and computes an equal slice of its packed positions.  Around attention, heads are
+dealt out and positions gathered, so each rank attends over all positions with its share of the heads, and prefix trees work as they
+do on one rank.  Log-probs are gathered at the end: every rank sees those of all tokens and computes the same loss, and the gradient
+that goes back is that of its own tokens.
+Knows layouts and process groups; not losses.  Invariant: gradients added over all ranks are the gradient of one rank that computes
+everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from rft.errors import ConfigError
+from rft.trainer import attention
+from rft.trainer.attention import Layout
+from rft.trainer.batch import MicroBatch
+from rft.trainer.settings import LearnerSettings
+
+NAME = "rft_tree_sequence"
+_KEY = "trainer.ulysses_sequence_parallel_size"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank computes of a micro-batch, and how the results of all ranks of its group come together."""
+
+    batch: MicroBatch  # inputs and tokens of this rank; at least one token, without effect where `mine` is empty
+    mine: torch.Tensor  # int64 [n], which of the N tokens are this rank's
+    order: torch.Tensor  # int64 [N], where token i is among the gathered [size * widest]
+    widest: int
+    group: Any
+    size: int
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 [N] of all tokens from what each rank has computed for its own."""
+        gathered: torch.Tensor = _Gather.apply(values[: len(self.mine)], self)
+        return gathered
+
+
+@dataclass(frozen=True)
+class Spread:
+    """In place of a `Layout`: that of all positions, which `size` ranks share."""
+
+    layout: Layout
+    length: int  # positions without padding
+    group: Any
+    size: int
+
+
+class Group:
+    """The ranks that share micro-batches with this one."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self.group, self.size, self.rank = group, size, dist.get_rank(group)
+
+    def share(self, batch: MicroBatch) -> Share:
+        """This rank's slice of `batch`."""
+        assert isinstance(batch.tree, Layout), "positions are shared in the packed layout"
+        length = batch.input_ids.shape[1]
+        width = -(-length // self.size)
+        begin, pad = self.rank * width, self.size * width - length
+        ids, positions = (F.pad(x, (0, pad))[:, begin : begin + width] for x in (batch.input_ids, batch.position_ids))
+        holder = batch.predict // width  # which rank has the token's position
+        counts = torch.bincount(holder, minlength=self.size)
+        before = torch.stack([(holder == r).cumsum(0) - 1 for r in range(self.size)])
+        widest = int(counts.max())
+        order = holder * widest + before.gather(0, holder[None])[0]
+        mine = torch.nonzero(holder == self.rank)[:, 0]
+        some = mine if len(mine) else holder.new_zeros(1)
+        predict = batch.predict[some] - begin if len(mine) else holder.new_zeros(1)
+        local = replace(
+            batch,
+            input_ids=ids,
+            position_ids=positions,
+            tree=Spread(batch.tree, length, self.group, self.size),
+            predict=predict,
+            targets=batch.targets[some],
+            temperatures=batch.temperatures[some],
+        )
+        return Share(local, mine, order, widest, self.group, self.size)
+
+
+def group(settings: LearnerSettings) -> Group | None:
+    """The group of this rank; None where each computes its own micro-batches.  Collective."""
+    size = settings.sequence_parallel
+    if size == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(settings.device, (settings.world_size // size, size), mesh_dim_names=("data", "sequence"))
+    return Group(mesh["sequence"].get_group(), size)
+
+
+def key_copies(heads: int, keys: int, size: int) -> int:
+    """How often each key head is repeated so that `size` ranks get equal shares.  Raises ConfigError where heads cannot be dealt."""
+    copies = size // gcd(keys, size)
+    if heads % size or heads % (keys * copies):
+        raise ConfigError(f"{heads} attention heads over {keys} key heads cannot be dealt to {size} ranks", key=_KEY, given=size)
+    return copies
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    tree: Spread,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, t, D], key and value [1, K, t, D] over this rank's t positions → [1, t, H, D]."""
+    size = tree.size
+    copies = key_copies(query.shape[1], key.shape[1], size)
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    q, k, v = (_positions(x, tree) for x in (query, key, value))
+    out, _ = attention.attend(module, q, k, v, attention_mask, tree=tree.layout, **others)
+    width = query.shape[2]
+    heads = F.pad(out[0], (0, 0, 0, 0, 0, size * width - tree.length)).view(size, width, *out.shape[2:])
+    return _exchange(heads, tree.group).transpose(0, 1).reshape(1, width, query.shape[1], query.shape[3]), None
+
+
+def _positions(x: torch.Tensor, tree: Spread) -> torch.Tensor:
+    """[1, H, t, D] of all heads → [1, H / size, T, D] of all positions."""
+    _, heads, width, dim = x.shape
+    got = _exchange(x[0].view(tree.size, heads // tree.size, width, dim), tree.group)
+    return got.transpose(0, 1).reshape(1, heads // tree.size, tree.size * width, dim)[:, :, : tree.length]
+
+
+def _exchange(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """x[r] goes to rank r; what rank r sent comes as out[r]."""
+    out: torch.Tensor = _AllToAll.apply(x, group)
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.forward(ctx, grads[0], ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank computes the same from what it gathers, so a rank's gradient is that of its own values, and nothing is added."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, share: Share) -> torch.Tensor:
+        ctx.mine = share.mine
+        padded = F.pad(values, (0, share.widest - len(values)))
+        parts = [torch.empty_like(padded) for _ in range(share.size)]
+        dist.all_gather(parts, padded, group=share.group)
+        return torch.cat(parts).index_select(0, share.order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].index_select(0, ctx.mine), None
+
+
+def register() -> None:
+    """Make "rft_tree_sequence" known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)

@@ -1,0 +1,98 @@
+"""How the learner is spread, offloaded, loaded and saved: what reaches the Plan, and what is refused with its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.config.load import load
+from rft.config.plan import Facts, Plan
+from rft.config.resolve import resolve
+from rft.errors import ConfigError
+
+FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
+ON_GPUS = ("cluster.gpu_per_node=4", "trainer.world_size=2")
+
+
+def plan(*overrides: str) -> Plan:
+    return resolve(load(FILE, overrides), Facts(cpus=4, gpus=0))
+
+
+def told(p: Plan) -> dict[str, Any]:
+    return {d.key: d.value for d in p.derived}
+
+
+@pytest.mark.parametrize("name", ["param_offload", "optimizer_offload", "grad_offload", "offload_policy"])
+def test_offload_is_one_thing_on_gpus_and_nothing_on_cpu(name: str) -> None:
+    on_gpu = plan(*ON_GPUS, f"trainer.{name}=true")
+    assert on_gpu.learner.offload_policy and (name == "offload_policy" or told(on_gpu)["trainer.offload_policy"] is True)
+    on_cpu = plan(f"trainer.{name}=true")
+    assert not on_cpu.learner.offload_policy and any("no effect on CPU" in w for w in on_cpu.warnings)
+
+
+def test_spread_over_ranks_reaches_the_learner() -> None:
+    found = plan(
+        *ON_GPUS,
+        "trainer.fsdp_size=1",
+        "trainer.ulysses_sequence_parallel_size=2",
+        "trainer.forward_prefetch=true",
+        "trainer.reduce_dtype=bfloat16",
+        "trainer.ref.param_offload=true",
+        "trainer.critic.param_offload=true",
+        "trainer.enable_gradient_checkpointing=true",
+        "trainer.enable_activation_offload=true",
+        "trainer.profiler.steps=[2]",
+        "trainer.profiler.all_ranks=true",
+    ).learner
+    assert (found.fsdp_size, found.sequence_parallel, found.forward_prefetch, found.reduce_dtype) == (1, 2, True, "bfloat16")
+    assert found.ref_offload and found.critic.offload_policy and found.activation_offload
+    assert (found.profiler.steps, found.profiler.ranks) == ((2,), (0, 1)) and found.profiler.folder.name == "profile"
+
+
+def test_saving_reaches_the_trainer() -> None:
+    assert told(plan())["trainer.checkpoint.async_save"] is False and plan(*ON_GPUS).trainer.async_save
+    found = plan("trainer.checkpoint.save_contents=[model, hf_model]", "trainer.checkpoint.load_contents=[hf_model]")
+    assert (found.trainer.save_hf_checkpoint, found.learner.save_contents) == ("always", ("model", "hf_model"))
+    assert found.learner.load_contents == ("model",)
+    best = plan("trainer.checkpoint.best_metric=eval/x/mean@4", "trainer.checkpoint.best_mode=min").trainer
+    assert (best.best_metric, best.best_mode) == ("eval/x/mean@4", "min")
+
+
+def test_overrides_of_the_model_hold_for_engines_too() -> None:
+    override = "model.override_config={attention_bias: true}"
+    assert plan(override).learner.override_config == {"attention_bias": True}
+    kinds = {"vllm": {"hf_overrides": {"attention_bias": True}}, "transformers": {"attention_bias": True}}
+    for kind, expected in kinds.items():
+        assert plan(override, f"explorer.rollout_model.engine_type={kind}").engines[0].extra_engine_args == expected
+
+
+def test_a_library_is_said_aloud() -> None:
+    assert any("my.module will be imported" in w for w in plan("model.external_lib=my.module").warnings)
+    assert plan().learner.external_lib is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("trainer.fsdp_size=2",), "trainer.fsdp_size"),
+        (("trainer.fsdp_size=0",), "trainer.fsdp_size"),
+        (("trainer.ulysses_sequence_parallel_size=2",), "trainer.ulysses_sequence_parallel_size"),
+        (
+            (*ON_GPUS, "trainer.ulysses_sequence_parallel_size=2", "trainer.share_prompts=false"),
+            "trainer.ulysses_sequence_parallel_size",
+        ),
+        (("trainer.enable_activation_offload=true",), "trainer.enable_activation_offload"),
+        (("trainer.checkpoint.save_contents=[optimizer]",), "trainer.checkpoint.save_contents"),
+        (("trainer.checkpoint.save_contents=[model]", "trainer.checkpoint.load_contents=[model, optimizer]"), "trainer.checkpoint.load_contents"),
+        (("trainer.checkpoint.load_contents=[optimizer]",), "trainer.checkpoint.load_contents"),
+        (("trainer.checkpoint.save_contents=[model, hf_model]", "trainer.save_hf_checkpoint=never"), "trainer.checkpoint.save_contents"),
+        (("trainer.profiler.ranks=[1]",), "trainer.profiler.ranks"),
+        (("model.external_lib=os; import x",), "model.external_lib"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(overrides: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(*overrides)
+    assert [e.key for e in getattr(caught.value, "errors", [caught.value])] == [key]
