@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from rft.trainer.manifest import Manifest
 
 
 def export(
     run_dir: Annotated[Path, typer.Argument(help="folder of the run", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="new folder for the model", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="train step; default: the newest that has a model", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option(help="train step; default: the newest", show_default=False)] = None,
+    best: Annotated[
+        str | None, typer.Option(help="metric of metrics.jsonl: the checkpoint where it was highest", show_default=False)
+    ] = None,
+    lowest: Annotated[bool, typer.Option("--lowest", help="with --best: where it was lowest")] = False,
 ) -> None:
-    """Copy the verified Hugging Face model of a checkpoint."""
-    print(copy_model(run_dir, out, step))
+    """Write the verified Hugging Face model of a checkpoint."""
+    print(copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max"))
 
 
-def copy_model(run_dir: Path, out: Path, step: int | None) -> Path:
-    """Copy to `out`, which must not exist yet; it appears whole or not at all.
+def copy_model(
+    run_dir: Path, out: Path, step: int | None, *, best: str | None = None, mode: Literal["max", "min"] = "max"
+) -> Path:
+    """Write to `out`, which must not exist yet; it appears whole or not at all.
 
-    The folder of a program stands for that of its last finished stage.
+    The checkpoint's own Hugging Face folder is copied where it has one; else its parts are put together, one tensor in memory at a
+    time.  The folder of a program stands for that of its last finished stage.
     Raises ConfigError for a wrong folder or step, CheckpointInvalid naming the file that is not what the manifest says.
     """
     import os
     import shutil
 
-    from rft.errors import CheckpointInvalid, ConfigError, SetupError
+    from rft.errors import ConfigError, SetupError
     from rft.launch import stages
     from rft.trainer import manifest as manifests
 
@@ -34,33 +45,64 @@ def copy_model(run_dir: Path, out: Path, step: int | None) -> Path:
         if not (done := stages.read(run_dir)):
             raise ConfigError(f"{run_dir} is a program of stages, and none of them is done", key="RUN_DIR")
         run_dir = run_dir / done[-1].name
-    folders = manifests.committed(run_dir / "checkpoints")
-    steps = {int(f.name.rpartition("_")[2]): f for f in folders if (f / "huggingface").is_dir()}
-    if not steps:
+    committed = manifests.committed(run_dir / "checkpoints")
+    folders = {manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in ("huggingface", "trainer/pretrained"))}
+    if not folders:
         raise ConfigError(
-            f"{run_dir} has {len(folders)} checkpoints and none of them holds a Hugging Face model; "
+            f"{run_dir} has {len(committed)} checkpoints and none of them holds a model; "
             "set trainer.save_hf_checkpoint to last or always",
             key="RUN_DIR",
         )
-    if step is not None and step not in steps:
+    if best is not None:
+        if step is not None:
+            raise ConfigError("--best is given too; name one of them", key="--step", given=step)
+        step = _best(run_dir, best, mode, folders)
+    if step is not None and step not in folders:
         raise ConfigError(
-            f"{step} has no model in {run_dir}; there are {', '.join(map(str, sorted(steps)))}", key="--step", given=step
+            f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step
         )
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not", key="--out")
-    manifest = manifests.read(steps[max(steps) if step is None else step])  # hashes every file
-    names = [n for n in manifest.files if n.startswith("huggingface/")]
-    if not any(n.endswith(".safetensors") for n in names):
-        raise CheckpointInvalid(f"{manifest.folder}: its manifest lists no safetensors file below huggingface/")
+    manifest = manifests.read(folders[max(folders) if step is None else step])  # hashes every file
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        for name in names:
-            target = aside / Path(name).relative_to("huggingface")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(manifest.folder / name, target)
+        aside.mkdir(parents=True)
+        _fill(manifest, aside)
         aside.rename(out)
     except OSError as e:
         raise SetupError(f"{out} cannot be written: {e.strerror}") from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
+
+
+def _best(run_dir: Path, metric: str, mode: Literal["max", "min"], steps: Collection[int]) -> int:
+    from rft.errors import ConfigError
+    from rft.monitor.monitor import FILE
+    from rft.trainer.checkpoint import best_step
+
+    found = best_step(run_dir / FILE, metric, mode, steps)
+    if found is None:
+        raise ConfigError(
+            f"{metric} has no value at the steps of the checkpoints ({', '.join(map(str, steps))})", key="--best", given=metric
+        )
+    return found
+
+
+def _fill(manifest: Manifest, aside: Path) -> None:
+    import shutil
+
+    from rft.errors import CheckpointInvalid
+
+    names = [n for n in manifest.files if n.startswith("huggingface/")]
+    if names:
+        if not any(n.endswith(".safetensors") for n in names):
+            raise CheckpointInvalid(f"{manifest.folder}: its manifest lists no safetensors file below huggingface/")
+        for name in names:
+            target = aside / Path(name).relative_to("huggingface")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(manifest.folder / name, target)
+        return
+    from rft.trainer.assemble import assemble
+
+    assemble(manifest.folder / "trainer", aside)

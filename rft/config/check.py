@@ -202,6 +202,8 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         _model_fits(model, plan, problems)
         _critic_fits(model, plan, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
+    if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
+        problems.error("resume_from_path", "is not a folder", given=str(plan.resume_from_path))
     if not problems.errors:
         opened = {t.settings.name: t for t in seen.opened}
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from rft.errors import DeadlineExceeded, Interrupted, RftError, RunFailed
+from rft.errors import ConfigError, DeadlineExceeded, Interrupted, RftError, RunFailed
 from rft.launch.parts import Start
+from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -80,10 +81,35 @@ class Stoppable(Protocol):
     async def stop(self) -> None: ...
 
 
-async def begin(buffer: Any, found: Manifest | None) -> Start:
-    """Take the next lineage of the buffer, going on from the checkpoint `found` if there is one."""
+def origin(path: Path | None) -> Manifest | None:
+    """The checkpoint of another run that `resume_from_path` names: the folder itself, or the newest one of that run.
+
+    Raises CheckpointInvalid or ConfigError where there is none that is whole.
+    """
+    if path is None:
+        return None
+    if (path / manifests.NAME).is_file() or manifests.is_name(path.name):
+        return manifests.read(path)
+    for folder in (path, path / "checkpoints"):
+        if (found := manifests.latest(folder)) is not None:
+            return found
+    raise ConfigError(
+        "holds no checkpoint; name a folder global_step_N, or the folder of a run", key="resume_from_path", given=str(path)
+    )
+
+
+async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = None) -> Start:
+    """Take the next lineage of the buffer, going on from the checkpoint `found` if there is one.
+
+    `other`: another run's checkpoint to begin with where there is none.  Its weights, optimizer and place in the data are taken; its
+    rows stay where they are, so nothing counts as their use here.
+    """
     if found is None:
-        return Start((await buffer.start_lineage(None, None)).lineage)
+        lineage = (await buffer.start_lineage(None, None)).lineage
+        if other is None:
+            return Start(lineage)
+        log.info("lineage %d begins with %s of another run", lineage, other.folder)
+        return Start(lineage, other.version.step, None, other.consumption.cursor, str(other.folder))
     lineage = await buffer.start_lineage(found.version, found.consumption)
     log.info("lineage %d goes on from %s; %d rows orphaned", lineage.lineage, found.version, lineage.orphaned)
     return Start(lineage.lineage, found.version.step, found.version, lineage.cursor, str(found.folder))

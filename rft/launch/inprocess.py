@@ -53,6 +53,7 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
     found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
     if found is not None and found.version.step >= plan.trainer.total_steps:
         return Outcome(found.version, rundir.path, 0.0, found.version)
+    other = drive.origin(plan.resume_from_path) if found is None else None
     rundir.state("running")
     async with AsyncExitStack() as started:
         buffer = await parts.buffer(plan)
@@ -64,7 +65,7 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
         trainer = await parts.trainer(plan, 0, None)
         started.push_async_callback(trainer.close)
         explorer = await parts.explorer(plan)
-        start = await drive.begin(buffer, found)
+        start = await drive.begin(buffer, found, other)
         coordinator = parts.Coordinator(plan, made, trainer, start)
         started.push_async_callback(coordinator.close)
         with Signals() as signals:

@@ -39,6 +39,7 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
         if found is not None and found.version.step >= plan.trainer.total_steps:
             log.info("already trained to step %d; raise buffer.total_steps to go on", found.version.step)
             return Outcome(found.version, rundir.path, 0.0, found.version)
+        other = drive.origin(plan.resume_from_path) if found is None else None
         run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
         rundir.state("starting")
         ended = threading.Event()
@@ -50,7 +51,7 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
         parts = _Parts(plan, rundir, cluster)
         worked = False
         try:
-            start = await signals.guard(parts.start(found))
+            start = await signals.guard(parts.start(found, other))
             worked = True
             rundir.state("running", lineage=start.lineage, parts=parts.pids)
             await parts.work(start, on_record, signals)
@@ -108,7 +109,7 @@ class _Parts:
         self.proxies: dict[str, Proxy] = {}
         self.pids: dict[str, int] = {}
 
-    async def start(self, found: manifests.Manifest | None) -> Start:
+    async def start(self, found: manifests.Manifest | None, other: manifests.Manifest | None) -> Start:
         """Start every part, the slow ones side by side; take the next lineage; connect the coordinator."""
         plan = self.plan
         places = await reserve(placement(plan.engines, plan.learner, self.cluster.gpus_per_node()))
@@ -132,7 +133,7 @@ class _Parts:
             await asyncio.gather(*tasks)
         finally:
             await drive.cancel(tasks)
-        start = await drive.begin(self.proxies["buffer"], found)
+        start = await drive.begin(self.proxies["buffer"], found, other)
         await self._part("coordinator", "coordinator", plan, self.engines, self.proxies["trainer-0"], start)
         return start
 

@@ -155,6 +155,11 @@ def committed(checkpoints: Path) -> list[Path]:
     return [p for _, p in sorted(found)]
 
 
+def is_name(name: str) -> bool:
+    """Whether a folder of this name would be a checkpoint."""
+    return _FOLDER.fullmatch(name) is not None
+
+
 def step_of(folder: Path) -> int:
     """The step in a folder's name."""
     match = _FOLDER.fullmatch(folder.name)

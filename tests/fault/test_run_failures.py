@@ -241,7 +241,7 @@ def test_another_learning_rate_is_taken_and_logged(copy: Path, tiny_model: Path)
 
 
 def test_a_damaged_checkpoint_is_passed_over(copy: Path, tiny_model: Path) -> None:
-    damaged = folder(copy) / "checkpoints" / "global_step_2" / "trainer" / "model.safetensors"
+    damaged = folder(copy) / "checkpoints" / "global_step_2" / "trainer" / "model-00001-of-00001.safetensors"
     flip(damaged)
     done = start(copy, tiny_model, "trainer.total_steps=3")
     assert done.code == 0 and "from step 1 on" in done.output, done.output
@@ -253,9 +253,9 @@ def test_a_damaged_checkpoint_is_passed_over(copy: Path, tiny_model: Path) -> No
 
 def test_when_every_checkpoint_is_damaged_the_run_does_not_start_afresh(copy: Path, tiny_model: Path) -> None:
     for step in (1, 2):
-        flip(folder(copy) / "checkpoints" / f"global_step_{step}" / "trainer" / "model.safetensors")
+        flip(folder(copy) / "checkpoints" / f"global_step_{step}" / "trainer" / "model-00001-of-00001.safetensors")
     done = start(copy, tiny_model, "trainer.total_steps=3")
-    assert done.code == 4 and "CheckpointInvalid: no checkpoint in" in done.output and "model.safetensors" in done.output
+    assert done.code == 4 and "CheckpointInvalid: no checkpoint in" in done.output and "model-00001-of-00001.safetensors" in done.output
     assert "Traceback" not in done.output
     assert {p.name for p in manifests.committed(folder(copy) / "checkpoints")} == {"global_step_1", "global_step_2"}
 

@@ -31,3 +31,8 @@ def test_wsd_keeps_the_peak_for_nine_tenths_and_then_falls_to_the_floor() -> Non
     optim = OptimSettings(lr=1.0, lr_warmup_steps=10, min_lr_ratio=0.1, lr_scheduler_type="wsd")
     rates = [learning_rate(optim, t + 1, 110) for t in (4, 10, 60, 100, 105, 110, 200)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 0.55, 0.1, 0.1])
+
+
+def test_linear_ends_at_the_floor() -> None:
+    optim = OptimSettings(lr=1.0, lr_warmup_steps=10, min_lr_ratio=0.1, lr_scheduler_type="linear")
+    assert [learning_rate(optim, t + 1, 110) for t in (4, 10, 60, 110, 200)] == pytest.approx([0.5, 1, 0.55, 0.1, 0.1])

@@ -180,7 +180,7 @@ async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
     await fill(buffer, lineage, range(4))
     whole = Stage(buffer, tmp_path, learner(), lineage, total_steps=4, save_interval=2)
     await whole.trainer.run()
-    expected = load_file(tmp_path / "checkpoints" / "global_step_4" / "trainer" / "model.safetensors")
+    expected = load_file(tmp_path / "checkpoints" / "global_step_4" / "trainer" / "model-00001-of-00001.safetensors")
 
     (tmp_path / "checkpoints" / "global_step_4" / "manifest.json").unlink()  # as if killed before the commit of step 4
     found = manifests.latest(tmp_path / "checkpoints")
@@ -198,7 +198,7 @@ async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
     assert stage.sync.published[0] == Version(second, 2)
     last = manifests.latest(tmp_path / "checkpoints")
     assert last is not None and (last.version, last.parent) == (Version(second, 4), found.version)
-    weights = load_file(last.folder / "trainer" / "model.safetensors")
+    weights = load_file(last.folder / "trainer" / "model-00001-of-00001.safetensors")
     assert all(torch.equal(weights[n], t) for n, t in expected.items())
 
 

@@ -1,0 +1,194 @@
+"""Models without their weights first: buffers, names, refusals; what a checkpoint gives back without ranks; traces."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rft.errors import CheckpointInvalid, ConfigError, SetupError
+from rft.launch import drive
+from rft.trainer import attention, loading, ulysses
+from rft.trainer import manifest as manifests
+from rft.trainer import model as models
+from rft.trainer.assemble import assemble
+from rft.trainer.learner import Learner
+from rft.trainer.pack import RankBatch, TrainRow
+from rft.trainer.settings import LearnerSettings, ProfilerSettings
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+Settings = Callable[..., LearnerSettings]
+Batch = Callable[..., RankBatch]
+
+
+@pytest.fixture
+def copied(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model in a folder that a test may change."""
+    target = tmp_path / "model"
+    target.mkdir()
+    for path in tiny_model.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("model", ["tiny_model", "tiny_untied"])
+def test_parameters_buffers_and_ties_are_those_of_transformers(
+    model: str, request: pytest.FixtureRequest, settings: Settings
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = request.getfixturevalue(model)
+    policy = models.load(settings(model_path=str(folder)))
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert all(torch.equal(p, policy.names()[n]) for n, p in expected.named_parameters())
+    buffers = policy.buffer_names()
+    assert "model.rotary_emb.inv_freq" in buffers
+    assert all(torch.equal(b, buffers[n]) for n, b in expected.named_buffers())
+    tied = policy.lm.lm_head.weight is policy.lm.model.embed_tokens.weight
+    assert tied == (model == "tiny_model") == bool(policy.tied())
+    assert all(p.requires_grad and not p.is_meta for p in policy.parameters())
+
+
+def test_scaled_rotary_embeddings_are_right(copied: Path, settings: Settings) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = json.loads((copied / "config.json").read_text())
+    config["rope_parameters"] = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    (copied / "config.json").write_text(json.dumps(config))
+    found = models.load(settings(model_path=str(copied))).buffer_names()
+    expected = dict(AutoModelForCausalLM.from_pretrained(copied, dtype=torch.float32).named_buffers())
+    assert all(torch.equal(b, found[n]) for n, b in expected.items())
+
+
+def test_weights_in_several_files_and_other_dtypes(copied: Path, settings: Settings) -> None:
+    weights = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    half = list(weights)[::2]
+    files = {"a.safetensors": half, "b.safetensors": [n for n in weights if n not in half]}
+    for name, names in files.items():
+        save_file({n: weights[n].bfloat16() for n in names}, copied / name)
+    index = {"weight_map": {n: f for f, names in files.items() for n in names}}
+    (copied / loading.INDEX).write_text(json.dumps(index))
+    found = models.load(settings(model_path=str(copied))).names()
+    assert all(torch.equal(found[n], w.bfloat16().float()) for n, w in weights.items())
+
+
+def test_missing_weights_are_refused_by_name(copied: Path, settings: Settings) -> None:
+    weights = load_file(copied / "model.safetensors")
+    lost = "model.layers.0.mlp.up_proj.weight"
+    save_file({n: w for n, w in weights.items() if n != lost}, copied / "model.safetensors")
+    with pytest.raises(SetupError, match=f"has no weights for {lost}"):
+        models.load(settings(model_path=str(copied)))
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(SetupError, match="has no safetensors files"):
+        models.load(settings(model_path=str(copied)))
+
+
+def test_entries_of_the_config_can_be_replaced(settings: Settings, tmp_path: Path) -> None:
+    own = settings(override_config={"rms_norm_eps": 0.5})
+    learner = Learner(own)
+    assert learner.policy.lm.model.norm.variance_epsilon == 0.5
+    learner.export(str(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == 0.5
+    with pytest.raises(ConfigError, match=r"model.override_config: .*has no entry rms_eps"):
+        models.load(settings(override_config={"rms_eps": 0.5}))
+    with pytest.raises(SetupError, match="does not fit the weights"):
+        models.load(settings(override_config={"intermediate_size": 24}))
+
+
+def test_a_library_is_imported_and_said(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rft_test_library.py").write_text("loaded = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        models.load(settings(external_lib="rft_test_library"))
+    assert sys.modules.pop("rft_test_library").loaded and "importing rft_test_library" in caplog.text
+    with pytest.raises(ConfigError, match=r"model.external_lib: cannot be imported"):
+        models.load(settings(external_lib="rft_no_such_library"))
+
+
+def test_what_is_not_installed_is_refused(settings: Settings) -> None:
+    plain = settings(share_prompts=False)
+    assert models.attention_name(replace(plain, attn_implementation="auto")) == "sdpa"
+    with pytest.raises(ConfigError, match=r"trainer.attn_implementation: it does not compute float32 on cpu"):
+        models.attention_name(replace(plain, attn_implementation="flash_attention_2"))
+    with pytest.raises(ConfigError, match=r"trainer.attn_implementation: flash_attn is not installed"):
+        attention.installed("flash_attention_2", "cuda", "bfloat16")
+    with pytest.raises(ConfigError, match=r"trainer.use_liger: its kernels run on GPUs"):
+        models.load(settings(use_liger=True))
+    with pytest.raises(ConfigError, match=r"trainer.share_prompts: ranks share packed positions"):
+        models.attention_name(replace(plain, sequence_parallel=2))
+
+
+@pytest.mark.parametrize(("heads", "keys", "size", "copies"), [(8, 8, 2, 1), (8, 2, 2, 1), (8, 2, 4, 2), (8, 1, 8, 8), (12, 3, 2, 2)])
+def test_key_heads_are_repeated_where_ranks_outnumber_them(heads: int, keys: int, size: int, copies: int) -> None:
+    assert ulysses.key_copies(heads, keys, size) == copies
+    with pytest.raises(ConfigError, match="cannot be dealt to 5 ranks"):
+        ulysses.key_copies(heads, keys, 5)
+
+
+def test_parts_are_put_together_without_ranks(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
+) -> None:
+    learner = Learner(settings())
+    learner.step(make_batch(rows, learner.settings))
+    learner.save(str(tmp_path / "trainer"), 1)
+    learner.export(str(tmp_path / "exported"))
+    (tmp_path / "made").mkdir()
+    assemble(tmp_path / "trainer", tmp_path / "made")
+    names = {p.name for p in (tmp_path / "exported").iterdir()}
+    assert {p.name for p in (tmp_path / "made").iterdir()} == names
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "made"))
+    assert a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_only_the_named_step_is_traced(
+    discrete: bool, settings: Settings, rows: list[TrainRow], make_batch: Batch, tmp_path: Path
+) -> None:
+    learner = Learner(settings(profiler=ProfilerSettings(steps=(2,), discrete=discrete, folder=tmp_path / "profile")))
+    for step in (1, 2, 3):
+        learner.step(make_batch(rows, learner.settings, step=step))
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == f"step_2{'_policy' if discrete else ''}_rank_0.json"
+    assert json.loads(file.read_text())["traceEvents"]
+
+
+async def test_a_checkpoint_of_another_run_is_where_a_run_begins(tmp_path: Path) -> None:
+    folder = tmp_path / "other" / "checkpoints" / "global_step_7"
+    folder.mkdir(parents=True)
+    (folder / "x").write_text("x")
+    used = Consumption(num_uses=3, digest="ab" * 16, cursor=4)
+    manifests.commit(folder, version=Version(2, 7), parent=None, consumption=used)
+
+    class Empty:
+        async def start_lineage(self, parent: Any, consumption: Any) -> Any:
+            assert (parent, consumption) == (None, None), "the other run's uses are not this run's"
+            return type("Lineage", (), {"lineage": 1})()
+
+    for path in (folder, folder.parent, folder.parent.parent):
+        found = drive.origin(path)
+        assert found is not None and found.version == Version(2, 7)
+        start = await drive.begin(Empty(), None, found)
+        assert (start.lineage, start.step, start.parent, start.cursor, start.checkpoint) == (1, 7, None, 4, str(folder))
+    with pytest.raises(ConfigError, match=r"resume_from_path: holds no checkpoint"):
+        drive.origin(tmp_path)
+    with pytest.raises(CheckpointInvalid, match="was never committed"):
+        drive.origin(tmp_path / "global_step_3")
