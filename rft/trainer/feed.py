@@ -138,7 +138,8 @@ def _values(rows: Sequence[TrainRow], prepared: Prepared, critic: bool) -> dict[
         found["rewards"] = np.array([r.sum() for r in prepared.rewards])
     if critic:
         found |= {"returns": told("returns"), "values": told("values")}
-    made = {f"critic/{name}/{kind}": float(how(v)) for name, v in found.items() if v.size for kind, how in _SUMMARY.items()}
+    with np.errstate(invalid="ignore"):  # a step with infinite advantages is skipped and named
+        made = {f"critic/{name}/{kind}": float(how(v)) for name, v in found.items() if v.size for kind, how in _SUMMARY.items()}
     if critic and found["returns"].size:
         made["critic/vf_explained_var"] = explained_variance(found["values"], found["returns"])
     return made
