@@ -211,7 +211,7 @@ def _abilities() -> list[Finding]:
 
     engines = ["transformers", *(["vllm"] if find_spec("vllm") else [])]
     attention = ["sdpa", "eager", *(["flash_attention_2"] if find_spec("flash_attn") else [])]
-    out = [Finding("engines", "ok", ", ".join(engines)), Finding("attention", "ok", ", ".join(attention))]
+    out = [Finding("engines", "ok", ", ".join(engines)), Finding("attention", "ok", f"{', '.join(attention)}{_attention_in_use()}")]
     if find_spec("vllm"):
         from rft.engine.environment import missing_libraries
 
@@ -223,6 +223,18 @@ def _abilities() -> list[Finding]:
         return out
     way = "anonymous memory" if memory_is_readable() else "files: anonymous memory of another process cannot be opened here"
     return [*out, Finding("weights", "ok", f"sync_method memory goes through {way}")]
+
+
+def _attention_in_use() -> str:
+    """What trainer.attn_implementation: auto comes to here."""
+    try:
+        import torch
+
+        from rft.trainer.attention import installed
+    except ImportError:
+        return ""
+    where = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+    return f"; auto takes {installed('auto', *where)} on {where[0]}, and shared prompts take sdpa"
 
 
 def _network() -> list[Finding]:

@@ -46,7 +46,9 @@ def copy_model(
             raise ConfigError(f"{run_dir} is a program of stages, and none of them is done", key="RUN_DIR")
         run_dir = run_dir / done[-1].name
     committed = manifests.committed(run_dir / "checkpoints")
-    folders = {manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in ("huggingface", "trainer/pretrained"))}
+    folders = {
+        manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in ("huggingface", "trainer/pretrained"))
+    }
     if not folders:
         raise ConfigError(
             f"{run_dir} has {len(committed)} checkpoints and none of them holds a model; "
@@ -58,9 +60,7 @@ def copy_model(
             raise ConfigError("--best is given too; name one of them", key="--step", given=step)
         step = _best(run_dir, best, mode, folders)
     if step is not None and step not in folders:
-        raise ConfigError(
-            f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step
-        )
+        raise ConfigError(f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step)
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not", key="--out")
     manifest = manifests.read(folders[max(folders) if step is None else step])  # hashes every file

@@ -30,6 +30,7 @@ def learner(config: RunConfig, run_dir: Path, device: str, world: int, p: Proble
         "external_lib": _library(config, p),
         "override_config": dict(config.model.override_config),
         "use_liger": t.use_liger,
+        "compile": t.use_torch_compile,
         "save_contents": t.checkpoint.save_contents,
         "load_contents": _loaded(config, p),
         "profiler": _profiler(config, run_dir, world, p),

@@ -176,13 +176,20 @@ def installed(name: str, device: str, dtype: str) -> str:
     if name == "auto":
         return "flash_attention_2" if there else "sdpa"
     if name == "flash_attention_2" and not there:
-        why = "flash_attn is not installed" if device == "cuda" and dtype != "float32" else f"it does not compute {dtype} on {device}"
+        why = (
+            "flash_attn is not installed"
+            if device == "cuda" and dtype != "float32"
+            else f"it does not compute {dtype} on {device}"
+        )
         raise ConfigError(f"{why}; write sdpa, or auto", key="trainer.attn_implementation", given=name)
     return name
 
 
-def register() -> None:
-    """Make "rft_tree" known to transformers.  It has no mask function there, so models build no mask of their own."""
+def register(name: str = NAME, function: Any = attend, *, compiled: bool = False) -> None:
+    """Make "rft_tree" known to transformers.  It has no mask function there, so models build no mask of their own.
+
+    `compiled`: layers around it are; its shapes change with every micro-batch, so it stays as it is.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(name, torch.compiler.disable(function) if compiled else function)

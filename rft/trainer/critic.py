@@ -51,7 +51,10 @@ def load(settings: LearnerSettings) -> ValueModel:
     """The critic of `settings`, whose head gives 0 at first, unless the files have a "value_head"."""
     folder = Path(settings.model_path)
     config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
-    how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": models.attention_name(settings)}
+    how: dict[str, Any] = {
+        "trust_remote_code": settings.trust_remote_code,
+        "attn_implementation": models.attention_name(settings),
+    }
     model = ValueModel(models.plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
     body = {name: p for name, p in model.names().items() if not name.startswith(HEAD)}
     by_name = loading.readable_by_name(body, model.tied(), folder)

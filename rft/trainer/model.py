@@ -6,6 +6,8 @@ Invariant: what is called is always the outermost module, so FSDP2's hooks run f
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -121,6 +123,8 @@ def place(
         loading.use_liger(policy.lm, settings.device)
     policy.train(trained).requires_grad_(trained)
     policy.sequence = ulysses.group(settings)
+    if settings.compile:
+        _compile(policy, settings)
     if sharding.sharded(settings):
         sharding.shard(policy, settings, _blocks(policy.lm), policy.exact)
     loading.materialise(policy, sharding.storage_device(settings))
@@ -145,9 +149,9 @@ def attention_name(settings: LearnerSettings) -> str:
         if implementation not in ("sdpa", "auto"):
             raise ConfigError(f"needs attn_implementation sdpa, not {implementation}", key="trainer.share_prompts", given=True)
         if settings.sequence_parallel > 1:
-            ulysses.register()
+            attention.register(ulysses.NAME, ulysses.attend, compiled=settings.compile)
             return ulysses.NAME
-        attention.register()
+        attention.register(compiled=settings.compile)
         return attention.NAME
     if settings.sequence_parallel > 1:
         raise ConfigError(
@@ -170,6 +174,14 @@ def plain(lm: Any) -> Any:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     return lm
+
+
+def _compile(policy: Policy, settings: LearnerSettings) -> None:
+    """Compile each layer, for any number of positions.  Raises ConfigError where there is no compiler."""
+    if settings.device == "cpu" and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))):
+        raise ConfigError("no C++ compiler was found; install g++, or write false", key="trainer.use_torch_compile", given=True)
+    for block in _blocks(policy.lm):
+        block.compile(dynamic=True)
 
 
 def _blocks(lm: Any) -> list[nn.Module]:

@@ -83,7 +83,9 @@ class Ranks:
         s = self.settings
         if not s.use_dynamic_bsz and s.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.micro_batch_size_per_gpu")
-        return Budget(s.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, None if s.use_dynamic_bsz else s.micro_batch_size)
+        return Budget(
+            s.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, None if s.use_dynamic_bsz else s.micro_batch_size
+        )
 
     @property
     def critic_budget(self) -> Budget | None:

@@ -118,6 +118,7 @@ class LearnerSettings:
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     load_contents: tuple[str, ...] | None = None  # None: what was saved
     use_liger: bool = False
+    compile: bool = False  # each layer
     profiler: ProfilerSettings = field(default_factory=ProfilerSettings)
     seed: int = 42
     deterministic: bool = False

@@ -170,10 +170,3 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0].index_select(0, ctx.mine), None
-
-
-def register() -> None:
-    """Make "rft_tree_sequence" known to transformers."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attend)

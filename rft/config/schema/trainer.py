@@ -246,9 +246,7 @@ class TrainerConfig(Section):
     enable_activation_offload: bool = key(
         False, "Keep what enable_gradient_checkpointing keeps for the backward pass on the host.", on_resume="safe"
     )
-    use_torch_compile: bool = key(
-        False, "Compile the model.", on_resume="safe", later=Later("the model runs as it is", harmless=True)
-    )
+    use_torch_compile: bool = key(False, "Compile each layer of the model: a slow first step.", on_resume="safe")
     use_liger: bool = key(False, "Liger's fused layers, on GPUs where liger-kernel is installed.", on_resume="safe")
     use_fused_kernels: bool = key(
         False, "Fused log-prob and entropy.", on_resume="safe", later=Later("both are computed in chunks", harmless=True)

@@ -13,6 +13,7 @@ from rft.config.resolve import resolve
 from rft.errors import ConfigError
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
+KEPT = "trainer.checkpoint"
 ON_GPUS = ("cluster.gpu_per_node=4", "trainer.world_size=2")
 
 
@@ -85,13 +86,13 @@ def test_a_library_is_said_aloud() -> None:
         ),
         (("trainer.enable_activation_offload=true",), "trainer.enable_activation_offload"),
         (("trainer.checkpoint.save_contents=[optimizer]",), "trainer.checkpoint.save_contents"),
-        (("trainer.checkpoint.save_contents=[model]", "trainer.checkpoint.load_contents=[model, optimizer]"), "trainer.checkpoint.load_contents"),
+        ((f"{KEPT}.save_contents=[model]", f"{KEPT}.load_contents=[model, optimizer]"), f"{KEPT}.load_contents"),
         (("trainer.checkpoint.load_contents=[optimizer]",), "trainer.checkpoint.load_contents"),
-        (("trainer.checkpoint.save_contents=[model, hf_model]", "trainer.save_hf_checkpoint=never"), "trainer.checkpoint.save_contents"),
+        ((f"{KEPT}.save_contents=[model, hf_model]", "trainer.save_hf_checkpoint=never"), f"{KEPT}.save_contents"),
         (("trainer.profiler.ranks=[1]",), "trainer.profiler.ranks"),
         (("model.external_lib=os; import x",), "model.external_lib"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused(overrides: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(*overrides)

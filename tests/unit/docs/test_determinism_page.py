@@ -20,7 +20,7 @@ def outcome(folder: Path, model: Path, name: str, steps: int, *more: str) -> dic
     ]
     done = execute(ROOT / "examples" / "tiny" / "config.yaml", changes, in_process=True)
     trainer = done.run_dir / "checkpoints" / f"global_step_{steps}" / "trainer"
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(trainer.iterdir())}
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(trainer.iterdir()) if p.is_file()}
 
 
 def answers(folder: Path, name: str) -> list[str]:

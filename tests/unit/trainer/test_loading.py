@@ -137,7 +137,9 @@ def test_what_is_not_installed_is_refused(settings: Settings) -> None:
         models.attention_name(replace(plain, sequence_parallel=2))
 
 
-@pytest.mark.parametrize(("heads", "keys", "size", "copies"), [(8, 8, 2, 1), (8, 2, 2, 1), (8, 2, 4, 2), (8, 1, 8, 8), (12, 3, 2, 2)])
+@pytest.mark.parametrize(
+    ("heads", "keys", "size", "copies"), [(8, 8, 2, 1), (8, 2, 2, 1), (8, 2, 4, 2), (8, 1, 8, 8), (12, 3, 2, 2)]
+)
 def test_key_heads_are_repeated_where_ranks_outnumber_them(heads: int, keys: int, size: int, copies: int) -> None:
     assert ulysses.key_copies(heads, keys, size) == copies
     with pytest.raises(ConfigError, match="cannot be dealt to 5 ranks"):
@@ -192,3 +194,15 @@ async def test_a_checkpoint_of_another_run_is_where_a_run_begins(tmp_path: Path)
         drive.origin(tmp_path)
     with pytest.raises(CheckpointInvalid, match="was never committed"):
         drive.origin(tmp_path / "global_step_3")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself
+def test_compiled_layers_give_the_same_gradient_for_any_shape(
+    settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
+    plain, compiled = Learner(settings()), Learner(settings(compile=True))
+    for step, some in enumerate((rows, rows[:5], rows[2:]), 1):
+        a, b = (learner.step(make_batch(some, learner.settings, step=step)) for learner in (plain, compiled))
+        assert a.sums["loss"] == pytest.approx(b.sums["loss"], rel=1e-4, abs=1e-4)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,35 @@ async def test_running_out_of_memory_names_the_remedy(
     monkeypatch.setattr(made.policy, "forward", full)
     with pytest.raises(OutOfMemory, match=r"ran out of cpu memory while scoring.  Lower trainer.max_token_len_per_gpu"):
         await Ranks(made).score([ScoreRow(tokens=np.array([1, 2, 3], np.int32), prompt_length=1)])
+
+
+async def test_checkpoints_written_while_steps_go_on_are_the_same(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(4))
+    stage = Stage(buffer, tmp_path, learner(), lineage, total_steps=4, save_interval=1, async_save=True)
+    await stage.trainer.run()
+    folders = manifests.committed(tmp_path / "checkpoints")
+    assert [manifests.read(f).version.step for f in folders] == [1, 2, 3, 4]
+    weights = [load_file(f / "trainer" / "model-00001-of-00001.safetensors") for f in folders]
+    name = "model.norm.weight"
+    assert all(not torch.equal(a[name], b[name]) for a, b in itertools.pairwise(weights)), "each is of its own step"
+    assert all(torch.equal(stage.learner.policy.names()[n], t) for n, t in weights[-1].items())
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(4))
+    made = learner()
+    stage = Stage(buffer, tmp_path, made, lineage, total_steps=4, save_interval=1, async_save=True)
+
+    def full(folder: str) -> dict[str, str]:
+        raise OSError(28, "No space left on device", folder)
+
+    made.write = full  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="No space left"):
+        await stage.trainer.run()
+    assert manifests.latest(tmp_path / "checkpoints") is None
