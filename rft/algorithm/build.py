@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from rft.algorithm.args import AGG_MODES, AggMode, check_args
 from rft.algorithm.base import Advantages, LossInputs, LossOutput, Prepared, StepInputs, StepRow
 from rft.algorithm.catalog import Needs, PartSettings, correction_args, needs
-from rft.algorithm.correction import Corrected, CorrectionArgs, correct, diagnostics
+from rft.algorithm.correction import Corrected, correct, diagnostics
+from rft.algorithm.correction_args import CorrectionArgs
 from rft.algorithm.penalty import penalised
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rft.algorithm.argbase import Args, Computed, Sampled
 from rft.algorithm.args import ARGS, KINDS, AggMode, EntropyArgs, KlArgs, check_args, validate
 from rft.algorithm.controller import KlController
-from rft.algorithm.correction import CorrectionArgs
+from rft.algorithm.correction_args import CorrectionArgs
 from rft.errors import ConfigError
 
 

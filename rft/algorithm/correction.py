@@ -2,7 +2,7 @@
 
 With D = log-prob of the trained policy before the step less the sampler's, clipped to +-20.  Three policies: that policy is also the one
 of the loss's ratio, and weighting its loss is decoupled PPO (arXiv:2110.00641).  Two policies (`bypass_mode`): the ratio is taken
-against the sampler.  Knows the host's rows, not losses; torch-free, because the configuration checks these arguments too.
+against the sampler.  Knows the host's rows, not losses.
 Invariant: what is rejected leaves the loss and its denominators together, and an expert's rows are neither weighted nor rejected.
 """
 
@@ -10,85 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import Field, model_validator
 
-from rft.algorithm.argbase import Args
+from rft.algorithm.correction_args import CorrectionArgs
 
 if TYPE_CHECKING:
     from rft.algorithm.base import StepInputs
 
 LIMIT = 20.0  # of a log ratio before the exponential
 NEAR = (0.9, 1.1)  # ratios inside are called near
-# fmt: off
-Rejection = Literal[
-    "none", "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
-]
-# fmt: on
-
-
-class CorrectionArgs(Args):
-    """`algorithm.rollout_correction`."""
-
-    rollout_is: Literal["none", "token", "sequence"] = Field("none", description="importance weights of tokens or of sequences")
-    rollout_is_threshold: float = Field(2.0, gt=0, description="largest weight")
-    rollout_is_batch_normalize: bool = Field(False, description="divide weights by their mean")
-    rollout_rs: Rejection = Field("none", description="statistic by which tokens or sequences are rejected")
-    rollout_rs_threshold: float | str | None = Field(None, description="largest value of it that is kept")
-    bypass_mode: bool = Field(False, description="the ratio of the loss is taken against the sampler")
-    loss_type: Literal["ppo_clip", "reinforce"] = Field("ppo_clip", description="loss with bypass_mode")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.rollout_rs != "none":
-            _bounds(self)
-        if self.loss_type == "reinforce" and not self.bypass_mode:
-            raise ValueError("loss_type reinforce is for bypass_mode: true")
-        return self
-
-    @property
-    def weighted(self) -> bool:
-        """Whether losses are multiplied by weights; a clipped ratio against the sampler holds them already."""
-        return self.rollout_is != "none" and (not self.bypass_mode or self.loss_type == "reinforce")
-
-    @property
-    def measured(self) -> bool:
-        """Whether the step needs log-probs of the policy as it is before it."""
-        return not self.bypass_mode or self.weighted or self.rollout_rs != "none"
-
-
-def _bounds(args: CorrectionArgs) -> tuple[float, float]:
-    """(lower, upper) of the kept values; for k1 the logarithms of the written ones, the lower being 1 / upper where only that is."""
-    given = args.rollout_rs_threshold
-    if given is None:
-        raise ValueError(f"rollout_rs {args.rollout_rs} needs rollout_rs_threshold, such as {_example(args.rollout_rs)}")
-    first, _, second = str(given).partition("_")
-    try:
-        numbers = [float(n) for n in ((first, second) if second else (first,))]
-    except ValueError:
-        numbers = []
-    k1 = args.rollout_rs.endswith("k1")
-    if (
-        not numbers
-        or not all(0 < n < float("inf") for n in numbers)
-        or (len(numbers) == 2 and not (k1 and numbers[0] <= numbers[1]))
-    ):
-        raise ValueError(
-            f"rollout_rs_threshold {given!r} of {args.rollout_rs}: write a number above 0, such as {_example(args.rollout_rs)}"
-        )
-    if not k1:
-        return -float("inf"), numbers[0]
-    lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
-    if lower > upper:
-        raise ValueError(f"rollout_rs_threshold {given!r} of {args.rollout_rs}: an upper bound of a ratio is at least 1")
-    return float(np.log(lower)), float(np.log(upper))
-
-
-def _example(statistic: str) -> str:
-    return '2.0 or "0.5_2.0"' if statistic.endswith("k1") else "0.01"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +89,7 @@ def _accepted(d: np.ndarray, mask: np.ndarray, args: CorrectionArgs) -> np.ndarr
     """bool [L]: which tokens stay; all or none of them where the statistic is a sequence's."""
     level, _, which = args.rollout_rs.rpartition("_")
     value = -d if which == "k1" else d**2 / 2 if which == "k2" else np.expm1(d) - d
-    lower, upper = _bounds(args)
+    lower, upper = args.bounds
     if level == "token":
         return (value >= lower) & (value <= upper)
     inside = value[mask]

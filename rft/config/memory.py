@@ -95,9 +95,7 @@ def estimate(
         prompt_tokens or plan.engines[0].max_model_len, plan.engines[0].max_prompt_tokens or plan.engines[0].max_model_len
     )
     engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines if explores(plan.mode))
-    ranks = tuple(
-        trainer(plan, rank, shape, critic or shape, prompt) for rank in range(plan.learner.world_size) if trains(plan.mode)
-    )
+    ranks = tuple(trainer(plan, rank, shape, prompt, critic) for rank in range(plan.learner.world_size) if trains(plan.mode))
     sent = shape.parameters * BYTES[plan.learner.dtype]
     rest = [
         Term("explorer, buffer, coordinator", 3 * PART_PROCESS, f"3 processes of {PART_PROCESS // MIB} MiB"),
@@ -200,12 +198,12 @@ def _response(plan: Plan) -> int:
 # ---------------------------------------------------------------- trainer
 
 
-def trainer(plan: Plan, rank: int, shape: ModelShape, critic: ModelShape, prompt: int) -> RoleMemory:
+def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: ModelShape | None = None) -> RoleMemory:
     """One rank: float32 weights, gradients and AdamW moments in W shards, and what one micro-batch needs.
 
     Policy and critic are trained one after the other; what stays of the critic meanwhile are its weights and moments.
     """
-    s = plan.learner
+    s, critic = plan.learner, critic or shape
     world, item, sharded = s.world_size, BYTES[s.dtype], s.world_size > 1 or s.dtype != "float32"
     share = shape.parameters * 4 // world
     needed = needs(s.algorithm)

@@ -62,6 +62,9 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "algorithm.sample_strategy_args": {"algorithm.sample_strategy": "mix"},
     "algorithm.kl_loss_fn_args": {"algorithm.kl_loss_fn": "k2"},
     "algorithm.kl_penalty_fn_args": {"algorithm.kl_penalty_fn": "k2"},
+    "algorithm.rollout_correction.rollout_rs": {"algorithm.rollout_correction.rollout_rs_threshold": 2.0},
+    "algorithm.rollout_correction.loss_type": {"algorithm.rollout_correction.bypass_mode": True},
+    "trainer.critic_warmup": {"algorithm.algorithm_type": "ppo"},
     # what holds for all tasksets is switched off for training, where other values are refused; evaluation inherits it
     "model.top_p": {f"{IN}.tasksets[0].rollout_args.top_p": 1.0},
     "model.top_k": {f"{IN}.tasksets[0].rollout_args.top_k": -1},

@@ -202,6 +202,10 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "trainer.checkpoint.save_contents": "[model]",
     "trainer.checkpoint.load_contents": "[model]",
     "trainer.critic.optimizer.betas": "[0.5, 0.6]",
+    # see test_config_policies.py
+    **dict.fromkeys(("algorithm.rollout_correction.loss_type", "algorithm.rollout_correction.rollout_rs"), None),
+    **dict.fromkeys(("trainer.critic_warmup", "trainer.critic.use_dynamic_bsz"), None),
+    "trainer.critic.optimizer.warmup_style": "cosine",
     "trainer.profiler.steps": "[1, 2]",
     **dict.fromkeys(("trainer.profiler.ranks", "trainer.profiler.all_ranks", "trainer.ulysses_sequence_parallel_size"), None),
     "trainer.ref.reshard_after_forward": "false",
