@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rft.sync.transport.checkpoint import CheckpointTransport
 from rft.trainer import manifest as manifests
 from rft.trainer.learner import Learner
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import LearnerSettings, TrainerSettings
+from rft.trainer.settings import AlgorithmSettings, LearnerSettings, TrainerSettings
 from rft.trainer.trainer import Trainer
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
@@ -216,8 +217,6 @@ async def test_end_of_data_finishes_early(buffer: Buffer, tmp_path: Path, learne
 async def test_non_finite_steps_are_explained_and_end_the_run_with_a_checkpoint(
     buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner], settings: Callable[..., LearnerSettings]
 ) -> None:
-    from rft.trainer.settings import AlgorithmSettings
-
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(3), poison=True)
     made = learner(algorithm=AlgorithmSettings(advantage_fn_args={"norm_by_std": False}))
@@ -232,6 +231,74 @@ async def test_non_finite_steps_are_explained_and_end_the_run_with_a_checkpoint(
     last = manifests.latest(stage.settings.checkpoint_dir)
     assert last is not None and last.version.step == 3 and last.consumption.num_uses == 0
     assert [r.values["train/finite"] for r in stage.sink.records] == [0.0, 0.0, 0.0]
+
+
+async def test_a_step_whose_tokens_are_all_rejected_is_explained_and_the_run_goes_on(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(3))
+    correction = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}
+    made = learner(algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction))
+    before = {n: p.detach().clone() for n, p in made.policy.names().items()}
+    stage = Stage(buffer, tmp_path, made, lineage)
+    await stage.trainer.run()
+    assert all(torch.equal(before[n], p) for n, p in made.policy.names().items())
+    last = manifests.latest(stage.settings.checkpoint_dir)
+    assert last is not None and last.version.step == 3 and last.consumption.num_uses == 0
+    assert (await buffer.audit()).explained == {"rejected": 6}
+    for record in stage.sink.records:
+        assert record.values["rollout_corr/rollout_rs_masked_fraction"] == 1.0 and "actor/loss" not in record.values
+
+
+async def test_several_passes_are_one_use_and_the_window_begins_with_each_version(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(4))
+    made = learner(ppo_epochs=3, algorithm=AlgorithmSettings(bypass_old_logprobs=False, proximal_window=True))
+    stage = Stage(buffer, tmp_path, made, lineage, total_steps=4)  # publishes after steps 2 and 4
+    await stage.trainer.run()
+    last = manifests.latest(stage.settings.checkpoint_dir)
+    assert last is not None and last.consumption.num_uses == 8
+    told = [r.values for r in stage.sink.records]
+    assert [v["train/updates"] for v in told] == [3.0] * 4
+    page = json.loads((last.folder / "trainer" / "state.json").read_text())
+    assert page["updates"] == 12, "optimizer updates; the learning rate counts steps"
+    assert told[1]["actor/ppo_kl"] != 0 and told[0]["rollout_corr/kl"] != 0
+
+
+async def test_ppo_goes_on_from_its_checkpoint(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
+    ppo = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo", kl_penalty_fn="k2")
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(4))
+    whole = Stage(buffer, tmp_path, learner(algorithm=ppo), lineage, total_steps=4, save_interval=2)
+    await whole.trainer.run()
+    names = ("model-00001-of-00001", "critic_model-00001-of-00001", "critic_optimizer-00001-of-00001")
+    folder = tmp_path / "checkpoints" / "global_step_4"
+    expected = {n: load_file(folder / "trainer" / f"{n}.safetensors") for n in names}
+    values = [r.values for r in whole.sink.records]
+    assert all(v["critic/vf_loss"] > 0 and "critic/vf_explained_var" in v and "advantage/kl" in v for v in values)
+    assert values[0]["critic/values/mean"] == 0.0 != values[1]["critic/values/mean"]
+
+    (folder / "manifest.json").unlink()
+    found = manifests.latest(tmp_path / "checkpoints")
+    assert found is not None and found.version.step == 2
+    second = (await buffer.start_lineage(found.version, found.consumption)).lineage
+    stage = Stage(buffer, tmp_path, learner(algorithm=ppo), second, found, total_steps=4)
+    await stage.ranks.load(found.folder)
+    writer = buffer.writer(second)
+    held = {h.batch for h in await writer.held(found.consumption.cursor)}
+    for batch in range(found.consumption.cursor, 4):
+        if batch not in held:
+            await writer.append(group(second, batch), accepted=True)
+        await writer.close_batch(batch, accepted=1, wanted=1, reasons={})
+    await stage.trainer.run()
+    again = [r.values["critic/vf_loss"] for r in stage.sink.records]
+    assert again == [v["critic/vf_loss"] for v in values[2:]]
+    for name, tensors in expected.items():
+        made = load_file(folder / "trainer" / f"{name}.safetensors")
+        assert all(torch.equal(made[n], t) for n, t in tensors.items())
 
 
 async def test_stop_ends_a_wait_and_saves(buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]) -> None:
