@@ -43,6 +43,8 @@ def rows() -> list[TrainRow]:
                     logprobs=np.where(mask, -5.5, 0).astype(np.float32),
                     temperatures=np.ones(len(mask), np.float32),
                     advantages=np.full(int(mask.sum()), rng.normal(), np.float32),
+                    values=np.full(int(mask.sum()), 0.1, np.float32),
+                    returns=np.full(int(mask.sum()), rng.normal(), np.float32),
                     group=str(group),
                 )
             )
@@ -56,6 +58,7 @@ def share(rank: int, world: int, step: int) -> RankBatch:
     return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.loss_mask.sum() for r in given)), rows=float(len(given)))
 
 
+CRITIC = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo")
 VARIANTS: dict[str, dict[str, Any]] = {  # other ways to spread the same step; each must give its gradient
     "sequence": {"sequence_parallel": 2},
     "copies": {"fsdp_size": 1, "forward_prefetch": True},
@@ -105,14 +108,21 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, s
     assert learner.step(nothing).grad_norm == 0.0
     learner.load(str(folder / "2"))
     go_on(learner, rank, world, folder)
+    vary(settings, "critic", {"algorithm": CRITIC, "sequence_parallel": world}, rank, rendezvous, folder)
     if world == 2:
         for name, changes in VARIANTS.items():
-            own = replace(settings, **changes)
-            varied = Learner(own, rank, f"{rendezvous}.{name}")
-            shares = own.sequence_parallel
-            varied.step(share(rank // shares, world // shares, 1))
-            varied.save(str(folder / name), 1)
-            varied.close()
+            vary(settings, name, changes, rank, rendezvous, folder)
+
+
+def vary(settings: LearnerSettings, name: str, changes: dict[str, Any], rank: int, rendezvous: str, folder: Path) -> None:
+    """Save what the first step makes of it with `changes`."""
+    own = replace(settings, **changes)
+    each = own.sequence_parallel
+    learner = Learner(own, rank, f"{rendezvous}.{name}")
+    mine = share(rank // each, own.world_size // each, 1)
+    learner.step(mine, mine if learner.critic is not None else None)
+    learner.save(str(folder / name), 1)
+    learner.close()
 
 
 def go_on(learner: Learner, rank: int, world: int, folder: Path) -> None:
@@ -234,6 +244,12 @@ def test_however_it_is_spread_the_gradient_is_the_same(name: str, worlds: tuple[
     close(one / "1", two / name, "optimizer", 1e-6)
     files = sorted(p.name for p in (two / name).glob("model-*"))
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def test_ranks_that_share_a_sequence_teach_the_critic_the_same(worlds: tuple[Path, Path]) -> None:
+    one, two = worlds
+    for kind in ("optimizer", "critic_optimizer"):
+        close(one / "critic", two / "critic", kind, 1e-6)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of a process cannot be reset here")
