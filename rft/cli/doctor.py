@@ -211,7 +211,10 @@ def _abilities() -> list[Finding]:
 
     engines = ["transformers", *(["vllm"] if find_spec("vllm") else [])]
     attention = ["sdpa", "eager", *(["flash_attention_2"] if find_spec("flash_attn") else [])]
-    out = [Finding("engines", "ok", ", ".join(engines)), Finding("attention", "ok", f"{', '.join(attention)}{_attention_in_use()}")]
+    out = [
+        Finding("engines", "ok", ", ".join(engines)),
+        Finding("attention", "ok", f"{', '.join(attention)}{_attention_in_use()}"),
+    ]
     if find_spec("vllm"):
         from rft.engine.environment import missing_libraries
 

@@ -32,6 +32,8 @@ CUDA_CONTEXT = 600 * MIB
 NCCL = 400 * MIB
 
 PREFILL_TOKENS = 4096  # of one forward of the transformers engine
+_NAMES = {"adamw": "AdamW", "nadam": "NAdam", "radam": "RAdam", "adagrad": "Adagrad", "sgd": "SGD"}
+_COUNTS = ("none", "one", "two")
 SLOTS = 2  # versions that a memory transport keeps
 
 
@@ -205,7 +207,9 @@ def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: Model
     """
     s, critic = plan.learner, critic or shape
     world, item, sharded = s.world_size, BYTES[s.dtype], s.world_size > 1 or s.dtype != "float32"
-    share = shape.parameters * 4 // world
+    shards = _shards(s)
+    share = 0 if s.offload_policy else shape.parameters * 4 // shards
+    moments = {"sgd": int(s.optim.momentum > 0), "adagrad": 1}.get(s.optim.optimizer_type, 2)
     needed = needs(s.algorithm)
     micro = micro_batch(plan, prompt)
     forward, backward = _logits(shape, s, micro, entropy=needed.entropy, reference=needed.reference)
@@ -216,14 +220,15 @@ def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: Model
     begins = saved + max(forward, backward + head) + (0 if micro.alone else share)
     ends = share + (head if shape.tied or sharded else 0)
     valued = _critic_step(plan, critic, prompt) if needed.critic else 0
-    values = (critic.parameters - (0 if critic.tied else critic.embedding)) * 4 // world  # without the output layer
+    values = (critic.parameters - (0 if critic.tied else critic.embedding)) * 4 // shards  # without the output layer
+    values = 0 if s.critic.offload_policy else values
     terms = [
         Term("CUDA context", CUDA_CONTEXT + (NCCL if world > 1 else 0), "constant")
         if s.device == "cuda"
         else Term("process", TRAINER_PROCESS, "constant"),
-        Term("weights", share, f"{_count(shape.parameters, 4)} / {world} rank(s)"),
-        Term("AdamW moments", 2 * share, "two for every weight"),
-        Term("reference model", share if needed.reference else 0, "frozen float32 weights"),
+        Term("weights", share, f"{_count(shape.parameters, 4)} / {shards} rank(s)"),
+        Term(f"{_NAMES[s.optim.optimizer_type]} moments", moments * share, f"{_COUNTS[moments]} for every weight"),
+        Term("reference model", (0 if s.ref_offload else share) if needed.reference else 0, "frozen float32 weights"),
         Term("critic", 3 * values if needed.critic else 0, "weights and AdamW moments of a second model"),
         Term("weights of the window's start", share if s.algorithm.proximal_window and s.device == "cpu" else 0, "a copy"),
         Term("gathered layers", _gathered(shape, s, item) if sharded else 0, "FSDP2: embeddings and two layers whole"),
@@ -238,6 +243,11 @@ def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: Model
     return RoleMemory(role=f"trainer-{rank}", device=s.device, terms=tuple(t for t in terms if t.nbytes))
 
 
+def _shards(s: LearnerSettings) -> int:
+    """Ranks that share one copy of the weights."""
+    return s.world_size if s.fsdp_size == -1 else s.fsdp_size
+
+
 def _critic_step(plan: Plan, shape: ModelShape, prompt: int) -> int:
     """What a micro-batch of the critic adds to its weights and moments; its output is one number for each token."""
     c = plan.learner.critic
@@ -249,7 +259,7 @@ def _critic_step(plan: Plan, shape: ModelShape, prompt: int) -> int:
         gradient_checkpointing=c.gradient_checkpointing,
     )
     micro = micro_batch(replace(plan, learner=s), prompt)
-    gradients = shape.parameters * 4 // s.world_size
+    gradients = 0 if c.offload_policy else shape.parameters * 4 // _shards(s)
     return max(activations(shape, s, micro) + (0 if micro.alone else gradients), gradients)
 
 

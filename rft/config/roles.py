@@ -381,15 +381,15 @@ def deterministic(config: RunConfig, train: tuple[TasksetSettings, ...], p: Prob
 
 
 def micro_batches(config: RunConfig, train: tuple[TasksetSettings, ...], learner: LearnerSettings, p: Problems) -> None:
-    micro = learner.micro_batch_size
+    micro, shares = learner.micro_batch_size, learner.world_size // learner.sequence_parallel
     if learner.use_dynamic_bsz or micro is None:
         return
     for runs in sorted({t.num_runs for t in train}):
         rows = config.buffer.train_batch_size or config.buffer.batch_size * runs
-        if rows % (micro * learner.world_size):
+        if rows % (micro * shares):
             p.error(
                 "trainer.micro_batch_size_per_gpu",
-                f"is {micro}, and {micro} x {learner.world_size} rank(s) does not divide the {rows} experiences of a step "
+                f"is {micro}, and {micro} x {shares} rank(s) does not divide the {rows} experiences of a step "
                 f"(batch_size {config.buffer.batch_size} x {runs} runs); change one of them, or use use_dynamic_bsz: true",
                 given=micro,
             )

@@ -255,7 +255,11 @@ def test_when_every_checkpoint_is_damaged_the_run_does_not_start_afresh(copy: Pa
     for step in (1, 2):
         flip(folder(copy) / "checkpoints" / f"global_step_{step}" / "trainer" / "model-00001-of-00001.safetensors")
     done = start(copy, tiny_model, "trainer.total_steps=3")
-    assert done.code == 4 and "CheckpointInvalid: no checkpoint in" in done.output and "model-00001-of-00001.safetensors" in done.output
+    assert (
+        done.code == 4
+        and "CheckpointInvalid: no checkpoint in" in done.output
+        and "model-00001-of-00001.safetensors" in done.output
+    )
     assert "Traceback" not in done.output
     assert {p.name for p in manifests.committed(folder(copy) / "checkpoints")} == {"global_step_1", "global_step_2"}
 

@@ -61,9 +61,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("trainer.fix_actor_microbatch_loss_scale", "false", "1.5", IDLE),
     *(
         (f"trainer.{name}", "true", "maybe", IDLE)
-        for name in (
-            *("use_fused_kernels", "enable_preview", "entropy_checkpointing"),
-        )
+        for name in (*("use_fused_kernels", "enable_preview", "entropy_checkpointing"),)
     ),
     *(
         (f"trainer.{name}", "true", "maybe", ACTIVE)

@@ -208,3 +208,15 @@ def test_schema_only_needs_config_json_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     report = check(GOOD / "short.yaml", given, facts=CPU, schema_only=True)
     assert report.ok and any("config.json does not give hidden_size" in n for n in report.notes)
+
+
+def test_what_lives_on_the_host_takes_no_memory_of_a_gpu() -> None:
+    gpus, sizes = ("cluster.gpu_per_node=4", "trainer.world_size=2"), shape(LLAMA)
+
+    def names(*overrides: str) -> dict[str, int]:
+        return {t.name: t.nbytes for t in trainer(plan(*overrides), 0, sizes, 10).terms}
+
+    offloaded = names(*gpus, "trainer.offload_policy=true", "algorithm.kl_loss_fn=k2")
+    assert not {"weights", "AdamW moments", "reference model"} & set(offloaded)
+    assert names(*gpus, "trainer.fsdp_size=1")["weights"] == 2 * names(*gpus)["weights"]
+    assert "SGD moments" not in names("algorithm.optimizer.optimizer_type=sgd")
