@@ -260,6 +260,13 @@ def compute_dtype(d: Draft, a: Argument) -> Outcome:
     )
 
 
+def reduce_dtype(d: Draft, a: Argument) -> Outcome:
+    name = DTYPES.get(str(a.value).lower())
+    if name not in ("float32", "bfloat16"):
+        return Outcome("refused", "gradients are summed in float32 or bfloat16")
+    return write(d, a, ("trainer.reduce_dtype",), name)
+
+
 def scheduler(d: Draft, a: Argument) -> Outcome:
     if a.key.endswith("warmup_style"):
         d.warn(f"{a.key} is the old name of lr_scheduler_type")
@@ -280,7 +287,7 @@ def min_lr(d: Draft, a: Argument) -> Outcome:
 def optimizer(d: Draft, a: Argument) -> Outcome:
     if str(a.value).lower() in ("adam", "adamw"):
         return write(d, a, (f"{OPTIM}.optimizer_type",), "adamw")
-    return Outcome("refused", "the optimizer is AdamW")
+    return Outcome("refused", "of veRL's optimizers AdamW is known; algorithm.optimizer.optimizer_type lists others")
 
 
 def logger(d: Draft, a: Argument) -> Outcome:

@@ -126,9 +126,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.fsdp_config.model_dtype": Rule(do.model_dtype, ("trainer.param_dtype",), native=True),
     f"{ACTOR}.fsdp_config.dtype": Rule(do.compute_dtype, ("trainer.param_dtype",), native=True),
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": Rule(do.compute_dtype, ("trainer.param_dtype",), native=True),
-    f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": always(
-        "gradients are summed in float32", "fp32", "float32", otherwise="gradients are summed in float32"
-    ),
+    f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": Rule(do.reduce_dtype, ("trainer.reduce_dtype",), native=True),
     f"{ACTOR}.checkpoint.contents": to("trainer.checkpoint.save_contents"),
     # ------------------------------------------------------------------ reference model
     f"{REF}.strategy": Rule(do.same_strategy, ("trainer.trainer_strategy",)),
