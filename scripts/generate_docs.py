@@ -1,4 +1,4 @@
-"""Writes the pages that are made from the code: docs/reference/configuration.md, config.schema.json and cli.md.
+"""Writes what is made from the code: docs/reference/configuration.md, config.schema.json and cli.md, and parts of docs/algorithms.
 
 python scripts/generate_docs.py            writes them
 python scripts/generate_docs.py --check    exit code 1 if they differ from what is there
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import algorithm_pages
 import typer.main
 
 from rft.cli.main import EXIT_CODES, VERBS
@@ -72,6 +73,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": markdown,
     "docs/reference/config.schema.json": lambda: json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
     "docs/reference/cli.md": cli_page,
+    **algorithm_pages.pages(),
 }
 
 

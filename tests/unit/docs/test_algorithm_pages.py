@@ -1,0 +1,112 @@
+"""docs/algorithms: every algorithm and part has its place, every example is accepted, every test that is named is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rft.algorithm.args import ARGS
+from rft.algorithm.catalog import ALGORITHMS, LATER, algorithm_defaults
+from rft.config.check import check
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "docs" / "algorithms"
+SECTIONS = ("What it is for", "Formula", "Arguments", "Example", "Tests", "Differences from Trinity-RFT and veRL")
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+EXAMPLES = [
+    (page, i, m) for page, text in TEXTS.items() for i, m in enumerate(re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, *LATER])
+def test_every_algorithm_has_a_page(name: str) -> None:
+    text = TEXTS[name]
+    found = [s for s in re.findall(r"^## (.+)$", text, re.MULTILINE) if s in SECTIONS]
+    assert found == list(SECTIONS)
+    assert all(f"<!-- from the code: {part} {name} -->" in text for part in ("type", "formulas", "arguments"))
+    examples = [yaml.safe_load(body) for page, _, body in EXAMPLES if page == name]
+    assert [e["algorithm"]["algorithm_type"] for e in examples] == [name]
+
+
+@pytest.mark.parametrize(("page", "i", "body"), EXAMPLES, ids=[f"{page}-{i}" for page, i, _ in EXAMPLES])
+def test_example(page: str, i: int, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `rft check --schema-only` says of it; a part of a configuration is put into the first page's."""
+    monkeypatch.chdir(tmp_path)
+    given = yaml.safe_load(body)
+    if "model" not in given:
+        given = next(yaml.safe_load(b) for p, _, b in EXAMPLES if p == "grpo") | given
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(given), encoding="utf-8")
+    report = check(path, schema_only=True)
+    assert not report.errors and not report.warnings
+    waits = given["algorithm"]["algorithm_type"] in LATER
+    assert bool(report.not_active) == waits, report.not_active
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_tests_that_are_named_are_there(page: str) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXTS[page])
+    assert named
+    for file, function in named:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        there = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert function in there, f"{page}: {file}::{function}"
+
+
+def test_every_part_is_described_once() -> None:
+    titles = re.findall(r"^##+ (Advantage|Policy loss) (\w+)$", "\n".join(TEXTS.values()), re.MULTILINE)
+    kinds = {"advantage_fn": "Advantage", "policy_loss_fn": "Policy loss"}
+    assert sorted(titles) == sorted((kinds[kind], part) for kind, part in ARGS if kind in kinds and part != "none")
+
+
+def test_papers_are_those_that_the_code_names() -> None:
+    code = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "rft" / "algorithm").glob("*.py"))
+    known = set(re.findall(r"arXiv:(\d{4}\.\d{5})", code))
+    for page, text in TEXTS.items():
+        assert set(re.findall(r"\d{4}\.\d{5}", text)) <= known, page
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("algorithm_pages", ROOT / "scripts" / "algorithm_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "algorithm_pages", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_defaults_come_from_the_models(maker: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- from the code: arguments gspo -->\nold\n<!-- end -->\nafter\n", encoding="utf-8")
+    text = maker.filled(page)
+    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    model = ARGS["policy_loss_fn", algorithm_defaults("gspo").policy_loss_fn]
+    assert all(f"| `{name}` |" in text for name in model.model_fields) and "| `0.0003` |" in text
+
+
+def test_docstrings_become_markdown(maker: Any) -> None:
+    text = maker.prose("""With *stars*, _lines_ and a_b (arXiv:1707.06347):
+
+    loss = x * y
+      more
+
+Then `*this*`.""")
+    assert text == (
+        "With \\*stars\\*, \\_lines_ and a_b ([arXiv:1707.06347](https://arxiv.org/abs/1707.06347)):\n\n"
+        "```text\nloss = x * y\n  more\n```\n\nThen `*this*`."
+    )
+
+
+def test_every_part_has_a_docstring_with_its_formula(maker: Any) -> None:
+    maker.REGISTRY.scan_package("rft.algorithm")
+    for kind, part in ARGS:
+        if kind in ("advantage_fn", "policy_loss_fn"):
+            assert len(maker._docstring(kind, part)) > 40, (kind, part)
