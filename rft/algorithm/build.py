@@ -176,10 +176,14 @@ def _per_token(given: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
 
 
 def _extra(settings: PartSettings) -> Extra | None:
-    if settings.policy_loss_fn not in REGISTRY.names("policy_extra"):
+    name = settings.policy_loss_fn
+    if ":" in name:  # named by its place: its extra goes by the name that its decorator gives it
+        marked = getattr(REGISTRY.get("policy_loss_fn", name).obj, "__rft_plugin__", None)
+        name = name if marked is None else marked.name
+    if name not in REGISTRY.names("policy_extra"):
         return None
     args = check_args("policy_loss_fn", settings.policy_loss_fn, settings.policy_loss_fn_args)
-    part = REGISTRY.get("policy_extra", settings.policy_loss_fn).obj
+    part = REGISTRY.get("policy_extra", name).obj
     bypass = settings.bypass_old_logprobs
     return lambda x, advantages: cast(Mapping[str, Sequence[np.ndarray]], part(replace(x, bypass=bypass), advantages, args))
 

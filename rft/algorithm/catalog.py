@@ -72,8 +72,8 @@ _EVERY: dict[str, AlgorithmDefaults] = {
             "grpo",
             "ppo",
             16,
-            "GRPO with a wider upper clip bound (arXiv:2503.14476); its other parts, groups sampled anew and a penalty for overlong "
-            "answers, have keys of their own.",
+            "GRPO with a wider upper clip bound (arXiv:2503.14476).  Its penalty for overlong answers is an argument of every reward; "
+            "groups of equal rewards stay in the step with advantage 0 instead of being sampled anew.",
             policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
         ),
         _of("reinforceplusplus", "reinforceplusplus", "ppo", 2, "Whitened returns without a critic (arXiv:2501.03262)."),

@@ -35,7 +35,10 @@ def clip_cov(x: LossInputs, args: ClipCovArgs) -> LossOutput:
 
 @policy_extra("clip_cov", args=ClipCovArgs)
 def clip_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: ClipCovArgs) -> Mapping[str, Sequence[np.ndarray]]:
-    """1 for max(floor(clip_cov_ratio N), 1) tokens drawn among those with lb < c < ub whose clipped term is not the larger, else 0."""
+    """1 for max(floor(clip_cov_ratio N), 1) tokens drawn among those with lb < c < ub whose clipped term is not the larger, else 0.
+
+    c = (A - mean A)(logprob - mean logprob), means over the step's tokens.
+    """
     a = np.concatenate(advantages).astype(np.float64)
     ratio = np.exp(np.clip(np.concatenate([x.log_ratio(row) for row in x.rows]), -ratios.LOG_RATIO_LIMIT, ratios.LOG_RATIO_LIMIT))
     clipped = -a * np.clip(ratio, 1 - args.low, 1 + args.high) > -a * ratio
@@ -62,7 +65,10 @@ def kl_cov(x: LossInputs, args: KlCovArgs) -> LossOutput:
 
 @policy_extra("kl_cov", args=KlCovArgs)
 def kl_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: KlCovArgs) -> Mapping[str, Sequence[np.ndarray]]:
-    """1 for the max(floor(kl_cov_ratio N), 1) tokens of the largest c, else 0."""
+    """1 for the max(floor(kl_cov_ratio N), 1) tokens of the largest c, else 0.
+
+    c = (A - mean A)(logprob - mean logprob), means over the step's tokens.
+    """
     c = np.where(x.counted, _covariances(x, np.concatenate(advantages).astype(np.float64)), -np.inf)
     count = min(_count(x, args.kl_cov_ratio), int(x.counted.sum()))
     return _marked(x, np.argsort(-c, kind="stable")[:count])

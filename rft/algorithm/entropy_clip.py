@@ -22,6 +22,8 @@ _NO_SPREAD = 1e-12  # a standard deviation below this is a rounding error: nothi
 def clipb(x: StepInputs, args: ClipBArgs) -> Advantages:
     """GRPO; a token with A < 0 and S - mean(S) < -mu std(S) is left out of the loss, mean and biased std over the step's tokens.
 
+    S = p (H + log p), p of the sampled token and H of its distribution under the policy before the step.
+
     Values float32 (0 for dropped tokens), keep bool: [L_i] per row.  Raises ValueError for a row without log-probs or entropies.
     """
     s = np.concatenate([np.zeros(0), *map(_discriminator, x.rows)])

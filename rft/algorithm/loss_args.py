@@ -93,6 +93,10 @@ class GeoMeanArgs(_Clipped, _Gradient):
     agg_mode: ClassVar[AggMode | None] = "seq-mean-token-mean"
     fixed_agg: ClassVar[bool] = True
 
+    clip_range: float = Field(0.2, ge=0, description="both bounds of the log ratio, where the two below are null")
+    clip_range_low: float | None = Field(None, ge=0, le=1, description="the log ratio is clipped at -clip_range_low")
+    clip_range_high: float | None = Field(None, ge=0, description="the log ratio is clipped at clip_range_high")
+
 
 class CispoArgs(_Gradient):
     """Clipped importance weight, gradient through log-probs only (arXiv:2506.13585)."""

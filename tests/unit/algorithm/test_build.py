@@ -139,3 +139,21 @@ def test_a_policy_loss_of_ones_own(tmp_path: Path) -> None:
     assert out.loss.item() == pytest.approx(-3 * (-1 - 2 + 1) / 3)
     with pytest.raises(ConfigError, match="Did you mean scale"):
         build(AlgorithmSettings(policy_loss_fn=name, policy_loss_fn_args={"scal": 3.0}))
+
+
+def test_a_loss_named_by_its_place_has_its_extra(tmp_path: Path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(
+        "from rft.algorithm.aggregate import aggregate\n"
+        "from rft.algorithm.base import LossOutput, policy_extra, policy_loss\n"
+        "@policy_extra('late_tokens')\n"
+        "def late(x, advantages, args):\n"
+        "    return {'late': [a * 0 + range(len(a)) for a in advantages]}\n"
+        "@policy_loss('late_tokens')\n"
+        "def loss(x, args):\n"
+        "    return LossOutput(loss=aggregate(x.extra['late'], x))\n"
+    )
+    rows = [StepRow(group="g", run=i, step=0, reward=float(i), logprobs=np.zeros(3, np.float32)) for i in range(2)]
+    x = StepInputs(rows=rows, groups={"g": GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)})
+    prepared = build(AlgorithmSettings(policy_loss_fn=f"{file}:loss")).prepare(x)
+    assert [e.tolist() for e in prepared.extra["late"]] == [[0, 1, 2]] * 2
