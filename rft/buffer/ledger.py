@@ -29,6 +29,7 @@ from rft.buffer.order import Choice, Group, Row
 from rft.buffer.schema import FORMAT, batches, experiences, explanations, groups, lineages, meta, metadata, rejections, uses
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict
+from rft.faults import fault
 from rft.types.block import content_hash, decode, encode
 from rft.types.ids import Version
 from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup
@@ -135,6 +136,7 @@ class Ledger:
         """The next lineage; everything that does not descend from `parent` stops counting."""
         s = self._settings
         with self._transaction() as tx:
+            fault("buffer.lineage")
             if parent is not None and consumption is not None:
                 self._verify(tx, parent, consumption)
             lineage = max(tx.scalar(select(func.max(lineages.c.lineage))) or 0, parent.lineage if parent else 0) + 1
@@ -211,6 +213,7 @@ class Ledger:
         ready: list[Intake | BufferFailed] = [self._read(offer) for offer in offers]
         names = [x.group["id"] for x in ready if isinstance(x, Intake)]
         with self._transaction() as tx:
+            fault("buffer.append.before")
             known: dict[str, str] = {}
             for part in parts(names):
                 known.update(r for r in tx.execute(select(groups.c.id, groups.c.content_hash).where(groups.c.id.in_(part))))
@@ -221,6 +224,8 @@ class Ledger:
                 tx.execute(insert(groups), [{**x.group, "locator": at} for x, at in zip(new, locators, strict=True)])
                 tx.execute(insert(experiences), [row for x in new for row in x.rows])
             self._count_rejections(tx, answers)
+            fault("buffer.append.stored")
+        fault("buffer.append.after")
         if not self._storage.durable:
             self._blocks.update(locators)
         places = iter(locators)
@@ -269,6 +274,7 @@ class Ledger:
         g = groups.c
         with self._transaction() as tx:
             self.fence(lineage)
+            fault("buffer.close_batch")
             values = {"accepted": accepted, "wanted": wanted, "reasons": json.dumps(reasons, sort_keys=True)}
             statement = upsert(batches).values(lineage=lineage, explorer=explorer, batch=batch, **values)
             tx.execute(statement.on_conflict_do_update(index_elements=["lineage", "explorer", "batch"], set_=values))
@@ -295,6 +301,7 @@ class Ledger:
         names = [g.id for g, _ in choice.picked]
         with self._transaction() as tx:
             self.fence(lineage)
+            fault("buffer.lease")
             self._explain(tx, lineage, step, [r.id for _, rows in choice.stale for r in rows], "stale")
             blocks = self._storage.get([g.locator for g, _ in choice.picked], tx)
             e = experiences.c
@@ -325,13 +332,16 @@ class Ledger:
         """One use of each of `ids`; `used` are those that reach max_uses with it."""
         with self._transaction() as tx:
             self.fence(lineage)
+            fault("buffer.use.before")
             tx.execute(insert(uses), [{"experience": x, "lineage": lineage, "step": step} for x in ids])
             for part in parts(used):
                 tx.execute(update(experiences).where(experiences.c.id.in_(part)).values(state="used"))
+        fault("buffer.use.after")
 
     def explain(self, lineage: int, step: int, ids: Sequence[str], reason: str) -> None:
         with self._transaction() as tx:
             self.fence(lineage)
+            fault("buffer.explain")
             self._explain(tx, lineage, step, ids, reason)
 
     def _explain(self, tx: Connection, lineage: int, step: int, ids: Sequence[str], reason: str) -> None:
