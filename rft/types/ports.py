@@ -264,6 +264,26 @@ class EndOfData(Exception):
     """The explorer is done and every row is accounted for; not an error."""
 
 
+# ---------------------------------------------------------------- selectors
+
+
+class TaskFeedback(Struct, frozen=True, array_like=True):
+    """How well the policy did on one row of a taskset: `value` is the mean reward of the scored runs of one group."""
+
+    taskset: str
+    index: int  # row of the taskset
+    value: float
+
+
+class FeedbackTaker(Protocol):
+    """Selectors that learn from what was explored; the explorer reports to them.
+
+    Records of one explore batch come together when the batch is closed, sorted by task; batches come in ascending order, each once.
+    """
+
+    def feedback(self, taskset: str, index: int, value: float) -> None: ...
+
+
 # ---------------------------------------------------------------- monitor
 
 
