@@ -7,6 +7,7 @@ group, and was written by weights that exist in the current ancestry.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -59,6 +60,7 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
         "num_rows": len(rows),
         "num_eligible": sum(c["dropped"] is None for c in columns),
         "content_hash": whole,
+        "num_bytes": len(frame),
         "created": now,
         "held": True,
     }
@@ -76,8 +78,8 @@ def _decode(frame: bytes) -> list[Experience]:
 
 def _field(message: str) -> str:
     """The field that a validation error is about: "logprobs: not finite", or "Expected ... - at `$.reward`"."""
-    _, at, path = message.partition("at `$.")
-    field = path.split("`")[0].split(".")[0].split("[")[0] if at else message.split(":")[0]
+    path = re.search(r"at `\$\[\d+\]\.(\w+)", message)
+    field = path[1] if path else message.split(":")[0]
     return field if field.isidentifier() else "row"
 
 

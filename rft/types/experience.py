@@ -73,7 +73,7 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def trainable(self) -> bool:
-        return self.status != "failed" and self.reward is not None and bool(self.loss_mask.any())
+        return self.status != "failed" and self.reward is not None and np.count_nonzero(self.loss_mask) > 0
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +81,7 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def num_response_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> Version | None:
@@ -220,14 +220,8 @@ def check(x: Experience) -> None:
             _check_array(name, value, np.float32, n)
             if not np.isfinite(value).all():
                 raise ValueError(f"{name}: not finite")
-    if n and int(x.tokens.min()) < 0:
-        raise ValueError(f"tokens: {int(x.tokens.min())} is negative")
-    if n and not np.isfinite(x.logprobs).all():
-        raise ValueError("logprobs: not finite")
-    if n and float(x.logprobs.max()) > 0:
-        raise ValueError(f"logprobs: {float(x.logprobs.max())} is above 0")
-    if n and x.has_logprobs and bool(np.any(x.logprobs[~x.loss_mask])):
-        raise ValueError("logprobs: must be 0 where loss_mask is False")
+    if n:
+        _check_values(x)
     for reward_name, reward in [("reward", x.reward), *x.reward_parts.items()]:
         if reward is not None and not (isinstance(reward, float | int) and math.isfinite(reward)):
             raise ValueError(f"{reward_name}: {reward!r} is not a finite number")
@@ -237,16 +231,38 @@ def check(x: Experience) -> None:
         return
     if n == 0:
         raise ValueError("tokens: empty; only failed runs have no tokens")
-    trained = np.flatnonzero(x.loss_mask)
-    covered = np.zeros(n, np.bool_)
     for span in x.version_spans:
         if not 0 <= span.start <= span.end <= n:
             raise ValueError(f"version_spans: [{span.start}, {span.end}) is outside the {n} tokens")
-        covered[span.start : span.end] = True
-    if not x.is_expert and not covered[trained].all():
+    if not x.is_expert and not _covered(x):
         raise ValueError("version_spans: some trained tokens have no version")
     if len(msgspec.json.encode(x.info)) > MAX_INFO_BYTES:
         raise ValueError(f"info: larger than {MAX_INFO_BYTES} bytes as JSON")
+
+
+def _check_values(x: Experience) -> None:
+    """One pass over each array: this runs for every experience, when it is made and whenever it is read."""
+    if np.minimum.reduce(x.tokens) < 0:
+        raise ValueError(f"tokens: {x.tokens.min()} is negative")
+    highest = np.maximum.reduce(x.logprobs)  # NaN where one is NaN
+    if not (highest < np.inf and np.minimum.reduce(x.logprobs) > -np.inf):
+        raise ValueError("logprobs: not finite")
+    if highest > 0:
+        raise ValueError(f"logprobs: {highest} is above 0")
+    if x.has_logprobs and np.count_nonzero(x.logprobs) != np.count_nonzero(x.logprobs[x.loss_mask]):
+        raise ValueError("logprobs: must be 0 where loss_mask is False")
+
+
+def _covered(x: Experience) -> bool:
+    """Whether each trained token has a version."""
+    trained = np.count_nonzero(x.loss_mask)
+    if len(x.version_spans) == 1:
+        (span,) = x.version_spans
+        return trained == np.count_nonzero(x.loss_mask[span.start : span.end])
+    covered = np.zeros(len(x.tokens), np.bool_)
+    for span in x.version_spans:
+        covered[span.start : span.end] = True
+    return trained == np.count_nonzero(x.loss_mask & covered)
 
 
 def _check_array(name: str, value: np.ndarray, dtype: Any, length: int) -> None:
