@@ -189,7 +189,7 @@ class Ledger:
         if self._settings.max_uses > 1:
             counts.update(u.experience for u in tx.execute(counted_uses(ancestry)))
         rows = tx.execute(
-            select(e.id, e.group_id, e.position, e.oldest_step, g.batch, g.explorer, g.task, g.locator)
+            select(e.id, e.group_id, e.position, e.oldest_step, g.batch, g.explorer, g.task, g.locator, g.num_bytes)
             .join(groups, g.id == e.group_id)
             .where(e.state == "available")
             .order_by(e.group_id, e.id)
@@ -198,7 +198,7 @@ class Ledger:
         for name, members in groupby(rows, key=lambda r: r.group_id):
             first, *rest = members
             waiting = [Row(r.id, r.position, r.oldest_step, counts[r.id]) for r in (first, *rest)]
-            found.append(Group(name, first.batch, first.explorer, first.task, first.locator, waiting))
+            found.append(Group(name, first.batch, first.explorer, first.task, first.locator, waiting, num_bytes=first.num_bytes))
         return found
 
     def fence(self, lineage: int) -> None:
@@ -464,7 +464,7 @@ def _stored(x: Intake, locator: str) -> Stored:
     waiting = [
         Row(r["id"], r["position"], r["oldest_step"]) for r in sorted(x.rows, key=lambda r: r["id"]) if r["dropped"] is None
     ]
-    group = Group(g["id"], g["batch"], g["explorer"], g["task"], locator, waiting) if waiting else None
+    group = Group(g["id"], g["batch"], g["explorer"], g["task"], locator, waiting, num_bytes=g["num_bytes"]) if waiting else None
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), key, group)
 
 

@@ -36,6 +36,7 @@ class Group:
     locator: str
     waiting: list[Row]
     leased: int = 0
+    num_bytes: int = 0  # of its payload
 
     @property
     def key(self) -> Key:
@@ -114,6 +115,7 @@ class Order:
         self._finished: dict[int, str] = {}
         self.leases: dict[int, Choice] = {}
         self.num_groups = 0  # accepted and not wholly used
+        self.num_bytes = 0  # of their payload
         for group in groups:
             self.add(group.key, group)
 
@@ -274,6 +276,7 @@ class Order:
     def _put(self, group: Group) -> None:
         self._groups.setdefault(group.key, {})[group.id] = group
         self.num_groups += 1
+        self.num_bytes += group.num_bytes
 
     def _out(self, group: Group, rows: list[Row]) -> None:
         gone = {r.id for r in rows}
@@ -285,6 +288,7 @@ class Order:
         groups = self._groups[group.key]
         if groups.pop(group.id, None) is not None:
             self.num_groups -= 1
+            self.num_bytes -= group.num_bytes
         if not groups:
             del self._groups[group.key]
         return True

@@ -36,6 +36,7 @@ groups = Table(
     Column("num_rows", Integer, nullable=False),
     Column("num_eligible", Integer, nullable=False),  # rows that could be trained when they came
     Column("locator", Text, nullable=False),  # of the payload block
+    Column("num_bytes", Integer, nullable=False),  # of the payload block
     Column("content_hash", Text, nullable=False),  # xxh3-128 over the rows' ids and hashes, in order
     Column("created", Float, nullable=False),
     Column("held", Boolean, nullable=False),  # for the current lineage: stands, so its task is not explored again
