@@ -6,7 +6,6 @@ group, and was written by weights that exist in the current ancestry.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping
@@ -133,7 +132,7 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "newest_lineage": newest.lineage if newest else None,
         "newest_step": newest.step if newest else None,
         "reward": row.reward,
-        "reward_parts": json.dumps(row.reward_parts, sort_keys=True),
+        "reward_parts": msgspec.json.encode(row.reward_parts, order="sorted").decode(),
         "num_tokens": row.num_tokens,
         "num_response_tokens": row.num_response_tokens,
         "status": row.status,

@@ -73,7 +73,7 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def trainable(self) -> bool:
-        return self.status != "failed" and self.reward is not None and np.count_nonzero(self.loss_mask) > 0
+        return self.status != "failed" and self.reward is not None and self.num_response_tokens > 0
 
     @property
     def num_tokens(self) -> int:
@@ -255,14 +255,14 @@ def _check_values(x: Experience) -> None:
 
 def _covered(x: Experience) -> bool:
     """Whether each trained token has a version."""
-    trained = np.count_nonzero(x.loss_mask)
+    trained = x.num_response_tokens
     if len(x.version_spans) == 1:
         (span,) = x.version_spans
-        return trained == np.count_nonzero(x.loss_mask[span.start : span.end])
+        return trained == int(np.count_nonzero(x.loss_mask[span.start : span.end]))
     covered = np.zeros(len(x.tokens), np.bool_)
     for span in x.version_spans:
         covered[span.start : span.end] = True
-    return trained == np.count_nonzero(x.loss_mask & covered)
+    return trained == int(np.count_nonzero(x.loss_mask & covered))
 
 
 def _check_array(name: str, value: np.ndarray, dtype: Any, length: int) -> None:
