@@ -201,8 +201,9 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
 
 
 def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
-    """Everything a configuration may name: shipped workflows and rewards, entry points, then the given folders."""
+    """Everything a configuration may name: shipped workflows, rewards and operators, entry points, then the given folders."""
     REGISTRY.scan_package("rft.reward")
+    REGISTRY.scan_package("rft.buffer.operators")
     REGISTRY.scan_folder(shipped_workflows())
     REGISTRY.scan_entry_points()
     for folder in plugin_dirs:

@@ -155,6 +155,8 @@ def _dropped(row: Experience) -> str | None:
     """Why a row of an accepted group can never be trained."""
     if row.status == "failed":
         return "failed"
+    if row.reason:  # the operator that dropped it
+        return "filtered"
     if row.reward is None:
         return "unscored"
     return None if row.trainable else "untrainable"

@@ -43,7 +43,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     task_index: int  # row of the taskset
     workflow: str
     status: Status
-    reason: str = ""  # why a run failed
+    reason: str = ""  # why a run failed, or the operator that dropped the row: a row with a reason is never trained
     finish_reason: str = ""
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True where the policy's own tokens are trained
@@ -73,7 +73,7 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def trainable(self) -> bool:
-        return self.status != "failed" and self.reward is not None and self.num_response_tokens > 0
+        return self.status != "failed" and not self.reason and self.reward is not None and self.num_response_tokens > 0
 
     @property
     def num_tokens(self) -> int:
