@@ -15,9 +15,12 @@ class BufferSettings:
     folder: Path
     ledger_url: str | None = None  # None = SQLite file in `folder`
     storage_type: Literal["sql", "queue", "file"] = "sql"
-    storage_path: str | None = None  # queue: None = write-ahead segments in `folder`, "none" = memory only
+    storage_path: str | None = None  # folder of the segments; None = in `folder`; queue: "none" = memory only
     durability: Literal["process", "power"] = "process"
     capacity: int = 10000  # groups that may wait to be trained before the explorer is held back
+    capacity_bytes: int = 4 << 30  # and bytes of their payload
+    on_damaged_payload: Literal["stop", "explain"] = "stop"
+    full_disk_wait_s: float = 600.0  # how long a write is repeated while no space is left
     max_uses: int = 1
     resume_rows: Literal["orphan", "keep"] = "orphan"
     on_short_batch: Literal["stop", "train", "carry"] = "stop"

@@ -285,6 +285,8 @@ def buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:
         storage_path=path,
         durability=b.durability,
         capacity=b.capacity,
+        capacity_bytes=b.capacity_bytes,
+        on_damaged_payload=b.on_damaged_payload,
         resume_rows=config.buffer.resume_rows,
         on_short_batch=config.buffer.on_short_batch,
     )

@@ -183,17 +183,25 @@ class ExperienceBufferConfig(Section):
     storage_type: Annotated[Literal["sql", "queue", "file"], IgnoreCase] = key(
         "sql",
         "sql: in the database; queue: memory with write-ahead segments; file: one segment per group.",
-        later=Later("use sql or queue", values=("file",)),
     )
     path: str | None = key(
         None,
         "sql: database URL (null: SQLite in the run folder).  queue, file: folder (null: in the run folder; none: queue in memory only).",
     )
     capacity: int = key(10000, "Groups that may wait before the explorer is held back.", unit="groups", on_resume="safe", ge=1)
+    capacity_bytes: int = key(
+        4 << 30, "Payload that may wait before the explorer is held back.", unit="bytes", on_resume="safe", ge=1 << 20
+    )
     max_read_timeout: float = key(1800.0, "How long the trainer waits for a batch.", unit="s", on_resume="safe", gt=0)
     durability: Annotated[Literal["process", "power"], IgnoreCase] = key(
         "process",
         "What an acknowledged experience survives: the death of every process, or also of the machine.",
+        on_resume="safe",
+    )
+    on_damaged_payload: Annotated[Literal["stop", "explain"], IgnoreCase] = key(
+        "stop",
+        "When payload that was acknowledged is missing or damaged: stop the run, or go on without these groups, which are counted as "
+        "payload_damaged; the train batch is that much smaller.",
         on_resume="safe",
     )
     replay_buffer: ReplayBufferConfig = section(ReplayBufferConfig, "Training on experiences more than once.")
