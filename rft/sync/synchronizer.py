@@ -74,6 +74,7 @@ class Synchronizer:
         self._spoilt: set[Version] = set()  # wrote rows without a canary; the label cannot be made good any more
         self._trained, self._finished = start.step, False
         self._under_way: set[int] = set()  # explore batches
+        self._granted = 0  # batches before this one need no newer version: the trainer lacks their rows
         self._error: BaseException | None = None
         self._waits: dict[int, str] = {}
 
@@ -109,6 +110,13 @@ class Synchronizer:
             self._trained, self._finished = max(step, self._trained), finished or self._finished
             self._changed.notify_all()
 
+    async def explore_on(self, batch: int) -> None:
+        """See `WeightSync`."""
+        log.info("explore batch %d may begin before its turn: the trainer lacks rows for a step", batch)
+        async with self._changed:
+            self._granted = max(self._granted, batch + 1)
+            self._changed.notify_all()
+
     # ------------------------------------------------------------ explorer's side
 
     async def may_explore(self, batch: int) -> Version | None:
@@ -116,7 +124,9 @@ class Synchronizer:
         need = self._schedule.required_step(batch)
 
         def ready() -> bool:
-            return self._finished or (self._loaded is not None and self._schedule.may_explore(batch, self._loaded.step))
+            if self._finished or self._loaded is None:
+                return self._finished
+            return batch < self._granted or self._schedule.may_explore(batch, self._loaded.step)
 
         await self._wait(ready, f"explore batch {batch}", f"weights of train step {need} or later")
         if self._finished:
