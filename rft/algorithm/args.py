@@ -30,11 +30,8 @@ class GrpoArgs(Args):
 
     epsilon: float = Field(1e-6, gt=0, description="added to the group's standard deviation before dividing")
     norm_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
-    std_threshold: float | None = waiting(
-        None,
-        "no group is dropped; groups of equal rewards have advantage 0 and do not move the policy",
-        ge=0,
-        description="drop groups whose standard deviation is not above this",
+    std_threshold: float | None = Field(
+        None, ge=0, description="drop groups whose standard deviation is not above this, as the operator reward_std_filter does"
     )
     duplicate_experiences: bool = waiting(
         False, "rows are never copied", description="use remaining groups again in place of the dropped ones"

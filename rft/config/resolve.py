@@ -16,6 +16,7 @@ from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults, compares_in_gr
 from rft.algorithm.coming import COMING
 from rft.config import roles, steps
 from rft.config.active import used
+from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
@@ -54,7 +55,11 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     buffer = steps.buffer(config, run_dir, p)
     explorer = steps.explorer(config, train, evals, num_explore, plugin_dirs, p)
     dump = config.monitor.eval_dump_dir
-    explorer = replace(explorer, eval_samples=None if dump else config.monitor.log_eval_samples)
+    explorer = replace(
+        explorer,
+        eval_samples=None if dump else config.monitor.log_eval_samples,
+        pipeline=pipeline(config, facts, run_dir, algorithm, rows, p),
+    )
     monitor = MonitorSettings(
         folder=run_dir,
         kinds=config.monitor.monitor_type,

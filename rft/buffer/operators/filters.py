@@ -67,8 +67,9 @@ class DapoArgs(OperatorArgs):
 class DapoDynamicSampling(Operator):
     """Keeps groups in which some scored runs, not all, are correct: `metric_key` above `correct_threshold`.
 
-    arXiv:2503.14476, section 3.2.      The key is looked for in the rows' info, metrics and parts of the reward.  Where no row has `accuracy`, the reward stands for it;
-    another key that is missing is an error.  The explorer replaces dropped groups, up to buffer.max_refill of them in a step.
+    arXiv:2503.14476, section 3.2.  The key is looked for in the rows' info, metrics and parts of the reward.  Where no row has
+    `accuracy`, the reward stands for it; another key that is missing is an error.  The explorer replaces dropped groups, up to
+    buffer.max_refill of them in a step.
     """
 
     stage = "drop"

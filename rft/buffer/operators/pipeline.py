@@ -1,6 +1,6 @@
 """Runs operators over one group at a time, between the explorer and the buffer.
 
-    reward operators ─> can the group be trained? ─> statistics operators ─> drop operators ─> still a row to train?
+    copy of the input ─> reward operators ─> can the group be trained? ─> statistics operators ─> drop operators ─> still a row to train?
 
 It knows neither tasksets nor the ledger.  Invariant: out come the rows that went in, each once, with the same tokens; what an operator
 left out has its name as `reason` and is never trained.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 import time
 import traceback
@@ -23,7 +24,8 @@ import numpy as np
 from rft.buffer.operators.base import GroupView, Operator, Result, Stage
 from rft.buffer.operators.build import build
 from rft.buffer.operators.contract import broken, fingerprint
-from rft.buffer.operators.settings import OperatorSettings
+from rft.buffer.operators.copy import InputCopy
+from rft.buffer.operators.settings import PipelineSettings
 from rft.errors import RftError, RunFailed
 from rft.logs import redact
 from rft.types.experience import Experience
@@ -31,6 +33,7 @@ from rft.types.metrics import Metric
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 
+log = logging.getLogger(__name__)
 Judge = Callable[[list[Experience], int], tuple[bool, str]]
 FILTERED = "filtered"
 _TRACEBACK_LINES = 12
@@ -61,31 +64,38 @@ class Processed:
 class Pipeline:
     """The operators of a run.  `judge(rows, num_runs)` says whether a group can be trained, and if not why."""
 
-    def __init__(self, settings: Sequence[OperatorSettings], judge: Judge, deadline_s: float) -> None:
-        """Raises ConfigError, PluginError, and RunFailed with the traceback where an operator cannot be made."""
-        self._operators = [
-            _Running(s.name, i, o, deadline_s) for i, (s, o) in enumerate(zip(settings, build(settings), strict=True))
-        ]
+    def __init__(self, settings: PipelineSettings, judge: Judge, deadline_s: float) -> None:
+        """`deadline_s` is how long an operator may take over one group.  Raises ConfigError; plugins must be loaded."""
+        made = zip(settings.operators, build(settings.operators), strict=True)
+        self._operators = [_Running(s.name, i, o, deadline_s) for i, (s, o) in enumerate(made)]
+        self._copy = InputCopy(settings.input_path) if settings.input_path is not None else None
         self._judge = judge
         self._prepared: list[_Running] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._operators)
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._operators) or self._copy is not None
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises RunFailed, with the traceback, when an operator cannot get ready."""
+        """Raises RunFailed, with the traceback, when an operator cannot get ready or the copy's file cannot be written."""
+        if self._copy is not None:
+            await self._copy.open()
         for one in self._operators:
             await one.life("prepare", models)
             self._prepared.append(one)
 
     async def close(self) -> None:
-        """Closes what was prepared, last first; raises the first RunFailed after all had their turn."""
+        """Closes what was prepared, last first.  Raises the first RunFailed, after all had their turn; the others are logged."""
         errors: list[RunFailed] = []
         while self._prepared:
             try:
                 await self._prepared.pop().life("close")
             except RunFailed as e:
+                log.error("%s", e)
                 errors.append(e)
+        if self._copy is not None:
+            await self._copy.close()
         if errors:
             raise errors[0]
 
@@ -94,8 +104,10 @@ class Pipeline:
 
         Raises OperatorFailed when one raises or is too slow; RunFailed when one returns what it must not; RftError from an engine.
         """
-        group = _Group(task, rows)
         began = time.monotonic()
+        if self._copy is not None:
+            await self._copy.write(rows)
+        group = _Group(task, rows)
         if group.members:
             await self._run("reward", group)
         accepted, reason = self._judge(group.rows, task.num_runs)

@@ -46,7 +46,7 @@ ITEMS: dict[str, dict[str, Any]] = {  # what an entry of a list needs at least
     "data_processor.task_pipeline.output": {"path": "rows.jsonl"},
     f"{IN}.eval_tasksets": {"name": "given_eval", "path": "rft.testing.tiny:copy_tasks"},
     "explorer.auxiliary_models": {"model_path": "judge"},
-    "data_processor.experience_pipeline.operators": {"name": "one"},
+    "data_processor.experience_pipeline.operators": {"name": "reward_filter"},
     "data_processor.task_pipeline.operators": {"name": "one"},
     "buffer.trainer_input.auxiliary_buffers.mine": {"path": "rows.jsonl"},
 }
@@ -62,6 +62,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "algorithm.sample_strategy_args": {"algorithm.sample_strategy": "mix"},
     "algorithm.kl_loss_fn_args": {"algorithm.kl_loss_fn": "k2"},
     "algorithm.kl_penalty_fn_args": {"algorithm.kl_penalty_fn": "k2"},
+    "data_processor.experience_pipeline.input_save_path": {"data_processor.experience_pipeline.save_input": True},
     # what holds for all tasksets is switched off for training, where other values are refused; evaluation inherits it
     "model.top_p": {f"{IN}.tasksets[0].rollout_args.top_p": 1.0},
     "model.top_k": {f"{IN}.tasksets[0].rollout_args.top_k": -1},
@@ -91,6 +92,8 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "algorithm.entropy_loss_fn_args": {"entropy_coef": 0.1},
     "explorer.env_vars": {"OTHER": "1"},
     "data_processor.experience_pipeline.inputs": {"other": "rows.jsonl"},
+    "data_processor.experience_pipeline.operators[0].name": "reward_std_filter",
+    "data_processor.experience_pipeline.operators[0].args": {"threshold": 0.5},
 }
 SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and why
     **{

@@ -245,6 +245,7 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "trainer.total_steps": "1",
     "buffer.total_tasks": None,  # these are tested in test_config_keys_b.py
     "data_processor.task_pipeline.top_k": "5",
+    "data_processor.experience_pipeline.input_save_path": None,
     "explorer.over_rollout.ratio": None,
     "explorer.runner_per_model": None,
     "explorer.runner_num": None,
