@@ -14,10 +14,21 @@ import sys
 from collections.abc import Callable
 
 import bench_harness as harness
+from bench_buffer import buffer_append_durable, buffer_read_collate, buffer_wakeup, priority_read_at_scale
 from bench_start import time_to_first
 from bench_step import step_vs_trl
 
-BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {"step_vs_trl": step_vs_trl, "time_to_first": time_to_first}
+BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
+    made.__name__: made
+    for made in (
+        step_vs_trl,
+        time_to_first,
+        buffer_append_durable,
+        buffer_read_collate,
+        buffer_wakeup,
+        priority_read_at_scale,
+    )
+}
 
 
 def page(results: list[harness.Result]) -> str:
