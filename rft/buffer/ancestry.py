@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import xxhash
 from sqlalchemy import (
     CTE,
+    BigInteger,
     Column,
     Connection,
     Exists,
@@ -53,7 +54,7 @@ def chain(connection: Connection, version: Version | None, *, whole: bool = Fals
 def _table(ancestry: dict[int, int]) -> CTE:
     """The chain as a table; it is as long as a run has been resumed, so it goes in as rows, not as a long condition."""
     rows = list(ancestry.items()) or [(0, -1)]  # VALUES needs a row; no step is -1
-    return values(column("lineage", Integer), column("step", Integer), name="ancestry").data(rows).cte("ancestry")
+    return values(column("lineage", Integer), column("step", BigInteger), name="ancestry").data(rows).cte("ancestry")
 
 
 def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:

@@ -14,12 +14,14 @@ from typing import Any
 import msgspec
 import xxhash
 
+from rft.buffer.views import MAX_REWARD
 from rft.errors import Fenced, FrameRejected
-from rft.types.block import content_hash, decode
+from rft.types.block import decode, encode
 from rft.types.experience import Experience
 from rft.types.ids import GroupId
 
 Ancestry = Mapping[int, int]  # lineage -> newest step of it that counts
+MAX_INTEGER = 2**31 - 1  # of the ledger's columns
 
 
 class Intake(msgspec.Struct, frozen=True):
@@ -37,16 +39,16 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
     rows = _decode(frame)
     if not rows:
         raise FrameRejected("empty: a group has at least one row; failed runs are header rows")
-    if len(frame) > max_row_bytes * len(rows):
-        raise FrameRejected(f"too_large: {len(frame)} bytes for {len(rows)} experiences, at most {max_row_bytes} each")
     group = rows[0].group
     _check_group(group, rows)
     if group.lineage != lineage:
         raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
     for row in rows:
         _check_versions(row, ancestry)
-    now = time.time()
-    columns = [_columns(row, position, accepted, reason, now) for position, row in enumerate(rows)]
+        if row.reward is not None and abs(row.reward) > MAX_REWARD:
+            raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
+    now, why = time.time(), _text(reason)
+    columns = [_columns(row, position, accepted, why, now, max_row_bytes) for position, row in enumerate(rows)]
     whole = xxhash.xxh3_128_hexdigest("\n".join(f"{c['id']}@{c['content_hash']}" for c in columns).encode())
     header = {
         "id": str(group),
@@ -55,7 +57,7 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
         "batch": group.batch,
         "task": group.task,
         "accepted": accepted,
-        "reason": "" if accepted else reason,
+        "reason": "" if accepted else why,
         "num_rows": len(rows),
         "num_eligible": sum(c["dropped"] is None for c in columns),
         "content_hash": whole,
@@ -64,6 +66,15 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
         "held": True,
     }
     return Intake(header, columns, frame)
+
+
+def batch_of(frame: bytes) -> int | None:
+    """The explore batch of a frame's group; None when it cannot be read (`read` says why)."""
+    try:
+        rows = _decode(frame)
+    except FrameRejected:
+        return None
+    return rows[0].id.batch if rows else None
 
 
 def _decode(frame: bytes) -> list[Experience]:
@@ -85,8 +96,11 @@ def _field(message: str) -> str:
 def _check_group(group: GroupId, rows: list[Experience]) -> None:
     first = rows[0]
     for row in rows:
-        if min(row.id.group.explorer, row.id.batch, row.id.task, row.id.run, row.id.attempt, row.id.step) < 0:
-            raise FrameRejected(f"invalid_id: {row.id} has a negative number")
+        numbers = (row.id.explorer, row.id.batch, row.id.task, row.id.run, row.id.attempt, row.id.step)
+        if min(numbers) < 0 or max(numbers) > MAX_INTEGER:
+            raise FrameRejected(f"invalid_id: {row.id} has a number that is negative or above {MAX_INTEGER}")
+        if not 0 <= row.task_index <= MAX_INTEGER:
+            raise FrameRejected(f"invalid_task_index: {row.id} is of row {row.task_index}; rows count from 0 to {MAX_INTEGER}")
         if row.group != group:
             raise FrameRejected(f"mixed_groups: {row.id} is not of group {group}; a frame holds one group")
         if (row.taskset, row.task_index) != (first.taskset, first.task_index):
@@ -110,9 +124,35 @@ def _check_versions(row: Experience, ancestry: Ancestry) -> None:
             )
 
 
-def _columns(row: Experience, position: int, accepted: bool, reason: str, now: float) -> dict[str, Any]:
+def _text(value: str) -> str:
+    """For people's columns: PostgreSQL stores no NUL character.  The payload keeps the text as it was."""
+    return value.replace("\0", "\ufffd") if "\0" in value else value
+
+
+def made(row: Experience) -> dict[str, Any]:
+    """Columns that say how a row was made; those of sampling are of its first model call."""
+    first = row.sampling[0] if row.sampling else None
+    return {
+        "num_turns": len(row.sampling),
+        "top_p": first.sampling.top_p if first else None,
+        "top_k": first.sampling.top_k if first else None,
+        "min_p": first.sampling.min_p if first else None,
+        "seed": first.sampling.seed if first else None,
+        "logprob_mode": first.logprob_mode if first else None,
+        "engine": _text(first.engine) if first else None,
+        "has_logprobs": row.has_logprobs,
+        "version_spans": msgspec.json.encode(
+            [[s.version.lineage, s.version.step, s.start, s.end] for s in row.version_spans]
+        ).decode(),
+    }
+
+
+def _columns(row: Experience, position: int, accepted: bool, reason: str, now: float, max_bytes: int) -> dict[str, Any]:
     oldest, newest = row.oldest_version, row.newest_version
     dropped = _dropped(row) if accepted else reason
+    encoded = encode([row])
+    if len(encoded) > max_bytes:
+        raise FrameRejected(f"too_large: {row.id} has {len(encoded)} bytes, at most {max_bytes}")
     return {
         "id": str(row.id),
         "group_id": str(row.group),
@@ -124,9 +164,9 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "run": row.id.run,
         "attempt": row.id.attempt,
         "step": row.id.step,
-        "taskset": row.taskset,
+        "taskset": _text(row.taskset),
         "task_index": row.task_index,
-        "workflow": row.workflow,
+        "workflow": _text(row.workflow),
         "oldest_lineage": oldest.lineage if oldest else None,
         "oldest_step": oldest.step if oldest else None,
         "newest_lineage": newest.lineage if newest else None,
@@ -136,15 +176,16 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "num_tokens": row.num_tokens,
         "num_response_tokens": row.num_response_tokens,
         "status": row.status,
-        "reason": row.reason,
-        "finish_reason": row.finish_reason,
+        "reason": _text(row.reason),
+        "finish_reason": _text(row.finish_reason),
         "temperature": row.temperature,
         "is_expert": row.is_expert,
         "clipped_logprobs": row.clipped_logprobs,
-        "prompt_text": row.prompt_text,
-        "response_text": row.response_text,
-        "content_hash": content_hash(row),
+        "prompt_text": _text(row.prompt_text),
+        "response_text": _text(row.response_text),
+        "content_hash": xxhash.xxh3_128_hexdigest(encoded),
         "created": now,
+        **made(row),
         "dropped": dropped,
         "state": "available" if dropped is None else "explained",
         "explained": dropped,
