@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import xxhash
 
 from rft.buffer.operators.base import Result, Stage
 from rft.types.experience import Experience, check
-from rft.types.metrics import Metric
+from rft.types.metrics import Metric, Reduction
 
 _ARRAYS = {"tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs"}
 _MAY_CHANGE: dict[Stage, set[str]] = {
@@ -86,7 +86,13 @@ def _changed(stage: Stage, old: Experience, new: Experience) -> str:
 
 
 def _numbers(result: Result) -> str:
-    for m in result.metrics:
-        if not isinstance(m, Metric) or not isinstance(m.value, int | float) or not math.isfinite(m.value):
-            return f"reported {m!r}; metrics are Metric(name, finite number, reduction)"
+    for m in _listed(result.metrics):
+        if not (
+            isinstance(m, Metric)
+            and isinstance(m.name, str)
+            and isinstance(m.value, int | float)
+            and math.isfinite(m.value)
+            and m.reduction in get_args(Reduction)
+        ):
+            return f"reported {m!r}; metrics are Metric(name, finite number, {' or '.join(get_args(Reduction))})"
     return ""

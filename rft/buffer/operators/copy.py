@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,7 @@ class InputCopy:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._turn = asyncio.Lock()
 
     async def open(self) -> None:
@@ -49,13 +50,16 @@ class InputCopy:
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("a+b")
-        os.ftruncate(self._file.fileno(), _whole_lines(self._file))
+        self._file = self._path.open("a+b", buffering=0)
+        whole = _whole_lines(self._file)
+        if whole != self._file.seek(0, os.SEEK_END):
+            os.ftruncate(self._file.fileno(), whole)
 
     def _write(self, rows: Sequence[Experience]) -> None:
         assert self._file is not None, "write after open"
-        self._file.write(b"".join(msgspec.json.encode(as_line(r)) + b"\n" for r in rows))
-        self._file.flush()
+        rest = memoryview(b"".join(msgspec.json.encode(as_line(r)) + b"\n" for r in rows))
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -74,7 +78,7 @@ def as_line(row: Experience) -> dict[str, Any]:
     return line
 
 
-def _whole_lines(file: BinaryIO) -> int:
+def _whole_lines(file: FileIO) -> int:
     """Bytes up to and with the last end of a line."""
     at = file.seek(0, os.SEEK_END)
     while at > 0:
