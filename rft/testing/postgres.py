@@ -106,6 +106,7 @@ class PostgresServer:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+        psutil.wait_procs(children, START_S)
         self._process.wait(START_S)
         self._process = None
 
