@@ -76,15 +76,15 @@ def export(
     return count
 
 
-def pages(questions: Questions, where: str, *, size: int = PAGE) -> Iterator[list[dict[str, Any]]]:
-    """Rows of v_experiences that fulfil `where`, by id, `size` at a time."""
+def pages(questions: Questions, where: str) -> Iterator[list[dict[str, Any]]]:
+    """Rows of v_experiences that fulfil `where`, by id, PAGE at a time."""
     last = ""
     while True:
-        rows = questions.page(where, last, size)
+        rows = questions.page(where, last, PAGE)
         if rows:
             yield rows
             last = rows[-1]["id"]
-        if len(rows) < size:
+        if len(rows) < PAGE:
             return
 
 

@@ -166,7 +166,7 @@ def audit(
 
     run_dir, url = _place(run, config)
     locate(run_dir, url)  # a wrong path is no failed audit
-    found = audit_run(run_dir, payload=payload)
+    found = audit_run(run_dir, payload=payload, ledger_url=url)
     if as_json:
         print(json.dumps({**msgspec.to_builtins(found), "balanced": found.balanced, "ok": found.ok}, indent=1))
     else:

@@ -25,9 +25,13 @@ _NUMBERS = (int, float, decimal.Decimal)
 _HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")  # what JSON would print as it is
 
 
+def on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
 def in_colour() -> bool:
     """Whether the output is a terminal that wants colours (see no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return on_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def as_json(value: Any, *, indent: int | None = 1) -> str:
@@ -97,7 +101,7 @@ def cell(value: Any) -> str:
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    clean: Callable[[str], str] = safe if sys.stdout.isatty() else str
+    clean: Callable[[str], str] = safe if on_terminal() else str
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
@@ -107,11 +111,14 @@ def _csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def _json(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """An array with one object a line."""
+    """An array with one object a line; a second column of the same name gets a number."""
+    names: list[str] = []
+    for name in columns:
+        names.append(name if name not in names else f"{name}_{names.count(name) + 1}")
     print("[", end="")
     between = "\n"
     for row in rows:
-        print(between + as_json(dict(zip(columns, row, strict=True)), indent=None), end="")
+        print(between + as_json(dict(zip(names, row, strict=True)), indent=None), end="")
         between = ",\n"
     print("\n]")
 
