@@ -17,7 +17,8 @@ from rft.errors import BufferFailed, ShortBatch
 from rft.types.ports import EndOfData, GroupStats, NeedMore
 
 Key = tuple[int, int]  # (batch, explorer)
-DROPPED = ("stale", "evicted")  # reasons by which a lease explains rows that it does not take
+DAMAGED = "payload_damaged"
+DROPPED = ("stale", "evicted", DAMAGED)  # reasons by which a lease explains rows that it does not take
 
 
 @dataclass(slots=True)
@@ -300,6 +301,8 @@ class Order:
             group.leased -= len(rows)
             self.num_leased -= len(rows)
             self._settle(group)
+        choice.taken = [p for p in choice.taken if p.group is None or p.group.id not in names]
+        choice.split = [p for p in choice.split if p.group is None or p.group.id not in names]
 
     # ------------------------------------------------------------ what people ask
 
@@ -362,9 +365,12 @@ class Order:
             return choice
         if self._policy == "carry" or not any(g.fresh for g in self._groups.values()):
             raise EndOfData(
-                f"{self.finished}; {self._words(wanted, choice.missing)}, so {left} experiences stay in the buffer, too few for a step of their own"
+                f"{self.finished}; {self._words(wanted, choice.missing)}, "
+                f"so {left} experiences stay in the buffer, too few for a step of their own"
             )
-        raise ShortBatch(f"no more rows come ({self.finished}), but {self._words(wanted, choice.missing)}{self._why()}. {_REMEDY}")
+        raise ShortBatch(
+            f"no more rows come ({self.finished}), but {self._words(wanted, choice.missing)}{self._why()}. {_REMEDY}"
+        )
 
     def _why(self) -> str:
         short = [*self._short, *(_short(k, c) for k, c in sorted(self._closed.items()) if c.short)]

@@ -76,7 +76,9 @@ def one_place(config: RunConfig, p: Problems) -> RunConfig:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=moved),
-            "synchronizer": config.synchronizer.model_copy(update={"sync_interval": _interval(config, p), "max_staleness": max_staleness(config, p)}),
+            "synchronizer": config.synchronizer.model_copy(
+                update={"sync_interval": _interval(config, p), "max_staleness": max_staleness(config, p)}
+            ),
         }
     )
 

@@ -24,6 +24,7 @@ from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError, ConfigErrors
 
 IN = "buffer.explorer_input"
+REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer"
 TASKSET = {"name": "given", "path": "rft.testing.tiny:copy_tasks"}
 BASE: dict[str, Any] = {
     "checkpoint_root_dir": "/runs",
@@ -71,6 +72,8 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "explorer.rollout_model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
     "explorer.rollout_model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
     "buffer.total_tasks": {"buffer.total_steps": None},
+    **{f"{REPLAY}.{name}": {f"{REPLAY}.enable": True} for name in ("priority_fn", "priority_fn_args", "reuse_cooldown_time")},
+    f"{REPLAY}.max_uses": {f"{REPLAY}.enable": True, f"{REPLAY}.reuse_cooldown_time": 1.0},
     "monitor.monitor_args": {"monitor.monitor_type": ["tensorboard"]},
     "trainer.device": GPUS,
     "trainer.param_dtype": GPUS,
@@ -82,6 +85,8 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "algorithm.advantage_fn_args": {"norm_by_std": False},
     "algorithm.policy_loss_fn_args": {"clip_range": 0.3},
     "algorithm.advantage_fn": "rloo",
+    f"{REPLAY}.priority_fn": "decay_limit_randomization",
+    f"{REPLAY}.priority_fn_args": {"decay": 1.0},
     "algorithm.policy_loss_fn": "gspo",
     "algorithm.kl_loss_fn": "k1",
     "algorithm.kl_loss_fn_args": {"kl_coef": 0.5},

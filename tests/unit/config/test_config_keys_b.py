@@ -51,12 +51,13 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
     (f"{BUFFER}.storage_type", "FILE", "parquet", REFUSED),
-    (f"{BUFFER}.replay_buffer.enable", "true", "maybe", REFUSED),
+    (f"{BUFFER}.replay_buffer.enable", "true", "maybe", RUNS),
     (f"{BUFFER}.replay_buffer.enable", "false", "maybe", RUNS),
-    (f"{BUFFER}.replay_buffer.priority_fn", "decay_limit_randomization", "[1]", WARNS),
+    (f"{BUFFER}.replay_buffer.priority_fn", "decay_limit_randomization", "[1]", RUNS),
     (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 2.0}", "2", RUNS),
-    (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 1.0}", "2", WARNS),
-    (f"{BUFFER}.replay_buffer.reuse_cooldown_time", "5", "0", WARNS),
+    (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 1.0}", "2", RUNS),
+    (f"{BUFFER}.replay_buffer.reuse_cooldown_time", "5", "0", RUNS),
+    (f"{BUFFER}.replay_buffer.max_uses", "4", "0", RUNS),
     (f"{BUFFER}.max_retry_times", "5", "-1", RUNS),
     (f"{BUFFER}.max_retry_interval", "0.5", "-1", RUNS),
     (f"{BUFFER}.split", "train", "[1]", REFUSED),
@@ -156,9 +157,8 @@ def test_key(key: str, good: str, bad: str, then: str) -> None:
 
 
 def test_a_changed_key_changes_the_plan() -> None:
-    same = {
-        (k, v) for k, v, _, then in KEYS if then == RUNS and (v in ("null", "1", "vllm_async", "{decay: 2.0}") or "replay" in k)
-    }
+    same = {(k, v) for k, v, _, then in KEYS if then == RUNS and v in ("null", "1", "vllm_async", "{decay: 2.0}")}
+    same |= {(k, v) for k, v, _, _ in KEYS if "replay" in k and v != "true"}  # each needs replay_buffer.enable
     same |= {("synchronizer.partial_rollout", "true"), (f"{ENGINE}.enable_history", "true"), ("buffer.total_tasks", "8")}
     plain = plan()
     for key, good, _, _ in KEYS:

@@ -243,6 +243,13 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "explorer.rollout_model.dtype": "bfloat16",
     "explorer.rollout_model.enforce_eager": "false",
     "trainer.total_steps": "1",
+    **dict.fromkeys(
+        (
+            f"buffer.trainer_input.experience_buffer.replay_buffer.{name}"
+            for name in ("priority_fn", "priority_fn_args", "reuse_cooldown_time", "max_uses")
+        ),
+        None,  # they need replay_buffer.enable, see test_config_every_key.py
+    ),
     "buffer.total_tasks": None,  # these are tested in test_config_keys_b.py
     "data_processor.task_pipeline.top_k": "5",
     "data_processor.experience_pipeline.input_save_path": None,
