@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import secrets
 import sqlite3
 import threading
@@ -125,6 +126,21 @@ class Database:
                 if self._lost(e):
                     self._leave()
                 self._stop.wait(pause)
+
+    def sync(self) -> None:
+        """What was committed survives a power loss from now on, whatever the durability."""
+        path = self.place.path
+        if path is None or self._settings.durability == "power":  # each commit has done so
+            return
+        try:
+            for file in (path, path.with_name(path.name + "-wal"), path.parent):
+                fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        except OSError as e:
+            raise self._failed(e) from e
 
     def size(self, tx: Connection) -> int:
         """Bytes of the database: files of SQLite, tables and indexes of the schema."""

@@ -16,7 +16,7 @@ import xxhash
 
 from rft.buffer.views import MAX_REWARD
 from rft.errors import Fenced, FrameRejected
-from rft.types.block import decode, encode
+from rft.types.block import Content, contents, decode
 from rft.types.experience import Experience
 from rft.types.ids import GroupId
 
@@ -36,7 +36,7 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
     """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be counted; Fenced for another lineage."""
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
-    rows = _decode(frame)
+    rows, held = _decode(frame)
     if not rows:
         raise FrameRejected("empty: a group has at least one row; failed runs are header rows")
     group = rows[0].group
@@ -48,7 +48,11 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
             raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
     now, why = time.time(), _text(reason)
-    columns = [_columns(row, position, accepted, why, now, max_row_bytes) for position, row in enumerate(rows)]
+    columns = []
+    for position, (row, content) in enumerate(zip(rows, held, strict=True)):
+        if content.size > max_row_bytes:
+            raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {max_row_bytes}")
+        columns.append({**_columns(row, position, accepted, why, now), "content_hash": content.hash})
     whole = xxhash.xxh3_128_hexdigest("\n".join(f"{c['id']}@{c['content_hash']}" for c in columns).encode())
     header = {
         "id": str(group),
@@ -71,15 +75,16 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
 def batch_of(frame: bytes) -> int | None:
     """The explore batch of a frame's group; None when it cannot be read (`read` says why)."""
     try:
-        rows = _decode(frame)
+        rows, _ = _decode(frame)
     except FrameRejected:
         return None
     return rows[0].id.batch if rows else None
 
 
-def _decode(frame: bytes) -> list[Experience]:
+def _decode(frame: bytes) -> tuple[list[Experience], list[Content]]:
     try:
-        return decode(frame)
+        held = contents(frame)  # refuses what is no block
+        return decode(frame), held
     except msgspec.ValidationError as e:  # a value that `Experience` refuses; its message begins with the field
         raise FrameRejected(f"invalid_{_field(str(e))}: {e}") from e
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
@@ -88,7 +93,7 @@ def _decode(frame: bytes) -> list[Experience]:
 
 def _field(message: str) -> str:
     """The field that a validation error is about: "logprobs: not finite", or "Expected ... - at `$.reward`"."""
-    path = re.search(r"at `\$\[\d+\]\.(\w+)", message)
+    path = re.search(r"at `\$\.(\w+)", message)
     field = path[1] if path else message.split(":")[0]
     return field if field.isidentifier() else "row"
 
@@ -147,12 +152,9 @@ def made(row: Experience) -> dict[str, Any]:
     }
 
 
-def _columns(row: Experience, position: int, accepted: bool, reason: str, now: float, max_bytes: int) -> dict[str, Any]:
+def _columns(row: Experience, position: int, accepted: bool, reason: str, now: float) -> dict[str, Any]:
     oldest, newest = row.oldest_version, row.newest_version
     dropped = _dropped(row) if accepted else reason
-    encoded = encode([row])
-    if len(encoded) > max_bytes:
-        raise FrameRejected(f"too_large: {row.id} has {len(encoded)} bytes, at most {max_bytes}")
     return {
         "id": str(row.id),
         "group_id": str(row.group),
@@ -183,7 +185,6 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "clipped_logprobs": row.clipped_logprobs,
         "prompt_text": _text(row.prompt_text),
         "response_text": _text(row.response_text),
-        "content_hash": xxhash.xxh3_128_hexdigest(encoded),
         "created": now,
         **made(row),
         "dropped": dropped,

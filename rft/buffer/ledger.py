@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import msgspec
 from sqlalchemy import Connection, and_, delete, exists, func, insert, not_, or_, select, update
 
 from rft.buffer.ancestry import chain, counted_uses, digest, orphaned_groups, states
-from rft.buffer.base import Audit, LineageStart, Storage
+from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.count import count
 from rft.buffer.database import Database
 from rft.buffer.intake import Intake, read
@@ -38,8 +38,7 @@ from rft.buffer.schema import (
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict, PayloadDamaged
 from rft.faults import fault
-from rft.types.block import content_hash, decode, encode
-from rft.types.experience import Experience
+from rft.types.block import bundle, contents
 from rft.types.ids import Version
 from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup, TaskOutcome
 
@@ -75,6 +74,7 @@ class Ledger:
         self.place = self._database.place
         self._ancestry: dict[int, int] = {}
         self._blocks: set[str] = set()  # locators of this process, where the storage forgets them with it
+        self._garbage: list[str] = []  # locators that no group refers to; freed with the next append
         self._closed: set[tuple[int, int]] = set()
         self.lineage = 0
         self.cursor = 0
@@ -138,7 +138,14 @@ class Ledger:
         start, self._ancestry, waiting = self._run(work)
         self.lineage, self.cursor, self.newest_step = start.lineage, cursor, step
         self._closed = set()
+        if not self._storage.durable:
+            self._forget(self._blocks - {g.locator for g in waiting})
         return start, waiting
+
+    def _forget(self, locators: Iterable[str]) -> None:
+        """Nothing will ask for these blocks, which only memory holds."""
+        self._garbage += locators
+        self._blocks.difference_update(self._garbage)
 
     def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
         counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, parent)))]
@@ -199,7 +206,8 @@ class Ledger:
                 known.update(r for r in tx.execute(select(groups.c.id, groups.c.content_hash).where(groups.c.id.in_(part))))
             answers = [x if isinstance(x, BufferFailed) else self._admit(x, known) for x in ready]
             new = [x for x in answers if isinstance(x, Intake)]
-            locators = self._storage.put([x.frame for x in new], tx) if new else []
+            self._storage.drop(self._garbage, tx)
+            self._garbage = locators = self._storage.put([x.frame for x in new], tx) if new else []
             put_many(tx, groups, [{**x.group, "locator": at} for x, at in zip(new, locators, strict=True)])
             put_many(tx, experiences, [row for x in new for row in x.rows])
             self._count_rejections(tx, answers)
@@ -207,9 +215,12 @@ class Ledger:
             return answers, locators
 
         answers, locators = self._run(work)
+        self._garbage = []
         fault("buffer.append.after")
         if not self._storage.durable:
             self._blocks.update(locators)
+            new = [x for x in answers if isinstance(x, Intake)]
+            self._forget([at for x, at in zip(new, locators, strict=True) if not x.group["num_eligible"]])
         places = iter(locators)
         return [_stored(x, next(places)) if isinstance(x, Intake) else x for x in answers]
 
@@ -301,7 +312,7 @@ class Ledger:
         e = experiences.c
         columns = (e.id, e.group_id, e.reward, e.content_hash)
 
-        def work(tx: Connection) -> tuple[list[Experience], dict[str, list[float]]]:
+        def work(tx: Connection) -> tuple[bytes, dict[str, list[float]]]:
             self.fence(lineage)
             fault("buffer.lease")
             for reason, dropped in choice.dropped.items():
@@ -314,25 +325,23 @@ class Ledger:
             ]
             rewards = {h.id: h.reward for h in headers}
             hashes = {h.id: h.content_hash for h in headers}
-            found = []
-            for (group, rows), block in zip(choice.picked, blocks, strict=True):
-                for row, x in zip(rows, decode(block, [r.position for r in rows]), strict=True):
-                    if str(x.id) != row.id or content_hash(x) != hashes[row.id]:
-                        raise PayloadDamaged(f"payload {group.locator} does not hold {row.id} as it was stored")
-                    # the ledger's reward holds, so that a row and its group's statistics never disagree
-                    found.append(x if x.reward == rewards[row.id] else msgspec.structs.replace(x, reward=rewards[row.id]))
+            chosen = []
+            for (group, rows), block in sorted(zip(choice.picked, blocks, strict=True), key=_place):
+                _verify(group, rows, block, hashes)
+                rows = sorted(rows, key=lambda r: r.id)
+                # the ledger's rewards hold, so that a row and its group's statistics never disagree
+                chosen.append((block, [r.position for r in rows], [rewards[r.id] for r in rows]))
             self._lease_rows(tx, step, [r.id for _, rows in choice.picked for r in rows])
             scored: dict[str, list[float]] = {}
             for h in headers:
                 if h.reward is not None:
                     scored.setdefault(h.group_id, []).append(h.reward)
-            return found, scored
+            return bundle(chosen), scored
 
-        found, scored = self._run(work)
+        frame, scored = self._run(work)
         for group, _ in choice.picked:
             group.frozen = group.frozen or _statistics(group.id, scored[group.id])
-        found.sort(key=lambda x: (x.id.batch, x.id.explorer, x.id.task, x.id.run, x.id.attempt, x.id.step))
-        return encode(found), tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
+        return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
 
     def _lease_rows(self, tx: Connection, step: int, ids: Sequence[str]) -> None:
         """From here on their rewards stand, see `rft.buffer.views`."""
@@ -342,6 +351,23 @@ class Ledger:
             "ON CONFLICT (experience) DO UPDATE SET lineage = excluded.lineage, step = excluded.step, created = excluded.created"
         )
         put_many(tx, leases, rows, again=again)
+
+    def damaged(self, choice: Choice) -> dict[str, str]:
+        """Groups of a lease whose payload is gone or changed: {id: what is wrong}."""
+        e = experiences.c
+
+        def work(tx: Connection) -> dict[str, str]:
+            found = {}
+            for group, rows in choice.picked:
+                hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.group_id == group.id))}
+                try:
+                    (block,) = self._storage.get([group.locator], tx)
+                    _verify(group, rows, block, hashes)
+                except PayloadDamaged as error:
+                    found[group.id] = str(error)
+            return found
+
+        return self._run(work)
 
     def use(self, lineage: int, step: int, ids: Sequence[str], used: Sequence[str]) -> None:
         """One use of each of `ids`; `used` are those that reach max_uses with it."""
@@ -403,12 +429,18 @@ class Ledger:
             _checkpoint(tx, Version(lineage, step), found)
             return found
 
-        return self._run(work)
+        found = self._run(work)
+        self._database.sync()  # a manifest must not outlive the uses that it rests on
+        return found
 
     def _cursor(self, tx: Connection, lineage: int, step: int) -> int:
         e = experiences.c
         later = [e.id.in_(select(t.c.experience).where(t.c.lineage == lineage, t.c.step > step)) for t in (uses, explanations)]
-        first = tx.scalar(select(func.min(e.batch)).where(or_(e.state == "available", *later)))
+        waiting = e.state == "available"
+        if self._settings.max_uses > 1:  # rows that wait for another use do not hold the cursor back
+            used = counted_uses(self._ancestry).subquery("used")
+            waiting = and_(waiting, e.id.not_in(select(used.c.experience)))
+        first = tx.scalar(select(func.min(e.batch)).where(or_(waiting, *later)))
         found = [self._first_open(tx, lineage, explorer) for explorer in range(self._settings.num_explorers)]
         return int(min([*found, *([] if first is None else [first])]))
 
@@ -508,6 +540,23 @@ def _stored(x: Intake, locator: str) -> Stored:
     ]
     group = Group(g["id"], g["batch"], g["explorer"], g["task"], locator, waiting, num_bytes=g["num_bytes"]) if waiting else None
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), key, group)
+
+
+def _place(part: tuple[tuple[Group, list[Row]], bytes]) -> tuple[int, int, int]:
+    """Order in a lease."""
+    (group, _), _ = part
+    return (group.batch, group.explorer, group.task)
+
+
+def _verify(group: Group, rows: Sequence[Row], block: bytes, hashes: Mapping[str, str]) -> None:
+    """Raises PayloadDamaged where one of these rows is not in the block as it was stored."""
+    try:
+        found = contents(block, [r.position for r in rows])
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, msgspec.MsgspecError) as e:
+        raise PayloadDamaged(f"payload {group.locator} of group {group.id} cannot be read: {e}. {REMEDY}") from e
+    for row, content in zip(rows, found, strict=True):
+        if content.hash != hashes[row.id]:
+            raise PayloadDamaged(f"payload {group.locator} does not hold {row.id} as it was stored. {REMEDY}")
 
 
 def _statistics(name: str, rewards: list[float]) -> GroupStats:

@@ -257,6 +257,7 @@ class Order:
         if isinstance(found, Wait):
             self._selector.undo(choice)
             return found
+        choice.missing += choice.gaps
         for group, rows in choice.dropped_rows:
             self._out(group, rows)
             self._settle(group)

@@ -14,9 +14,9 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from rft.buffer.base import storage
-from rft.buffer.folder import OwnerLock
+from rft.buffer.folder import OwnerLock, make_folder, sync_folder
 from rft.buffer.settings import BufferSettings
-from rft.buffer.storage.segment import make_folder, read, sync_folder, write
+from rft.buffer.storage.segment import read, write
 from rft.faults import fault
 
 MAGIC = b"RFTF"
@@ -99,7 +99,9 @@ class FileStorage:
 
     def _next_part(self) -> None:
         self._part, self._count = self._part + 1, 0
-        make_folder(self._folder / f"{self._part:06d}", sync=self._power)
+        (self._folder / f"{self._part:06d}").mkdir(exist_ok=True)
+        if self._power:
+            sync_folder(self._folder)
 
 
 def blocks(folder: Path) -> Iterator[tuple[Path, bytes]]:

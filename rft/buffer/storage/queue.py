@@ -15,10 +15,10 @@ from pathlib import Path
 from sqlalchemy import Connection, exists, select
 
 from rft.buffer.base import storage
-from rft.buffer.folder import OwnerLock
+from rft.buffer.folder import OwnerLock, make_folder, sync_folder
 from rft.buffer.schema import groups
 from rft.buffer.settings import BufferSettings
-from rft.buffer.storage.segment import make_folder, read, sync_folder, write
+from rft.buffer.storage.segment import read, write
 from rft.errors import PayloadDamaged
 
 MEMORY_ONLY = "none"
@@ -39,7 +39,7 @@ class QueueStorage:
         self._power = settings.durability == "power"
         self._lock = OwnerLock(self._folder / "segments.lock")
         self._memory: OrderedDict[str, bytes] = OrderedDict()
-        self._cached_bytes = 0
+        self.held_bytes = 0  # of blocks in memory
         self._file: int | None = None
         self._segment = 0
         self._offset = 0
@@ -80,7 +80,7 @@ class QueueStorage:
     def drop(self, locators: Sequence[str], connection: Connection) -> None:
         """Frees memory at once, and a segment when no group refers to it any more."""
         for x in locators:
-            self._cached_bytes -= len(self._memory.pop(x, b""))
+            self.held_bytes -= len(self._memory.pop(x, b""))
         if self.durable:
             for segment in sorted({int(x.partition(":")[0]) for x in locators} - {self._segment}):
                 if not connection.scalar(select(exists().where(groups.c.locator.like(f"{segment}:%")))):
@@ -94,14 +94,14 @@ class QueueStorage:
         self._count += 1
         locator = f"m:{self._process}-{self._count}"
         self._memory[locator] = block
-        self._cached_bytes += len(block)
+        self.held_bytes += len(block)
         return locator
 
     def _keep(self, locator: str, block: bytes) -> None:
         self._memory[locator] = block
-        self._cached_bytes += len(block)
-        while self._cached_bytes > CACHE_BYTES:
-            self._cached_bytes -= len(self._memory.popitem(last=False)[1])
+        self.held_bytes += len(block)
+        while self.held_bytes > CACHE_BYTES:
+            self.held_bytes -= len(self._memory.popitem(last=False)[1])
 
     def _read(self, locator: str) -> bytes:
         segment, _, offset = locator.partition(":")

@@ -14,14 +14,11 @@ from pathlib import Path
 
 import xxhash
 
+from rft.buffer.base import REMEDY
 from rft.errors import PayloadDamaged
 from rft.faults import fault, planned
 
 HEAD = struct.Struct("<4sQQ")
-REMEDY = (
-    "Restore it from a copy and resume, or resume with buffer.trainer_input.experience_buffer.on_damaged_payload: explain "
-    "to leave these groups out (counted as payload_damaged)"
-)
 
 
 def write(fd: int, magic: bytes, block: bytes, offset: int = 0) -> int:
@@ -64,22 +61,3 @@ def records(path: Path, magic: bytes) -> Iterator[bytes]:
     while offset < end:
         yield (block := read(path, magic, offset))
         offset += HEAD.size + len(block)
-
-
-def make_folder(path: Path, *, sync: bool) -> None:
-    """The folder and its parents; `sync`: their names survive a power loss."""
-    if path.is_dir():
-        return
-    make_folder(path.parent, sync=sync)
-    path.mkdir(exist_ok=True)
-    if sync:
-        sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """The names in the folder survive a power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, delete, insert, select
 
-from rft.buffer.base import storage
+from rft.buffer.base import REMEDY, storage
 from rft.buffer.schema import payloads
 from rft.buffer.settings import BufferSettings
 from rft.errors import PayloadDamaged
@@ -38,7 +38,7 @@ class SqlStorage:
             for number, block in connection.execute(select(payloads).where(payloads.c.id.in_(part))):
                 found[str(number)] = block
         if missing := [x for x in locators if x not in found]:
-            raise PayloadDamaged(f"payload {missing[0]} is not in table payloads ({len(missing)} of {len(locators)} missing)")
+            raise PayloadDamaged(f"payload {missing[0]} is not in table payloads ({len(missing)} missing). {REMEDY}")
         return [found[x] for x in locators]
 
     def drop(self, locators: Sequence[str], connection: Connection) -> None:
