@@ -148,7 +148,7 @@ class _Parquet:
         self._writer.close()
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        arrays = [pa.array([_typed(row[f.name], f.type) for row in rows], f.type) for f in self._columns]
+        arrays = [pa.array(_typed([row[f.name] for row in rows], f.type), f.type) for f in self._columns]
         self._tables.append(pa.Table.from_arrays(arrays, schema=self._columns))
         if sum(t.num_rows for t in self._tables) >= GROUP_ROWS or sum(t.nbytes for t in self._tables) >= GROUP_BYTES:
             self._flush()
@@ -174,18 +174,16 @@ class _Lines:
         self._file.close()
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            values = {f.name: _typed(row[f.name], f.type) for f in self._columns}
-            self._file.write(msgspec.json.encode(values, enc_hook=_listed) + b"\n")
+        columns = [_typed([row[f.name] for row in rows], f.type) for f in self._columns]
+        for values in zip(*columns, strict=True):
+            self._file.write(msgspec.json.encode(dict(zip(self._columns.names, values, strict=True)), enc_hook=_listed) + b"\n")
 
 
-def _typed(value: Any, kind: pa.DataType) -> Any:
-    """SQLite keeps truth values as numbers and may give whole floats as integers."""
-    if value is None or pa.types.is_list(kind):
-        return value
+def _typed(values: list[Any], kind: pa.DataType) -> list[Any]:
+    """A column; SQLite keeps truth values as numbers and may give whole floats as integers."""
     if pa.types.is_boolean(kind):
-        return bool(value)
-    return float(value) if pa.types.is_floating(kind) else value
+        return [None if v is None else bool(v) for v in values]
+    return [None if v is None else float(v) for v in values] if pa.types.is_floating(kind) else values
 
 
 def _listed(value: Any) -> Any:

@@ -10,7 +10,7 @@ import difflib
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ from rft.types.experience import Experience
 
 TIMEOUT_S = 60.0
 LOCK_WAIT_S = 5
+_PORTION_BYTES = 16 << 20  # of payload that is read at once
 _PROGRESS = 20_000  # steps of SQLite's machine between two looks at the clock: well below a millisecond
 _HEAD = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(\w*)", re.DOTALL)
 _ASKS = ("select", "with", "values", "explain")
@@ -206,11 +207,13 @@ class Questions:
         found: dict[str, Experience] = {}
         wanted = set(ids)
         e = experiences.c
-        locators = select(groups.c.locator).where(groups.c.id.in_(select(e.group_id).where(e.id.in_(ids)).distinct()))
+        mine = select(groups.c.locator, groups.c.num_bytes).where(
+            groups.c.id.in_(select(e.group_id).where(e.id.in_(ids)).distinct())
+        )
         with self.errors("RUN"), self.reading() as tx:
-            for locator in tx.scalars(locators).all():
-                (block,) = self.storage.get([locator], tx)
-                found.update((str(x.id), x) for x in decode(block) if str(x.id) in wanted)
+            for locators in _portions(tx.execute(mine).all()):
+                for block in self.storage.get(locators, tx):
+                    found.update((str(x.id), x) for x in decode(block) if str(x.id) in wanted)
         if missing := sorted(wanted - found.keys()):
             raise PayloadDamaged(f"the payload of {missing[0]} is not in its group's block; `rft buffer audit` says more")
         return found
@@ -258,6 +261,20 @@ class Questions:
         if re.search(r"no such table: (\S+)|relation \"?([\w.]+)\"? does not exist", line):
             return f". The views are {', '.join(VIEWS)}; `rft buffer query RUN` without SQL lists their columns"
         return ""
+
+
+def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
+    """Locators of blocks, given as (locator, bytes), that may be in memory together."""
+    portion: list[str] = []
+    size = 0
+    for locator, num_bytes in blocks:
+        if portion and size + num_bytes > _PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(locator)
+        size += num_bytes
+    if portion:
+        yield portion
 
 
 def _chained(first: tuple[Any, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -377,9 +378,9 @@ def test_export_knows_the_type_of_every_column(run_dir: Path) -> None:
         known = export.schema(questions)
         (page,) = export.pages(questions, "")
     for field in known:
-        values = [export._typed(r[field.name], field.type) for r in page]
+        values = export._typed([r[field.name] for r in page], field.type)
         kinds = {type(v) for v in values} - {type(None)}
-        assert len(kinds) <= 1 and export.pa.array(values, field.type).null_count == values.count(None), field
+        assert len(kinds) <= 1 and pa.array(values, field.type).null_count == values.count(None), field
 
 
 # ------------------------------------------------------------ sample
