@@ -119,6 +119,7 @@ class Pipeline:
                 accepted, reason = False, FILTERED
         done = Processed(group.rows, accepted, reason, group.dropped, group.metrics)
         done.metrics += [
+            Metric("failed_count", 0, "sum"),
             Metric("filtered_count", sum(group.dropped.values()), "sum"),
             Metric("experience_count", sum(r.trainable for r in group.rows) if accepted else 0, "sum"),
             Metric("time/total", time.monotonic() - began, "sum"),
