@@ -75,8 +75,9 @@ async def test_carry_fills_up_from_the_next_batch(tmp_path: Path) -> None:
     assert {(b, t) for b, t, _ in ids(await take(buffer, 1, 1, 3))} == {(0, 0), (0, 1), (1, 0)}
     await buffer.reader(1).use(1)
     await buffer.writer(1).finish("all epochs done")
-    with pytest.raises(ShortBatch, match=r"all epochs done.*2 of 3 groups"):
+    with pytest.raises(EndOfData, match=r"all epochs done.*2 of 3 groups.*8 experiences stay in the buffer"):
         await take(buffer, 1, 2, 3)
+    assert (await buffer.audit()).available == 8
     await buffer.close()
 
 
