@@ -209,7 +209,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
 
             return count([len(opened[t.name]) for t in tasksets], batch_size, epochs)
 
-        known = all(t.name in opened for t in plan.explorer.tasksets)  # else a kind of storage that is not active yet
+        known = all(t.name in opened for t in plan.explorer.tasksets)
         try:
             plan = resolve(config, replace(facts, plugins_loaded=True), num_batches=num_batches if known else None, name=name)
         except ConfigError as e:

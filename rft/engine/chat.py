@@ -70,13 +70,14 @@ def cut(ids: list[int], limit: int, side: str) -> list[int]:
 
 
 def load_tokenizer(settings: EngineSettings) -> Any:
-    """The tokenizer in the model's folder.  Raises SetupError when there is none."""
+    """The tokenizer in its own folder or the model's.  Raises SetupError when there is none."""
     from transformers import AutoTokenizer
 
+    folder = settings.tokenizer_path or settings.model_path
     try:
-        return AutoTokenizer.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as e:
-        raise SetupError(f"no tokenizer in {settings.model_path}: {e}") from e
+        raise SetupError(f"no tokenizer in {folder}: {e}") from e
 
 
 def _template(given: str | None) -> str | None:

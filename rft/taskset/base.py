@@ -190,8 +190,8 @@ class RowTaskset:
         found = np.empty((len(self), len(keys)))
         for place, (row, values) in enumerate(self._used_rows()) if keys else ():
             for k, key in enumerate(keys):
-                if (value := _lookup(values, key)) is _ABSENT or not isinstance(value, int | float) or not math.isfinite(value):
-                    has = f"is {value!r}" if value is not _ABSENT else f"is not there; it has {', '.join(map(str, values))}"
+                if (value := lookup(values, key)) is ABSENT or not isinstance(value, int | float) or not math.isfinite(value):
+                    has = f"is {value!r}" if value is not ABSENT else f"is not there; it has {', '.join(map(str, values))}"
                     raise ConfigError(
                         f"{self._where(row)}: column {key!r}, by which rows are chosen, must be a finite number, but {has}",
                         key=_key(self._settings, "data_selector.feature_keys"),
@@ -221,7 +221,7 @@ class RowTaskset:
         if self._settings.skip_bad_rows:
             return True  # a row without one is a bad row then
         first = self._rows[0]
-        if _lookup(first, key) is not _ABSENT:
+        if lookup(first, key) is not ABSENT:
             return True
         if key != FormatSettings().response_key:
             raise _missing(self._settings, self._where(0), "response_key", key, first)
@@ -262,6 +262,27 @@ class RowTaskset:
         return row_to_task(self._settings, values, row, self._where(row), has_truth=self._has_truth)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows as a source holds them, before anyone asks what their columns mean.  `where(i)` says in words where row i is."""
+
+    rows: Sequence[Row]
+    where: Callable[[int], str]
+    fingerprint: str
+    check_all: bool
+    unreadable: Sequence[ConfigError] = ()  # complaints about what did not become a row
+
+    def taskset(self, settings: TasksetSettings) -> RowTaskset:
+        return RowTaskset(
+            settings,
+            self.rows,
+            where=self.where,
+            fingerprint=self.fingerprint,
+            check_all=self.check_all,
+            unreadable=self.unreadable,
+        )
+
+
 class Found:
     """Rows as they are found in a source, with their places (lines), and complaints about what is no row.
 
@@ -283,11 +304,10 @@ class Found:
             raise error
         self._unreadable.append(error)
 
-    def taskset(self, where: Callable[[int], str], fingerprint: str) -> RowTaskset:
+    def source(self, where: Callable[[int], str], fingerprint: str) -> Source:
         """`where(place)` says in words where a row is."""
-        return RowTaskset(
-            self._settings,
-            self.rows,
+        return Source(
+            rows=self.rows,
             where=lambda i: where(self._places[i]),
             fingerprint=fingerprint,
             check_all=True,
@@ -369,7 +389,7 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
         return open_factory(settings)
     from rft.taskset.files import open_path
 
-    return open_path(settings)
+    return open_path(settings).taskset(settings)
 
 
 def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -> str:
@@ -383,22 +403,22 @@ def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -
 
 
 def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> Any:
-    if (value := _lookup(row, name)) is _ABSENT:
+    if (value := lookup(row, name)) is ABSENT:
         raise _missing(settings, where, which, name, row)
     return value
 
 
-_ABSENT = object()
+ABSENT = object()
 
 
-def _lookup(row: Row, name: str) -> Any:
+def lookup(row: Row, name: str) -> Any:
     """The column `name`; else, with dots, what lies below a column: reward_model.ground_truth."""
     if name in row:
         return row[name]
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            return _ABSENT
+            return ABSENT
         value = value[part]
     return value
 
@@ -412,15 +432,15 @@ def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
             key=_key(settings, "format.preset"),
             given="verl",
         )
-    source = _lookup(row, settings.format.data_source_key)
-    if settings.format.reward_fn_key and _lookup(row, "reward_model.style") == "model":
+    source = lookup(row, settings.format.data_source_key)
+    if settings.format.reward_fn_key and lookup(row, "reward_model.style") == "model":
         raise ConfigError(
             f"{where}: reward_model.style is 'model', so no rule for data source {source!r} scores it.  Name a reward in "
             "default_reward_fn_type",
             key=_key(settings, "format.preset"),
             given="verl",
         )
-    return row if source is _ABSENT else {**row, "data_source": source}
+    return row if source is ABSENT else {**row, "data_source": source}
 
 
 def _messages(settings: TasksetSettings, value: Any, where: str) -> tuple[dict[str, Any], ...]:

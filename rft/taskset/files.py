@@ -15,13 +15,13 @@ from typing import Any
 import xxhash
 
 from rft.errors import ConfigError, SetupError
-from rft.taskset.base import CHECKED, ByIndex, Found, RowTaskset, Taskset, sample_fingerprint
+from rft.taskset.base import CHECKED, ByIndex, Found, Source, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-def open_path(settings: TasksetSettings) -> Taskset:
+def open_path(settings: TasksetSettings) -> Source:
     """The rows of a file, a folder, or a Hugging Face data set id."""
     path = Path(settings.path).expanduser()
     if path.is_dir():
@@ -37,7 +37,7 @@ def open_path(settings: TasksetSettings) -> Taskset:
     return _open_datasets(settings, None)
 
 
-def _jsonl(settings: TasksetSettings, path: Path) -> Taskset:
+def _jsonl(settings: TasksetSettings, path: Path) -> Source:
     found = Found(settings)
     data = path.read_bytes()
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -55,10 +55,10 @@ def _jsonl(settings: TasksetSettings, path: Path) -> Taskset:
             else:
                 kind = type(row).__name__
                 found.bad(_error(settings, f"{path}:{number}: a line must be a JSON object, not {kind}: {_short(line)}"))
-    return found.taskset(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
+    return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _json(settings: TasksetSettings, path: Path) -> Taskset:
+def _json(settings: TasksetSettings, path: Path) -> Source:
     data = path.read_bytes()
     try:
         rows = json.loads(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)))
@@ -72,10 +72,10 @@ def _json(settings: TasksetSettings, path: Path) -> Taskset:
             found.row(row, i)
         else:
             found.bad(_error(settings, f"{path}, element {i}: must be a JSON object, not {type(row).__name__}"))
-    return found.taskset(lambda i: f"{path}, element {i}", xxhash.xxh3_128_hexdigest(data))
+    return found.source(lambda i: f"{path}, element {i}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _csv(settings: TasksetSettings, path: Path) -> Taskset:
+def _csv(settings: TasksetSettings, path: Path) -> Source:
     data = path.read_bytes()
     reader = csv.DictReader(io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""), strict=True)
     found = Found(settings)
@@ -89,10 +89,10 @@ def _csv(settings: TasksetSettings, path: Path) -> Taskset:
                 found.row(dict(row), reader.line_num)
     except csv.Error as e:
         raise _error(settings, f"{path}:{reader.line_num}: not CSV ({e})") from None
-    return found.taskset(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
+    return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _parquet(settings: TasksetSettings, path: Path) -> Taskset:
+def _parquet(settings: TasksetSettings, path: Path) -> Source:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -107,7 +107,7 @@ def _parquet(settings: TasksetSettings, path: Path) -> Taskset:
     )
     where = f"{path}, row "
     fingerprint = sample_fingerprint(rows, table.column_names)
-    return RowTaskset(settings, rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
+    return Source(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
 
 
 _READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
@@ -123,7 +123,7 @@ def _of_split(settings: TasksetSettings, folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
+def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Source:
     """A folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and HF_HOME are honoured."""
     import datasets
 
@@ -150,12 +150,10 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
             raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
         loaded = loaded[settings.split]
     rows = ByIndex(len(loaded), lambda i: dict(loaded[i]), lambda: map(dict, loaded))
-    fingerprint = sample_fingerprint(rows, loaded.column_names)
-    return RowTaskset(
-        settings,
-        rows,
+    return Source(
+        rows=rows,
         where=lambda i: f"{source} ({settings.split}), row {i}",
-        fingerprint=fingerprint,
+        fingerprint=sample_fingerprint(rows, loaded.column_names),
         check_all=len(rows) <= CHECKED,
     )
 

@@ -165,24 +165,18 @@ def evaluation_order(taskset: Taskset) -> list[int]:
     """The rows of an evaluation taskset in the order of its selector, each once; the same in every evaluation."""
     seed = taskset.settings.seed
     chooser = make_selector(taskset, lambda what, *more: generator(what, "eval", seed, *more))
-    if chooser.learns:
-        raise ConfigError(
-            f"{taskset.settings.selector} goes by pass rates of training; evaluation takes every row once: use sequential or shuffle",
-            key=f"taskset {taskset.settings.name}.data_selector.selector_type",
-            given=taskset.settings.selector,
-        )
     return [int(row) for row in chooser.rows(0, 0, len(taskset))]
 
 
 def make_selector(taskset: Taskset, rng: Callable[..., np.random.Generator]) -> Selector:
     """The taskset's selector.  Raises ConfigError for arguments or feature_keys that it does not take, PluginError for its name."""
     s, key = taskset.settings, f"taskset {taskset.settings.name}.data_selector"
-    args = check_selector(s, key)
+    args = check_selector(s, key, is_eval=s.is_eval)
     made: Selector = REGISTRY.get("selector", s.selector).obj(View(len(taskset), taskset.features(s.feature_keys), rng), **args)
     return made
 
 
-def check_selector(settings: TasksetSettings, key: str) -> dict[str, Any]:
+def check_selector(settings: TasksetSettings, key: str, *, is_eval: bool) -> dict[str, Any]:
     """The arguments of the selector that `settings` name; raises ConfigError under `key`."""
     name, keys = settings.selector, settings.feature_keys
     try:
@@ -192,6 +186,12 @@ def check_selector(settings: TasksetSettings, key: str) -> dict[str, Any]:
     if not (isinstance(found.obj, type) and issubclass(found.obj, Selector)):
         raise ConfigError(
             f"{name} must be a class made from rft.taskset.selectors.Selector", key=f"{key}.selector_type", given=name
+        )
+    if is_eval and found.obj.learns:
+        raise ConfigError(
+            f"{name} goes by pass rates of training; evaluation takes every row once: use sequential or shuffle",
+            key=f"{key}.selector_type",
+            given=name,
         )
     least, most = found.obj.num_features
     if len(keys) < least or (most is not None and len(keys) > most):

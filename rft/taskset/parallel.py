@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rft.errors import ConfigError, RftError, SetupError
+from rft.errors import ConfigError, SetupError
 
 AT_ONCE = 4096  # rows of one part; a set that is not larger stays in this process
 
@@ -59,13 +59,13 @@ def _count(common: dict[str, Any], part: list[Any]) -> Any:
     return count(common, part)
 
 
-def _operate(common: dict[str, Any], part: list[Any]) -> Any:
+def _operate(common: dict[str, Any], part: dict[str, Any]) -> Any:
     from rft.taskset.pipeline import operate
 
     return operate(common, part)
 
 
-WORK: dict[str, Callable[[dict[str, Any], list[Any]], Any]] = {"count": _count, "operate": _operate}
+WORK: dict[str, Callable[[dict[str, Any], Any], Any]] = {"count": _count, "operate": _operate}
 
 
 def main() -> None:
@@ -74,8 +74,8 @@ def main() -> None:
     work, common, part = msgspec.msgpack.decode(sys.stdin.buffer.read())
     try:
         answer = {"value": WORK[work](common, part)}
-    except RftError as e:
-        answer = {"error": e.message, "key": getattr(e, "key", "")}
+    except ConfigError as e:
+        answer = {"error": e.message, "key": e.key}
     with answers:
         answers.write(msgspec.msgpack.encode(answer, enc_hook=_plain))
 

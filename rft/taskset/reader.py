@@ -35,7 +35,7 @@ def open_reader(settings: TasksetSettings) -> Taskset:
             key=f"{key}.args",
             given=settings.args,
         ) from None
-    reader = made(**args)
+    reader: Any = made(**args)
 
     def fetch(i: int) -> Row:
         try:

@@ -39,6 +39,31 @@ class PromptLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskOperatorSettings:
+    """One operator of the task pipeline."""
+
+    name: str  # a plugin of kind "task_operator"
+    args: dict[str, Any] = field(default_factory=dict)
+    key: str = ""  # where the configuration names it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPipelineSettings:
+    """What is done to rows once before the run, and where the result goes."""
+
+    inputs: tuple[str, ...]
+    output: str  # jsonl file
+    operators: tuple[TaskOperatorSettings, ...] = ()
+    target_fields: tuple[str, ...] = ()  # columns that operators see; empty = all
+    order: str = "keep"  # keep | shuffle | sort
+    priority_weights: dict[str, float] = field(default_factory=dict)  # of score columns, for sort
+    top_k: int = -1  # first rows of that order; -1 = all
+    seed: int = 42
+    num_process: int = 1
+    plugin_dirs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class TasksetSettings:
     """One taskset: where its rows come from and what is done with each."""
 

@@ -77,7 +77,7 @@ def open_sql(settings: TasksetSettings) -> Taskset:
         except ConfigError as e:
             found.bad(e)
     fingerprint = sample_fingerprint(found.rows, what, limit=len(found.rows))
-    return found.taskset(lambda place: f"{shown}, {what}, row {place}", fingerprint)
+    return found.source(lambda place: f"{shown}, {what}, row {place}", fingerprint).taskset(settings)
 
 
 def _engine(settings: TasksetSettings) -> Engine:

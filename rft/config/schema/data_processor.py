@@ -55,8 +55,7 @@ class TaskPipelineConfig(Section):
     inputs: tuple[str, ...] = key((), "Files with the rows (jsonl, json, csv, parquet), one after the other.")
     output: TasksetConfig | None = key(
         None,
-        "Taskset whose path (jsonl) takes the result; it must not exist.  Null: the first training taskset.  Only path, split and format "
-        "matter here.",
+        "Taskset whose path (jsonl) takes the result; it must not exist.  Null: the first training taskset.  Only path has an effect here.",
     )
     target_fields: tuple[str, ...] = key((), "Columns that the operators see.  Empty: all.")
     order: Annotated[Literal["keep", "shuffle", "sort"], IgnoreCase] | None = key(

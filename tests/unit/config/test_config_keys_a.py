@@ -31,13 +31,13 @@ def waiting(*overrides: str) -> dict[str, tuple[object, bool]]:
 
 ACTIVE, REFUSED, IDLE = "active", "a run is refused", "a run warns"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    ("model.tokenizer_path", "tok", "[1]", REFUSED),
+    ("model.tokenizer_path", "tok", "[1]", ACTIVE),
     ("model.critic_model_path", "critic", "[1]", IDLE),
     ("model.external_lib", "my.module", "[1]", REFUSED),
     ("model.override_config", "{attention_dropout: 0.1}", "3", REFUSED),
     ("model.enable_prompt_truncation", "true", "maybe", ACTIVE),
-    ("model.enable_prompt_truncation", "false", "maybe", IDLE),
-    ("model.prompt_truncation_side", "Left", "up", REFUSED),
+    ("model.enable_prompt_truncation", "false", "maybe", ACTIVE),
+    ("model.prompt_truncation_side", "Left", "up", ACTIVE),
     ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn", REFUSED),
     ("model.rope_theta", "1e6", "0", REFUSED),
     ("model.external_model.enable", "true", "maybe", REFUSED),
