@@ -19,7 +19,7 @@ from rft.buffer.ancestry import chain, counted_uses, digest, orphaned_groups, st
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.count import count
 from rft.buffer.database import Database
-from rft.buffer.intake import Intake, read
+from rft.buffer.intake import Intake, clean, read
 from rft.buffer.migrate import prepare
 from rft.buffer.order import DROPPED, Choice, Group, Row
 from rft.buffer.outcomes import outcomes, same_tasksets
@@ -394,6 +394,7 @@ class Ledger:
         self._run(work)
 
     def _explain(self, tx: Connection, step: int, ids: Sequence[str], reason: str) -> None:
+        reason = clean(reason)
         rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "reason": reason} for x in ids]
         put_many(tx, explanations, rows, again="ON CONFLICT DO NOTHING")
         for part in parts(ids):
