@@ -22,7 +22,7 @@ from rft.buffer.place import Place, connect, find
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
-from rft.types.block import content_hash, decode
+from rft.types.block import contents, decode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
@@ -135,7 +135,7 @@ def _read_back(tx: Connection, storage: Storage, wanted: set[str]) -> list[str]:
     for locator, rows in hashes.items():
         try:
             (block,) = storage.get([locator], tx)
-            found = {str(x.id): content_hash(x) for x in decode(block)}
+            found = {str(x.id): content.hash for x, content in zip(decode(block), contents(block), strict=True)}
         except (BufferFailed, ValueError, msgspec.MsgspecError) as error:
             problems.append(f"payload {locator}: {error}")
             continue

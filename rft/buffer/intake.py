@@ -47,7 +47,7 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
         _check_versions(row, ancestry)
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
             raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
-    now, why = time.time(), _text(reason)
+    now, why = time.time(), clean(reason)
     columns = []
     for position, (row, content) in enumerate(zip(rows, held, strict=True)):
         if content.size > max_row_bytes:
@@ -129,7 +129,7 @@ def _check_versions(row: Experience, ancestry: Ancestry) -> None:
             )
 
 
-def _text(value: str) -> str:
+def clean(value: str) -> str:
     """For people's columns: PostgreSQL stores no NUL character.  The payload keeps the text as it was."""
     return value.replace("\0", "\ufffd") if "\0" in value else value
 
@@ -144,7 +144,7 @@ def made(row: Experience) -> dict[str, Any]:
         "min_p": first.sampling.min_p if first else None,
         "seed": first.sampling.seed if first else None,
         "logprob_mode": first.logprob_mode if first else None,
-        "engine": _text(first.engine) if first else None,
+        "engine": clean(first.engine) if first else None,
         "has_logprobs": row.has_logprobs,
         "version_spans": msgspec.json.encode(
             [[s.version.lineage, s.version.step, s.start, s.end] for s in row.version_spans]
@@ -166,9 +166,9 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "run": row.id.run,
         "attempt": row.id.attempt,
         "step": row.id.step,
-        "taskset": _text(row.taskset),
+        "taskset": clean(row.taskset),
         "task_index": row.task_index,
-        "workflow": _text(row.workflow),
+        "workflow": clean(row.workflow),
         "oldest_lineage": oldest.lineage if oldest else None,
         "oldest_step": oldest.step if oldest else None,
         "newest_lineage": newest.lineage if newest else None,
@@ -178,13 +178,13 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "num_tokens": row.num_tokens,
         "num_response_tokens": row.num_response_tokens,
         "status": row.status,
-        "reason": _text(row.reason),
-        "finish_reason": _text(row.finish_reason),
+        "reason": clean(row.reason),
+        "finish_reason": clean(row.finish_reason),
         "temperature": row.temperature,
         "is_expert": row.is_expert,
         "clipped_logprobs": row.clipped_logprobs,
-        "prompt_text": _text(row.prompt_text),
-        "response_text": _text(row.response_text),
+        "prompt_text": clean(row.prompt_text),
+        "response_text": clean(row.response_text),
         "created": now,
         **made(row),
         "dropped": dropped,

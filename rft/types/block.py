@@ -1,13 +1,17 @@
 """Many experiences as one frame of bytes: a msgpack header and packed arrays.  No pickle.
 
-The frame is what crosses processes and what storages keep.  `content_hash` of one experience is the same wherever it is
-computed, so the buffer can tell a repeated append from a conflicting one.
+    block    magic, size of the head, head, rows' arrays       head: [[fields of a row, bytes of its arrays], ...]
+    bundle   magic, size of the head, head, blocks             head: [[bytes of a block, positions, rewards], ...]
+
+A block is what crosses processes and what storages keep; a bundle is rows chosen from many blocks, which are passed on as they are.
+`contents` hashes each row as its block holds it, so the buffer can tell a repeated append from a conflicting one, and a damaged block
+from a good one, without taking it apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,11 +19,11 @@ import xxhash
 
 from rft.types.experience import Experience
 
-MAGIC = b"RFT1"
+MAGIC = b"RFT2"
+OLD_MAGIC = b"RFT1"  # as MAGIC, but one head for all rows, with offsets from the first row's arrays on
+BUNDLE_MAGIC = b"RFTB"
 _ALIGN = 8
-R = TypeVar("R")
-
-
+_START = len(MAGIC) + 8
 _DTYPES = {
     "tokens": np.int32,
     "loss_mask": np.bool_,
@@ -32,56 +36,60 @@ _FIELDS = [(name, np.dtype(t).str) for name, t in _DTYPES.items()]
 _PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
 
 
+class Content(NamedTuple):
+    """What a block holds of one row: xxh3-128 of its fields and arrays, as hex, and how many bytes these are."""
+
+    hash: str
+    size: int
+
+
+class _Chosen(msgspec.Struct, array_like=True):
+    """Rows of one block of a bundle; `rewards` are those that hold."""
+
+    size: int
+    positions: list[int]
+    rewards: list[float | None]
+
+
 class _CutShort(Exception):
     """An array outside its frame; no ValueError, because msgspec would call that a wrong value of the field."""
 
 
 def encode(rows: Sequence[Experience]) -> bytes:
-    """One frame for `rows`; `decode` gives equal rows back."""
-    parts: list[bytes] = []
-    size = 0
-    headers = []
+    """One block for `rows`; `decode` gives equal rows back."""
+    heads, arrays = [], []
     for row in rows:
-        header = msgspec.structs.asdict(row)
-        for name, dtype in _FIELDS:
-            value: np.ndarray | None = header.pop(name)
-            if value is None:
-                header[name] = None
-                continue
-            header[name] = (dtype, len(value), size)  # `Experience` has checked the dtype
-            data = value.tobytes()
-            pad = _PAD[len(data) % _ALIGN]
-            parts += (data, pad)
-            size += len(data) + len(pad)
-        headers.append(header)
-    head = _ENCODER.encode(headers)
-    pad = _PAD[(len(MAGIC) + 8 + len(head)) % _ALIGN]
-    return b"".join([MAGIC, (len(head) + len(pad)).to_bytes(8, "little"), head, pad, *parts])
+        head, mine, size = _pack(row)
+        heads.append((msgspec.Raw(head), size))
+        arrays += mine
+    return _frame(MAGIC, _ENCODER.encode(heads), arrays)
+
+
+def bundle(chosen: Sequence[tuple[bytes, Sequence[int], Sequence[float | None]]]) -> bytes:
+    """One frame for rows of many blocks: each block, the rows' positions in it, and their rewards where they stand now."""
+    heads = [_Chosen(len(block), list(positions), list(rewards)) for block, positions, rewards in chosen]
+    return _frame(BUNDLE_MAGIC, _ENCODER.encode(heads), [x for block, _, _ in chosen for x in (block, _PAD[len(block) % _ALIGN])])
 
 
 def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Experience]:
-    """The experiences of a frame, or those at `positions`; arrays are read-only views into it.
+    """The experiences of a block or bundle, or those at `positions` of a block; arrays are read-only views into it.
 
     Raises ValueError on a foreign or damaged frame, msgspec.ValidationError (a ValueError too) that names the field on a value that
-    `Experience` refuses, IndexError for a position that the frame has not.
+    `Experience` refuses, IndexError for a position that the block has not.
     """
     view = memoryview(frame)
-    if bytes(view[:4]) != MAGIC:
-        raise ValueError(f"not an experience frame: begins with {bytes(view[:4])!r}, expected {MAGIC!r}")
-    size = int.from_bytes(view[4:12], "little")
-    if 12 + size > len(view):
-        raise ValueError(f"experience frame is cut short: header of {size} bytes in {len(view)} bytes")
-    body = view[12 + size :]
-
-    def array(kind: Any, spec: Any) -> np.ndarray:
-        return _array(kind, spec, body)
-
     try:
-        if positions is None:
-            return _unpadded(view[12 : 12 + size], msgspec.msgpack.Decoder(list[Experience], strict=False, dec_hook=array))
-        headers = _unpadded(view[12 : 12 + size], _RAW)
-        decoder = msgspec.msgpack.Decoder(Experience, strict=False, dec_hook=array)
-        return [decoder.decode(headers[i]) for i in positions]
+        if view[:4] == BUNDLE_MAGIC:
+            return _decode_bundle(view)
+        row = _Row()
+        if view[:4] == OLD_MAGIC:
+            heads, row.arrays = _old_heads(view)
+            return [row.decode(heads[i]) for i in (range(len(heads)) if positions is None else positions)]
+        rows = _rows(view)
+        found = []
+        for head, row.arrays in rows if positions is None else [rows[i] for i in positions]:
+            found.append(row.decode(head))
+        return found
     except msgspec.ValidationError:
         raise
     except msgspec.MsgspecError as e:
@@ -90,34 +98,128 @@ def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None) ->
         raise ValueError(str(e)) from None
 
 
-def content_hash(row: Experience) -> str:
-    """xxh3-128 of the row's encoding, as hex."""
-    return xxhash.xxh3_128_hexdigest(encode([row]))
+def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Content]:
+    """Hash and size of the rows of a block, or of those at `positions`, without decoding them.
+
+    Rows of an old block have the hash that they had then.  Raises ValueError, IndexError as `decode`.
+    """
+    view = memoryview(block)
+    if view[:4] == OLD_MAGIC:
+        return [_old_content(x) for x in decode(view, positions)]
+    try:
+        rows = _rows(view)
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"experience frame has a damaged header: {e}") from e
+    found = []
+    for head, arrays in rows if positions is None else [rows[i] for i in positions]:
+        hashed = xxhash.xxh3_128(head)
+        hashed.update(arrays)
+        found.append(Content(hashed.hexdigest(), len(head) + len(arrays)))
+    return found
 
 
-def _unpadded(head: memoryview, decoder: msgspec.msgpack.Decoder[R]) -> R:
-    """What `head` holds before its padding of fewer than 8 zeros.  A header may itself end with zeros: those are tried in turn."""
-    data = bytes(head)
-    shortest = max(len(data.rstrip(b"\0")), len(data) - _ALIGN + 1)
-    for end in range(shortest, len(data)):
-        try:
-            return decoder.decode(head[:end])
-        except msgspec.ValidationError:
-            raise
-        except msgspec.DecodeError:  # cut off one byte too early, or damaged: the whole header tells
+# ---------------------------------------------------------------- inside
+
+
+def _pack(row: Experience) -> tuple[bytes, list[bytes], int]:
+    """The row's fields, its arrays with their padding, and how many bytes these are."""
+    fields = msgspec.structs.asdict(row)
+    arrays: list[bytes] = []
+    size = 0
+    for name, dtype in _FIELDS:
+        value: np.ndarray | None = fields.pop(name)
+        if value is None:
+            fields[name] = None
             continue
-    return decoder.decode(head)
+        fields[name] = (dtype, len(value), size)  # `Experience` has checked the dtype
+        data = value.tobytes()
+        pad = _PAD[len(data) % _ALIGN]
+        arrays += (data, pad)
+        size += len(data) + len(pad)
+    return _ENCODER.encode(fields), arrays, size
 
 
-def _array(kind: Any, spec: Any, body: memoryview) -> np.ndarray:
-    if kind is not np.ndarray or not isinstance(spec, list) or len(spec) != 3:
-        raise TypeError(f"cannot make {kind.__name__} from {spec!r}")
-    dtype, length, offset = spec
-    if dtype not in _SIZES or type(length) is not int or type(offset) is not int:
-        raise TypeError(f"not an array of a frame: {spec!r}")
-    if length < 0 or offset < 0 or offset + length * _SIZES[dtype] > len(body):
-        raise _CutShort(f"experience frame is cut short: an array of {length} {dtype} at byte {offset} of {len(body)}")
-    return np.frombuffer(body, dtype, length, offset)
+def _frame(magic: bytes, head: bytes, rest: Sequence[bytes]) -> bytes:
+    return b"".join([magic, len(head).to_bytes(8, "little"), head, _PAD[(_START + len(head)) % _ALIGN], *rest])
+
+
+def _head(view: memoryview) -> tuple[memoryview, memoryview]:
+    """Head and what follows it, of a frame of any kind."""
+    size = int.from_bytes(view[len(MAGIC) : _START], "little")
+    if _START + size > len(view):
+        raise ValueError(f"experience frame is cut short: header of {size} bytes in {len(view)} bytes")
+    end = _START + size
+    return view[_START:end], view[end + -end % _ALIGN :]
+
+
+def _rows(view: memoryview) -> list[tuple[memoryview, memoryview]]:
+    """Fields and arrays of each row of a block."""
+    if view[:4] != MAGIC:
+        raise ValueError(f"not an experience frame: begins with {bytes(view[:4])!r}, expected {MAGIC!r}")
+    head, body = _head(view)
+    found, at = [], 0
+    for fields, size in _HEADS.decode(head):
+        if size < 0 or at + size > len(body):
+            raise ValueError(f"experience frame is cut short: {size} bytes of arrays at byte {at} of {len(body)}")
+        found.append((memoryview(fields), body[at : at + size]))
+        at += size
+    if at != len(body):
+        raise ValueError(f"experience frame has {len(body) - at} bytes that belong to no row")
+    return found
+
+
+def _decode_bundle(view: memoryview) -> list[Experience]:
+    head, body = _head(view)
+    found, at = [], 0
+    for chosen in _BUNDLE.decode(head):
+        if chosen.size < 0 or at + chosen.size > len(body) or len(chosen.positions) != len(chosen.rewards):
+            raise ValueError(f"experience frame is cut short: block of {chosen.size} bytes at byte {at} of {len(body)}")
+        block = body[at : at + chosen.size]
+        if block[:4] == BUNDLE_MAGIC:
+            raise ValueError("experience frame is a bundle in a bundle")
+        rows = decode(block, chosen.positions)
+        found += [x if x.reward == r else msgspec.structs.replace(x, reward=r) for x, r in zip(rows, chosen.rewards, strict=True)]
+        at += chosen.size + -chosen.size % _ALIGN
+    return found
+
+
+class _Row:
+    """Decodes a row's fields; its arrays are views into `arrays`."""
+
+    def __init__(self) -> None:
+        self.arrays = memoryview(b"")
+        self.decode = msgspec.msgpack.Decoder(Experience, strict=False, dec_hook=self._array).decode
+
+    def _array(self, kind: Any, spec: Any) -> np.ndarray:
+        if kind is not np.ndarray or not isinstance(spec, list) or len(spec) != 3:
+            raise TypeError(f"cannot make {kind.__name__} from {spec!r}")
+        dtype, length, offset = spec
+        if dtype not in _SIZES or type(length) is not int or type(offset) is not int:
+            raise TypeError(f"not an array of a frame: {spec!r}")
+        if length < 0 or offset < 0 or offset + length * _SIZES[dtype] > len(self.arrays):
+            raise _CutShort(f"experience frame is cut short: an array of {length} {dtype} at byte {offset} of {len(self.arrays)}")
+        return np.frombuffer(self.arrays, dtype, length, offset)
+
+
+def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:
+    """Fields of the rows, and the arrays of all.  The head's size includes its padding; it may itself end with zeros."""
+    head, body = _head(view)
+    shortest = max(len(bytes(head).rstrip(b"\0")), len(head) - _ALIGN + 1)
+    for end in range(shortest, len(head)):
+        try:
+            return _OLD_HEADS.decode(head[:end]), body
+        except msgspec.DecodeError:  # cut off one byte too early, or damaged: the whole head tells
+            continue
+    return _OLD_HEADS.decode(head), body
+
+
+def _old_content(row: Experience) -> Content:
+    """Of the old block that held the row alone."""
+    fields, arrays, _ = _pack(row)
+    head = b"\x91" + fields  # a list of one
+    head += _PAD[(_START + len(head)) % _ALIGN]
+    block = b"".join([OLD_MAGIC, len(head).to_bytes(8, "little"), head, *arrays])
+    return Content(xxhash.xxh3_128_hexdigest(block), len(block))
 
 
 def _plain(value: Any) -> Any:
@@ -127,4 +229,6 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_RAW = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_HEADS = msgspec.msgpack.Decoder(list[tuple[msgspec.Raw, int]])
+_OLD_HEADS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_BUNDLE = msgspec.msgpack.Decoder(list[_Chosen])
