@@ -5,7 +5,7 @@ Part of `resolve`; the same rules hold here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rft.buffer.operators.settings import OperatorSettings, PipelineSettings
@@ -20,12 +20,19 @@ _KEY = "data_processor.experience_pipeline"
 
 
 def pipeline(
-    config: RunConfig, facts: Facts, run_dir: Path, algorithm: AlgorithmSettings, batch_rows: int | None, p: Problems
+    config: RunConfig,
+    facts: Facts,
+    run_dir: Path,
+    algorithm: AlgorithmSettings,
+    batch_rows: int | None,
+    find: Callable[[str], str],
+    p: Problems,
 ) -> PipelineSettings:
-    """`batch_rows`: rows of a train step, where it counts rows."""
+    """`batch_rows`: rows of a train step, where it counts rows.  `find` makes a path of what is written, path/file.py:Name too."""
     given = config.data_processor.experience_pipeline
     written = tuple(
-        OperatorSettings(name=o.name, args=dict(o.args), key=f"{_KEY}.operators[{i}]") for i, o in enumerate(given.operators)
+        OperatorSettings(name=find(o.name) if ":" in o.name else o.name, args=dict(o.args), key=f"{_KEY}.operators[{i}]")
+        for i, o in enumerate(given.operators)
     )
     operators = (*written, *of_algorithm(algorithm))
     if operators:

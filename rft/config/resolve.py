@@ -62,7 +62,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         explorer,
         feedback_lag=feedback_lag(sync),
         eval_samples=None if dump else config.monitor.log_eval_samples,
-        pipeline=pipeline(config, facts, run_dir, algorithm, rows, p),
+        pipeline=pipeline(config, facts, run_dir, algorithm, rows, find, p),
     )
     monitor = MonitorSettings(
         folder=run_dir,

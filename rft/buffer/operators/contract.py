@@ -9,14 +9,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
-import xxhash
 
 from rft.buffer.operators.base import Result, Stage
 from rft.types.experience import Experience, check
 from rft.types.metrics import Metric, Reduction
 
-_ARRAYS = {"tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs"}
+_ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
 _MAY_CHANGE: dict[Stage, set[str]] = {
     "reward": {"info", "metrics", "reward", "reward_parts", "token_rewards"},
     "statistics": {"info", "metrics"},
@@ -24,24 +24,28 @@ _MAY_CHANGE: dict[Stage, set[str]] = {
 }
 
 
-def fingerprint(row: Experience) -> bytes:
-    """Changes with what no operator may change in place."""
-    digest = xxhash.xxh3_128(row.tokens.tobytes())
-    digest.update(row.loss_mask.tobytes())
-    digest.update(row.logprobs.tobytes())
-    digest.update(repr((str(row.id), row.reward, sorted(row.reward_parts.items()))).encode())
-    return digest.digest()
+def freeze(row: Experience) -> None:
+    """Writing into the row's arrays raises from now on."""
+    for name in _ARRAYS:
+        if (array := getattr(row, name)) is not None:
+            array.setflags(write=False)
 
 
-def broken(stage: Stage, before: Sequence[Experience], marks: Sequence[bytes], result: Any) -> str:
+def mark(row: Experience) -> tuple[Any, ...]:
+    """Changes when what no operator may change in place is changed (a record's own fields cannot be)."""
+    arrays = [getattr(row, name) for name in _ARRAYS]
+    return (*(a is not None and a.flags.writeable for a in arrays), *row.reward_parts.items())
+
+
+def broken(stage: Stage, before: Sequence[Experience], marks: Sequence[tuple[Any, ...]], result: Any) -> str:
     """What is wrong with `result`, as the rest of a sentence about the operator; "" if nothing.
 
-    `before` are the rows it was given, `marks` their fingerprints from then.
+    `before` are the rows it was given, `marks` what `mark` said of them then.
     """
     if not isinstance(result, Result):
         return f"returned {type(result).__name__}; it must return Result(rows, metrics) of rft.buffer.operators.base"
-    for row, mark in zip(before, marks, strict=True):
-        if fingerprint(row) != mark:
+    for row, then in zip(before, marks, strict=True):
+        if mark(row) != then:
             return f"changed {row.id} in place; use msgspec.structs.replace(row, ...)"
     given = {r.id: r for r in before}
     seen = set()
@@ -53,7 +57,7 @@ def broken(stage: Stage, before: Sequence[Experience], marks: Sequence[bytes], r
         if row.id in seen:
             return f"returned {row.id} twice; rows are never copied (see max_uses for training them more often)"
         seen.add(row.id)
-        if fault := _changed(stage, given[row.id], row):
+        if fault := _changed(stage, given[row.id], row) or _invalid(row):
             return fault
     if stage != "drop" and len(seen) < len(given):
         missing = next(i for i in given if i not in seen)
@@ -66,6 +70,8 @@ def _listed(rows: Any) -> Sequence[Any]:
 
 
 def _changed(stage: Stage, old: Experience, new: Experience) -> str:
+    if new is old:
+        return ""
     may = _MAY_CHANGE[stage]
     for name in old.__struct_fields__:
         was, now = getattr(old, name), getattr(new, name)
@@ -78,11 +84,20 @@ def _changed(stage: Stage, old: Experience, new: Experience) -> str:
         return f"trains tokens of {old.id} that were not to be trained; a loss_mask may only be cleared"
     if not np.array_equal(new.logprobs[new.loss_mask], old.logprobs[new.loss_mask]):
         return f"changed log-probs of {old.id}; they are the sampling policy's"
-    try:
-        check(new)
-    except (ValueError, TypeError, RecursionError) as e:
-        return f"made {old.id} invalid: {e}"
     return ""
+
+
+def _invalid(row: Experience) -> str:
+    """Rows check themselves when they are made; `info` and `metrics` may also be written in place."""
+    if not row.info and not row.metrics:
+        return ""
+    try:
+        check(row)
+        msgspec.convert(row.metrics, dict[str, float], strict=True)
+    except (ValueError, TypeError, RecursionError) as e:
+        return f"made {row.id} invalid: {e}"
+    wild = [name for name, value in row.metrics.items() if not math.isfinite(value)]
+    return f"made {row.id} invalid: metrics {', '.join(wild)} are not finite" if wild else ""
 
 
 def _numbers(result: Result) -> str:

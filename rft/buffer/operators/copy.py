@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class InputCopy:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
-        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="experience-copy")  # jobs in order, also when a caller gives up
 
     async def open(self) -> None:
         """Raises RunFailed where the file cannot be written."""
@@ -38,15 +39,16 @@ class InputCopy:
         await self._work(lambda: self._write(rows))
 
     async def close(self) -> None:
+        """May be repeated."""
         if self._file is not None:
             await self._work(self._close)
+        self._thread.shutdown()
 
-    async def _work(self, job: Any) -> None:
-        async with self._turn:
-            try:
-                await asyncio.to_thread(job)
-            except OSError as e:
-                raise RunFailed(f"{self._path} cannot be written: {e}.  Make room, or set {KEY} or save_input: false") from e
+    async def _work(self, job: Callable[[], None]) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        except OSError as e:
+            raise RunFailed(f"{self._path} cannot be written: {e}.  Make room, or set {KEY} or save_input: false") from e
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

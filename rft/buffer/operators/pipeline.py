@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rft.buffer.operators.base import GroupView, Operator, Result, Stage
 from rft.buffer.operators.build import build
-from rft.buffer.operators.contract import broken, fingerprint
+from rft.buffer.operators.contract import broken, freeze, mark
 from rft.buffer.operators.copy import InputCopy
 from rft.buffer.operators.settings import PipelineSettings
 from rft.errors import RftError, RunFailed
@@ -140,10 +139,8 @@ class _Group:
         self.rows = list(rows)
         self.dropped: dict[str, int] = {}
         self.metrics: list[Metric] = []
-        for row in rows:  # what an operator writes into them in place raises in the operator
-            for array in (row.tokens, row.loss_mask, row.logprobs, row.token_rewards, row.teacher_logprobs):
-                if isinstance(array, np.ndarray):
-                    array.setflags(write=False)
+        for row in rows:
+            freeze(row)
 
     @property
     def members(self) -> tuple[Experience, ...]:
@@ -182,7 +179,7 @@ class _Running:
 
     async def run(self, group: _Group) -> None:
         before, view = group.alive, GroupView(task=group.task, members=group.members)
-        marks = [fingerprint(r) for r in before]
+        marks = [mark(r) for r in before]
         began = time.monotonic()
         result = await self._call(before, view)
         if fault := broken(self.operator.stage, before, marks, result):

@@ -303,6 +303,9 @@ FAULTS = [
     ("statistics", lambda s, r, g: Result(r, [Metric("x", 1.0, "median")]), "metrics are Metric"),  # type: ignore[arg-type]
     ("reward", lambda s, r, g: r[0].reward_parts.update(x=1.0) or Result(r), "changed .* in place"),
     ("statistics", lambda s, r, g: r[0].info.update(x=object()) or Result(r), "made .* invalid"),
+    ("statistics", lambda s, r, g: r[0].metrics.update(x="high") or Result(r), "made .* invalid"),
+    ("statistics", lambda s, r, g: replaced(r, metrics={"x": float("inf")}), "made .* invalid: metrics x are not finite"),
+    ("drop", lambda s, r, g: r[0].tokens.setflags(write=True) or Result(r), "changed .* in place"),
 ]  # fmt: skip
 
 

@@ -116,6 +116,19 @@ async def test_what_dapo_rejects_is_replaced_and_all_of_it_is_accounted_for(worl
     db.close()
 
 
+async def test_what_was_filtered_is_not_played_again(world, buffer):
+    """A restarted explorer knows rejected groups from the buffer, and goes on with the next candidate of their place."""
+    mixed(world, right={0, 2, 4})
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    world.buffer = buffer.writer(lineage)
+    settings = {"lineage": lineage, "max_refill": 20, "pipeline": pipeline("dapo_dynamic_sampling")}
+    await world.explorer(total_batches=1, **settings).run()
+    played, audit = len(world.engine.calls), await buffer.audit()
+    assert played > 4 and audit.acked == played
+    await world.explorer(total_batches=1, **settings).run()
+    assert len(world.engine.calls) == played and await buffer.audit() == audit
+
+
 async def test_rows_that_are_dropped_count_in_the_leased_statistics(world, buffer):
     mixed(world)
     lineage = (await buffer.start_lineage(None, None)).lineage
