@@ -11,9 +11,10 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rft.buffer.schema import FORMAT, experiences, groups, meta
 from rft.buffer.settings import BufferSettings
 from rft.buffer.views import VIEWS
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
+from rft.logs import redact
 from rft.types.block import decode
 from rft.types.experience import Experience
 
@@ -142,8 +144,12 @@ class Questions:
             raise ConfigError('is empty; ask e.g. "SELECT state, count(*) FROM v_experiences GROUP BY state"', key="SQL")
         if word not in _ASKS:
             raise ConfigError(f"begins with {word.upper() or sql.strip()[:10]!r}: {_REFUSED}", key="SQL")
-        with self.errors("SQL", timeout_s), self.reading(timeout_s):
-            yield self._sqlite(sql) if self.sqlite else self._postgres(sql)
+        with (
+            self.errors("SQL", timeout_s),
+            self.reading(timeout_s),
+            self._sqlite(sql) if self.sqlite else self._postgres(sql) as answer,
+        ):
+            yield answer
 
     @contextmanager
     def reading(self, timeout_s: float | None = None) -> Iterator[Connection]:
@@ -218,16 +224,20 @@ class Questions:
             raise PayloadDamaged(f"the payload of {missing[0]} is not in its group's block; `rft buffer audit` says more")
         return found
 
-    def _sqlite(self, sql: str) -> Answer:
-        cursor = self._raw.execute(sql)
-        return Answer(tuple(d[0] for d in cursor.description or ()), iter(cursor))
+    @contextmanager
+    def _sqlite(self, sql: str) -> Iterator[Answer]:
+        with closing(self._raw.execute(sql)) as cursor:
+            yield Answer(tuple(d[0] for d in cursor.description or ()), iter(cursor))
 
-    def _postgres(self, sql: str) -> Answer:
+    @contextmanager
+    def _postgres(self, sql: str) -> Iterator[Answer]:
         cursor = self._raw.cursor()
-        rows = cursor.stream(sql)  # prepared by the server, which refuses a second statement
-        first = next(rows, None)
-        columns = tuple(d.name for d in cursor.description or ())
-        return Answer(columns, iter(()) if first is None else _chained(first, rows))
+        with closing(cursor.stream(sql)) as rows:  # prepared by the server, which refuses a second statement
+            first = next(rows, None)
+            if first is None:
+                cursor.execute(sql, prepare=True)  # a stream without rows does not say what its columns are
+            columns = tuple(d.name for d in cursor.description or ())
+            yield Answer(columns, rows if first is None else chain([first], rows))
 
     def _late(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
@@ -244,6 +254,9 @@ class Questions:
             return ConfigError(f"{line}: {_REFUSED}", key=key)
         if "database is locked" in line or "database table is locked" in line:
             return ConfigError(f"{self.where} is locked by another program; close its transaction and ask again", key="RUN")
+        if not self.sqlite and (state is None or state[:2] in ("08", "28", "3D", "57")) and self._connection is None:
+            remedy = "start the server; a password is taken from --config, RFT_LEDGER_URL, PGPASSWORD or ~/.pgpass"
+            return ConfigError(redact(f"{self.where} cannot be reached: {line}; {remedy}"), key="RUN")
         if any(x in line for x in ("not a database", "malformed", "disk I/O error", "unable to open")):
             return ConfigError(
                 f"{self.where} cannot be read, it is damaged or no ledger: {line}; `rft buffer audit` says more", key="RUN"
@@ -275,11 +288,6 @@ def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
         size += num_bytes
     if portion:
         yield portion
-
-
-def _chained(first: tuple[Any, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    yield first
-    yield from rows
 
 
 def _reads_only(action: int, *_: object) -> int:
