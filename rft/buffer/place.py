@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from sqlalchemy import URL, Connection, NullPool, create_engine, event, make_url
@@ -148,7 +149,7 @@ def _without_secrets(url: URL) -> str:
 def _sqlite(where: Place, durability: str, read_only: bool) -> Engine:
     """WAL, foreign writers waited for, every transaction of the owner begun as a writing one."""
     query = {"mode": "ro", "uri": "true"} if read_only else {}
-    database = f"file:{where.path}" if read_only else str(where.path)
+    database = f"file:{quote(str(where.path))}" if read_only else str(where.path)
     engine = create_engine(
         URL.create("sqlite", database=database, query=query),
         connect_args={"timeout": float(LOCK_WAIT_S), "check_same_thread": False},
@@ -159,10 +160,10 @@ def _sqlite(where: Place, durability: str, read_only: bool) -> Engine:
     def prepare(raw: Any, _: object) -> None:
         raw.isolation_level = None  # transactions are begun below, not by the driver
         if not read_only:
-            raw.execute("PRAGMA page_size = 8192")
+            raw.execute("PRAGMA page_size = 16384")  # of a new file; payload blocks are large
             raw.execute("PRAGMA journal_mode = WAL")
             raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
-            raw.execute("PRAGMA wal_autocheckpoint = 2000")
+            raw.execute("PRAGMA wal_autocheckpoint = 8000")  # pages; before that the `Checkpointer` has done it
             raw.execute("PRAGMA temp_store = MEMORY")
 
     @event.listens_for(engine, "begin")

@@ -92,6 +92,13 @@ def test_stats_counts_everything(run_dir: Path) -> None:
     assert facts["bytes"]["payload"] > 0 and facts["bytes"]["database"] > 0 and facts["edits"] == 0
 
 
+def test_the_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a b?c#d%20e"
+    asyncio.run(play(folder))
+    assert json.loads(said("buffer", "stats", str(folder), "--json")[0])["experiences"] == 22
+    assert said("buffer", "audit", str(folder))[2] == 0
+
+
 def test_stats_for_people(run_dir: Path) -> None:
     out, _, code = said("buffer", "stats", str(run_dir))
     assert code == 0
@@ -269,7 +276,7 @@ def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch
     from rft.buffer import query
 
     monkeypatch.setattr(query, "LOCK_WAIT_S", 0.05)
-    for folder in ("newer", "older", "damaged", "torn", "locked"):
+    for folder in ("newer", "older", "damaged", "torn", "locked", "empty"):
         shutil.copytree(run_dir, tmp_path / folder)
     path = {p.parent.parent.name: p for p in tmp_path.glob("*/buffer/experience_buffer.db")}
     for name, number in (("newer", "99"), ("older", "1")):
@@ -278,6 +285,8 @@ def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch
             db.commit()
     for p in path["damaged"].parent.glob("*.db*"):
         p.write_bytes(b"not a database at all" * 1000)
+    for p in path["empty"].parent.glob("*.db*"):
+        p.write_bytes(b"")
     path["torn"].write_bytes(path["torn"].read_bytes()[: 3 * 8192])
     with closing(sqlite3.connect(path["locked"])) as lock:
         lock.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -287,6 +296,7 @@ def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch
             ("older", "has format 1, this rft reads format"),
             ("damaged", "is damaged or no ledger"),
             ("torn", "is damaged or no ledger"),
+            ("empty", "is damaged or no ledger"),
             ("locked", "is locked by another program"),
         ]:
             _, err, code = said("buffer", "stats", str(tmp_path / name))
