@@ -22,6 +22,7 @@ import torch
 from bench_race import BATCH, GROUP, GROUPS, Ours, Trinity, Work, agree, append, close_batch, facts, spread, within
 
 from rft.algorithm.build import Algorithm, build
+from rft.buffer.settings import ReplaySettings
 from rft.trainer import batch as batches_of
 from rft.trainer import feed
 from rft.trainer.batch import MicroBatch
@@ -303,7 +304,7 @@ async def _wake_ours(folder: Path, rows: Sequence[Experience], delays: Sequence[
 def priority_read_at_scale(quick: bool) -> harness.Result:
     """100,000 experiences wait; a read takes the 64 of highest priority, payload included: at most 10 ms for 99 of 100.
 
-    Ours: `priority` with linear_decay over 200 weight versions, from the call to the decoded rows.  The ratio is against
+    Ours: `replay_buffer` with linear_decay over 200 weight versions, from the call to the decoded rows.  The ratio is against
     trinity-rft's priority read of its SQL storage, medians by round.
     """
     count, reads, rounds = (100_000, 100, 3) if quick else (100_000, 300, 5)
@@ -313,7 +314,7 @@ def priority_read_at_scale(quick: bool) -> harness.Result:
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, Trinity(work, Path(name)) as peer, asyncio.Runner() as runner:
         path = peer.database()
         peer.ask("fill", path=path, rows=count)
-        ours = runner.run(Ours(Path(name), selector="priority").after(Version(1, 200)).__aenter__())
+        ours = runner.run(Ours(Path(name), replay=ReplaySettings()).after(Version(1, 200)).__aenter__())
         runner.run(_fill(ours, work.experiences(), count))
         step = 0
 

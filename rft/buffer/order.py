@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Struct
+
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ShortBatch
 from rft.types.ports import EndOfData, GroupStats, NeedMore
@@ -21,8 +23,7 @@ DAMAGED = "payload_damaged"
 DROPPED = ("stale", "evicted", DAMAGED)  # reasons by which a lease explains rows that it does not take
 
 
-@dataclass(slots=True)
-class Row:
+class Row(Struct, gc=False):  # there may be very many, and they refer to nothing that could form a circle
     id: str
     position: int  # in the group's block
     oldest_step: int | None
