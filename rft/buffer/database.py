@@ -19,6 +19,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.engine import Engine, Row
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from rft.buffer.checkpointer import Checkpointer
 from rft.buffer.folder import OwnerLock, make_folder, refuse_network
 from rft.buffer.place import connect, leave_pointer, place
 from rft.buffer.schema import put_meta
@@ -46,6 +47,7 @@ class Database:
         self._file_lock = None if path is None else OwnerLock(path.with_name(path.name + ".lock"))
         self._engine: Engine | None = None
         self._connection: Connection | None = None
+        self._checkpointer: Checkpointer | None = None  # of SQLite
         self._backend: tuple[int, object] | None = None  # of PostgreSQL: process id and start of our server process
         self._name = secrets.token_hex(8)
         self._count = 0
@@ -73,10 +75,15 @@ class Database:
 
         result = self.run(begin)
         self._owned = True
+        if self.place.path is not None:
+            self._checkpointer = Checkpointer(self.place.path)
         return result
 
     def close(self) -> None:
         """Lets go of the database.  May be called twice."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
         self._leave()
         if self._engine is not None:
             self._engine.dispose()
@@ -116,6 +123,8 @@ class Database:
                 with tx.begin():
                     results = [work(tx)]
                     mark = self._mark(tx)
+                if self._checkpointer is not None:
+                    self._checkpointer.written()
                 return results[0]
             except (SQLAlchemyError, OSError) as e:
                 if self._stop.is_set() or not pauses or not self._passing(e):

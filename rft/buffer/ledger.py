@@ -7,13 +7,14 @@ It does not know who waits for what.  The one invariant: each method that writes
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import msgspec
-from sqlalchemy import Connection, and_, delete, exists, func, insert, not_, or_, select, update
+from sqlalchemy import Connection, Exists, and_, delete, exists, func, insert, not_, or_, select, update
 
 from rft.buffer.ancestry import chain, counted_uses, digest, orphaned_groups, states
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
@@ -21,7 +22,9 @@ from rft.buffer.count import count
 from rft.buffer.database import Database
 from rft.buffer.intake import Intake, clean, read
 from rft.buffer.migrate import prepare
-from rft.buffer.order import DROPPED, Choice, Group, Row
+from rft.buffer.order import DAMAGED, DROPPED, Choice, Group, Row
+from rft.buffer.mix import Mix, remember
+from rft.buffer.mix import counted as counted_mixed
 from rft.buffer.outcomes import outcomes, same_tasksets
 from rft.buffer.schema import (
     batches,
@@ -42,6 +45,7 @@ from rft.types.block import bundle, contents
 from rft.types.ids import Version
 from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup, TaskOutcome
 
+log = logging.getLogger(__name__)
 _PART = 500  # bound values of one IN (...)
 
 
@@ -131,6 +135,8 @@ class Ledger:
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)
             waiting = self._waiting(tx, ancestry)
+            if s.on_damaged_payload == "explain":
+                waiting = [g for g in waiting if not self._given_up(tx, g)]
             orphaned = tx.scalar(select(func.count()).where(experiences.c.explained == "orphaned")) or 0
             available = tx.scalar(select(func.count()).where(experiences.c.state == "available")) or 0
             return LineageStart(lineage=lineage, orphaned=orphaned, available=available, cursor=cursor), ancestry, waiting
@@ -149,6 +155,11 @@ class Ledger:
 
     def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
         counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, parent)))]
+        if (mixed := counted_mixed(tx, chain(tx, parent))) != given.mixed:
+            raise BufferFailed(
+                f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in rows, but the buffer {self.place} knows "
+                f"{mixed or 'none'}: restore the buffer folder that belongs to it, or start a new run from its weights."
+            )
         if (len(counted), digest(counted)) != (given.num_uses, given.digest):
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), "
@@ -169,6 +180,28 @@ class Ledger:
             tx.execute(update(experiences).where(gone).values(state="explained", explained="not_durable"))
             tx.execute(update(groups).where(groups.c.id.in_(lost)).values(held=False))
 
+    def _given_up(self, tx: Connection, group: Group) -> bool:
+        """Whether the payload of a waiting group is gone: then its rows are never trained, and its task is explored again."""
+        why = self._damage(tx, group, group.waiting)
+        if why is None:
+            return False
+        log.error("group %s is given up (%s): %s", group.id, DAMAGED, why)
+        lost = experiences.c.id.in_([r.id for r in group.waiting])
+        tx.execute(update(experiences).where(lost).values(dropped=DAMAGED, state="explained", explained=DAMAGED))
+        tx.execute(update(groups).where(groups.c.id == group.id, ~_has_used_rows()).values(held=False))
+        return True
+
+    def _damage(self, tx: Connection, group: Group, rows: Sequence[Row]) -> str | None:
+        """What is wrong with the payload of these rows."""
+        e = experiences.c
+        hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.group_id == group.id))}
+        try:
+            (block,) = self._storage.get([group.locator], tx)
+            _verify(group, rows, block, hashes)
+        except PayloadDamaged as error:
+            return str(error)
+        return None
+
     def _waiting(self, tx: Connection, ancestry: dict[int, int]) -> list[Group]:
         e, g = experiences.c, groups.c
         counts: Counter[str] = Counter()
@@ -186,6 +219,15 @@ class Ledger:
             waiting = [Row(r.id, r.position, r.oldest_step, counts[r.id], r.reward) for r in (first, *rest)]
             found.append(Group(name, first.batch, first.explorer, first.task, first.locator, waiting, num_bytes=first.num_bytes))
         return found
+
+    def mix_in(self, lineage: int, mixed: Mix) -> None:
+        """See `mix.remember`."""
+
+        def work(tx: Connection) -> None:
+            self.fence(lineage)
+            remember(tx, lineage, mixed.name, mixed.fingerprint)
+
+        self._run(work)
 
     def fence(self, lineage: int) -> None:
         """Raises Fenced for a caller of another lineage than the current one."""
@@ -306,8 +348,8 @@ class Ledger:
 
     # ------------------------------------------------------------ the trainer's side
 
-    def lease(self, lineage: int, step: int, choice: Choice) -> tuple[bytes, tuple[GroupStats, ...]]:
-        """Payload and frozen statistics of the chosen rows; those left out for good are explained."""
+    def lease(self, lineage: int, step: int, choice: Choice, mixed: Mix | None = None) -> tuple[bytes, tuple[GroupStats, ...]]:
+        """Payload and frozen statistics of the chosen rows, and behind them those of `mixed`; rows left out for good are explained."""
         names = [g.id for g, _ in choice.picked]
         e = experiences.c
         columns = (e.id, e.group_id, e.reward, e.content_hash)
@@ -336,8 +378,9 @@ class Ledger:
             for h in headers:
                 if h.reward is not None:
                     scored.setdefault(h.group_id, []).append(h.reward)
-            return bundle(chosen), scored
+            return bundle([*chosen, *further]), scored
 
+        further = [(block, range(len(rewards)), rewards) for block, rewards in ([mixed.block(step)] if mixed else [])]
         frame, scored = self._run(work)
         for group, _ in choice.picked:
             group.frozen = group.frozen or _statistics(group.id, scored[group.id])
@@ -354,29 +397,24 @@ class Ledger:
 
     def damaged(self, choice: Choice) -> dict[str, str]:
         """Groups of a lease whose payload is gone or changed: {id: what is wrong}."""
-        e = experiences.c
 
         def work(tx: Connection) -> dict[str, str]:
-            found = {}
-            for group, rows in choice.picked:
-                hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.group_id == group.id))}
-                try:
-                    (block,) = self._storage.get([group.locator], tx)
-                    _verify(group, rows, block, hashes)
-                except PayloadDamaged as error:
-                    found[group.id] = str(error)
-            return found
+            found = ((group.id, self._damage(tx, group, rows)) for group, rows in choice.picked)
+            return {name: why for name, why in found if why is not None}
 
         return self._run(work)
 
-    def use(self, lineage: int, step: int, ids: Sequence[str], used: Sequence[str]) -> None:
-        """One use of each of `ids`; `used` are those that reach max_uses with it."""
+    def use(self, lineage: int, step: int, ids: Sequence[str], used: Sequence[str], mixed: Mix | None = None) -> None:
+        """One use of each of `ids`, and of those that `mixed` gave; `used` are those that reach max_uses with it."""
 
         def work(tx: Connection) -> None:
             self.fence(lineage)
             fault("buffer.use.before")
             now = time.time()
             put_many(tx, uses, [{"experience": x, "lineage": lineage, "step": step, "created": now} for x in ids])
+            if mixed is not None:
+                of = {"source": mixed.name, "lineage": lineage, "step": step}
+                put_many(tx, mixed_uses, [{**of, "experience": x} for x in mixed.ids(step)])
             for part in parts(used):
                 tx.execute(update(experiences).where(experiences.c.id.in_(part)).values(state="used"))
 
@@ -425,8 +463,14 @@ class Ledger:
 
         def work(tx: Connection) -> Consumption:
             self.fence(lineage)
-            counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, Version(lineage, step))))]
-            found = Consumption(num_uses=len(counted), digest=digest(counted), cursor=self._cursor(tx, lineage, step))
+            ancestry = chain(tx, Version(lineage, step))
+            counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(ancestry))]
+            found = Consumption(
+                num_uses=len(counted),
+                digest=digest(counted),
+                cursor=self._cursor(tx, lineage, step),
+                mixed=counted_mixed(tx, ancestry),
+            )
             _checkpoint(tx, Version(lineage, step), found)
             return found
 
@@ -504,6 +548,8 @@ def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resum
     tx.execute(update(experiences).where(e.id == now.c.id, changed).values(state=now.c.state, explained=now.c.explained))
     unwritten = not_(exists().where(and_(e.group_id == groups.c.id, e.newest_lineage.is_not(None))))
     gone = and_(groups.c.num_eligible == 0, unwritten)  # every run failed: a new lineage tries the task again
+    given_up = groups.c.id.in_(select(e.group_id).where(e.dropped == DAMAGED))
+    gone = or_(gone, and_(given_up, ~_has_used_rows()))  # see Ledger._given_up
     if resume_rows == "orphan":
         gone = or_(gone, groups.c.id.in_(orphaned_groups(ancestry)))
     tx.execute(update(groups).values(held=not_(gone)))
@@ -512,6 +558,11 @@ def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resum
         uses.c.experience, func.max(uses.c.lineage), func.max(uses.c.step), func.max(uses.c.created)
     )
     tx.execute(insert(leases).from_select(["experience", "lineage", "step", "created"], counted.group_by(uses.c.experience)))
+
+
+def _has_used_rows() -> Exists:
+    """Of a group: it was trained on in part, so its task must not be explored again."""
+    return exists().where(and_(experiences.c.group_id == groups.c.id, experiences.c.state == "used"))
 
 
 def _checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:

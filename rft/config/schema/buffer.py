@@ -217,7 +217,7 @@ class ExperienceBufferConfig(Section):
     on_damaged_payload: Annotated[Literal["stop", "explain"], IgnoreCase] = key(
         "stop",
         "When payload that was acknowledged is missing or damaged: stop the run, or go on without these groups, which are counted as "
-        "payload_damaged; the train batch is that much smaller.",
+        "payload_damaged.  At a start their tasks are explored again; later, the train batch is that much smaller.",
         on_resume="safe",
     )
     replay_buffer: ReplayBufferConfig = section(ReplayBufferConfig, "Training on experiences more than once.")

@@ -103,7 +103,9 @@ def _uses(tx: Connection, plan: Plan, verdict: Verdict, may_lose: bool) -> None:
         if e["event"] == "used":
             found = set(tx.scalars(select(uses.c.experience).where(uses.c.lineage == e["lineage"], uses.c.step == e["step"])))
             if found != set(e["rows"]) and not (may_lose and not found):
-                verdict.problems.append(f"step {e['lineage']}:{e['step']} has {len(found)} uses, its trainer was told {len(e['rows'])}")
+                verdict.problems.append(
+                    f"step {e['lineage']}:{e['step']} has {len(found)} uses, its trainer was told {len(e['rows'])}"
+                )
 
 
 def _content(experience: str) -> tuple[int, int, int, int]:

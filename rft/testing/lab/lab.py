@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from rft.testing.lab.plan import Plan
 from rft.testing.lab.roles import DONE, FAILED, FENCED, LOST
 
 SHIM = Path(__file__).with_name("shim.c")
+TRAINERS = ("trainer", "rival0")
+KINDS = {"twin": "explorer", "rival": "trainer"}
 PATIENCE_S = 60.0  # for the next thing to happen
 
 
@@ -100,7 +102,8 @@ class Nursery:
         self._process.stdin.flush()
 
     def next(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        """The next thing that happened: {"born": tag, "pid": n}, {"ready": tag} or {"exit": tag, "code": n}."""
+        """The next thing that happened: {"born": tag, "pid": n}, {"stopped": tag}, {"told": tag, "event": name}
+        or {"exit": tag, "code": n}."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._news, timeout_s):
                 raise TimeoutError(f"nothing happened within {timeout_s:g} s")
@@ -109,10 +112,21 @@ class Nursery:
             raise RuntimeError("the nursery ended; its error is above")
         if "born" in news:
             self._pids[news["born"]] = news["pid"]
+        if "exit" in news:
+            del self._pids[news["exit"]]
         return news
 
     def send(self, tag: str, what: int) -> None:
-        os.kill(self._pids[tag], what)
+        with suppress(ProcessLookupError):  # it ended a moment ago, which will be told
+            if tag in self._pids:
+                os.kill(self._pids[tag], what)
+
+    def clear(self) -> None:
+        """End whatever still runs, after a case that failed."""
+        for tag in list(self._pids):
+            self.send(tag, signal.SIGKILL)
+        while self._pids:
+            self.next()
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -134,10 +148,11 @@ def nursery(shim: Path | None = None) -> Iterator[Nursery]:
 class Lab:
     """One run: its living processes, what happens to them, and how often each was started."""
 
-    def __init__(self, nursery: Nursery, plan: Plan, faults: tuple[Fault, ...] = ()) -> None:
+    def __init__(self, nursery: Nursery, plan: Plan, faults: tuple[Fault, ...] = (), *, first_life: int = 0) -> None:
         self.plan, self._nursery, self._faults = plan, nursery, faults
         self.living: dict[str, str] = {}  # role -> tag
         self.lives: dict[str, int] = {}
+        self._first_life = first_life
         self.deaths: list[str] = []
         self._when: list[float] = []
         self._began = time.monotonic()
@@ -147,11 +162,12 @@ class Lab:
     # ------------------------------------------------------------ processes
 
     def start(self, role: str) -> None:
-        life = self.lives.get(role, 0)
+        life = self.lives.get(role, self._first_life)
         self.lives[role] = life + 1
         tag = f"{self.plan.root}|{role}|{life}"
         given = next((f for f in self._faults if f.role == role and f.life == life), Fault(role=role))
         kind, number = (role[:-1], int(role[-1])) if role[-1].isdigit() else (role, 0)
+        kind = KINDS.get(kind, kind)
         self._nursery.start(
             Order(
                 tag=tag, role=kind, number=number, plan=self.plan, fault=given.fault, sql=given.sql,
@@ -165,13 +181,12 @@ class Lab:
         """Whether it came up."""
         self.start("buffer")
         tag = self.living["buffer"]
-        while True:
+        while "buffer" in self.living:
             news = self._nursery.next()
-            if news.get("ready") == tag:
+            if news.get("told") == tag:  # "ready" is the only event it tells
                 return True
-            if news.get("exit") == tag:
-                self._died("buffer", news["code"])
-                return False
+            self._note(news)
+        return False
 
     def wait_for(self, event: str, tag: str) -> dict[str, Any]:
         while True:
@@ -191,6 +206,10 @@ class Lab:
     def _died(self, role: str, code: int) -> None:
         del self.living[role]
         self.deaths.append(f"{role} {code}")
+        if code == 1:
+            kind, number = (role[:-1], role[-1]) if role[-1].isdigit() else (role, "0")
+            log = Path(self.plan.root) / f"{KINDS.get(kind, kind)}{number}.log"
+            raise AssertionError(f"{role} failed in an unexpected way: {log.read_text()[-800:]}")
         if code != DONE:
             self._when.append(time.monotonic())
 
@@ -200,6 +219,33 @@ class Lab:
         for tag in tags.values():
             self._nursery.send(tag, what)
         while any(self.living.get(role) == tag for role, tag in tags.items()):
+            self._note(self._nursery.next())
+
+    def go_on(self, role: str) -> None:
+        """Wake up a stopped process."""
+        self._nursery.send(self.living[role], signal.SIGCONT)
+
+    def nothing_happens(self, seconds: float = 1.0) -> None:
+        """For so long no process of the run ends."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            try:
+                news = self._nursery.next(left)
+            except TimeoutError:
+                return
+            assert self._note(news) is None, self.deaths
+
+    def wait_until_stopped(self, role: str) -> None:
+        self.wait_for("stopped", self.living[role])
+
+    def wait_until_told(self, role: str, event: str) -> None:
+        """Until the process has written this event."""
+        tag = self.living[role]
+        while self.wait_for("told", tag)["event"] != event:
+            pass
+
+    def wait_for_end(self, role: str) -> None:
+        while role in self.living:
             self._note(self._nursery.next())
 
     # ------------------------------------------------------------ a whole run
@@ -220,43 +266,63 @@ class Lab:
                 between()
         raise AssertionError(f"the run did not end within {most} lives: {self.deaths}")
 
+    def play_on(self) -> None:
+        """To the end, with what lives now."""
+        explorers = [f"explorer{n}" for n in range(self.plan.explorers)]
+        if self._until_over(explorers) == DONE:
+            self.end(list(self.living))
+        else:
+            self.end(list(self.living))
+            self.play()
+
     def _until_over(self, explorers: list[str]) -> int | None:
-        """Exit code of the trainer; None when everything has to be started again."""
-        while "trainer" in self.living:
+        """DONE, or None when everything has to be started again."""
+        outdated: set[str] = set()  # explorers that began under a trainer that is gone
+        while True:
             role = self._note(self._nursery.next())
             if role is None:
                 continue
             code = int(self.deaths[-1].split()[1])
-            if any(f.everyone and f.role == role and f.life == self.lives[role] - 1 for f in self._faults) and code != DONE:
+            everyone = any(f.everyone and f.role == role and f.life == self.lives[role] - 1 for f in self._faults)
+            if role == "buffer" or code == LOST or (everyone and code != DONE):
                 return None
-            if role == "buffer" or code in (LOST, FAILED):
-                return None
-            if code == 1:
-                raise AssertionError(f"{role} failed in an unexpected way; see the logs in {self.plan.root}")
-            if role in explorers and code != DONE:
-                self.start(role)
-            if role == "trainer" and code != DONE:
-                self.start("trainer")
+            if role in TRAINERS:
+                if code in (DONE, FAILED):
+                    return DONE if code == DONE else None
+                if code != FENCED:  # a fenced one was replaced
+                    self.start(role)
+                outdated.update(explorers)
                 for e in explorers:
-                    if e not in self.living:  # it had finished, or the old trainer's end reached it first
+                    if e not in self.living:  # it had finished, or learnt of the new trainer first
+                        outdated.discard(e)
                         self.start(e)
-            elif role == "trainer":
-                return DONE
-        return None
+            elif code == FAILED:  # refused: right for one of two with the same number
+                if not {"explorer0", "twin0"} & self.living.keys() or "twin0" not in self.lives:
+                    return None
+            elif (code != DONE or role in outdated) and not role.startswith("twin"):
+                outdated.discard(role)  # it ended, even if it had finished what the trainer before asked for
+                self.start(role)
 
     def result(self, *, finished: bool = True, may_lose: bool = False) -> Result:
         verdict = judge(self.plan, finished=finished, may_lose=may_lose)
         steps = [e["at"] for e in told(self.plan) if e["event"] in ("used", "skipped")]
         recovered = [min(later) - at for at in self._when if (later := [s for s in steps if s > at])]
-        return Result(
-            verdict=verdict, deaths=self.deaths, recovered_s=recovered, seconds=time.monotonic() - self._began
-        )
+        return Result(verdict=verdict, deaths=self.deaths, recovered_s=recovered, seconds=time.monotonic() - self._began)
 
 
 def lose_power(plan: Plan) -> None:
     """What was not synced is gone: the run's folder becomes its shadow."""
     shutil.rmtree(plan.run)
-    shutil.copytree(plan.shadow, plan.run, ignore=shutil.ignore_patterns(".bytes"))
+    kept = plan.shadow / ".bytes"
+    shutil.rmtree(kept, ignore_errors=True)
+    if not plan.shadow.exists():
+        plan.run.mkdir()
+        return
+    shutil.copytree(plan.shadow, plan.run)
+    kept.mkdir()
+    for path in plan.run.rglob("*"):
+        if path.is_file():
+            shutil.copy(path, kept / str(path.stat().st_ino))
 
 
 __all__ = ["FENCED", "Fault", "Lab", "Nursery", "Result", "build_shim", "lose_power", "nursery"]

@@ -1,6 +1,7 @@
 """Starts the laboratory's processes in milliseconds: one process imports everything once and forks the others.
 
-    python -m rft.testing.lab.nursery      stdin: one JSON order per line; stdout: {"ready": tag}, {"exit": tag, "code": n}
+    python -m rft.testing.lab.nursery      stdin: one JSON order per line; stdout: what happens to them, as JSON lines
+
 
 A child that was killed by a signal has the code -signal.  All children end with the nursery, and the nursery with its stdin.
 """
@@ -76,9 +77,12 @@ def main() -> None:
 
 def _reap(children: dict[int, str]) -> None:
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         if not pid:
             return
+        if os.WIFSTOPPED(status):
+            say(stopped=children[pid])
+            continue
         say(exit=children.pop(pid), code=os.waitstatus_to_exitcode(status))
 
 
@@ -99,8 +103,8 @@ def _child(order: Order) -> NoReturn:
             libc.lab_arm(str(plan.run).encode(), shadow.encode(), *writes, order.error, plan.clock)
         if order.sql:
             die_at(order.sql)
-        events = roles.Events(plan, f"{order.role}{order.number}")
-        code = asyncio.run(roles.guarded(_role(order), events))
+        events = roles.Events(plan, order.tag.split("|")[1], lambda event: say(told=order.tag, event=event))
+        code = asyncio.run(roles.guarded(_role(order, events), events))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -109,12 +113,12 @@ def _child(order: Order) -> NoReturn:
         os._exit(code)
 
 
-async def _role(order: Order) -> int:
+async def _role(order: Order, events: roles.Events) -> int:
     if order.role == "buffer":
-        return await roles.buffer(order.plan, lambda: say(ready=order.tag))
+        return await roles.buffer(order.plan, events)
     if order.role == "explorer":
-        return await roles.explorer(order.plan, order.number)
-    return await roles.trainer(order.plan)
+        return await roles.explorer(order.plan, events, order.number)
+    return await roles.trainer(order.plan, events)
 
 
 def die_at(nth: int) -> None:

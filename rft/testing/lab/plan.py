@@ -40,6 +40,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     clock: int = 0  # see `lab_arm` in shim.c
     power_loss: bool = False  # keep a shadow of what was synced
     deadline_s: float = 20.0
+    on_damaged_payload: Literal["stop", "explain"] = "stop"
+    full_disk_wait_s: float = 0.0
+    patience: int = 0  # how often a client repeats a call that the buffer could not carry out
 
     @property
     def run(self) -> Path:
@@ -66,6 +69,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             durability=self.durability,
             capacity=self.capacity,
             num_explorers=self.explorers,
+            on_damaged_payload=self.on_damaged_payload,
+            full_disk_wait_s=self.full_disk_wait_s,
+            max_retry_interval_s=0.05,
         )
 
     def tasks(self, batch: int) -> list[tuple[int, bool]]:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rft.buffer.buffer import Buffer
-from rft.errors import BufferFailed, Fenced, RftError
+from rft.errors import Fenced, RftError
 from rft.faults import fault
 from rft.testing.lab.plan import Plan, learn
 from rft.testing.lab.wire import Client, serve
@@ -27,27 +27,35 @@ from rft.types.block import decode, encode
 from rft.types.ids import Version
 from rft.types.ports import Consumption, Lease
 
+TOLD = ("ready", "began", "joined")  # events that the supervisor learns of
 SOCKET = "s"  # relative: the path of a socket is short
-DONE, FENCED, LOST, FAILED = 0, 71, 72, 73  # exit codes: all done; another trainer took over; the buffer is gone; it gave an error
+DONE, FENCED, LOST, FAILED = (
+    0,
+    71,
+    72,
+    73,
+)  # exit codes: all done; another trainer took over; the buffer is gone; it gave an error
 
 
 class Events:
     """What one process was told; a line is one write, so it is whole or absent."""
 
-    def __init__(self, plan: Plan, role: str) -> None:
+    def __init__(self, plan: Plan, role: str, tell: Callable[[str], None]) -> None:
         path = plan.events / f"{role}.jsonl"
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._tell = tell
 
     def say(self, event: str, **values: Any) -> None:
         os.write(self._fd, msgspec.json.encode({"event": event, "at": time.monotonic(), **values}) + b"\n")
+        if event in TOLD:
+            self._tell(event)
 
 
 # ---------------------------------------------------------------- buffer
 
 
-async def buffer(plan: Plan, ready: Callable[[], None]) -> int:
+async def buffer(plan: Plan, events: Events) -> int:
     """Serves the buffer until SIGTERM."""
-    events = Events(plan, "buffer")
     it = Buffer(plan.settings())
     await it.open()
     gate = Gate(plan)
@@ -66,13 +74,13 @@ async def buffer(plan: Plan, ready: Callable[[], None]) -> int:
         "may_explore": gate.may_explore,
         **{
             name: getattr(it, name)
-            for name in ("append", "room", "close_batch", "held", "finish", "lease", "use", "explain", "consumption", "audit", "stats")
+            for name in ("append", "room", "close_batch", "held", "finish", "lease", "use", "explain", "consumption")
         },
     }
     server = await serve(SOCKET, methods)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    ready()
+    events.say("ready")
     await stop.wait()
     server.close()
     await it.close()
@@ -123,11 +131,9 @@ class Gate:
 # ---------------------------------------------------------------- explorer
 
 
-async def explorer(plan: Plan, number: int) -> int:
+async def explorer(plan: Plan, events: Events, number: int) -> int:
     """Explores every batch that the trainer will ask for; what the buffer holds is not explored again."""
-    name = f"explorer{number}"
-    events = Events(plan, name)
-    client = await Client.connect(SOCKET, name="explorer", duplicate=plan.duplicate)
+    client = await Client.connect(SOCKET, name="explorer", duplicate=plan.duplicate, patience=plan.patience)
     line, cursor = await client.call("join", 0)
     held = {(b, t): ok for b, t, ok in await client.call("held", line, cursor, explorer=number)}
     events.say("joined", lineage=line, cursor=cursor, held=len(held))
@@ -164,10 +170,9 @@ async def _offer(
 # ---------------------------------------------------------------- trainer
 
 
-async def trainer(plan: Plan) -> int:
+async def trainer(plan: Plan, events: Events) -> int:
     """From the newest whole checkpoint to the last step; a wait that ends without a batch ends the process."""
-    events = Events(plan, "trainer")
-    client = await Client.connect(SOCKET, name="trainer", duplicate=False)
+    client = await Client.connect(SOCKET, name="trainer", patience=plan.patience)
     found = manifests.latest(plan.checkpoints)
     parent = found.version if found else None
     weights = (found.folder / "trainer" / "weights").read_text() if found else "base"
@@ -175,7 +180,7 @@ async def trainer(plan: Plan) -> int:
     line, step = int(start["lineage"]), parent.step if parent else 0
     events.say("began", lineage=line, parent=parent, step=step)
     if plan.duplicate:
-        client = await Client.connect(SOCKET, name="trainer", duplicate=True)
+        client = await Client.connect(SOCKET, name="trainer", duplicate=True, patience=plan.patience)
     store = Checkpoints(plan.checkpoints, keep=0, run=_blocking)
     await client.call("publish", line, step)
     while step < plan.steps:
@@ -201,9 +206,7 @@ async def trainer(plan: Plan) -> int:
 
 async def _lease(plan: Plan, client: Client, line: int, step: int) -> Lease:
     groups = plan.groups * plan.explorers
-    answer = await client.call(
-        "lease", line, step, groups=groups, rows=None, deadline_s=plan.deadline_s, max_staleness=None
-    )
+    answer = await client.call("lease", line, step, groups=groups, rows=None, deadline_s=plan.deadline_s, max_staleness=None)
     lease = msgspec.convert(answer, Lease)
     expected = sorted(
         (e, step - 1, t, r)
@@ -243,6 +246,6 @@ async def guarded(role: Awaitable[int], events: Events) -> int:
     except ConnectionError as e:
         events.say("lost", why=str(e))
         return LOST
-    except (BufferFailed, RftError) as e:
+    except (RftError, OSError) as e:  # an OSError: the checkpoint could not be written
         events.say("failed", kind=type(e).__name__, why=str(e))
         return FAILED

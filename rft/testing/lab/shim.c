@@ -122,6 +122,37 @@ static void sync_file(const char *path) {
     copy(kept, to); /* as ext4 and xfs do: syncing a new file keeps its name too */
 }
 
+/* A folder that was renamed into place brings along what of it is durable: the files that were synced. */
+static void bring(const char *path, const char *to) {
+    char name[PATH_MAX], kept[PATH_MAX], target[PATH_MAX];
+    struct stat s;
+    if (mkdir(to, 0700)) return;
+    DIR *now = opendir(path);
+    for (struct dirent *e; now && (e = readdir(now));) {
+        snprintf(name, sizeof name, "%.*s/%s", PATH_MAX / 2, path, e->d_name);
+        snprintf(target, sizeof target, "%.*s/%s", PATH_MAX / 2, to, e->d_name);
+        if (e->d_name[0] == '.' || stat(name, &s)) continue;
+        if (S_ISDIR(s.st_mode)) bring(name, target);
+        bytes_of(name, kept);
+        if (S_ISREG(s.st_mode) && !access(kept, R_OK)) copy(kept, target);
+    }
+    if (now) closedir(now);
+}
+
+static void forget(const char *path) {
+    char name[PATH_MAX];
+    struct stat s;
+    DIR *now = opendir(path);
+    for (struct dirent *e; now && (e = readdir(now));) {
+        snprintf(name, sizeof name, "%.*s/%s", PATH_MAX / 2, path, e->d_name);
+        if (e->d_name[0] == '.' || stat(name, &s)) continue;
+        if (S_ISDIR(s.st_mode)) forget(name);
+        else unlink(name);
+    }
+    if (now) closedir(now);
+    rmdir(path);
+}
+
 static void sync_folder(const char *path) {
     char to[PATH_MAX], name[PATH_MAX], kept[PATH_MAX], target[PATH_MAX];
     struct stat s;
@@ -132,7 +163,7 @@ static void sync_folder(const char *path) {
         snprintf(name, sizeof name, "%.*s/%s", PATH_MAX / 2, path, e->d_name);
         snprintf(target, sizeof target, "%.*s%s", PATH_MAX / 2, to, e->d_name);
         if (e->d_name[0] == '.' || stat(name, &s)) continue;
-        if (S_ISDIR(s.st_mode)) mkdir(target, 0700);
+        if (S_ISDIR(s.st_mode)) bring(name, target);
         if (!S_ISREG(s.st_mode)) continue;
         bytes_of(name, kept);
         if (!access(kept, R_OK)) copy(kept, target);
@@ -143,10 +174,25 @@ static void sync_folder(const char *path) {
     for (struct dirent *e; then && (e = readdir(then));) {
         snprintf(name, sizeof name, "%.*s/%s", PATH_MAX / 2, path, e->d_name);
         snprintf(target, sizeof target, "%.*s%s", PATH_MAX / 2, to, e->d_name);
-        if (e->d_name[0] != '.' && stat(name, &s) && !stat(target, &s) && S_ISREG(s.st_mode)) unlink(target);
+        if (e->d_name[0] == '.' || !stat(name, &s) || stat(target, &s)) continue;
+        if (S_ISDIR(s.st_mode)) forget(target);
+        else unlink(target);
     }
     if (then) closedir(then);
 }
+
+/* An inode may be used again: what was durable under its number must not become another file's. */
+static void unlinked(const char *path) {
+    char full[PATH_MAX], kept[PATH_MAX];
+    struct stat s;
+    if (!shadow[0] || !realpath(path, full) || strncmp(full, root, root_len) || stat(full, &s) || s.st_nlink > 1) return;
+    bytes_of(full, kept);
+    syscall(SYS_unlink, kept);
+}
+
+int unlink(const char *path) { return unlinked(path), (int)syscall(SYS_unlink, path); }
+
+int rename(const char *from, const char *to) { return unlinked(to), (int)syscall(SYS_rename, from, to); }
 
 static void synced(int fd) {
     char path[PATH_MAX];

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from rft import errors
+from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict
 from rft.faults import fault
 from rft.types.ports import EndOfData
 
@@ -63,17 +64,20 @@ async def serve(path: str, methods: dict[str, Handler]) -> asyncio.Server:
 
 
 class Client:
-    """`await client.call(method, ...)`.  `duplicate` sends every message twice and expects both answers to be good."""
+    """`await client.call(method, ...)`.  `duplicate` sends every message twice and expects both answers to be good;
+    `patience` repeats a call that failed with BufferFailed."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, duplicate: bool) -> None:
-        self._reader, self._writer, self._name, self._duplicate = reader, writer, name, duplicate
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, duplicate: bool, patience: int
+    ) -> None:
+        self._reader, self._writer, self._name, self._duplicate, self._patience = reader, writer, name, duplicate, patience
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
-    async def connect(cls, path: str, *, name: str, duplicate: bool = False) -> Client:
-        return cls(*await asyncio.open_unix_connection(path), name=name, duplicate=duplicate)
+    async def connect(cls, path: str, *, name: str, duplicate: bool = False, patience: int = 0) -> Client:
+        return cls(*await asyncio.open_unix_connection(path), name=name, duplicate=duplicate, patience=patience)
 
     async def _listen(self) -> None:
         why: Exception = ConnectionError("the connection ended")
@@ -93,6 +97,15 @@ class Client:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Fault point lab.NAME.METHOD.sent: the message is on its way, its answer not there."""
+        for left in range(self._patience, -1, -1):
+            try:
+                return await self._call(method, args, kwargs)
+            except BufferFailed as e:
+                if not left or isinstance(e, Fenced | FrameRejected | IdConflict):  # these do not pass
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._listener.done():
             raise ConnectionError("the connection ended before this call")
         answers = [self._send(method, args, kwargs) for _ in range(1 + self._duplicate)]
