@@ -152,9 +152,9 @@ def truncation(d: Draft, a: Argument) -> Outcome:
         return Outcome("ignored", "a prompt over the limit is an error here too")
     if not d.exact:
         return Outcome("ignored", "the guide has no key for it")
-    if a.value in ("left", "right"):
+    if a.value in ("left", "right", "middle"):
         return write(d, a, ("model.prompt_truncation_side",), a.value)
-    return Outcome("refused", "prompts are cut on the left or on the right")
+    return Outcome("refused", "prompts are cut on the left, on the right or in the middle")
 
 
 def filter_prompts(d: Draft, a: Argument) -> Outcome:

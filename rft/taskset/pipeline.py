@@ -116,8 +116,9 @@ def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any
 
 def operate(common: dict[str, Any], part: dict[str, Any]) -> list[Row | None]:
     """A row operator on a part of the rows, in another process."""
-    load_all(common["plugin_dirs"])
     written = TaskOperatorSettings(**common["operator"])
+    if ":" not in written.name and written.name not in REGISTRY.names("task_operator"):
+        load_all(common["plugin_dirs"])
     operator = _build(written)
     assert isinstance(operator, RowOperator)
     return _applied(operator, written, part["rows"], part["places"].__getitem__)

@@ -127,7 +127,8 @@ def _table(connection: Connection, args: SqlArgs, settings: TasksetSettings) -> 
 
 def _query(connection: Connection, args: SqlArgs) -> tuple[Sequence[Any], str]:
     assert args.query is not None
-    return connection.exec_driver_sql(args.query).mappings().all(), "query"
+    # without parameters the driver takes a percent sign for itself
+    return connection.execution_options(no_parameters=True).exec_driver_sql(args.query).mappings().all(), "query"
 
 
 def _row(settings: TasksetSettings, values: Any, where: str) -> Row:
