@@ -18,6 +18,7 @@ from rft.buffer.base import Audit, Storage
 from rft.buffer.buffer import make_storage
 from rft.buffer.count import count
 from rft.buffer.database import cause
+from rft.buffer.mix import counted as counted_mixed
 from rft.buffer.place import Place, connect, find
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
 from rft.buffer.settings import BufferSettings
@@ -116,6 +117,8 @@ def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
             f"the ledger counts {len(counted)} ({digest(counted)})"
         )
+    if (mixed := counted_mixed(tx, chain(tx, version))) != said.mixed:
+        problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {mixed}")
     twice = [x for x, n in Counter(u[0] for u in counted).items() if n > max_uses]
     if twice:
         problems.append(

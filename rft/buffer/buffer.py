@@ -21,6 +21,7 @@ from rft.buffer.base import Audit, LineageStart, Storage
 from rft.buffer.intake import batch_of
 from rft.buffer.ledger import Ledger, Offer, Stored
 from rft.buffer.limiter import Limiter
+from rft.buffer.mix import Mix
 from rft.buffer.order import DAMAGED, Choice, Closed, Group, Order, Wait, Wanted
 from rft.buffer.replay import make_selector
 from rft.buffer.settings import BufferSettings
@@ -42,10 +43,10 @@ class Buffer:
     Every method that takes `lineage` raises Fenced for another lineage than the newest: a trainer that was replaced learns so.
     """
 
-    def __init__(self, settings: BufferSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds that only go forward, for the rest between two uses."""
+    def __init__(self, settings: BufferSettings, *, clock: Callable[[], float] = time.monotonic, mix: Mix | None = None) -> None:
+        """`clock`: seconds that only go forward, for the rest between two uses.  `mix`: rows of another source for each lease."""
         self._settings = settings
-        self._clock = clock
+        self._clock, self._mix = clock, mix
         self._storage = make_storage(settings)
         self._ledger = Ledger(settings, self._storage)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rft-buffer")
@@ -58,6 +59,8 @@ class Buffer:
         self._lineage = 0
         self._closed = False
         self._closing = asyncio.Event()
+        self._quiet = asyncio.Event()  # no append is with the ledger
+        self._quiet.set()
 
     async def open(self) -> None:
         """Creates or checks the ledger.  Raises SetupError on a network file system, BufferFailed when it has another owner."""
@@ -71,6 +74,8 @@ class Buffer:
         Raises BufferFailed when `consumption`, of the checkpoint's manifest, is not what the ledger counts for `parent`.
         """
         start, groups = await self._work(self._ledger.start_lineage, parent, consumption)
+        if self._mix is not None:
+            await self._work(self._ledger.mix_in, start.lineage, self._mix)
         self._lineage = start.lineage
         self._order = Order(self._settings, start.cursor, groups, make_selector(self._settings, self._clock))
         await self._notify()
@@ -170,12 +175,12 @@ class Buffer:
         order = self._order
         try:
             try:
-                frame, statistics = await self._work(self._ledger.lease, lineage, step, choice)
+                frame, statistics = await self._work(self._ledger.lease, lineage, step, choice, self._mix)
             except PayloadDamaged:
                 if self._settings.on_damaged_payload == "stop":
                     raise
                 await self._leave_out(order, wanted, choice)
-                frame, statistics = await self._work(self._ledger.lease, lineage, step, choice)
+                frame, statistics = await self._work(self._ledger.lease, lineage, step, choice, self._mix)
         except BaseException:
             if step in order.leases:
                 order.give_back(step)
@@ -204,7 +209,7 @@ class Buffer:
             most = self._settings.max_uses
             rows = [row for _, part in choice.picked for row in part]
             used = [r.id for r in rows if r.uses + 1 >= most]
-            await self._work(self._ledger.use, lineage, step, [r.id for r in rows], used)
+            await self._work(self._ledger.use, lineage, step, [r.id for r in rows], used, self._mix)
             await self._done(order, step, most)
 
     async def explain(self, lineage: int, step: int, reason: str) -> None:
@@ -226,6 +231,8 @@ class Buffer:
 
     async def audit(self) -> Audit:
         """Counts of the current lineage, and whether ledger, facts and memory agree."""
+        while not self._quiet.is_set():  # what the ledger has stored is in memory, too
+            await self._quiet.wait()
         order = self._order
         return await self._work(self._ledger.audit, order.num_leased, order.num_waiting)
 
@@ -265,8 +272,12 @@ class Buffer:
         self._check_open()
         return await self._repeat(functools.partial(call, *args, **kwargs))
 
-    async def _repeat(self, call: Callable[[], R]) -> R:
-        """Runs on the ledger's thread; again and again while no space is left, which changes nothing, for a while."""
+    async def _repeat(self, call: Callable[[], R], quiet: asyncio.Event | None = None) -> R:
+        """Runs on the ledger's thread; again and again while no space is left, which changes nothing, for a while.
+
+        `quiet` is set while it waits for the next try.
+        """
+        quiet = quiet or asyncio.Event()
         loop = asyncio.get_running_loop()
         deadline: float | None = None
         while True:
@@ -281,9 +292,11 @@ class Buffer:
                     )
                 if loop.time() >= deadline or self._closed:
                     raise
+            quiet.set()
             with contextlib.suppress(TimeoutError):  # no event tells of free space; closing ends the wait
                 async with asyncio.timeout(_FULL_DISK_RETRY_S):
                     await self._closing.wait()
+            quiet.clear()
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -293,25 +306,34 @@ class Buffer:
         """Group commit: all appends that came while the last transaction ran share the next one."""
         while self._offers:
             now, self._offers = self._offers[:_GROUP_COMMIT], self._offers[_GROUP_COMMIT:]
-            answers: Sequence[Stored | BaseException]
-            order = self._order
+            self._quiet.clear()
             try:
-                answers = await self._repeat(functools.partial(self._ledger.append, [offer for offer, _ in now]))
-            except Exception as e:  # belongs to every append of the transaction
-                answers = [e] * len(now)
-            for (offer, _), answer in zip(now, answers, strict=True):
-                if isinstance(answer, Stored) and answer.key is not None:
-                    order.add(answer.key, answer.group)
-                if offer.accepted:
-                    self._limiter.settle(len(offer.frame))
-            for (_, future), answer in zip(now, answers, strict=True):
-                if future.done():  # the caller gave up waiting; stored is stored
-                    continue
-                if isinstance(answer, Stored):
-                    future.set_result(answer.result)
-                else:
-                    future.set_exception(answer)
-            await self._notify()
+                await self._store(now)
+            finally:
+                self._quiet.set()
+            await asyncio.sleep(0)  # who waits for quiet has a turn
+
+    async def _store(self, now: list[tuple[Offer, asyncio.Future[AppendResult]]]) -> None:
+        """One transaction."""
+        answers: Sequence[Stored | BaseException]
+        order = self._order
+        try:
+            answers = await self._repeat(functools.partial(self._ledger.append, [offer for offer, _ in now]), self._quiet)
+        except Exception as e:  # belongs to every append of the transaction
+            answers = [e] * len(now)
+        for (offer, _), answer in zip(now, answers, strict=True):
+            if isinstance(answer, Stored) and answer.key is not None:
+                order.add(answer.key, answer.group)
+            if offer.accepted:
+                self._limiter.settle(len(offer.frame))
+        for (_, future), answer in zip(now, answers, strict=True):
+            if future.done():  # the caller gave up waiting; stored is stored
+                continue
+            if isinstance(answer, Stored):
+                future.set_result(answer.result)
+            else:
+                future.set_exception(answer)
+        await self._notify()
 
     async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
         """Wait for room for a group.  A frame that cannot be read is let through: the ledger refuses and counts it."""

@@ -22,9 +22,9 @@ from rft.buffer.count import count
 from rft.buffer.database import Database
 from rft.buffer.intake import Intake, clean, read
 from rft.buffer.migrate import prepare
-from rft.buffer.order import DAMAGED, DROPPED, Choice, Group, Row
 from rft.buffer.mix import Mix, remember
 from rft.buffer.mix import counted as counted_mixed
+from rft.buffer.order import DAMAGED, DROPPED, Choice, Group, Row
 from rft.buffer.outcomes import outcomes, same_tasksets
 from rft.buffer.schema import (
     batches,
@@ -34,6 +34,7 @@ from rft.buffer.schema import (
     groups,
     leases,
     lineages,
+    mixed_uses,
     put_many,
     rejections,
     uses,
@@ -569,7 +570,7 @@ def _checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
     row: dict[str, object] = {
         "lineage": version.lineage,
         "step": version.step,
-        **msgspec.structs.asdict(stated),
+        **{name: getattr(stated, name) for name in ("num_uses", "digest", "cursor")},
         "created": time.time(),
     }
     again = "num_uses = excluded.num_uses, digest = excluded.digest, cursor = excluded.cursor, created = excluded.created"

@@ -121,6 +121,16 @@ uses = Table(
     Index("ix_uses_step", "lineage", "step"),
 )
 
+mixed_uses = Table(  # of rows that are read from another source than this ledger
+    "mixed_uses",
+    metadata,
+    Column("source", Text, nullable=False),
+    Column("experience", Id, nullable=False),
+    Column("lineage", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    PrimaryKeyConstraint("source", "experience", "lineage", "step"),
+)
+
 explanations = Table(
     "explanations",
     metadata,

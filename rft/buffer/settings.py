@@ -20,6 +20,16 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixSettings:
+    """Rows of another source in each train batch, see `rft.buffer.mix`."""
+
+    name: str  # of the auxiliary buffer
+    rows: int  # of each train batch, beside those of the lease
+    shuffle: bool = False
+    seed: int = 42
+
+
+@dataclass(frozen=True, kw_only=True)
 class BufferSettings:
     """One experience buffer: a ledger and a payload storage."""
 

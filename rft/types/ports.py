@@ -222,6 +222,7 @@ class Consumption(Struct, frozen=True, kw_only=True):
     num_uses: int
     digest: str  # xxh3-128 over the sorted lines "id@lineage:step" of all counted uses
     cursor: int  # first explore batch that is not wholly used or explained
+    mixed: dict[str, int] = field(default_factory=dict)  # uses of rows of other sources, by source
 
 
 class BufferWriter(Protocol):
