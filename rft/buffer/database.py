@@ -199,7 +199,7 @@ class Database:
                 tx.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": holder.pid})
             try:  # an owner that was just killed is given a moment
                 with tx.begin_nested():
-                    tx.execute(text("SET LOCAL lock_timeout = '2s'"))
+                    tx.execute(text("SET LOCAL lock_timeout = '1s'"))
                     tx.execute(text(f"SELECT pg_advisory_lock({_LOCK_KEY})"), schema)
             except DBAPIError as e:
                 if getattr(e.orig, "sqlstate", None) != "55P03":

@@ -52,11 +52,13 @@ class PostgresServer:
         self._folder = Path(tempfile.mkdtemp(prefix="rft-pg-"))
         self._process: subprocess.Popen[str] | None = None
         self._log: list[str] = []
-        self._reader: threading.Thread | None = None
+        self._keeper: threading.Thread | None = None
         if self._user is not None:
             shutil.chown(self._folder, self._user)
         self.url = f"postgresql://rft@/postgres?host={self._folder}"
-        made = self._command("initdb", "-D", str(self._data), "-U", "rft", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "-N")
+        made = self._command(
+            "initdb", "-D", str(self._data), "-U", "rft", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "-N"
+        )
         done = subprocess.run(made, capture_output=True, text=True, user=self._user, cwd="/", timeout=60)
         if done.returncode:
             raise RuntimeError(f"initdb failed: {done.stdout}{done.stderr}")
@@ -69,20 +71,10 @@ class PostgresServer:
 
     def start(self) -> None:
         """Returns when it accepts connections."""
-        options = [x for name, value in _OPTIONS.items() for x in ("-c", f"{name}={value}")]
         self._log, ready = [], threading.Event()
-        self._process = subprocess.Popen(
-            self._command("postgres", "-D", str(self._data), "-k", str(self._folder), *options),
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            user=self._user,
-            cwd="/",
-            preexec_fn=_end_with_parent(),
-        )
-        self._reader = threading.Thread(target=self._read, args=(self._process, ready), daemon=True, name="postgres-log")
-        self._reader.start()
-        if not ready.wait(START_S) or self._process.poll() is not None:
+        self._keeper = threading.Thread(target=self._keep, args=(ready,), daemon=True, name="postgres")
+        self._keeper.start()
+        if not ready.wait(START_S) or self._process is None or self._process.poll() is not None:
             self.stop()
             raise RuntimeError(f"PostgreSQL did not start: {' '.join(self._log[-5:])}")
 
@@ -92,9 +84,9 @@ class PostgresServer:
             self._process.send_signal(how)
             self._process.wait(START_S)
             self._process = None
-        if self._reader is not None:
-            self._reader.join(START_S)
-            self._reader = None
+        if self._keeper is not None:
+            self._keeper.join(START_S)
+            self._keeper = None
 
     def crash(self) -> None:
         """kill -9 of every process of the server; the folder stays as they left it."""
@@ -115,7 +107,7 @@ class PostgresServer:
         self.start()
 
     def close(self) -> None:
-        self.stop()
+        self.stop(signal.SIGQUIT)
         shutil.rmtree(self._folder)
 
     def run(self, sql: str) -> list[tuple[object, ...]]:
@@ -133,15 +125,29 @@ class PostgresServer:
     def _data(self) -> Path:
         return self._folder / "data"
 
-    def _read(self, process: subprocess.Popen[str], ready: threading.Event) -> None:
-        """Keeps the server's pipe empty; ends with it."""
-        assert process.stderr is not None
-        with process.stderr as lines:
-            for line in lines:
-                self._log.append(line.strip())
-                if _READY in line:
-                    ready.set()
-        ready.set()  # it ended: `start` looks
+    def _keep(self, ready: threading.Event) -> None:
+        """Starts the server and keeps its pipe empty, until it ends.  (What tells it of its parent's death goes by thread.)"""
+        options = [x for name, value in _OPTIONS.items() for x in ("-c", f"{name}={value}")]
+        try:
+            self._process = subprocess.Popen(
+                self._command("postgres", "-D", str(self._data), "-k", str(self._folder), *options),
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                user=self._user,
+                cwd="/",
+                preexec_fn=_end_with_parent(),
+            )
+            assert self._process.stderr is not None
+            with self._process.stderr as lines:
+                for line in lines:
+                    self._log.append(line.strip())
+                    if _READY in line:
+                        ready.set()
+        except OSError as e:
+            self._log.append(str(e))
+        finally:
+            ready.set()  # it ended: `start` looks
 
 
 @pytest.fixture(scope="session")
