@@ -531,3 +531,30 @@ def test_audit_exit_code_follows_the_audit(as_json: bool, run_dir: Path, monkeyp
         out, _, code = said("buffer", "audit", str(run_dir), *(["--json"] if as_json else []))
         assert code == expected
         assert json.loads(out)["ok"] == (code == 0) if as_json else ("balanced     NO" in out) == (code == 4)
+
+
+# ------------------------------------------------------------ --config
+
+
+def test_the_configuration_stands_for_the_folder(tmp_path: Path) -> None:
+    """Also with the ledger elsewhere, which the folder's pointer names."""
+    file = tmp_path / "asked.yaml"
+    ledger = tmp_path / "elsewhere" / "ledger.db"
+    file.write_text(
+        f"name: asked\ncheckpoint_root_dir: {tmp_path}/runs\nmodel: {{model_path: none, max_prompt_tokens: 8, max_response_tokens: 8}}\n"
+        "buffer:\n  explorer_input:\n    default_workflow_type: simple_workflow\n    default_reward_fn_type: exact_answer\n"
+        f'    taskset: {{path: "rft.testing.tiny:copy_tasks"}}\n  trainer_input: {{experience_buffer: {{path: "sqlite:///{ledger}"}}}}\n'
+    )
+    folder = tmp_path / "runs" / "rft" / "asked"
+    _, err, code = said("buffer", "stats", "--config", str(file))
+    assert code == 2 and str(folder) in err  # the run has not begun
+    asyncio.run(play(folder, ledger_url=f"sqlite:///{ledger}"))
+    for words in (("--config", str(file)), (str(folder),)):
+        out, err, code = said("buffer", "stats", "--json", *words)
+        assert code == 0 and json.loads(out)["experiences"] == 22, err
+    assert said("buffer", "query", "--config", str(file), "SELECT count(*) AS n FROM v_experiences")[0].splitlines() == [
+        " n",
+        "22",
+    ]
+    assert said("buffer", "audit", "--config", str(file), "--no-payload")[2] == 0
+    assert "22 experiences" in said("buffer", "export", "-c", str(file), "--to", str(tmp_path / "x.parquet"))[0]
