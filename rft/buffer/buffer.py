@@ -24,6 +24,7 @@ from rft.buffer.limiter import Limiter
 from rft.buffer.mix import Mix
 from rft.buffer.order import DAMAGED, Choice, Closed, Group, Order, Wait, Wanted
 from rft.buffer.replay import make_selector
+from rft.buffer.reserve import Reserve
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, DeadlineExceeded, DiskFull, Fenced, PayloadDamaged, ShortBatch
 from rft.plugins import REGISTRY
@@ -53,6 +54,8 @@ class Buffer:
         self._changed = asyncio.Condition()
         self._order = Order(settings, 0, [], make_selector(settings, clock))
         self._limiter = Limiter(settings)
+        place = self._ledger.place.path
+        self._reserve = Reserve(place and place.with_name(f"{settings.name}.reserve"), settings.full_disk_reserve_bytes)
         self._offers: list[tuple[Offer, asyncio.Future[AppendResult]]] = []
         self._flusher: asyncio.Task[None] | None = None
         self._turns: dict[int, tuple[asyncio.Lock, int]] = {}  # by step: calls about it that run or wait
@@ -262,6 +265,7 @@ class Buffer:
             await self._flusher
         await self._notify()
         self._ledger.stop()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._reserve.close)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.close)
         self._thread.shutdown()
 
@@ -272,18 +276,21 @@ class Buffer:
         self._check_open()
         return await self._repeat(functools.partial(call, *args, **kwargs))
 
-    async def _repeat(self, call: Callable[[], R], quiet: asyncio.Event | None = None) -> R:
+    async def _repeat(self, call: Callable[[], R], *, appends: bool = False) -> R:
         """Runs on the ledger's thread; again and again while no space is left, which changes nothing, for a while.
 
-        `quiet` is set while it waits for the next try.
+        What does not append may use the reserve.
         """
-        quiet = quiet or asyncio.Event()
+        quiet = self._quiet if appends else asyncio.Event()
         loop = asyncio.get_running_loop()
         deadline: float | None = None
         while True:
             try:
                 return await loop.run_in_executor(self._thread, call)
             except DiskFull as e:
+                if not appends and await loop.run_in_executor(self._thread, self._reserve.spend):
+                    log.warning("%s  The space that is kept for the trainer is used now.", e)
+                    continue
                 wait_s = self._settings.full_disk_wait_s
                 if deadline is None:
                     deadline = loop.time() + wait_s
@@ -318,7 +325,7 @@ class Buffer:
         answers: Sequence[Stored | BaseException]
         order = self._order
         try:
-            answers = await self._repeat(functools.partial(self._ledger.append, [offer for offer, _ in now]), self._quiet)
+            answers = await self._repeat(functools.partial(self._append, [offer for offer, _ in now]), appends=True)
         except Exception as e:  # belongs to every append of the transaction
             answers = [e] * len(now)
         for (offer, _), answer in zip(now, answers, strict=True):
@@ -334,6 +341,10 @@ class Buffer:
             else:
                 future.set_exception(answer)
         await self._notify()
+
+    def _append(self, offers: list[Offer]) -> Sequence[Stored | BufferFailed]:
+        self._reserve.fill()
+        return self._ledger.append(offers)
 
     async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
         """Wait for room for a group.  A frame that cannot be read is let through: the ledger refuses and counts it."""

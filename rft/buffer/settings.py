@@ -46,6 +46,7 @@ class BufferSettings:
     capacity_bytes: int = 4 << 30  # and bytes of their payload
     on_damaged_payload: Literal["stop", "explain"] = "stop"
     full_disk_wait_s: float = 600.0  # how long a write is repeated while no space is left
+    full_disk_reserve_bytes: int = 4 << 20  # beside an SQLite ledger, for the trainer's writes
     max_uses: int = 1
     replay: ReplaySettings | None = None  # None = oldest first
     resume_rows: Literal["orphan", "keep"] = "orphan"

@@ -67,7 +67,9 @@ def test_a_segment_is_read_without_the_ledger(tmp_path: Path, tx: Connection) ->
     queue.close()
 
 
-def test_folders_stay_small_and_numbers_are_not_used_again(tmp_path: Path, tx: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_stay_small_and_numbers_are_not_used_again(
+    tmp_path: Path, tx: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_PER_FOLDER", 4)
     first = opened("file", tmp_path)
     there = [x for n in range(0, 12, 3) for x in first.put([block(n + i) for i in range(3)], tx)]
