@@ -80,9 +80,8 @@ class Plan:
         most = self.sync.max_staleness
         if self.buffer.replay is not None:
             return most
-        # an explore batch that is asked for because a step lacks rows begins one step early, and may feed the step after it
-        early = self.buffer.on_short_batch == "carry" and self.sync.offset == 0
-        bound = schedule(self.sync).staleness_bound + early
+        # a batch that is asked for because a step lacks rows begins before its turn; what that step leaves of it feeds the next one
+        bound = schedule(self.sync).staleness_bound + (self.buffer.on_short_batch == "carry")
         return bound if most is None else min(bound, most)
 
     @property

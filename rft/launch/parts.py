@@ -60,7 +60,9 @@ def schedule(plan: Plan, start: Start) -> Schedule:
 
 async def buffer(plan: Plan) -> Any:
     from rft.buffer.buffer import Buffer
+    from rft.plugins import load_all
 
+    load_all(plan.plugin_dirs)  # priority functions, storages
     made = Buffer(plan.buffer)
     await made.open()
     return made
@@ -109,6 +111,9 @@ class Coordinator:
 
     async def trained(self, step: int, *, finished: bool = False) -> None:
         await self.sync.trained(step, finished=finished)
+
+    async def explore_on(self, batch: int) -> None:
+        await self.sync.explore_on(batch)
 
     async def may_explore(self, batch: int) -> Version | None:
         return await self.sync.may_explore(batch)
@@ -204,6 +209,7 @@ class TrainerPart:
         from rft.trainer.trainer import Trainer
 
         self._transport = make(self.plan.sync, self.plan.run_dir / "sync")
+        when = schedule(self.plan, start)
         ranks = Ranks(self.learner, others)
         try:
             if start.checkpoint is not None:
@@ -218,7 +224,8 @@ class TrainerPart:
                 lineage=start.lineage,
                 start_step=start.step,
                 parent=start.parent,
-                must_publish=schedule(self.plan, start).must_publish,
+                must_publish=when.must_publish,
+                first_after=when.first_after,
             )
             await self._trainer.run()
         finally:

@@ -74,7 +74,7 @@ class Synchronizer:
         self._spoilt: set[Version] = set()  # wrote rows without a canary; the label cannot be made good any more
         self._trained, self._finished = start.step, False
         self._under_way: set[int] = set()  # explore batches
-        self._granted = 0  # batches before this one need no newer version: the trainer lacks their rows
+        self._ahead = 0  # batches that went into earlier steps than the schedule counts with, because steps lacked rows
         self._error: BaseException | None = None
         self._waits: dict[int, str] = {}
 
@@ -112,9 +112,10 @@ class Synchronizer:
 
     async def explore_on(self, batch: int) -> None:
         """See `WeightSync`."""
-        log.info("explore batch %d may begin before its turn: the trainer lacks rows for a step", batch)
+        ahead = batch + 1 - self._schedule.first_after(self._trained + 1)
+        log.info("explore batch %d may begin before its turn: step %d lacks rows", batch, self._trained + 1)
         async with self._changed:
-            self._granted = max(self._granted, batch + 1)
+            self._ahead = max(self._ahead, ahead)
             self._changed.notify_all()
 
     # ------------------------------------------------------------ explorer's side
@@ -126,7 +127,7 @@ class Synchronizer:
         def ready() -> bool:
             if self._finished or self._loaded is None:
                 return self._finished
-            return batch < self._granted or self._schedule.may_explore(batch, self._loaded.step)
+            return self._schedule.may_explore(max(0, batch - self._ahead), self._loaded.step)
 
         await self._wait(ready, f"explore batch {batch}", f"weights of train step {need} or later")
         if self._finished:

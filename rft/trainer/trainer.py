@@ -54,6 +54,7 @@ class Trainer:
         self._ranks, self._buffer, self._sync, self._sink, self._transport = ranks, buffer, sync, sink, transport
         self._lineage, self._start, self._parent = lineage, start_step, parent
         self._must_publish, self._first_after = must_publish, first_after
+        self._ahead = 0  # explore batches that steps which lacked rows took beyond their own
         self._checkpoints = Checkpoints(settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=ranks.aside)
         self._stop = asyncio.Event()
         self._published: Version | None = None
@@ -120,7 +121,7 @@ class Trainer:
     async def _read(self, step: int) -> Lease:
         """The lease of `step`.  Where rows are missing that only a later batch can give, that batch is asked for."""
         s = self.settings
-        until = self._first_after(step) if self._first_after is not None else None
+        first = None if self._first_after is None else self._first_after(step)
         while True:
             try:
                 return await self._buffer.lease(
@@ -129,11 +130,11 @@ class Trainer:
                     rows=s.batch_rows,
                     deadline_s=s.read_deadline_s,
                     max_staleness=s.max_staleness,
-                    until=until,
+                    until=None if first is None else first + self._ahead,
                 )
             except NeedMore as e:
                 await self._sync.explore_on(e.batch)
-                until = e.batch + 1
+                self._ahead = max(self._ahead, e.batch + 1 - (first or 0))
 
     async def _train(self, lease: Lease) -> tuple[Feed, StepReport]:
         """Train on the lease and account for its rows."""

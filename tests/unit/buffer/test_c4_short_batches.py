@@ -36,7 +36,7 @@ class Pair:
     refuse: random.Random
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     published: int = 0
-    granted: int = 0
+    ahead: int = 0
     trained: list[int] = field(default_factory=list)  # rows of each step
     ages: list[int] = field(default_factory=list)
     ended: str = ""
@@ -46,7 +46,7 @@ class Pair:
         for b in range(BATCHES):
             async with self.changed:
                 await self.changed.wait_for(
-                    lambda b=b: b < self.granted or self.schedule.may_explore(b, self.published)  # type: ignore[misc]
+                    lambda b=b: self.schedule.may_explore(max(0, b - self.ahead), self.published)  # type: ignore[misc]
                 )
                 version = Version(1, self.published)
             accepted = 0
@@ -62,8 +62,8 @@ class Pair:
 
     async def train(self) -> None:
         reader, step = self.buffer.reader(1), 0
-        until = self.schedule.first_after(1)
         while True:
+            first = self.schedule.first_after(step + 1)
             try:
                 lease = await reader.lease(
                     step + 1,
@@ -71,13 +71,12 @@ class Pair:
                     rows=self.rows,
                     deadline_s=20,  # never reached: whatever ends the wait is an event
                     max_staleness=None,
-                    until=until,
+                    until=first + self.ahead,
                 )
             except NeedMore as e:
                 async with self.changed:
-                    self.granted = max(self.granted, e.batch + 1)
+                    self.ahead = max(self.ahead, e.batch + 1 - first)
                     self.changed.notify_all()
-                until = e.batch + 1
                 continue
             except (EndOfData, ShortBatch) as e:
                 self.ended = f"{type(e).__name__}: {e}"
@@ -92,7 +91,6 @@ class Pair:
                 async with self.changed:
                     self.published = step
                     self.changed.notify_all()
-            until = self.schedule.first_after(step + 1)
 
 
 async def play(folder: Path, policy: str, interval: int, offset: int, rows: int | None, seed: int, **more: object) -> Pair:
@@ -117,7 +115,7 @@ async def test_c4_carry_trains_on_to_the_end(tmp_path: Path, interval: int, offs
     pair = await play(tmp_path, "carry", interval, offset, rows, 1)
     assert pair.ended.startswith("EndOfData")
     assert pair.trained
-    assert max(pair.ages) <= pair.schedule.staleness_bound + (offset == 0)
+    assert max(pair.ages) <= pair.schedule.staleness_bound + 1
 
 
 @pytest.mark.slow
@@ -125,7 +123,8 @@ async def test_c4_carry_trains_on_to_the_end(tmp_path: Path, interval: int, offs
 async def test_c4_twenty_seeds(tmp_path: Path, seed: int) -> None:
     for n, (interval, offset, rows) in enumerate(COUPLINGS):
         for policy in ("carry", "train", "stop"):
-            await play(tmp_path / f"{n}{policy}", policy, interval, offset, rows, seed)
+            pair = await play(tmp_path / f"{n}{policy}", policy, interval, offset, rows, seed)
+            assert max(pair.ages, default=0) <= pair.schedule.staleness_bound + (policy == "carry")
 
 
 @pytest.mark.parametrize(("interval", "offset", "rows"), [(1, 0, None), (1, 0, 6), (3, 2, None)])
