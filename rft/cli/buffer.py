@@ -30,6 +30,12 @@ def buffer() -> None:
     """Look into a run's experience buffer."""
 
 
+def _told(count: int) -> None:
+    """How far an export is, for somebody who watches."""
+    if sys.stderr.isatty():
+        print(f"\r{count} experiences", end="\r", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _opened(run: Path | None, config: Path | None) -> Iterator[Questions]:
     from rft.buffer.query import open_run
@@ -115,7 +121,7 @@ def export(
     from rft.cli.show import human
 
     with _opened(run, config) as questions:
-        count = write(questions, to, where=where, tokens=tokens)
+        count = write(questions, to, where=where, tokens=tokens, told=_told)
     print(f"{to}  {count} experiences, {human(to.stat().st_size)}")
 
 

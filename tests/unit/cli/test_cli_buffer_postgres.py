@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow.parquet as pq
 import pytest
 
@@ -101,6 +102,20 @@ def test_an_open_question_holds_no_writer_up(run_dir: Path, postgres: PostgresSe
         assert next(answer.rows)
         postgres.run("SET lock_timeout = '1ms'; UPDATE asked_pg_experience_buffer.experiences SET reward = reward")
         assert len(list(answer.rows)) == 21
+
+
+def test_who_may_edit_rewards_needs_no_more_rights_than_that(run_dir: Path, postgres: PostgresServer) -> None:
+    schema = "asked_pg_experience_buffer"
+    postgres.run(
+        f"CREATE ROLE judge; GRANT USAGE ON SCHEMA {schema} TO judge; GRANT SELECT, UPDATE (reward) ON {schema}.experiences TO judge"
+    )
+    edit = f"SET ROLE judge; UPDATE {schema}.experiences SET reward = 0.25 WHERE id = '0001.00.00000002.000001.0001.00.0000'"
+    postgres.run(edit)
+    assert postgres.run(f"SELECT old_reward, new_reward FROM {schema}.reward_edits") == [(1.0, 0.25)]
+    assert json.loads(said("buffer", "stats", str(run_dir), "--json")[0])["edits"] == 1
+    for wrong in (edit.replace("0.25", "'NaN'"), edit.replace("reward =", "state ="), edit.replace("00000002", "00000001")):
+        with pytest.raises(psycopg.Error, match=r"finite number|permission denied|is leased or was trained"):
+            postgres.run(wrong)
 
 
 def test_a_server_that_is_gone(tmp_path: Path) -> None:
