@@ -5,22 +5,30 @@ Each case plays one run of `Plan` with faults drawn from its seed and raises Ass
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 import shutil
+import sqlite3
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from sqlalchemy import func, select
 
 from rft import faults
-from rft.testing.lab.judge import told
+from rft.buffer.audit import audit_run
+from rft.buffer.place import connect, find
+from rft.buffer.schema import FORMAT, experiences
+from rft.testing.lab.judge import Verdict, told
 from rft.testing.lab.lab import Fault, Lab, Nursery, Result, lose_power
 from rft.testing.lab.plan import Plan
 from rft.testing.lab.roles import FAILED, FENCED
+from rft.testing.postgres import PostgresServer
 from rft.trainer import manifest as manifests
 
 EXPLORER = (
@@ -256,9 +264,7 @@ def back_pressure(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     """The trainer stands still, the explorer is free to run ahead: it is held at `capacity`, and nothing is lost."""
     plan = msgspec.structs.replace(plan, capacity=5, offset=1000, steps=12)
     lab = Lab(nursery, plan, (Fault(role="trainer", fault=f"lab.trainer.forward:{dice.randint(1, 4)}=stop"),))
-    assert lab.start_buffer()
-    lab.start("trainer")
-    lab.start("explorer0")
+    lab.begin("buffer", "trainer", "explorer0")
     lab.wait_until_stopped("trainer")
     lab.nothing_happens()
     trained = {e["step"] for e in told(plan) if e["event"] in ("used", "skipped")}
@@ -275,9 +281,7 @@ def starvation(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     plan = msgspec.structs.replace(plan, deadline_s=0.5)
     point = dice.choice(EXPLORER)
     lab = Lab(nursery, plan, (Fault(role="explorer0", fault=f"{point}:{dice.randint(2, 6)}=kill"),))
-    assert lab.start_buffer()
-    lab.start("trainer")
-    lab.start("explorer0")
+    lab.begin("buffer", "trainer", "explorer0")
     lab.wait_for_end("trainer")
     assert f"trainer {FAILED}" in lab.deaths, lab.deaths
     (why,) = [e["why"] for e in told(plan) if e["event"] == "failed"]
@@ -293,9 +297,7 @@ def two_trainers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     """A second trainer takes over while the first one stands still; when that one wakes up, its next call is refused."""
     point = dice.choice(("forward", "optimizer", "checkpoint.files", "used"))
     lab = Lab(nursery, plan, (Fault(role="trainer", fault=f"lab.trainer.{point}:{dice.randint(1, 3)}=stop"),))
-    assert lab.start_buffer()
-    lab.start("trainer")
-    lab.start("explorer0")
+    lab.begin("buffer", "trainer", "explorer0")
     lab.wait_until_stopped("trainer")
     lab.start("rival0")
     lab.wait_until_told("rival0", "began")
@@ -308,9 +310,7 @@ def two_trainers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
 def same_identity(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     """Two explorers with one number: each group is stored once, and who comes second is told."""
     lab = Lab(nursery, plan)
-    assert lab.start_buffer()
-    lab.start("trainer")
-    lab.start("explorer0")
+    lab.begin("buffer", "trainer", "explorer0")
     lab.start("twin0")
     lab.play_on()
     return good(lab)
@@ -328,6 +328,128 @@ def clock_jumps(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     return kill_at(*dice.choice((("explorer", EXPLORER[3]), ("trainer", TRAINER[5]), ("buffer", "buffer.use.after"))))(
         nursery, msgspec.structs.replace(plan, clock=dice.randint(1, 3)), dice
     )
+
+
+def server_goes(point: str, go: Callable[[], None]) -> Callable[[Nursery, Plan, random.Random], Result]:
+    """`go` is done to the database server while the buffer is at the point; the run goes on without a restart."""
+
+    def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
+        lab = Lab(nursery, plan, (Fault(role="buffer", fault=f"{point}:{nth(point, dice)}=stop"),), on_stop=go)
+        lab.play()
+        failed = [d for d in lab.deaths if d.split()[1] not in ("0", "-9", "-15")]
+        assert not failed, failed
+        return good(lab)
+
+    return play
+
+
+def damage_payload(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
+    """A byte of waiting payload changes: found by the audit, not trained on; with `explain` its task is explored again."""
+    plan = msgspec.structs.replace(plan, steps=4, offset=1000, save_interval=1)
+    lab = Lab(nursery, plan, (Fault(role="trainer", fault="lab.trainer.forward:2=stop"),))
+    lab.begin("buffer", "trainer", "explorer0")
+    lab.wait_for_end("explorer0")  # all batches are stored
+    lab.end(list(lab.living))
+    _change_a_byte(plan, dice)
+    found = lab.result(finished=False).verdict.problems
+    assert (len(found) == 1 and "payload" in found[0]) or "segment" in found[0], found
+    lab = Lab(nursery, plan, first_life=1)
+    lab.begin("buffer", "trainer", "explorer0")
+    lab.wait_for_end("trainer")
+    lab.end(list(lab.living))
+    (failed,) = [e for e in told(plan) if e["event"] == "failed"]
+    assert failed["kind"] == "PayloadDamaged" and "on_damaged_payload: explain" in failed["why"], failed
+    lab = Lab(nursery, msgspec.structs.replace(plan, on_damaged_payload="explain"), first_life=2)
+    lab.play()
+    result = good(lab)
+    assert result.verdict.audit.explained.get("payload_damaged"), result.verdict.audit
+    return result
+
+
+def _change_a_byte(plan: Plan, dice: random.Random) -> None:
+    """Near the end of the newest block."""
+    if plan.storage == "sql":
+        with contextlib.closing(sqlite3.connect(find(plan.run).path or "")) as raw, raw:
+            number, block = raw.execute("SELECT id, block FROM payloads ORDER BY id DESC LIMIT 1").fetchone()
+            data = bytearray(block)
+            data[-dice.randint(1, 40)] ^= 0x10
+            raw.execute("UPDATE payloads SET block = ? WHERE id = ?", (bytes(data), number))
+        return
+    file = max(p for p in (plan.run / "buffer").rglob("*") if p.suffix in (".seg", ".blk"))
+    data = bytearray(file.read_bytes())
+    data[-dice.randint(1, 200)] ^= 0x10
+    file.write_bytes(data)
+
+
+def kill_the_migration(format1: str) -> Callable[[Nursery, Plan, random.Random], Result]:
+    """A ledger of format 1 is opened; the process dies at any statement, or in any write, of its migration."""
+
+    def play(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
+        lab = Lab(nursery, plan, (
+            Fault(role="buffer", sql=dice.randint(1, 60)),
+            Fault(role="buffer", life=1, first_write=(k := dice.randint(1, 60)), last_write=k),
+            Fault(role="buffer", life=2, sql=dice.randint(1, 60)),
+        ))  # fmt: skip
+        settings = plan.settings()
+        path = settings.folder / f"{settings.name}.db"
+        path.parent.mkdir()
+        with contextlib.closing(sqlite3.connect(path)) as raw:
+            raw.executescript(format1)
+            before = _form(raw)
+            (acked,) = raw.execute("SELECT sum(num_rows) FROM groups").fetchone()
+        now = before
+        for _ in range(4):
+            lab.start_buffer()
+            lab.end(["buffer"])
+            with contextlib.closing(sqlite3.connect(path)) as raw:
+                now = _form(raw)
+            assert now == before or (now[0] == str(FORMAT) and now[1] == {c.name for c in experiences.columns}), now
+        assert now[0] == str(FORMAT), now
+        audit = audit_run(plan.run)
+        assert audit.ok and audit.acked == acked, audit
+        return Result(verdict=Verdict(problems=[], audit=audit), deaths=lab.deaths, recovered_s=[], seconds=0.0)
+
+    return play
+
+
+def _form(raw: sqlite3.Connection) -> tuple[str, set[str]]:
+    (number,) = raw.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+    return number, {r[1] for r in raw.execute("PRAGMA table_info(experiences)")}
+
+
+def readers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
+    """People look while it trains: queries, audits, and one transaction that stays open from beginning to end."""
+    plan = msgspec.structs.replace(plan, steps=30)
+    lab = Lab(nursery, plan)
+    lab.begin("buffer", "trainer", "explorer0")
+    stop, asked = threading.Event(), [0]
+    failed: list[str] = []
+
+    def ask() -> None:
+        engine = connect(find(plan.run), read_only=True)
+        try:
+            while not stop.is_set():
+                with engine.connect() as tx, tx.begin():
+                    tx.execute(select(func.count(), func.sum(experiences.c.num_tokens))).one()
+                audit = audit_run(plan.run, payload=False)
+                failed.extend(audit.problems)
+                asked[0] += 1
+        finally:
+            engine.dispose()
+
+    engine = connect(find(plan.run), read_only=True)
+    asker = threading.Thread(target=ask)
+    with engine.connect() as long, long.begin():
+        first = long.execute(select(func.count()).select_from(experiences)).scalar()
+        asker.start()
+        lab.play_on()
+        assert long.execute(select(func.count()).select_from(experiences)).scalar() == first, "a reader sees one moment"
+    stop.set()
+    asker.join()
+    engine.dispose()
+    assert not failed and asked[0], (asked, failed)
+    assert len(lab.lives) == 3 and set(lab.lives.values()) == {1}, lab.deaths
+    return good(lab)
 
 
 # ---------------------------------------------------------------- the table
@@ -354,9 +476,36 @@ def matrix(storage: str) -> Iterator[Case]:
         yield Case("F8", f"{name} for a checkpoint", disk_fails("trainer", error, in_place=False), needs_shim=True)
     yield Case("F9", "newest checkpoint damaged", damage_the_checkpoint)
     yield Case("F9", "older checkpoint, then the newer one again", resume_older)
+    yield Case("F9", "a byte of waiting payload changed", damage_payload)
     yield Case("F15", "trainer stands still, explorer free", back_pressure)
     yield Case("F16", "explorer dead, trainer waiting", starvation)
     yield Case("F19", "two trainers on one buffer", two_trainers)
     yield Case("F19", "two explorers of the same identity", same_identity)
     yield Case("F19", "every message twice", duplicates)
+    yield Case("F27", "queries and audits while it trains", readers)
     yield Case("F20", "clock jumps by an hour, or stands still", clock_jumps, needs_shim=True)
+
+
+def postgres_matrix(server: PostgresServer) -> Iterator[Case]:
+    """The cases that concern a ledger in PostgreSQL; `ledger_url` of the plan is the server's."""
+
+    def terminate() -> None:
+        server.run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'rft %'")
+
+    def crash() -> None:
+        server.crash()
+        server.start()
+
+    for point in (p for p in faults.BUFFER_POINTS if p.startswith("buffer.") and p not in ("buffer.drop", "buffer.lineage")):
+        yield Case("F5", f"pg_terminate_backend at {point}", server_goes(point, terminate))
+        yield Case("F5", f"kill -9 of the server at {point}", server_goes(point, crash))
+        yield Case("F5", f"kill -9 buffer at {point}", kill_at("buffer", point))
+    yield Case("F5", "kill -9 buffer at any statement or commit", kill_anywhere("buffer"))
+    for point in (EXPLORER[2], EXPLORER[5]):
+        yield Case("F1", f"kill -9 explorer at {point.removeprefix('lab.explorer.')}", kill_at("explorer", point))
+    for point in (TRAINER[3], TRAINER[8], TRAINER[10]):
+        yield Case("F2", f"kill -9 trainer at {point.removeprefix('lab.trainer.')}", kill_at("trainer", point))
+    yield Case("F6", "kill -9 of all processes at once", kill_everyone)
+    yield Case("F9", "older checkpoint, then the newer one again", resume_older)
+    yield Case("F19", "two trainers on one buffer", two_trainers)
+    yield Case("F19", "every message twice", duplicates)

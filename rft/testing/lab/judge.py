@@ -11,12 +11,12 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-from sqlalchemy import URL, Connection, create_engine, select
-from sqlalchemy.engine import Engine
+from sqlalchemy import Connection, select
 
 from rft.buffer.ancestry import chain, counted_uses
 from rft.buffer.audit import audit_run
 from rft.buffer.base import Audit
+from rft.buffer.place import connect, find
 from rft.buffer.schema import experiences, groups, uses
 from rft.testing.lab.plan import Plan, weights_of
 from rft.trainer import manifest as manifests
@@ -45,7 +45,7 @@ def judge(plan: Plan, *, finished: bool = True, may_lose: bool = False) -> Verdi
     audit = audit_run(plan.run)
     problems = [*audit.problems, *([] if audit.balanced else [f"the audit does not balance: {audit}"])]
     verdict = Verdict(problems=problems, audit=audit)
-    engine = open_ledger(plan)
+    engine = connect(find(plan.run), read_only=True)
     try:
         with engine.connect() as tx, tx.begin():
             _acknowledged(tx, plan, verdict, may_lose)
@@ -63,14 +63,6 @@ def judge(plan: Plan, *, finished: bool = True, may_lose: bool = False) -> Verdi
         elif newest is not None and (newest.folder / "trainer" / "weights").read_text() != weights_of(plan, plan.steps):
             problems.append("the weights are not those of a run without faults")
     return verdict
-
-
-def open_ledger(plan: Plan) -> Engine:
-    """The run's ledger, to read."""
-    if plan.ledger_url is not None:
-        return create_engine(plan.ledger_url)
-    path = (plan.run / "buffer" / "experience_buffer.db").resolve()
-    return create_engine(URL.create("sqlite", database=f"file:{path}", query={"mode": "ro", "uri": "true"}))
 
 
 def _acknowledged(tx: Connection, plan: Plan, verdict: Verdict, may_lose: bool) -> None:

@@ -148,7 +148,17 @@ def nursery(shim: Path | None = None) -> Iterator[Nursery]:
 class Lab:
     """One run: its living processes, what happens to them, and how often each was started."""
 
-    def __init__(self, nursery: Nursery, plan: Plan, faults: tuple[Fault, ...] = (), *, first_life: int = 0) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        plan: Plan,
+        faults: tuple[Fault, ...] = (),
+        *,
+        first_life: int = 0,
+        on_stop: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_stop` is called when a process has stopped at a fault point; then it is woken up again."""
+        self._on_stop = on_stop
         self.plan, self._nursery, self._faults = plan, nursery, faults
         self.living: dict[str, str] = {}  # role -> tag
         self.lives: dict[str, int] = {}
@@ -188,6 +198,14 @@ class Lab:
             self._note(news)
         return False
 
+    def begin(self, *roles: str) -> None:
+        """Start these; the buffer, if it is one of them, comes first and must come up."""
+        for role in roles:
+            if role != "buffer":
+                self.start(role)
+            elif not self.start_buffer():
+                raise AssertionError(f"the buffer did not come up: {self.deaths}")
+
     def wait_for(self, event: str, tag: str) -> dict[str, Any]:
         while True:
             news = self._nursery.next()
@@ -198,6 +216,9 @@ class Lab:
     def _note(self, news: dict[str, Any]) -> str | None:
         """The role that ended, if one of this run did."""
         for role, tag in list(self.living.items()):
+            if news.get("stopped") == tag and self._on_stop is not None:
+                self._on_stop()
+                self.go_on(role)
             if news.get("exit") == tag:
                 self._died(role, news["code"])
                 return role

@@ -66,6 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             folder=self.run / "buffer",
             storage_type=storage,
             ledger_url=self.ledger_url,
+            run=f"lab/faults/{Path(self.root).name}",
             durability=self.durability,
             capacity=self.capacity,
             num_explorers=self.explorers,

@@ -142,11 +142,11 @@ async def explorer(plan: Plan, events: Events, number: int) -> int:
         await client.call("room", line, batch, explorer=number)
         todo = [(task, ok) for task, ok in plan.tasks(batch) if (batch, task) not in held]
         fault("lab.explorer.group")
-        *most, last = todo or [None]
-        await asyncio.gather(*(_offer(plan, client, events, line, number, batch, task, version) for task in most if task))
+        most, last = todo[:-1], todo[-1:]
+        await asyncio.gather(*(_offer(plan, client, events, line, number, batch, task, version) for task in most))
         fault("lab.explorer.mid_batch")
-        if last is not None:
-            await _offer(plan, client, events, line, number, batch, last, version)
+        for task in last:
+            await _offer(plan, client, events, line, number, batch, task, version)
         fault("lab.explorer.batch")
         good, bad = plan.groups, len(plan.tasks(batch)) - plan.groups
         reasons = {"filtered": bad} if bad else {}
