@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -20,6 +21,7 @@ from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.types.task import Task
 
 _NAMED = 5
+_opened = lru_cache(maxsize=1)(open_chat)  # in a process that counts one part after the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +109,8 @@ def _chats(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit)
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:
-    """Tokens of each (messages, tools) under the fields of a PromptLimit."""
-    return _count(open_chat(limit["model_path"]), limit, chats)
+    """Tokens of each (messages, tools) under the fields of a PromptLimit; what another process does."""
+    return _count(_opened(limit["model_path"]), limit, chats)
 
 
 def _count(files: ChatFiles, limit: dict[str, Any], chats: list[Any]) -> list[int]:

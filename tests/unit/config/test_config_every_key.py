@@ -67,8 +67,11 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "data_processor.experience_pipeline.input_save_path": {"data_processor.experience_pipeline.save_input": True},
     # what holds for all tasksets is switched off for training, where other values are refused; evaluation inherits it
     "model.prompt_truncation_side": {"model.enable_prompt_truncation": False},
-    **{f"{t}.reader_path": {f"{t}.reader_name": "Rows"} for t in TASKSETS},
-    **{f"{t}.reader_name": {f"{t}.reader_path": "rows.py"} for t in TASKSETS},
+    **{
+        f"{t}.{n}": {f"{t}.reader_path": "rows.py", f"{t}.reader_name": "Rows"}
+        for t in TASKSETS
+        for n in ("reader_path", "reader_name")
+    },
     **{
         f"{t}.data_selector.feature_keys": {
             f"{t}.data_selector.selector_type": "offline_easy2hard",
