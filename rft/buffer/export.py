@@ -21,7 +21,7 @@ from rft.buffer.schema import experiences
 from rft.errors import ConfigError
 from rft.types.experience import Experience
 
-PAGE = 512  # experiences that are asked for at once
+PAGE = 256  # experiences that are asked for at once
 GROUP_ROWS = 2048  # largest row group
 GROUP_BYTES = 32 << 20  # it is also ended when its tokens and texts take so much
 SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])

@@ -257,7 +257,10 @@ class Questions:
         if not self.sqlite and (state is None or state[:2] in ("08", "28", "3D", "57")) and self._connection is None:
             remedy = "start the server; a password is taken from --config, RFT_LEDGER_URL, PGPASSWORD or ~/.pgpass"
             return ConfigError(redact(f"{self.where} cannot be reached: {line}; {remedy}"), key="RUN")
-        if not self.about or any(x in line for x in ("not a database", "malformed", "disk I/O error", "unable to open")):
+        if "unable to open" in line or "readonly database" in line:
+            rights = "a reader needs the right to read it and, while no run has it open, to write in its folder (SQLite's shared memory)"
+            return ConfigError(f"{self.where} cannot be opened: {line}; {rights}", key="RUN")
+        if not self.about or any(x in line for x in ("not a database", "malformed", "disk I/O error")):
             return ConfigError(
                 f"{self.where} cannot be read, it is damaged or no ledger: {line}; `rft buffer audit` says more", key="RUN"
             )

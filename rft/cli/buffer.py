@@ -169,10 +169,14 @@ def audit(
 
     from rft.buffer.audit import audit_run
     from rft.buffer.query import locate
+    from rft.errors import BufferFailed, ConfigError
 
     run_dir, url = _place(run, config)
     locate(run_dir, url)  # a wrong path is no failed audit
-    found = audit_run(run_dir, payload=payload, ledger_url=url)
+    try:
+        found = audit_run(run_dir, payload=payload, ledger_url=url)
+    except BufferFailed as e:  # there is nothing to count
+        raise ConfigError(str(e), key="RUN") from e
     if as_json:
         print(json.dumps({**msgspec.to_builtins(found), "balanced": found.balanced, "ok": found.ok}, indent=1))
     else:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,26 @@ def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch
         ]:
             _, err, code = said("buffer", "stats", str(tmp_path / name))
             assert code == 2 and why in err and len(err.splitlines()) == 1, (name, err)
+    for name in ("newer", "damaged", "torn", "empty"):
+        _, err, code = said("buffer", "audit", str(tmp_path / name))
+        assert code == 2 and "experience_buffer.db" in err, (name, err)
+
+
+async def test_a_run_that_was_killed_is_read_with_its_log(tmp_path: Path) -> None:
+    import shutil
+
+    buffer = Buffer(BufferSettings(folder=tmp_path / "run" / "buffer"))
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    await fill(buffer, 1, 0)
+    killed = tmp_path / "killed" / "buffer"
+    killed.mkdir(parents=True)
+    for suffix in ("", "-wal"):  # what a kill leaves; the shared memory of the log is made anew
+        name = f"experience_buffer.db{suffix}"
+        shutil.copy(tmp_path / "run" / "buffer" / name, killed / name)
+    await buffer.close()
+    out, err, code = said("buffer", "stats", str(tmp_path / "killed"), "--json")
+    assert code == 0 and json.loads(out)["states"] == {"available": 8}, err
 
 
 # ------------------------------------------------------------ export
@@ -486,13 +507,15 @@ async def test_a_long_question_holds_up_no_writer(tmp_path: Path) -> None:
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
     asked, answered = threading.Event(), threading.Event()
+    stop: list[Callable[[], None]] = []
 
     endless = """WITH RECURSIVE c(n) AS (SELECT count(*) FROM experiences UNION ALL SELECT n + 1 FROM c)
         SELECT n FROM c WHERE n < 20 OR n = -1"""
 
     def ask() -> None:
         ends = pytest.raises(ConfigError, match="took longer")
-        with open_run(tmp_path) as questions, ends, questions.ask(endless, timeout_s=3) as answer:
+        with open_run(tmp_path) as questions, ends, questions.ask(endless, timeout_s=120) as answer:
+            stop.append(questions.connection.connection.driver_connection.interrupt)  # type: ignore[union-attr]
             assert next(answer.rows) == (8,)  # the read transaction is open, and the question goes on
             asked.set()
             assert len(list(answer.rows)) < 0, "it has no end"
@@ -513,6 +536,7 @@ async def test_a_long_question_holds_up_no_writer(tmp_path: Path) -> None:
             db.execute("COMMIT")
         assert db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[0] == 0
     assert not answered.is_set(), "the question ended before the writer did; nothing was measured"
+    stop[0]()
     assert sorted(waits)[len(waits) // 2] < 0.1
     await asyncio.to_thread(thread.join, 10)
     assert (await buffer.audit()).ok
