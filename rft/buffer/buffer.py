@@ -69,7 +69,7 @@ class Buffer:
         """Creates or checks the ledger.  Raises SetupError on a network file system, BufferFailed when it has another owner."""
         await self._work(self._ledger.open)
         if not self._storage.durable:
-            log.warning("buffer %s keeps its payload in memory only (storage_path: none): it is not durable", self._settings.name)
+            log.warning("buffer %s keeps its payload in memory only (path: none): it is not durable", self._settings.name)
 
     async def start_lineage(self, parent: Version | None, consumption: Consumption | None) -> LineageStart:
         """A trainer takes over, going on from the checkpoint `parent` (None: from the base model); all earlier ones are fenced.

@@ -54,7 +54,8 @@ def refuse_network(folder: Path, mounts: str | None = None) -> None:
     if kind in NETWORK_FILE_SYSTEMS:
         raise SetupError(
             f"the buffer's folder {folder} is on a network file system ({kind}, mounted at {best}), where SQLite can lose data. "
-            "Put the run on a local disk (checkpoint_root_dir)."
+            "Put the run on a local disk (checkpoint_root_dir), or keep the ledger in PostgreSQL "
+            "(buffer.trainer_input.experience_buffer.path: postgresql://...)."
         )
 
 
