@@ -13,29 +13,46 @@ from pathlib import Path
 import pytest
 
 from rft.buffer.audit import audit_run
+from rft.testing.postgres import PostgresServer
 
 CHILD = Path(__file__).with_name("buffer_child.py")
 ROOT = CHILD.parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def live(run: Path, kind: str, nth: int) -> list[list[str]]:
-    done = subprocess.run(
-        [sys.executable, str(CHILD), str(run), kind, str(nth)], capture_output=True, text=True, cwd=ROOT, env=ENV, timeout=60
-    )
+def live(run: Path, kind: str, nth: int, *url: str) -> list[list[str]]:
+    command = [sys.executable, str(CHILD), str(run), kind, str(nth), *url]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENV, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     return [line.split() for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("kind", "lives", "seed"), [("sql", 10, 1), ("queue", 10, 2)])
+@pytest.mark.parametrize(("kind", "lives", "seed"), [("sql", 5, 1), ("queue", 4, 2), ("file", 4, 3)])
 def test_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path, kind: str, lives: int, seed: int) -> None:
+    many_lives(tmp_path, kind, lives, seed)
+
+
+@pytest.mark.parametrize(("kind", "lives", "seed"), [("sql", 4, 4)])
+def test_nor_with_the_ledger_in_postgres(tmp_path: Path, postgres: PostgresServer, kind: str, lives: int, seed: int) -> None:
+    many_lives(tmp_path, kind, lives, seed, postgres.url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("ledger", ["sqlite", "postgres"])
+@pytest.mark.parametrize("kind", ["sql", "queue", "file"])
+def test_nor_in_many_lives(tmp_path: Path, kind: str, ledger: str, seed: int, request: pytest.FixtureRequest) -> None:
+    many_lives(tmp_path, kind, 10, seed, *([request.getfixturevalue("postgres").url] if ledger == "postgres" else []))
+
+
+def many_lives(tmp_path: Path, kind: str, lives: int, seed: int, *url: str) -> None:
     dice = random.Random(seed)
     manifest: list[int] | None = None
     acked = 0
     for n in range(lives):
-        said = live(tmp_path, kind, dice.randrange(1, 160))
+        said = live(tmp_path, kind, dice.randrange(1, 250) if n else 250, *url)
         assert not [x for x in said if x[0] == "WRONG"]
-        acked += 12 * sum(x[0] == "acked" for x in said)
+        acked += sum(int(x[3]) for x in said if x[0] == "acked")
         manifest = next(([int(x[1]), int(x[2])] for x in reversed(said) if x[0] == "manifest"), manifest)
         audit = audit_run(tmp_path)
         assert audit.ok, (n, audit)
