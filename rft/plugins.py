@@ -210,6 +210,11 @@ def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
         REGISTRY.scan_folder(Path(folder).expanduser())
 
 
+def may_come(name: str, plugin_dirs: Iterable[str]) -> bool:
+    """Whether `name`, which is not marked yet, may be found once everything is loaded."""
+    return ":" in name or any(True for _ in plugin_dirs) or bool(importlib.metadata.entry_points(group=GROUP))
+
+
 def shipped_workflows() -> Path:
     """The folder of shipped workflows: beside the package in a source tree, inside it in a wheel."""
     inside = Path(__file__).parent / "_workflows"

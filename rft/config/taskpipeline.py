@@ -16,7 +16,7 @@ from rft.config.schema.data_processor import PriorityWeightsConfig, TaskPipeline
 from rft.config.schema.root import RunConfig
 from rft.config.yamlfile import parse
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY
+from rft.plugins import REGISTRY, may_come
 from rft.taskset.settings import TaskOperatorSettings, TaskPipelineSettings, TasksetSettings
 
 KEY = "data_processor.task_pipeline"
@@ -42,7 +42,7 @@ def task_pipeline(
     given = config.data_processor.task_pipeline
     if given is None or given == TaskPipelineConfig(num_process=given.num_process):
         return None, train, evals
-    operators = _operators(given, facts, find, p)
+    operators = _operators(given, facts, plugin_dirs, find, p)
     before = len(p.errors)
     if not given.inputs:
         p.error(f"{KEY}.inputs", "name the files whose rows are worked on; the result goes into the path of the training taskset")
@@ -97,7 +97,7 @@ def _same(path: str, output: Path) -> bool:
 
 
 def _operators(
-    given: TaskPipelineConfig, facts: Facts, find: Callable[[str], str], p: Problems
+    given: TaskPipelineConfig, facts: Facts, plugin_dirs: tuple[str, ...], find: Callable[[str], str], p: Problems
 ) -> tuple[TaskOperatorSettings, ...]:
     """Those of config_path, then the written ones; what is known already is checked."""
     written = [(o.name, dict(o.args), f"{KEY}.operators[{i}]") for i, o in enumerate(given.operators)]
@@ -108,12 +108,14 @@ def _operators(
             p.take(e)
         except OSError as e:
             p.error(f"{KEY}.config_path", f"cannot be read: {e.strerror or e}", given=given.config_path)
-    made = tuple(TaskOperatorSettings(name=name, args=args, key=key) for name, args, key in written)
+    made = tuple(
+        TaskOperatorSettings(name=find(name) if ":" in name else name, args=args, key=key) for name, args, key in written
+    )
     from rft.taskset import pipeline
 
     known = REGISTRY.names("task_operator")
     for o in made:
-        if facts.plugins_loaded or o.name in known or not (":" in o.name or facts.plugin_dirs):
+        if facts.plugins_loaded or o.name in known or not may_come(o.name, plugin_dirs):
             try:
                 pipeline.check_operator(o)
             except ConfigError as e:

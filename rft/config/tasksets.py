@@ -16,7 +16,7 @@ from rft.config.schema.buffer import ExplorerInputConfig, FormatConfig, RolloutA
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY
+from rft.plugins import REGISTRY, may_come
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import FormatSettings, PromptLimit, TasksetSettings
 from rft.types.task import SamplingArgs
@@ -69,7 +69,7 @@ def tasksets(
                     reward_args=dict(t.reward_fn_args),
                     sampling=_sampling(config, t.rollout_args, max_response_tokens, key, problems, is_eval),
                     num_runs=_runs(t, 1 if is_eval else repeat_times, key, problems),
-                    **_selector(t, name, is_eval, config, facts, key, problems),
+                    **_selector(t, name, is_eval, config, facts, find, key, problems),
                     seed=t.data_selector.seed,
                     weight=t.weight,
                     is_eval=is_eval,
@@ -156,7 +156,14 @@ def _source(t: TasksetConfig, key: str, problems: Problems) -> None:
 
 
 def _selector(
-    t: TasksetConfig, name: str, is_eval: bool, config: RunConfig, facts: Facts, key: str, problems: Problems
+    t: TasksetConfig,
+    name: str,
+    is_eval: bool,
+    config: RunConfig,
+    facts: Facts,
+    find: Callable[[str], str],
+    key: str,
+    problems: Problems,
 ) -> dict[str, Any]:
     """Fields of the order of a taskset's rows.  What is no plugin that can be known yet is checked."""
     from rft.taskset.order import check_selector
@@ -164,9 +171,9 @@ def _selector(
     given = t.data_selector
     kind = given.selector_type
     known = REGISTRY.names("selector")
-    kind = kind.strip().lower() if kind.strip().lower() in known else kind
+    kind = kind.strip().lower() if kind.strip().lower() in known else find(kind) if ":" in kind else kind
     fields: dict[str, Any] = {"selector": kind, "selector_args": dict(given.kwargs), "feature_keys": given.feature_keys}
-    later = kind not in known and not facts.plugins_loaded and (":" in kind or config.plugin_dirs or facts.plugin_dirs)
+    later = kind not in known and not facts.plugins_loaded and may_come(kind, (*config.plugin_dirs, *facts.plugin_dirs))
     if not later:
         here = TasksetSettings(name=name, path=t.path, workflow="", **fields)
         try:

@@ -67,7 +67,7 @@ def prepare(settings: TaskPipelineSettings) -> Prepared:
     steps = [("inputs", len(rows))]
     for written, operator in zip(settings.operators, made, strict=True):
         rows, places = _step(settings, written, operator, rows, places)
-        steps.append((written.name, len(rows)))
+        steps.append((written.name.rpartition("/")[2], len(rows)))
     if settings.order != "keep":
         rows = [rows[i] for i in _ordered(settings, rows)]
         steps.append((settings.order, len(rows)))
