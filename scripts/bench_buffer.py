@@ -254,7 +254,7 @@ def buffer_wakeup(quick: bool) -> harness.Result:
             path = peer.database() if kind == "sql" else peer.database() + ".jsonl"
             found = peer.ask(f"wake_{kind}", path=path, delays=[rng.uniform(0.05, 1.05) for _ in range(waits)])["waits"]
             theirs[kind].extend(found)
-            return statistics.median(found)
+            return float(statistics.median(found))
 
         medians = harness.all_in_turn(
             {"ours": ours, "sql": lambda: trinity("sql"), "queue": lambda: trinity("queue")}, rounds, discard=1

@@ -54,7 +54,9 @@ class Work:
         self.prompts = np.repeat(rng.integers(60, 200, self.count // GROUP), GROUP)
         drawn = rng.lognormal(np.log(800) - 0.18, 0.6, self.count)
         self.lengths = np.clip(drawn, np.maximum(100, self.prompts + 10), 2000).astype(np.int64)
-        parts, masks, self.texts = [], [], []
+        parts: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        self.texts = []
         for i, (length, prompt) in enumerate(zip(self.lengths, self.prompts, strict=True)):
             shared = parts[-1][:prompt] if i % GROUP else rng.integers(0, 49_000, prompt, np.int32)
             parts.append(np.concatenate([shared, rng.integers(0, 49_000, length - prompt, np.int32)]))
