@@ -31,10 +31,12 @@ class Told(logging.Handler):
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     monkeypatch.setattr(checkpointer, "EVERY_S", 0.0)
     logger, handler = logging.getLogger(checkpointer.__name__), Told()
-    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    before = logger.level
+    logger.setLevel(logging.DEBUG)  # not the attribute: loggers remember what is enabled
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def test_what_was_written_gets_into_the_file_while_the_owner_stays_connected(tmp_path: Path, told: Told) -> None:
