@@ -32,7 +32,16 @@ class Intake(msgspec.Struct, frozen=True):
     frame: bytes
 
 
-def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: Ancestry, max_row_bytes: int) -> Intake:
+def read(
+    frame: bytes,
+    *,
+    lineage: int,
+    accepted: bool,
+    reason: str,
+    ancestry: Ancestry,
+    max_row_bytes: int,
+    vocab_size: int | None = None,
+) -> Intake:
     """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be counted; Fenced for another lineage."""
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
@@ -45,6 +54,8 @@ def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: A
         raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
     for row in rows:
         _check_versions(row, ancestry)
+        if vocab_size is not None and row.num_tokens and (largest := int(row.tokens.max())) >= vocab_size:
+            raise FrameRejected(f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}")
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
             raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
     now, why = time.time(), clean(reason)

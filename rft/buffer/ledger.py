@@ -278,6 +278,7 @@ class Ledger:
                 reason=offer.reason,
                 ancestry=ancestry,
                 max_row_bytes=self._settings.max_row_bytes,
+                vocab_size=self._settings.vocab_size,
             )
             if intake.group["explorer"] != offer.explorer:
                 raise FrameRejected(f"foreign_explorer: group {intake.group['id']} was appended by explorer {offer.explorer}")

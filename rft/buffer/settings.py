@@ -52,4 +52,5 @@ class BufferSettings:
     resume_rows: Literal["orphan", "keep"] = "orphan"
     on_short_batch: Literal["stop", "train", "carry"] = "stop"
     num_explorers: int = 1  # how many explorers write; a batch is complete when each of them has closed it
+    vocab_size: int | None = None  # token ids from here on are rejected; None = not known
     max_row_bytes: int = 32 << 20  # an experience larger than this is rejected, and counted

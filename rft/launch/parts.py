@@ -7,6 +7,7 @@ part sits in an actor (`remote.Host`) and the others are proxies.  Parts keep no
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from rft.config.plan import Plan
-from rft.launch.probes import probe_prompts
+from rft.launch.probes import probe_prompts, vocab_size
 from rft.sync.schedule import Schedule
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -63,7 +64,7 @@ async def buffer(plan: Plan) -> Any:
     from rft.plugins import load_all
 
     load_all(plan.plugin_dirs)  # priority functions, storages
-    made = Buffer(plan.buffer)
+    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)))
     await made.open()
     return made
 

@@ -19,8 +19,8 @@ _PORT = ".s.PGSQL.5432"
 class BreakingWire:
     """Listens in `folder` (short enough for a socket's name) for what is meant for the server in `server_folder`.
 
-    `arm(b"COMMIT", "after")`: the next (or `nth`) statement with these bytes is answered by the server, but the answer is lost with the connection
-    (for statements that are answered one by one, as COMMIT is).
+    `arm(b"COMMIT", "after")`: the next (or `nth`) statement with these bytes is answered by the server, but the answer is lost with the
+    connection (for statements that are answered one by one, as COMMIT is).
     "before": the server never sees it.  "abandon": the client loses the connection, the server keeps it until `close`.
     """
 

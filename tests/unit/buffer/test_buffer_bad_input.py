@@ -59,6 +59,7 @@ BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
     "info as a list": ("invalid_info", lambda: spliced(b"\xa4info\x80", b"\xa4info\x90")),
     "info that is huge": ("invalid_info", lambda: one_unchecked(info={str(i): i for i in range(200_000)})),
     "info that is deep": ("damaged", lambda: spliced(b"\xa4info\x80", b"\xa4info" + b"\x81\xa1k" * 100_000 + b"\xc0")),
+    "a token the model does not know": ("invalid_tokens", lambda: one(tokens=np.full(12, 1000, np.int32))),
     "a reward of 1e30": ("invalid_reward", lambda: one(reward=1e30)),
     "a reward as a list": ("invalid_reward", lambda: spliced(b"\xa6reward\xcb", b"\xa6reward\x91\xcb")),
     "a part of a reward that is nan": ("invalid_exact", lambda: one_unchecked(reward_parts={"exact": float("nan")})),
@@ -90,7 +91,9 @@ def array_of(name: str, values: np.ndarray) -> bytes:
 
 @pytest.mark.parametrize("what", BAD)
 async def test_it_is_refused_and_counted(tmp_path: Path, what: str) -> None:
-    buffer = Buffer(BufferSettings(folder=tmp_path, max_row_bytes=2 << 20 if "huge" in what or "deep" in what else 100_000))
+    buffer = Buffer(
+        BufferSettings(folder=tmp_path, vocab_size=1000, max_row_bytes=2 << 20 if "huge" in what or "deep" in what else 100_000)
+    )
     await buffer.open()
     await buffer.start_lineage(None, None)
     reason, make = BAD[what]

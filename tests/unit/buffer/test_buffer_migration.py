@@ -46,7 +46,11 @@ def contents(path: Path) -> dict[str, object]:
     """Everything a ledger of format 1 holds, and its tables."""
     tables = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
     kept = "SELECT id, reward, content_hash, state, created FROM experiences ORDER BY id"
-    return {"schema": rows(path, tables), "rows": rows(path, kept), "payloads": rows(path, "SELECT id, block FROM payloads ORDER BY id")}
+    return {
+        "schema": rows(path, tables),
+        "rows": rows(path, kept),
+        "payloads": rows(path, "SELECT id, block FROM payloads ORDER BY id"),
+    }
 
 
 async def opened(folder: Path) -> Buffer:
@@ -68,9 +72,9 @@ async def test_an_old_ledger_goes_on(tmp_path: Path) -> None:
     typed = "SELECT DISTINCT run_name, num_turns, top_p, has_logprobs FROM v_experiences"
     assert ask(settings, typed) == [("old/run/name", 0, None, 1)]
     assert ask(settings, "SELECT version_lineage, version_step, sum(num_tokens) FROM v_tokens GROUP BY 1, 2") == [(1, 0, 48)]
-    assert ask(settings, "SELECT train_step, checkpoint_step, counts, count(*) FROM v_lineage WHERE counts = 1 GROUP BY 1, 2, 3") == [
-        (1, 1, 1, 4)
-    ]
+    assert ask(
+        settings, "SELECT train_step, checkpoint_step, counts, count(*) FROM v_lineage WHERE counts = 1 GROUP BY 1, 2, 3"
+    ) == [(1, 1, 1, 4)]
     assert ask(settings, "SELECT min(num_bytes) > 500 FROM groups") == [(1,)]
     ask(settings, "UPDATE experiences SET reward = 0.5 WHERE batch = 1 AND task = 0 AND run = 0")
     with pytest.raises(Exception, match="is leased or was trained"):
@@ -158,7 +162,9 @@ async def test_another_format_is_refused_with_what_to_do(tmp_path: Path, given: 
         raw.execute("UPDATE meta SET value = ? WHERE key = 'format'", (given,))
         raw.commit()
     before = contents(path)
-    with pytest.raises(BufferFailed, match=f"was made with format '{given}', this rft knows formats 1 to {FORMAT}. Go on with the rft"):
+    with pytest.raises(
+        BufferFailed, match=f"was made with format '{given}', this rft knows formats 1 to {FORMAT}. Go on with the rft"
+    ):
         await opened(tmp_path)
     assert contents(path) == before
     with pytest.raises(BufferFailed, match=f"has format {given}"):
