@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.testing.storage_contract import fill, ids, take
+from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
 
@@ -82,3 +84,26 @@ async def test_payload_that_is_gone_is_explored_again(tmp_path: Path, storage: s
         for path in (tmp_path / "buffer").rglob("*"):
             if path.suffix in (".seg", ".blk"):
                 path.write_bytes(b"")
+
+
+async def test_a_run_that_begins_with_the_weights_of_another_one(tmp_path: Path) -> None:
+    """The checkpoint of another run is a parent without uses of its own here; resumed, the run has only what it was trained on."""
+    buffer = await opened(tmp_path)
+    start = await buffer.start_lineage(Version(3, 8), None)
+    assert (start.lineage, start.cursor, start.available) == (4, 0, 0)
+    await fill(buffer, 4, 0, version=Version(3, 8))
+    await take(buffer, 4, 9)
+    await buffer.reader(4).use(9)
+    consumption = await buffer.reader(4).consumption(9)
+    assert (consumption.num_uses, consumption.cursor) == (8, 1)
+    await buffer.close()
+    version, parent = Version(4, 9), Version(3, 8)
+    folder = tmp_path / "checkpoints" / "global_step_9"
+    folder.mkdir(parents=True)
+    manifests.commit(folder, version=version, parent=parent, consumption=consumption)
+    assert audit_run(tmp_path).ok
+    buffer = await opened(tmp_path)
+    assert (await buffer.start_lineage(version, consumption)).lineage == 5
+    await buffer.close()
+    audit = audit_run(tmp_path)
+    assert (audit.ok, audit.used, audit.manifests) == (True, 8, 1)

@@ -54,10 +54,6 @@ class Result(msgspec.Struct, kw_only=True):
     recovered_s: list[float]
     seconds: float
 
-    @property
-    def killed(self) -> int:
-        return sum(x.endswith(str(-signal.SIGKILL)) for x in self.deaths)
-
 
 def build_shim(folder: Path) -> Path | None:
     """The library to preload, or None where there is no C compiler or no Linux."""
@@ -164,6 +160,7 @@ class Lab:
         self.lives: dict[str, int] = {}
         self._first_life = first_life
         self.deaths: list[str] = []
+        self._over: int | None = None  # how many deaths there were when the trainer was done
         self._when: list[float] = []
         self._began = time.monotonic()
         for folder in (plan.run, plan.events):
@@ -298,7 +295,6 @@ class Lab:
 
     def _until_over(self, explorers: list[str]) -> int | None:
         """DONE, or None when everything has to be started again."""
-        outdated: set[str] = set()  # explorers that began under a trainer that is gone
         while True:
             role = self._note(self._nursery.next())
             if role is None:
@@ -309,26 +305,23 @@ class Lab:
                 return None
             if role in TRAINERS:
                 if code in (DONE, FAILED):
+                    self._over = len(self.deaths)
                     return DONE if code == DONE else None
                 if code != FENCED:  # a fenced one was replaced
                     self.start(role)
-                outdated.update(explorers)
-                for e in explorers:
-                    if e not in self.living:  # it had finished, or learnt of the new trainer first
-                        outdated.discard(e)
-                        self.start(e)
             elif code == FAILED:  # refused: right for one of two with the same number
                 if not {"explorer0", "twin0"} & self.living.keys() or "twin0" not in self.lives:
                     return None
-            elif (code != DONE or role in outdated) and not role.startswith("twin"):
-                outdated.discard(role)  # it ended, even if it had finished what the trainer before asked for
+            elif role in explorers:
                 self.start(role)
 
     def result(self, *, finished: bool = True, may_lose: bool = False) -> Result:
         verdict = judge(self.plan, finished=finished, may_lose=may_lose)
         steps = [e["at"] for e in told(self.plan) if e["event"] in ("used", "skipped")]
         recovered = [min(later) - at for at in self._when if (later := [s for s in steps if s > at])]
-        return Result(verdict=verdict, deaths=self.deaths, recovered_s=recovered, seconds=time.monotonic() - self._began)
+        return Result(
+            verdict=verdict, deaths=self.deaths[: self._over], recovered_s=recovered, seconds=time.monotonic() - self._began
+        )
 
 
 def lose_power(plan: Plan) -> None:

@@ -27,7 +27,7 @@ from rft.types.block import decode, encode
 from rft.types.ids import Version
 from rft.types.ports import Consumption, Lease
 
-TOLD = ("ready", "began", "joined")  # events that the supervisor learns of
+TOLD = ("ready", "began", "finished")  # events that the supervisor learns of
 SOCKET = "s"  # relative: the path of a socket is short
 DONE, FENCED, LOST, FAILED = (
     0,
@@ -72,6 +72,7 @@ async def buffer(plan: Plan, events: Events) -> int:
         "publish": gate.publish,
         "join": gate.join,
         "may_explore": gate.may_explore,
+        "replaced": gate.replaced,
         **{
             name: getattr(it, name)
             for name in ("append", "room", "close_batch", "held", "finish", "lease", "use", "explain", "consumption")
@@ -123,6 +124,12 @@ class Gate:
             assert self._version is not None
             return self._version
 
+    async def replaced(self, lineage: int) -> None:
+        """Wait until another trainer has taken over; raises Fenced then."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: lineage != self._lineage)
+        self._fence(lineage)
+
     def _fence(self, lineage: int) -> None:
         if lineage != self._lineage:
             raise Fenced(f"lineage {lineage} is over, {self._lineage} has begun")
@@ -132,7 +139,7 @@ class Gate:
 
 
 async def explorer(plan: Plan, events: Events, number: int) -> int:
-    """Explores every batch that the trainer will ask for; what the buffer holds is not explored again."""
+    """Explores every batch that the trainer will ask for; what the buffer holds is not explored again.  It lives on until it is ended."""
     client = await Client.connect(SOCKET, name="explorer", duplicate=plan.duplicate, patience=plan.patience)
     line, cursor = await client.call("join", 0)
     held = {(b, t): ok for b, t, ok in await client.call("held", line, cursor, explorer=number)}
@@ -153,6 +160,8 @@ async def explorer(plan: Plan, events: Events, number: int) -> int:
         await client.call("close_batch", line, batch, accepted=good, wanted=good, reasons=reasons, explorer=number)
         events.say("closed", lineage=line, batch=batch)
     await client.call("finish", line, "all batches are explored", explorer=number)
+    events.say("finished", lineage=line)
+    await client.call("replaced", line)
     return DONE
 
 
