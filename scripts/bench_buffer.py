@@ -337,7 +337,7 @@ def priority_read_at_scale(quick: bool) -> harness.Result:
         def peer_read() -> float:
             each = peer.ask("read", path=path, batches=20)["each"]
             theirs.extend(each)
-            return statistics.median(each)
+            return float(statistics.median(each))
 
         medians = harness.all_in_turn({"ours": lambda: runner.run(read()), "peer": peer_read}, rounds)
         runner.run(ours.__aexit__())

@@ -24,6 +24,7 @@ SPEC: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
 os.environ["OMP_NUM_THREADS"] = str(SPEC["threads"])
 
 import numpy as np  # noqa: E402  # reads OMP_NUM_THREADS when it is imported
+import ray  # noqa: E402
 import torch  # noqa: E402
 from trinity.buffer.reader.queue_reader import QueueReader  # noqa: E402
 from trinity.buffer.reader.sql_reader import SQLReader  # noqa: E402
@@ -189,14 +190,12 @@ class Peer:
         return {"waits": waits}
 
     async def wake_queue(self, path: str, delays: list[float]) -> dict[str, Any]:
-        import ray
-
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="bench")
+        if not ray.is_initialized():  # it and the queue's actor stay for the next order
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="bench")
         config = storage_config(storage_type="queue", path=path, ray_namespace="bench")
         writer, reader = QueueWriter(config), QueueReader(config)
         await writer.acquire()
         waits = await wakeups(writer.write, reader.read, self.rows, delays)
-        ray.shutdown()
         return {"waits": waits}
 
 
@@ -243,6 +242,7 @@ async def main() -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         say(await getattr(peer, order.pop("do"))(**order))
+    ray.shutdown()
 
 
 def say(message: dict[str, Any]) -> None:
