@@ -255,7 +255,8 @@ class Database:
 
     def _lost(self, error: BaseException) -> bool:
         """Whether the connection is gone, or could not be made."""
-        return isinstance(error, DBAPIError) and (error.connection_invalidated or self._connection is None)
+        gone = isinstance(error, DBAPIError) and (error.connection_invalidated or self._connection is None)
+        return gone and self.place.url is not None  # a file that cannot be opened stays so
 
     def _passing(self, error: BaseException) -> bool:
         """Whether trying again may help."""

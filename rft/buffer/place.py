@@ -98,7 +98,7 @@ def find(run_dir: Path | str, ledger_url: str | None = None) -> Place:
     try:
         pointer = msgspec.json.decode(path.read_bytes(), type=_Pointer)
     except (msgspec.MsgspecError, OSError) as e:
-        raise BufferFailed(f"{path} is damaged ({e}); give the database with --ledger-url or RFT_LEDGER_URL") from e
+        raise BufferFailed(f"{path} is damaged ({e}); name the database with RFT_LEDGER_URL") from e
     if pointer.schema and not _IDENTIFIER.fullmatch(pointer.schema):
         raise BufferFailed(f"{path} names schema {pointer.schema!r}, which is no identifier; the file was changed")
     return _at(ledger_url or os.environ.get("RFT_LEDGER_URL") or pointer.url, name, pointer.schema)
@@ -106,11 +106,12 @@ def find(run_dir: Path | str, ledger_url: str | None = None) -> Place:
 
 def leave_pointer(where: Place, folder: Path) -> None:
     """Say in the run's folder where its ledger is, unless it is there itself."""
+    file = folder / f"{where.name}{POINTER_SUFFIX}"
     if where.path is not None and where.path.parent == folder:
+        file.unlink(missing_ok=True)  # of an earlier run of this name
         return
     url = f"sqlite:///{where.path}" if where.url is None else _without_secrets(where.url)
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{where.name}{POINTER_SUFFIX}"
     aside = file.with_suffix(".tmp")
     aside.write_bytes(msgspec.json.encode(_Pointer(where.name, url, where.schema)))
     aside.replace(file)
