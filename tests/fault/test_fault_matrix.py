@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from rft.testing.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
-from rft.testing.lab.lab import Nursery
+from rft.testing.lab.judge import judge
+from rft.testing.lab.lab import Lab, Nursery
+from rft.testing.lab.plan import Plan
 from rft.testing.postgres import PostgresServer
 
 FORMAT1 = Path(__file__).parents[1] / "unit" / "buffer" / "format1.sql"
@@ -92,3 +97,28 @@ def test_migration_everywhere(lab_nursery: Nursery) -> None:
     case = Case("F28", "migration", kill_the_migration(FORMAT1.read_text()))
     for seed in SEEDS:
         play(case, lab_nursery, seed, storage="sql")
+
+
+def test_the_judge_is_not_blind(lab_nursery: Nursery, tmp_path: Path) -> None:
+    """Each rule fails when its files are changed by hand."""
+    plan = Plan(root=str(tmp_path), steps=4)
+    lab = Lab(lab_nursery, plan)
+    lab.play()
+    assert judge(plan).problems == []
+    ledger, kept = plan.run / "buffer" / "experience_buffer.db", tmp_path / "kept.db"
+    with contextlib.closing(sqlite3.connect(ledger)) as raw, contextlib.closing(sqlite3.connect(kept)) as copy:
+        raw.backup(copy)
+    changes = {
+        "acknowledged rows are not stored": "DELETE FROM experiences WHERE batch = 3 AND task = 1",
+        "was trained twice on": "INSERT INTO uses SELECT experience, lineage, 2, created FROM uses WHERE step = 1",
+        "uses, its trainer was told": "DELETE FROM uses WHERE step = 4",
+        "rows not trained": "DELETE FROM uses WHERE step = 1",
+        "by the groups' headers": "UPDATE groups SET num_rows = num_rows + 1 WHERE batch = 3 AND task = 0",
+    }
+    for said, change in changes.items():
+        for path in ledger.parent.glob(f"{ledger.name}-*"):
+            path.unlink()
+        shutil.copy(kept, ledger)
+        with contextlib.closing(sqlite3.connect(ledger)) as raw, raw:
+            raw.execute(change)
+        assert any(said in problem for problem in judge(plan).problems), (said, judge(plan).problems)
