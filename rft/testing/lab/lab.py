@@ -160,6 +160,7 @@ class Lab:
         self.lives: dict[str, int] = {}
         self._first_life = first_life
         self.deaths: list[str] = []
+        self._ended: deque[tuple[str, int]] = deque()  # deaths that nobody has dealt with yet
         self._over: int | None = None  # how many deaths there were when the trainer was done
         self._when: list[float] = []
         self._began = time.monotonic()
@@ -223,6 +224,7 @@ class Lab:
 
     def _died(self, role: str, code: int) -> None:
         del self.living[role]
+        self._ended.append((role, code))
         self.deaths.append(f"{role} {code}")
         if code == 1:
             kind, number = (role[:-1], role[-1]) if role[-1].isdigit() else (role, "0")
@@ -238,6 +240,7 @@ class Lab:
             self._nursery.send(tag, what)
         while any(self.living.get(role) == tag for role, tag in tags.items()):
             self._note(self._nursery.next())
+        self._ended.clear()
 
     def go_on(self, role: str) -> None:
         """Wake up a stopped process."""
@@ -296,10 +299,9 @@ class Lab:
     def _until_over(self, explorers: list[str]) -> int | None:
         """DONE, or None when everything has to be started again."""
         while True:
-            role = self._note(self._nursery.next())
-            if role is None:
-                continue
-            code = int(self.deaths[-1].split()[1])
+            while not self._ended:
+                self._note(self._nursery.next())
+            role, code = self._ended.popleft()
             everyone = any(f.everyone and f.role == role and f.life == self.lives[role] - 1 for f in self._faults)
             if role == "buffer" or code == LOST or (everyone and code != DONE):
                 return None
