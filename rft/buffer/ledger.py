@@ -10,13 +10,12 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-from sqlalchemy import Connection, Exists, and_, delete, exists, func, insert, not_, or_, select, update
+from sqlalchemy import Connection, and_, exists, func, insert, or_, select, update
 
-from rft.buffer.ancestry import chain, counted_uses, digest, orphaned_groups, states
+from rft.buffer.ancestry import chain, counted_uses, digest
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.count import count
 from rft.buffer.database import Database
@@ -40,6 +39,7 @@ from rft.buffer.schema import (
     uses,
 )
 from rft.buffer.settings import BufferSettings
+from rft.buffer.standing import derive_states, has_used_rows, parts, waiting_groups
 from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict, PayloadDamaged
 from rft.faults import fault
 from rft.types.block import bundle, contents
@@ -47,7 +47,6 @@ from rft.types.ids import Version
 from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup, TaskOutcome
 
 log = logging.getLogger(__name__)
-_PART = 500  # bound values of one IN (...)
 
 
 class Offer(msgspec.Struct):
@@ -135,7 +134,7 @@ class Ledger:
             ancestry = chain(tx, Version(lineage, step), whole=True)
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)
-            waiting = self._waiting(tx, ancestry)
+            waiting = waiting_groups(tx, ancestry, s.max_uses)
             if s.on_damaged_payload == "explain":
                 waiting = [g for g in waiting if not self._given_up(tx, g)]
             orphaned = tx.scalar(select(func.count()).where(experiences.c.explained == "orphaned")) or 0
@@ -189,7 +188,7 @@ class Ledger:
         log.error("group %s is given up (%s): %s", group.id, DAMAGED, why)
         lost = experiences.c.id.in_([r.id for r in group.waiting])
         tx.execute(update(experiences).where(lost).values(dropped=DAMAGED, state="explained", explained=DAMAGED))
-        tx.execute(update(groups).where(groups.c.id == group.id, ~_has_used_rows()).values(held=False))
+        tx.execute(update(groups).where(groups.c.id == group.id, ~has_used_rows()).values(held=False))
         return True
 
     def _damage(self, tx: Connection, group: Group, rows: Sequence[Row]) -> str | None:
@@ -202,24 +201,6 @@ class Ledger:
         except PayloadDamaged as error:
             return str(error)
         return None
-
-    def _waiting(self, tx: Connection, ancestry: dict[int, int]) -> list[Group]:
-        e, g = experiences.c, groups.c
-        counts: Counter[str] = Counter()
-        if self._settings.max_uses > 1:
-            counts.update(u.experience for u in tx.execute(counted_uses(ancestry)))
-        rows = tx.execute(
-            select(e.id, e.group_id, e.position, e.oldest_step, e.reward, g.batch, g.explorer, g.task, g.locator, g.num_bytes)
-            .join(groups, g.id == e.group_id)
-            .where(e.state == "available")
-            .order_by(e.group_id, e.id)
-        )
-        found = []
-        for name, members in groupby(rows, key=lambda r: r.group_id):
-            first, *rest = members
-            waiting = [Row(r.id, r.position, r.oldest_step, counts[r.id], r.reward) for r in (first, *rest)]
-            found.append(Group(name, first.batch, first.explorer, first.task, first.locator, waiting, num_bytes=first.num_bytes))
-        return found
 
     def mix_in(self, lineage: int, mixed: Mix) -> None:
         """See `mix.remember`."""
@@ -542,31 +523,6 @@ class Ledger:
         return self._run(self._database.size)
 
 
-def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resume_rows: str) -> None:
-    """Write `state` and `explained` of every row, and `held` of every group, as `ancestry` sees them."""
-    now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
-    e = experiences.c
-    changed = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
-    tx.execute(update(experiences).where(e.id == now.c.id, changed).values(state=now.c.state, explained=now.c.explained))
-    unwritten = not_(exists().where(and_(e.group_id == groups.c.id, e.newest_lineage.is_not(None))))
-    gone = and_(groups.c.num_eligible == 0, unwritten)  # every run failed: a new lineage tries the task again
-    given_up = groups.c.id.in_(select(e.group_id).where(e.dropped == DAMAGED))
-    gone = or_(gone, and_(given_up, ~_has_used_rows()))  # see Ledger._given_up
-    if resume_rows == "orphan":
-        gone = or_(gone, groups.c.id.in_(orphaned_groups(ancestry)))
-    tx.execute(update(groups).values(held=not_(gone)))
-    tx.execute(delete(leases))
-    counted = counted_uses(ancestry).with_only_columns(
-        uses.c.experience, func.max(uses.c.lineage), func.max(uses.c.step), func.max(uses.c.created)
-    )
-    tx.execute(insert(leases).from_select(["experience", "lineage", "step", "created"], counted.group_by(uses.c.experience)))
-
-
-def _has_used_rows() -> Exists:
-    """Of a group: it was trained on in part, so its task must not be explored again."""
-    return exists().where(and_(experiences.c.group_id == groups.c.id, experiences.c.state == "used"))
-
-
 def _checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
     row: dict[str, object] = {
         "lineage": version.lineage,
@@ -576,12 +532,6 @@ def _checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
     }
     again = "num_uses = excluded.num_uses, digest = excluded.digest, cursor = excluded.cursor, created = excluded.created"
     put_many(tx, checkpoints, [row], again=f"ON CONFLICT (lineage, step) DO UPDATE SET {again}")
-
-
-def parts(values: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`values` in pieces that fit into one statement."""
-    for start in range(0, len(values), _PART):
-        yield values[start : start + _PART]
 
 
 def _stored(x: Intake, locator: str) -> Stored:
