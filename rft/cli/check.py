@@ -73,18 +73,22 @@ def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]]
 
 def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
     """Who sits where on the declared cluster: (role, place)."""
+    from rft.config.roles import explores, trains
     from rft.errors import SetupError
     from rft.launch.place import placement
 
     if plan is None:
         return [], ""
+    nodes, auxiliary = [plan.cluster.gpu_per_node] * plan.cluster.node_num, plan.cluster.auxiliary
+    engines, learner = plan.engines if explores(plan.mode) else (), plan.learner if trains(plan.mode) else None
     try:
-        seats = placement(plan.engines, plan.learner, [plan.cluster.gpu_per_node] * plan.cluster.node_num)
+        if plan.mode == "colocate":  # the same GPUs, in turns
+            seats = placement(engines, None, nodes, auxiliary) + placement((), learner, nodes)
+        else:
+            seats = placement(engines, learner, nodes, auxiliary)
     except SetupError as e:
         return [], str(e)
     rows = [(f"{s.role} {s.index}", f"node {s.node}, {s.gpus} GPU(s)" if s.gpus else f"node {s.node}, CPU") for s in seats]
-    if plan.cluster.auxiliary_gpus:
-        rows.append(("auxiliary models", f"{plan.cluster.auxiliary_gpus} GPU(s) beside these"))
     return rows, ""
 
 
@@ -165,15 +169,15 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
 
     s = step(plan, report.tasksets)
     engine = plan.engines[0]
-    tokens = f"at most {s['max_generated_tokens']:,} generated" + (
-        f", about {s['prompt_tokens']:,} of prompts" if s["prompt_tokens"] is not None else ""
+    tokens = f"at most {s['max_generated_tokens']:,} tokens generated" + (
+        f" after about {s['prompt_tokens']:,} tokens of prompts" if s["prompt_tokens"] is not None else ""
     )
     steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the tasksets are opened"
     epochs = f", {s['epochs']:g} epochs in {s['explore_steps']} explore steps" if s["epochs"] is not None else ""
     model = report.model
     found = [
         ("steps", steps + epochs),
-        ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens} tokens"),
+        ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens}"),
         ("weights", s["sync"]),
         ("staleness", _staleness(plan.staleness_bound)),
         ("engines", f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, {engine.max_model_len} tokens"),

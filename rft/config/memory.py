@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rft.algorithm.catalog import needs
 from rft.config.modelshape import ModelShape
 from rft.config.plan import Plan
+from rft.config.roles import explores, trains
 from rft.engine.settings import EngineSettings
 from rft.trainer.settings import LearnerSettings
 
@@ -87,8 +88,8 @@ def estimate(
     prompt = min(
         prompt_tokens or plan.engines[0].max_model_len, plan.engines[0].max_prompt_tokens or plan.engines[0].max_model_len
     )
-    engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines)
-    ranks = tuple(trainer(plan, rank, shape, prompt) for rank in range(plan.learner.world_size))
+    engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines if explores(plan.mode))
+    ranks = tuple(trainer(plan, rank, shape, prompt) for rank in range(plan.learner.world_size) if trains(plan.mode))
     sent = shape.parameters * BYTES[plan.learner.dtype]
     rest = [
         Term("explorer, buffer, coordinator", 3 * PART_PROCESS, f"3 processes of {PART_PROCESS // MIB} MiB"),

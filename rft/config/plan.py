@@ -29,7 +29,7 @@ class ClusterSettings:
     node_num: int = 1
     gpu_per_node: int = 0
     gpus_per_engine: int = 0  # 0 = engines on CPU
-    auxiliary_gpus: int = 0  # of all auxiliary models together
+    auxiliary: tuple[int, ...] = ()  # GPUs of each engine of the auxiliary models that needs any
     trainer_gpus: int = 0  # 0 = trainer on CPU
     num_cpus: int | None = None  # what a local Ray is told; None = the machine's, at least 8
     actor_start_timeout_s: float = 900.0  # for each process of the run
@@ -37,6 +37,10 @@ class ClusterSettings:
     @property
     def gpus(self) -> int:
         return self.node_num * self.gpu_per_node
+
+    @property
+    def auxiliary_gpus(self) -> int:
+        return sum(self.auxiliary)
 
 
 @dataclass(frozen=True, kw_only=True)

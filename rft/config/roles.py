@@ -36,9 +36,10 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             )
             total = per_node = max(1, model.engine_num * _gpus(model) + (t.world_size or 1))
     tp = model.tensor_parallel_size
-    engine_gpus = model.engine_num * _gpus(model) if device["engine"] == "cuda" else 0
-    auxiliary_gpus = sum(_auxiliary(config, i, total, per_node, p) for i in range(len(config.explorer.auxiliary_models)))
-    taken = engine_gpus + auxiliary_gpus
+    engine_gpus = model.engine_num * _gpus(model) if device["engine"] == "cuda" and explores(config.mode) else 0
+    auxiliary = tuple(n for i in range(len(config.explorer.auxiliary_models)) for n in _auxiliary(config, i, total, per_node, p))
+    auxiliary_gpus = sum(auxiliary)
+    taken = (0 if config.mode == "colocate" else engine_gpus) + auxiliary_gpus
     others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
     if device["engine"] == "cuda" and tp > per_node:
         p.error(
@@ -47,7 +48,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             given=tp,
         )
     world = t.world_size or 1
-    if device["trainer"] == "cuda":
+    if device["trainer"] == "cuda" and trains(config.mode):
         left = total - taken
         world = t.world_size or max(1, left)
         if world > left:
@@ -66,14 +67,15 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
         if not t.world_size:
             p.derive("trainer.world_size", world, f"{total} GPUs less {taken} of the engines{others}")
     elif t.world_size is None:
-        p.derive("trainer.world_size", 1, "trainer on CPU")
+        why = "trainer on CPU" if trains(config.mode) else f"mode {config.mode} trains nothing here"
+        p.derive("trainer.world_size", 1, why)
     cluster = ClusterSettings(
         ray_address=c.ray_address,
         node_num=nodes,
         gpu_per_node=per_node,
-        gpus_per_engine=_gpus(model) if device["engine"] == "cuda" else 0,
-        auxiliary_gpus=auxiliary_gpus,
-        trainer_gpus=world if device["trainer"] == "cuda" else 0,
+        gpus_per_engine=_gpus(model) if engine_gpus else 0,
+        auxiliary=auxiliary,
+        trainer_gpus=world if device["trainer"] == "cuda" and trains(config.mode) else 0,
         num_cpus=c.ray_init.num_cpus,
         actor_start_timeout_s=c.actor_start_timeout,
     )
@@ -84,16 +86,26 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
     return cluster, device["engine"], world, device["trainer"]
 
 
+def explores(mode: str) -> bool:
+    """Whether a program of this mode has engines."""
+    return mode != "train"
+
+
+def trains(mode: str) -> bool:
+    """Whether a program of this mode has trainer ranks."""
+    return mode in ("both", "train", "colocate")
+
+
 def _gpus(model: ServedModelConfig) -> int:
     """Of one engine."""
     return model.tensor_parallel_size * model.pipeline_parallel_size * model.data_parallel_size
 
 
-def _auxiliary(config: RunConfig, i: int, total: int, per_node: int, p: Problems) -> int:
-    """GPUs that auxiliary model `i` takes."""
+def _auxiliary(config: RunConfig, i: int, total: int, per_node: int, p: Problems) -> list[int]:
+    """GPUs of each engine of auxiliary model `i`; none for one that needs none."""
     model, key = config.explorer.auxiliary_models[i], f"explorer.auxiliary_models[{i}]"
     if model.device == "cpu" or (model.device == "auto" and not total) or model.engine_type == "external":
-        return 0
+        return []
     if not total:
         p.error(
             f"{key}.device",
@@ -106,7 +118,7 @@ def _auxiliary(config: RunConfig, i: int, total: int, per_node: int, p: Problems
             f"is {model.tensor_parallel_size}, but a node has {per_node} GPUs and an engine stays in one",
             given=model.tensor_parallel_size,
         )
-    return model.engine_num * _gpus(model)
+    return [_gpus(model)] * model.engine_num
 
 
 def engines(

@@ -1,7 +1,7 @@
 """Who sits where: pure placement of roles on nodes, and the Ray placement groups that hold it.
 
-Order: explorer engines (tensor parallel inside one node), then the trainer's ranks.  `rft check` judges the declared cluster with
-`placement`; `rft run` judges the real one and reserves it.
+Order: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks.  `rft check` judges the
+declared cluster with `placement`; `rft run` judges the real one and reserves it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from rft.trainer.settings import LearnerSettings
 class Seat:
     """One actor's place: `gpus` devices of one node."""
 
-    role: str  # "engine" | "trainer"
+    role: str  # "engine" | "auxiliary" | "trainer"
     index: int
     gpus: int
     node: int  # number of the node in the declared or real cluster
 
 
-def placement(engines: Sequence[EngineSettings], learner: LearnerSettings, gpus_per_node: list[int]) -> list[Seat]:
-    """Seats for all engines and trainer ranks.  Raises SetupError when the cluster is too small, naming role and numbers."""
+def placement(
+    engines: Sequence[EngineSettings], learner: LearnerSettings | None, gpus_per_node: list[int], auxiliary: Sequence[int] = ()
+) -> list[Seat]:
+    """Seats for all engines, auxiliary models (GPUs of each of their engines) and trainer ranks.
+
+    Raises SetupError when the cluster is too small, naming role and numbers.
+    """
     free = list(gpus_per_node)
     seats = [Seat("engine", i, _need(e.device, e.tensor_parallel_size), 0) for i, e in enumerate(engines)]
-    seats += [Seat("trainer", rank, _need(learner.device, 1), 0) for rank in range(learner.world_size)]
+    seats += [Seat("auxiliary", i, gpus, 0) for i, gpus in enumerate(auxiliary)]
+    ranks = learner.world_size if learner is not None else 0
+    seats += [Seat("trainer", rank, _need(learner.device, 1), 0) for rank in range(ranks) if learner is not None]
     placed = []
     for seat in seats:
         node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
@@ -38,7 +45,7 @@ def placement(engines: Sequence[EngineSettings], learner: LearnerSettings, gpus_
             wanted = sum(s.gpus for s in seats)
             raise SetupError(
                 f"{seat.role} {seat.index} needs {seat.gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
-                f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {learner.world_size} trainer rank(s)); "
+                f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} auxiliary, {ranks} trainer rank(s)); "
                 "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
             )
         free[node] -= seat.gpus

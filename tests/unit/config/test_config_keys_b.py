@@ -327,6 +327,17 @@ def test_all_engines_are_counted() -> None:
     assert on_cpu.cluster.auxiliary_gpus == 0 and plan(judges).cluster.auxiliary_gpus == 0
 
 
+def test_a_half_takes_only_its_own_gpus() -> None:
+    four = ("cluster.node_num=1", "cluster.gpu_per_node=4", f"{ENGINE}.engine_num=4")
+    assert "cluster.gpu_per_node" in messages(*four)
+    explore = plan(*four, "mode=explore")
+    assert (explore.cluster.gpus_per_engine, explore.cluster.trainer_gpus) == (1, 0)
+    train = plan(*four, "mode=train")
+    assert (train.cluster.gpus_per_engine, train.cluster.trainer_gpus, train.learner.world_size) == (0, 4, 4)
+    both = plan(*four, "mode=colocate")
+    assert (both.cluster.gpus_per_engine, both.cluster.trainer_gpus) == (1, 4)
+
+
 # ---------------------------------------------------------------- what is refused by name
 
 

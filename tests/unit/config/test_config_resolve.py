@@ -253,8 +253,7 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "buffer.total_tasks": None,  # these are tested in test_config_keys_b.py
     # what only means something beside other keys: test_config_every_key.py, test_config_tasksets.py
     **dict.fromkeys(
-        f"data_processor.task_pipeline.{name}"
-        for name in "operators config_path inputs target_fields order top_k output".split()
+        f"data_processor.task_pipeline.{name}" for name in "operators config_path inputs target_fields order top_k output".split()
     ),
     **dict.fromkeys(
         f"data_processor.task_pipeline.priority_weights.{name}" for name in "difficulty diversity usage_frequency quality".split()

@@ -109,6 +109,63 @@ def test_options(script: Path, tmp_path: Path, capsys: Any) -> None:
     assert ".md or .json" in capsys.readouterr().err
 
 
+def test_only_what_a_conversion_wrote_is_replaced(script: Path, tmp_path: Path, capsys: Any) -> None:
+    out, told = tmp_path / "out.yaml", tmp_path / "r.json"
+    out.touch()
+    for _ in range(2):
+        assert rft(script, "-o", out, "--report", told) == 0
+    capsys.readouterr()
+    mine = tmp_path / "mine.md"
+    mine.write_text("# Notes\n", encoding="utf-8")
+    for arguments in (("-o", script), ("-o", mine), ("--report", mine)):
+        assert rft(script, *arguments) == 2
+        assert "no conversion wrote it" in capsys.readouterr().err
+    assert script.read_text() == SCRIPT.format(more="") and mine.read_text() == "# Notes\n"
+    same = tmp_path / "same.md"
+    assert rft(script, "-o", same, "--report", same) == 2
+    assert "a file of its own" in capsys.readouterr().err
+
+
+def test_a_result_that_check_refuses_is_not_written(script: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out.yaml"
+    assert rft(script, "-o", out, "--set", "buffer.batch_size=-1") == 2
+    said = capsys.readouterr()
+    assert "buffer.batch_size" in said.out + said.err and not out.exists()
+    assert rft(script, "-o", out, "--engine-num", 8) == 2
+    assert "Nothing was written" in capsys.readouterr().out and not out.exists()
+    assert rft(script, "-o", out, "--engine-num", 8, "--allow") == 0 and out.exists()
+
+
+@pytest.mark.parametrize(("launcher", "gpus"), [
+    ("torchrun --standalone --nnodes=1 --nproc_per_node=4", (1, 4)),
+    ("torchrun --nnodes 2 --nproc-per-node 8 --node_rank 0", (2, 8)),
+    ("python3 -m torch.distributed.run --nproc_per_node=2", (1, 2)),
+    ("accelerate launch --num_processes 16 --num_machines 2", (2, 8)),
+])  # fmt: skip
+def test_the_launcher_of_sft_decides_the_gpus(launcher: str, gpus: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "sft.sh"
+    path.write_text(
+        f"{launcher} -m verl.trainer.fsdp_sft_trainer data.train_files=/d/t.parquet data.val_files=/d/v.parquet "
+        "data.prompt_key=question data.response_key=answer model.partial_pretrain=/m optim.lr=1e-4\n",
+        encoding="utf-8",
+    )
+    cluster = convert(read_launch(path)).values["cluster"]
+    assert (cluster["node_num"], cluster["gpu_per_node"]) == gpus
+
+
+def test_recent_keys(tmp_path: Path) -> None:
+    """A reader class, template values, and the old name of truncated importance sampling."""
+    path = tmp_path / "run.sh"
+    more = "data.custom_cls.path=my.py data.custom_cls.name=Mine +data.apply_chat_template_kwargs.enable_thinking=False"
+    path.write_text(SCRIPT.format(more=f"{more} actor_rollout_ref.actor.tis_imp_ratio_cap=2"), encoding="utf-8")
+    done = convert(read_launch(path))
+    taskset = done.values["buffer"]["explorer_input"]["tasksets"][0]
+    assert (taskset["reader_path"], taskset["reader_name"]) == ("my.py", "Mine")
+    assert taskset["format"]["chat_template_args"] == {"enable_thinking": False}
+    (refused,) = done.refused
+    assert refused.argument.key.endswith("tis_imp_ratio_cap") and "rollout_correction" in refused.outcome.reason
+
+
 @pytest.mark.parametrize(("text", "says"), [
     ("python train.py --lr 1e-5\n", "bad.sh"),
     ("python3 -m verl.trainer.main_ppo a.b='x\n", "line 1"),

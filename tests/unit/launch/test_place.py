@@ -35,3 +35,11 @@ def test_too_few_gpus_are_refused_with_the_numbers():
 
 def test_cpu_parts_need_no_gpu():
     assert {s.gpus for s in placement(engines(1, 1, "cpu"), learner(2, "cpu"), [0])} == {0}
+
+
+def test_auxiliary_models_sit_between_engines_and_trainer():
+    seats = placement(engines(1, 2), learner(1), [4, 4], [4, 1])
+    assert [(s.role, s.node) for s in seats] == [("engine", 0), ("auxiliary", 1), ("auxiliary", 0), ("trainer", 0)]
+    with pytest.raises(SetupError, match=r"auxiliary 0 needs 8"):
+        placement(engines(1, 2), learner(1), [4, 4], [8])
+    assert [s.role for s in placement(engines(1, 2), None, [2])] == ["engine"]

@@ -1,0 +1,24 @@
+"""Every example of the repository passes `rft check`, with its model and data where they are on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rft.config.check import check
+from rft.testing import tiny
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+FILES = sorted(EXAMPLES.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(EXAMPLES)))
+def test_example(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    schema = check(path, schema_only=True)
+    assert not schema.errors and not schema.not_active and schema.plan is not None
+    report = check(path, (f"model.model_path={tiny.make(tmp_path / 'model')}",))
+    assert not report.errors and report.plan is not None
+    assert report.tasksets and all(t.rows for t in report.tasksets)
+    assert {row.gold_reward for t in report.tasksets for row in t.rows} == {1.0}
