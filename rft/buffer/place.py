@@ -161,10 +161,10 @@ def _sqlite(where: Place, durability: str, read_only: bool) -> Engine:
     def prepare(raw: Any, _: object) -> None:
         raw.isolation_level = None  # transactions are begun below, not by the driver
         if not read_only:
-            raw.execute("PRAGMA page_size = 16384")  # of a new file; payload blocks are large
+            raw.execute("PRAGMA page_size = 8192")  # of a new file; the least is written with it
             raw.execute("PRAGMA journal_mode = WAL")
             raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
-            raw.execute("PRAGMA wal_autocheckpoint = 8000")  # pages; before that the `Checkpointer` has done it
+            raw.execute("PRAGMA wal_autocheckpoint = 16000")  # pages; before that the `Checkpointer` has done it
             raw.execute("PRAGMA temp_store = MEMORY")
 
     @event.listens_for(engine, "begin")

@@ -220,7 +220,12 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
     roles = _memory(plan, (model.config, model.tensors) if model is not None else None, longest, facts, problems)
     if model is not None:
         kind = model.config.get("model_type", "?")
-        facts_of_model = {"folder": str(model.model_folder), "type": kind, "parameters": model.num_parameters, "stored": model.dtype}
+        facts_of_model = {
+            "folder": str(model.model_folder),
+            "type": kind,
+            "parameters": model.num_parameters,
+            "stored": model.dtype,
+        }
     return _report(config, plan, problems, tasksets=tuple(seen.tasksets), model=facts_of_model, memory=roles)
 
 

@@ -99,7 +99,9 @@ def _speaks(tokenizer: dict[str, Any], config: dict[str, Any], folder: Path, wro
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else range(len(vocabulary))
     last = max((*ids, *(t.get("id", 0) for t in tokenizer.get("added_tokens", ()))), default=-1)
     if isinstance(size, int) and last >= size:
-        wrong(f"the tokenizer in {folder} has token {last}, and the model knows {size}; name the tokenizer that belongs to the model")
+        wrong(
+            f"the tokenizer in {folder} has token {last}, and the model knows {size}; name the tokenizer that belongs to the model"
+        )
 
 
 def sizes(path: str) -> tuple[dict[str, Any], None] | None:

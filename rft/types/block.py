@@ -23,6 +23,7 @@ MAGIC = b"RFT2"
 OLD_MAGIC = b"RFT1"  # as MAGIC, but one head for all rows, with offsets from the first row's arrays on
 BUNDLE_MAGIC = b"RFTB"
 _ALIGN = 8
+Buffer = bytes | memoryview
 _START = len(MAGIC) + 8
 _DTYPES = {
     "tokens": np.int32,
@@ -57,7 +58,8 @@ class _CutShort(Exception):
 
 def encode(rows: Sequence[Experience]) -> bytes:
     """One block for `rows`; `decode` gives equal rows back."""
-    heads, arrays = [], []
+    heads: list[tuple[msgspec.Raw, int]] = []
+    arrays: list[Buffer] = []
     for row in rows:
         head, mine, size = _pack(row)
         heads.append((msgspec.Raw(head), size))
@@ -121,10 +123,10 @@ def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) 
 # ---------------------------------------------------------------- inside
 
 
-def _pack(row: Experience) -> tuple[bytes, list[bytes], int]:
+def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
     """The row's fields, its arrays with their padding, and how many bytes these are."""
     fields = msgspec.structs.asdict(row)
-    arrays: list[bytes] = []
+    arrays: list[Buffer] = []
     size = 0
     for name, dtype in _FIELDS:
         value: np.ndarray | None = fields.pop(name)
@@ -132,14 +134,13 @@ def _pack(row: Experience) -> tuple[bytes, list[bytes], int]:
             fields[name] = None
             continue
         fields[name] = (dtype, len(value), size)  # `Experience` has checked the dtype
-        data = value.tobytes()
-        pad = _PAD[len(data) % _ALIGN]
-        arrays += (data, pad)
-        size += len(data) + len(pad)
+        pad = _PAD[value.nbytes % _ALIGN]
+        arrays += (np.ascontiguousarray(value).data, pad)
+        size += value.nbytes + len(pad)
     return _ENCODER.encode(fields), arrays, size
 
 
-def _frame(magic: bytes, head: bytes, rest: Sequence[bytes]) -> bytes:
+def _frame(magic: bytes, head: bytes, rest: Sequence[Buffer]) -> bytes:
     return b"".join([magic, len(head).to_bytes(8, "little"), head, _PAD[(_START + len(head)) % _ALIGN], *rest])
 
 

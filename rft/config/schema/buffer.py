@@ -253,7 +253,9 @@ class TrainerInputConfig(Section):
 
     experience_buffer: ExperienceBufferConfig = section(ExperienceBufferConfig, "The main channel from explorer to trainer.")
     auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key(
-        {}, "Further data for the trainer, by name, e.g. sft_dataset.", later=Later("the losses that train an expert's rows come later (mix, mix_chord, sft); leave it out")
+        {},
+        "Further data for the trainer, by name, e.g. sft_dataset.",
+        later=Later("the losses that train an expert's rows come later (mix, mix_chord, sft); leave it out"),
     )
 
 
