@@ -16,6 +16,7 @@ from rft.types.task import SamplingArgs
 
 Status = Literal["complete", "truncated", "failed"]
 MAX_INFO_BYTES = 1 << 20
+INT32, BOOL, FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
 LOGPROB_SLACK = 1e-4  # engines may report a log-prob this far above 0; it is clipped and counted
 
 
@@ -106,8 +107,8 @@ class Demonstration(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_array("tokens", self.tokens, np.int32, len(self.tokens))
-        _check_array("loss_mask", self.loss_mask, np.bool_, len(self.tokens))
+        _check_array("tokens", self.tokens, INT32, len(self.tokens))
+        _check_array("loss_mask", self.loss_mask, BOOL, len(self.tokens))
 
 
 class Preference(Struct, frozen=True, kw_only=True):
@@ -121,7 +122,7 @@ class Preference(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("prompt", "chosen", "rejected"):
             value = getattr(self, name)
-            _check_array(name, value, np.int32, len(value))
+            _check_array(name, value, INT32, len(value))
 
 
 def failed(
@@ -212,12 +213,12 @@ def from_completions(
 def check(x: Experience) -> None:
     """Raises ValueError that names the field, unless `x` is something a trainer can rely on."""
     n = len(x.tokens)
-    _check_array("tokens", x.tokens, np.int32, n)
-    _check_array("loss_mask", x.loss_mask, np.bool_, n)
-    _check_array("logprobs", x.logprobs, np.float32, n)
-    for name in ("token_rewards", "teacher_logprobs"):
-        if (value := getattr(x, name)) is not None:
-            _check_array(name, value, np.float32, n)
+    _check_array("tokens", x.tokens, INT32, n)
+    _check_array("loss_mask", x.loss_mask, BOOL, n)
+    _check_array("logprobs", x.logprobs, FLOAT32, n)
+    for name, value in (("token_rewards", x.token_rewards), ("teacher_logprobs", x.teacher_logprobs)):
+        if value is not None:
+            _check_array(name, value, FLOAT32, n)
             if not np.isfinite(value).all():
                 raise ValueError(f"{name}: not finite")
     if n:
@@ -244,12 +245,12 @@ def _check_values(x: Experience) -> None:
     """One pass over each array: this runs for every experience, when it is made and whenever it is read."""
     if np.minimum.reduce(x.tokens) < 0:
         raise ValueError(f"tokens: {x.tokens.min()} is negative")
-    highest = np.maximum.reduce(x.logprobs)  # NaN where one is NaN
-    if not (highest < np.inf and np.minimum.reduce(x.logprobs) > -np.inf):
+    highest = float(np.maximum.reduce(x.logprobs))  # NaN where one is NaN
+    if not (highest < math.inf and np.minimum.reduce(x.logprobs) > -math.inf):
         raise ValueError("logprobs: not finite")
     if highest > 0:
         raise ValueError(f"logprobs: {highest} is above 0")
-    if x.has_logprobs and np.count_nonzero(x.logprobs) != np.count_nonzero(x.logprobs[x.loss_mask]):
+    if x.has_logprobs and np.count_nonzero(x.logprobs.astype(np.bool_) > x.loss_mask):
         raise ValueError("logprobs: must be 0 where loss_mask is False")
 
 
@@ -265,10 +266,12 @@ def _covered(x: Experience) -> bool:
     return trained == int(np.count_nonzero(x.loss_mask & covered))
 
 
-def _check_array(name: str, value: np.ndarray, dtype: Any, length: int) -> None:
+def _check_array(name: str, value: np.ndarray, dtype: np.dtype, length: int) -> None:
+    if type(value) is np.ndarray and value.dtype is dtype and value.shape == (length,):
+        return
     if not isinstance(value, np.ndarray) or value.ndim != 1:
         raise ValueError(f"{name}: must be a 1-d numpy array, not {type(value).__name__}")
     if value.dtype != dtype:
-        raise ValueError(f"{name}: dtype {value.dtype}, must be {np.dtype(dtype)}")
+        raise ValueError(f"{name}: dtype {value.dtype}, must be {dtype}")
     if len(value) != length:
         raise ValueError(f"{name}: length {len(value)}, but there are {length} tokens")
