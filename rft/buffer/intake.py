@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
 
 from rft.buffer.views import MAX_REWARD
@@ -54,19 +55,19 @@ def read(
         raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
     for row in rows:
         _check_versions(row, ancestry)
-        if vocab_size is not None and row.num_tokens and (largest := int(row.tokens.max())) >= vocab_size:
+        if vocab_size is not None and row.num_tokens and (largest := int(np.maximum.reduce(row.tokens))) >= vocab_size:
             raise FrameRejected(f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}")
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
             raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
-    now, why = time.time(), clean(reason)
+    name, now, why = str(group), time.time(), clean(reason)
     columns = []
     for position, (row, content) in enumerate(zip(rows, held, strict=True)):
         if content.size > max_row_bytes:
             raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {max_row_bytes}")
-        columns.append({**_columns(row, position, accepted, why, now), "content_hash": content.hash})
+        columns.append(_columns(row, name, position, content.hash, now, _dropped(row) if accepted else why))
     whole = xxhash.xxh3_128_hexdigest("\n".join(f"{c['id']}@{c['content_hash']}" for c in columns).encode())
     header = {
-        "id": str(group),
+        "id": name,
         "lineage": group.lineage,
         "explorer": group.explorer,
         "batch": group.batch,
@@ -163,12 +164,11 @@ def made(row: Experience) -> dict[str, Any]:
     }
 
 
-def _columns(row: Experience, position: int, accepted: bool, reason: str, now: float) -> dict[str, Any]:
+def _columns(row: Experience, group: str, position: int, content_hash: str, now: float, dropped: str | None) -> dict[str, Any]:
     oldest, newest = row.oldest_version, row.newest_version
-    dropped = _dropped(row) if accepted else reason
     return {
         "id": str(row.id),
-        "group_id": str(row.group),
+        "group_id": group,
         "position": position,
         "lineage": row.id.lineage,
         "explorer": row.id.explorer,
@@ -196,6 +196,7 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "clipped_logprobs": row.clipped_logprobs,
         "prompt_text": clean(row.prompt_text),
         "response_text": clean(row.response_text),
+        "content_hash": content_hash,
         "created": now,
         **made(row),
         "dropped": dropped,

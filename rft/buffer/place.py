@@ -165,6 +165,7 @@ def _sqlite(where: Place, durability: str, read_only: bool) -> Engine:
             raw.execute("PRAGMA journal_mode = WAL")
             raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
             raw.execute("PRAGMA wal_autocheckpoint = 16000")  # pages; before that the `Checkpointer` has done it
+            raw.execute("PRAGMA cache_size = -16384")  # KiB; a transaction that does not fit is written twice
             raw.execute("PRAGMA temp_store = MEMORY")
 
     @event.listens_for(engine, "begin")

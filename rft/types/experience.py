@@ -86,11 +86,13 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_version(self) -> Version | None:
-        return min((s.version for s in self.version_spans), default=None)
+        spans = self.version_spans
+        return spans[0].version if len(spans) == 1 else min((s.version for s in spans), default=None)
 
     @property
     def newest_version(self) -> Version | None:
-        return max((s.version for s in self.version_spans), default=None)
+        spans = self.version_spans
+        return spans[0].version if len(spans) == 1 else max((s.version for s in spans), default=None)
 
     @property
     def temperature(self) -> float:
