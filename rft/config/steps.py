@@ -262,6 +262,12 @@ def buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:
     if b.path is not None and ("://" in b.path or b.storage_type == "sql"):  # the segments of the others are in the run folder
         url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", b.path)
         url = url if "://" in url else f"sqlite:///{Path(url).expanduser().absolute()}"
+        if (scheme := url.partition("://")[0]) not in ("sqlite", "postgresql+psycopg"):
+            p.error(
+                "buffer.trainer_input.experience_buffer.path",
+                f"names a database of kind {scheme}; write postgresql://USER:PASSWORD@HOST/DATABASE, a file, or leave it out",
+                given=b.path,
+            )
     else:
         path = b.path if b.path is None or b.path.lower() == "none" else str(Path(b.path).expanduser().absolute())
         if path is not None and path.lower() == "none":

@@ -50,7 +50,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("resume_from_path", "runs/x/global_step_3", "[1]", REFUSED),
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
-    (f"{BUFFER}.storage_type", "FILE", "parquet", REFUSED),
+    (f"{BUFFER}.storage_type", "FILE", "parquet", RUNS),
     (f"{BUFFER}.replay_buffer.enable", "true", "maybe", RUNS),
     (f"{BUFFER}.replay_buffer.enable", "false", "maybe", RUNS),
     (f"{BUFFER}.replay_buffer.priority_fn", "decay_limit_randomization", "[1]", RUNS),
@@ -215,9 +215,12 @@ def test_lengths_and_sampling_of_the_engine_are_those_of_model() -> None:
     assert all(t.sampling.ignore_eos for t in (*greedy.explorer.tasksets, *greedy.explorer.eval_tasksets))
 
 
-def test_a_queue_is_no_database() -> None:
-    found = messages(f"{BUFFER}.storage_type=queue", f"{BUFFER}.path=sqlite:///x.db")
-    assert "keeps its segments in a folder" in found[f"{BUFFER}.path"]
+@pytest.mark.parametrize("storage", ["sql", "queue", "file"])
+def test_any_storage_may_have_its_ledger_in_postgresql(storage: str) -> None:
+    url = "postgresql://rft:word@db.example/runs"
+    buffer = plan(f"{BUFFER}.storage_type={storage}", f"{BUFFER}.path={url}").buffer
+    assert (buffer.storage_type, buffer.ledger_url) == (storage, url.replace("://", "+psycopg://", 1))
+    assert f"{BUFFER}.path" in messages(f"{BUFFER}.storage_type={storage}", f"{BUFFER}.path=mysql://db.example/runs")
 
 
 def test_engine_names() -> None:
