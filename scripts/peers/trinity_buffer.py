@@ -10,6 +10,7 @@ process: without the hop into its Ray actor, except for the queue, which has no 
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -237,6 +238,7 @@ async def main() -> None:
     logging.disable(logging.INFO)
     torch.set_num_threads(SPEC["threads"])
     peer = Peer()
+    gc.freeze()
     say({"ready": True})
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
