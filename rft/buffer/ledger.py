@@ -39,7 +39,7 @@ from rft.buffer.schema import (
     uses,
 )
 from rft.buffer.settings import BufferSettings
-from rft.buffer.standing import derive_states, has_used_rows, parts, waiting_groups
+from rft.buffer.standing import derive_states, has_used_rows, move, parts, waiting_groups
 from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict, PayloadDamaged
 from rft.faults import fault
 from rft.types.block import bundle, contents
@@ -398,8 +398,7 @@ class Ledger:
             if mixed is not None:
                 of = {"source": mixed.name, "lineage": lineage, "step": step}
                 put_many(tx, mixed_uses, [{**of, "experience": x} for x in mixed.ids(step)])
-            for part in parts(used):
-                tx.execute(update(experiences).where(experiences.c.id.in_(part)).values(state="used"))
+            move(tx, used, "used")
 
         self._run(work)
         fault("buffer.use.after")
@@ -418,8 +417,7 @@ class Ledger:
         reason = clean(reason)
         rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "reason": reason} for x in ids]
         put_many(tx, explanations, rows, again="ON CONFLICT DO NOTHING")
-        for part in parts(ids):
-            tx.execute(update(experiences).where(experiences.c.id.in_(part)).values(state="explained", explained=reason))
+        move(tx, ids, "explained", explained=reason)
 
     def settled(self, lineage: int, step: int) -> str | None:
         """What became of the lease of `step`: "used", the reason it was explained by, or None."""

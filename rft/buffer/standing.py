@@ -15,8 +15,35 @@ from sqlalchemy import Connection, Exists, and_, delete, exists, func, insert, n
 from rft.buffer.ancestry import counted_uses, orphaned_groups, states
 from rft.buffer.order import DAMAGED, Group, Row
 from rft.buffer.schema import experiences, groups, leases, uses
+from rft.errors import BufferFailed
 
 _PART = 500  # bound values of one IN (...)
+TRANSITIONS: dict[str, frozenset[str]] = {
+    "available": frozenset({"leased", "explained"}),
+    "leased": frozenset({"available", "used", "explained"}),
+    "used": frozenset(),
+    "explained": frozenset(),
+}
+"""What may become of an experience inside a lineage.  A new lineage takes no transition: it derives every state from the facts."""
+
+
+def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None = None) -> None:
+    """Write the state of rows that wait or are leased.  Repeating it is a no-op.
+
+    Raises BufferFailed, and so stores nothing, for a row whose state must not become `to` (see TRANSITIONS).
+    """
+    e = experiences.c
+    for part in parts(ids):
+        waits = and_(e.id.in_(part), e.state == "available")
+        if tx.execute(update(experiences).where(waits).values(state=to, explained=explained)).rowcount == len(part):
+            continue
+        found = {r.id: r.state for r in tx.execute(select(e.id, e.state).where(e.id.in_(part)))}
+        wrong = [x for x in part if found.get(x) != to]
+        if wrong:
+            raise BufferFailed(
+                f"experience {wrong[0]} is {found.get(wrong[0], 'not stored')} and cannot become {to} ({len(wrong)} such rows); "
+                "the buffer and what asks it disagree: end the run and resume it"
+            )
 
 
 def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resume_rows: str) -> None:
