@@ -269,7 +269,7 @@ def within(name: str, seconds: Sequence[float], limit_s: float, quantile: float)
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Milliseconds."""
-    p50, p90, p99 = np.quantile(seconds, [0.5, 0.9, 0.99])
+    p50, p90, p99 = (float(q) for q in np.quantile(seconds, [0.5, 0.9, 0.99]))
     return {
         "p50_ms": round(p50 * 1e3, 3),
         "p90_ms": round(p90 * 1e3, 3),
