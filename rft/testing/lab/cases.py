@@ -265,7 +265,7 @@ def back_pressure(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     plan = msgspec.structs.replace(plan, capacity=5, offset=1000, steps=12)
     lab = Lab(nursery, plan, (Fault(role="trainer", fault=f"lab.trainer.forward:{dice.randint(1, 4)}=stop"),))
     lab.begin("buffer", "trainer", "explorer0")
-    lab.wait_until_stopped("trainer")
+    lab.wait_until("trainer", "stopped")
     lab.nothing_happens()
     trained = {e["step"] for e in told(plan) if e["event"] in ("used", "skipped")}
     stored = {g for e in told(plan) if e["event"] == "acked" and not e["group"].endswith("100") for g in [e["group"]]}
@@ -298,9 +298,9 @@ def two_trainers(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     point = dice.choice(("forward", "optimizer", "checkpoint.files", "used"))
     lab = Lab(nursery, plan, (Fault(role="trainer", fault=f"lab.trainer.{point}:{dice.randint(1, 3)}=stop"),))
     lab.begin("buffer", "trainer", "explorer0")
-    lab.wait_until_stopped("trainer")
+    lab.wait_until("trainer", "stopped")
     lab.start("rival0")
-    lab.wait_until_told("rival0", "began")
+    lab.wait_until("rival0", "began")
     lab.go_on("trainer")
     lab.play_on()
     assert f"trainer {FENCED}" in lab.deaths and "rival0 0" in lab.deaths, lab.deaths
@@ -348,7 +348,8 @@ def damage_payload(nursery: Nursery, plan: Plan, dice: random.Random) -> Result:
     plan = msgspec.structs.replace(plan, steps=4, offset=1000, save_interval=1)
     lab = Lab(nursery, plan, (Fault(role="trainer", fault="lab.trainer.forward:2=stop"),))
     lab.begin("buffer", "trainer", "explorer0")
-    lab.wait_until_told("explorer0", "finished")
+    lab.wait_until("explorer0", "finished")
+    lab.wait_until("trainer", "stopped")
     lab.end(list(lab.living))
     _change_a_byte(plan, dice)
     found = lab.result(finished=False).verdict.problems

@@ -160,6 +160,7 @@ class Lab:
         self.lives: dict[str, int] = {}
         self._first_life = first_life
         self.deaths: list[str] = []
+        self._seen: set[tuple[str, str]] = set()  # (tag, event)
         self._ended: deque[tuple[str, int]] = deque()  # deaths that nobody has dealt with yet
         self._over: int | None = None  # how many deaths there were when the trainer was done
         self._when: list[float] = []
@@ -213,6 +214,10 @@ class Lab:
 
     def _note(self, news: dict[str, Any]) -> str | None:
         """The role that ended, if one of this run did."""
+        if "told" in news:
+            self._seen.add((news["told"], news["event"]))
+        if "stopped" in news:
+            self._seen.add((news["stopped"], "stopped"))
         for role, tag in list(self.living.items()):
             if news.get("stopped") == tag and self._on_stop is not None:
                 self._on_stop()
@@ -256,14 +261,11 @@ class Lab:
                 return
             assert self._note(news) is None, self.deaths
 
-    def wait_until_stopped(self, role: str) -> None:
-        self.wait_for("stopped", self.living[role])
-
-    def wait_until_told(self, role: str, event: str) -> None:
-        """Until the process has written this event."""
+    def wait_until(self, role: str, what: str) -> None:
+        """Until the process has "stopped", or has written this event."""
         tag = self.living[role]
-        while self.wait_for("told", tag)["event"] != event:
-            pass
+        while (tag, what) not in self._seen:
+            self._note(self._nursery.next())
 
     def wait_for_end(self, role: str) -> None:
         while role in self.living:

@@ -18,6 +18,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -85,6 +86,30 @@ ssize_t pwrite64(int fd, const void *data, size_t n, off64_t at) {
 }
 
 ssize_t pwrite(int fd, const void *data, size_t n, off_t at) { return pwrite64(fd, data, n, at); }
+
+/* Half of what the pieces hold. */
+static ssize_t torn(int fd, const struct iovec *pieces, int count, off64_t at) {
+    ssize_t written = 0;
+    for (int i = 0; i < count && i <= count / 2; i++)
+        written += syscall(SYS_pwrite64, fd, pieces[i].iov_base, i < count / 2 ? pieces[i].iov_len : pieces[i].iov_len / 2, at + written);
+    return die(written);
+}
+
+ssize_t pwritev64v2(int fd, const struct iovec *pieces, int count, off64_t at, int flags) {
+    switch (meet(fd)) {
+    case 1: return -1;
+    case 2: return torn(fd, pieces, count, at);
+    }
+    return syscall(SYS_pwritev2, fd, pieces, count, (unsigned long)at, 0ul, flags);
+}
+
+ssize_t pwritev64(int fd, const struct iovec *pieces, int count, off64_t at) { return pwritev64v2(fd, pieces, count, at, 0); }
+
+ssize_t pwritev2(int fd, const struct iovec *pieces, int count, off_t at, int flags) {
+    return pwritev64v2(fd, pieces, count, at, flags);
+}
+
+ssize_t pwritev(int fd, const struct iovec *pieces, int count, off_t at) { return pwritev64v2(fd, pieces, count, at, 0); }
 
 static void parents(char *path) {
     for (char *p = path + 1; *p; p++)
