@@ -22,7 +22,7 @@ def live(run: Path, kind: str, nth: int, *url: str) -> list[list[str]]:
 
 
 def test_the_script_tells_by_its_exit_code(tmp_path: Path) -> None:
-    live(tmp_path, "sql", 150)
+    live(tmp_path, "sql", 400)
     command = [sys.executable, "scripts/audit.py", str(tmp_path), "--json"]
     good = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENV, timeout=60)
     assert (good.returncode, json.loads(good.stdout)["ok"]) == (0, True), good.stderr
