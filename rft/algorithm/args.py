@@ -7,10 +7,11 @@ for the configuration and for the builder alike.  It knows no losses.  Invariant
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from rft.algorithm.argbase import Args as Args
 from rft.algorithm.argbase import NoArgs as NoArgs
@@ -30,11 +31,8 @@ class GrpoArgs(Args):
 
     epsilon: float = Field(1e-6, gt=0, description="added to the group's standard deviation before dividing")
     norm_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
-    std_threshold: float | None = waiting(
-        None,
-        "no group is dropped; groups of equal rewards have advantage 0 and do not move the policy",
-        ge=0,
-        description="drop groups whose standard deviation is not above this",
+    std_threshold: float | None = Field(
+        None, ge=0, description="drop groups whose standard deviation is not above this, as the operator reward_std_filter does"
     )
     duplicate_experiences: bool = waiting(
         False, "rows are never copied", description="use remaining groups again in place of the dropped ones"
@@ -113,6 +111,14 @@ class EntropyArgs(Args):
     )
 
 
+class StalenessControlArgs(Args):
+    """Rows whose weights are too old are left out; the bound is synchronizer.max_staleness."""
+
+    max_staleness: Annotated[int | None, BeforeValidator(lambda x: None if x == math.inf else x)] = Field(
+        None, ge=0, description="train steps by which a row may be behind; null or infinity: no bound"
+    )
+
+
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
 ARGS: dict[tuple[str, str], type[BaseModel]] = {
     ("advantage_fn", "grpo"): GrpoArgs,
@@ -123,6 +129,7 @@ ARGS: dict[tuple[str, str], type[BaseModel]] = {
     ("entropy_loss_fn", "default"): EntropyArgs,
     ("kl_penalty_fn", "none"): NoArgs,
     ("sample_strategy", "default"): NoArgs,
+    ("sample_strategy", "staleness_control"): StalenessControlArgs,
 }
 RENAMED: dict[tuple[str, str], str] = {  # older names that people bring along
     ("advantage_fn", "grpo_verl"): "grpo",

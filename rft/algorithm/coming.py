@@ -255,12 +255,6 @@ class MixEntropyArgs(Args):
     entropy_coef: float = Field(0.0, ge=0, description="factor of the entropy bonus")
 
 
-class StalenessControlArgs(Args):
-    """Rows whose weights are too old are left out."""
-
-    max_staleness: int | None = Field(None, ge=0, description="train steps by which a row may be behind; null: no bound")
-
-
 class MixSampleArgs(Args):
     """Rows of an expert's data set beside the policy's own."""
 
@@ -319,7 +313,6 @@ COMING: dict[tuple[str, str], type[BaseModel]] = {
     ("kl_loss_fn", "corrected_k3"): KlPenaltyArgs,
     **{("kl_penalty_fn", name): KlPenaltyArgs for name in KL_NAMES},
     ("entropy_loss_fn", "mix"): MixEntropyArgs,
-    ("sample_strategy", "staleness_control"): StalenessControlArgs,
     ("sample_strategy", "mix"): MixSampleArgs,
     ("sample_strategy", "pf_ppo"): PfPpoArgs,
 }

@@ -171,6 +171,7 @@ def engines(
             engine_type=engine_type,
             name=f"{e.name or 'engine'}-{i}",
             model_path=find(model.model_path),
+            tokenizer_path=None if model.tokenizer_path is None else find(model.tokenizer_path),
             device=device,
             dtype=dtype,
             tensor_parallel_size=e.tensor_parallel_size,
@@ -245,6 +246,7 @@ def learner(
         p.derive("trainer.cpu_threads", threads, f"{facts.cpus} cores for {world} rank(s)")
     return LearnerSettings(
         model_path=find(config.model.model_path),
+        tokenizer_path=None if config.model.tokenizer_path is None else find(config.model.tokenizer_path),
         device=device,
         dtype=dtype,
         world_size=world,

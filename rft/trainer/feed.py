@@ -36,10 +36,10 @@ class Feed:
 def make(lease: Lease, algorithm: Algorithm, budget: Budget, *, world_size: int, policy_loss: str) -> Feed:
     """The shares of all ranks.  Raises RunFailed for rows that an on-policy loss cannot use, ConfigError where they do not fit."""
     rows = decode(lease.frame)
-    stats = {g.group: g for g in lease.groups}
-    groups = [_stats(row, stats) for row in rows]
     for row in rows:
         check(row)
+    stats = {g.group: g for g in lease.groups}
+    groups = [_stats(row, stats) for row in rows]
     advantages = algorithm.advantages([float(r.reward) for r in rows if r.reward is not None], groups)
     made = [_train_row(row, float(a)) for row, a in zip(rows, advantages, strict=True)]
     needs = algorithm.needs

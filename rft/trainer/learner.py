@@ -211,8 +211,9 @@ class Learner:
         dtype = models.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         if self.rank == 0:
             target.mkdir(parents=True, exist_ok=True)
-            for pattern in ("config.json", *_TOKENIZER_FILES):
-                for path in source.glob(pattern):
+            shutil.copyfile(source / "config.json", target / "config.json")
+            for given in (source, Path(self.settings.tokenizer_path or source)):  # files of the second one win
+                for path in (p for pattern in _TOKENIZER_FILES for p in given.glob(pattern)):
                     shutil.copyfile(path, target / path.name)
         self._write(target / "model.safetensors", self._gathered(), {n: (dtype, p.shape) for n, p in self.policy.names().items()})
 

@@ -97,9 +97,10 @@ class AlgorithmConfig(Section):
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule.")
     sample_strategy: str | None = key(
         None,
-        "Which experiences make a batch: default = whole accepted groups, oldest first.  Null: the algorithm's own.",
+        "Which experiences make a batch: default = what the buffer reads first; staleness_control = the same without experiences older "
+        "than its max_staleness, which is synchronizer.max_staleness.  Null: the algorithm's own.",
         later=Later(
-            "batches are whole accepted groups, oldest first; for staleness_control write synchronizer.max_staleness",
+            "batches hold the policy's own experiences, each with the same weight",
             values=coming("sample_strategy"),
         ),
     )
