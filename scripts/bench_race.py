@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import bench_harness as harness
 import numpy as np
+from safetensors.numpy import save_file
 
 from rft.buffer.buffer import Buffer, Reader, Writer
 from rft.buffer.settings import BufferSettings
@@ -81,9 +82,9 @@ class Work:
 
     def save(self, folder: Path) -> dict[str, str]:
         """As files for the peer."""
-        arrays, texts = folder / "arrays.npz", folder / "texts.json"
+        arrays, texts = folder / "arrays.safetensors", folder / "texts.json"
         names = ("lengths", "prompts", "tokens", "mask", "logprobs")
-        np.savez(arrays, **{name: getattr(self, name) for name in names})
+        save_file({name: np.ascontiguousarray(getattr(self, name)) for name in names}, arrays)
         texts.write_text(json.dumps(self.texts))
         return {"arrays": str(arrays), "texts": str(texts)}
 

@@ -24,9 +24,9 @@ from typing import Any
 SPEC: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
 os.environ["OMP_NUM_THREADS"] = str(SPEC["threads"])
 
-import numpy as np  # noqa: E402  # reads OMP_NUM_THREADS when it is imported
 import ray  # noqa: E402
-import torch  # noqa: E402
+import torch  # noqa: E402  # reads OMP_NUM_THREADS when it is imported
+from safetensors.numpy import load_file  # noqa: E402
 from trinity.buffer.reader.queue_reader import QueueReader  # noqa: E402
 from trinity.buffer.reader.sql_reader import SQLReader  # noqa: E402
 from trinity.buffer.storage.sql import SQLExperienceStorage  # noqa: E402
@@ -48,7 +48,7 @@ sys.stdout = sys.stderr  # whatever the libraries print is not part of the proto
 
 def load() -> list[Experience]:
     """The race's experiences in Trinity's form: log-probs and mask of the response only."""
-    arrays = np.load(SPEC["arrays"])
+    arrays = load_file(SPEC["arrays"])
     texts = json.loads(Path(SPEC["texts"]).read_text())
     made, at = [], 0
     for i, (length, prompt, text) in enumerate(zip(arrays["lengths"], arrays["prompts"], texts, strict=True)):
