@@ -56,9 +56,10 @@ bench: install  ## benchmarks against their peers (NAME=step_vs_trl QUICK=1)
 	$(RUN)python scripts/bench.py $(NAME) $(if $(QUICK),--quick) --json
 
 peers: $(PEERS)/.installed  ## the environment of the programs that the benchmarks compare with
-$(PEERS)/.installed: scripts/peers/requirements.txt
+$(PEERS)/.installed: scripts/peers/requirements.txt scripts/peers/requirements-nodeps.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/peers/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r scripts/peers/requirements-nodeps.txt
 	@touch $@
 
 docs: install  ## build the documentation into site/

@@ -93,6 +93,14 @@ class BufferFailed(RunFailed):
     """The buffer cannot keep its promise."""
 
 
+class DiskFull(BufferFailed):
+    """No space is left for the ledger or the payload; nothing of the call is stored, and it may be repeated once there is space."""
+
+
+class PayloadDamaged(BufferFailed):
+    """Payload that was acknowledged is missing, or not as it was stored; the message names where it should be."""
+
+
 class IdConflict(BufferFailed):
     """An experience id was appended twice with different content."""
 

@@ -1,12 +1,20 @@
 """Named places where a test can make the real system fail.  Off unless the variable RFT_FAULT is set.
 
-`RFT_FAULT=point[:nth][,point[:nth] ...]`: without a number the point fires every time it is reached, with `:n` only the n-th time
-(from 1) in each process.  The one invariant: without the variable `fault` is false and costs one dictionary look-up.
+`RFT_FAULT=point[:nth][=action][,point ...]`.  nth: without a number the point fires every time it is reached, with `:n` only the
+n-th time (from 1) in each process, with `:n-m` from the n-th to the m-th, with `:n-` from the n-th on.  action: what happens there,
+one of ACTIONS; points of BUFFER_POINTS kill the process unless another one is written, the others fail in their own way.
+The one invariant: without the variable `fault` is false and costs one dictionary look-up.
+
+Example: RFT_FAULT=buffer.append.after:3=kill,storage.put:5-9=enospc
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import signal
+from typing import NamedTuple
 
 from rft.errors import ConfigError
 
@@ -18,25 +26,73 @@ SYNC_POINTS = (
     "sync.corrupt_byte",  # one byte of the staged weights is flipped
     "sync.wrong_version",  # the weights are loaded under another version's name
 )
+BUFFER_POINTS = (
+    "buffer.append.before",  # the groups of one transaction were offered, nothing is written
+    "buffer.append.stored",  # payload and headers are written, the transaction is still open
+    "buffer.append.after",  # committed, the explorer does not know it yet
+    "buffer.close_batch",  # all groups are stored, the batch is still open
+    "buffer.lease",  # rows were chosen, their payload is not read yet
+    "buffer.use.before",  # the optimizer step is done, its uses are not written
+    "buffer.use.after",  # the uses are committed, the trainer does not know it yet
+    "buffer.explain",  # as buffer.use.before, for a step that is never trained
+    "buffer.lineage",  # a new trainer takes over, nothing is written
+    "buffer.drop",  # payload that nothing needs any more is about to be deleted
+    "storage.put",  # before a payload block is written
+    "storage.put.torn",  # half of a block's bytes are written
+    "storage.put.aside",  # a segment is whole under its temporary name, not renamed
+)
+_ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "eio": errno.EIO}
+ACTIONS = ("kill", "stop", *_ERRORS)  # SIGKILL or SIGSTOP of this process, or an OSError with that number
+_ENTRY = re.compile(r"(?P<point>[^\s:=,]+)(:(?P<first>\d+)(?P<range>-(?P<last>\d*))?)?(=(?P<action>\w+))?")
 
 _seen: dict[tuple[str, str], int] = {}
 
 
+class _Entry(NamedTuple):
+    first: int
+    last: float
+    action: str | None
+
+
 def fault(point: str) -> bool:
-    """Whether the place called `point` has to fail this time; counts the visits of each point."""
+    """Whether the place called `point` has to fail this time, in its own way; an action is carried out here.
+
+    Counts the visits of each point.  Raises OSError where the action is an error's name.
+    """
     setting = os.environ.get(VARIABLE)
     if not setting:
         return False
     _seen[setting, point] = visit = _seen.get((setting, point), 0) + 1
-    return any(nth in (0, visit) for nth in _planned(setting).get(point, ()))
+    fires = [entry for entry in _planned(setting).get(point, ()) if entry.first <= visit <= entry.last]
+    for entry in fires:
+        _act(point, entry.action)
+    return bool(fires)
 
 
-def _planned(setting: str) -> dict[str, list[int]]:
-    """{point: [visits at which it fires]}, 0 = always."""
-    plan: dict[str, list[int]] = {}
+def planned(point: str) -> bool:
+    """Whether `point` may fail at some visit; asks without counting one."""
+    setting = os.environ.get(VARIABLE)
+    return bool(setting) and point in _planned(setting or "")
+
+
+def _act(point: str, action: str | None) -> None:
+    action = action or ("kill" if point in BUFFER_POINTS else None)
+    if action in _ERRORS:
+        raise OSError(_ERRORS[action], f"{os.strerror(_ERRORS[action])} ({VARIABLE} at {point})")
+    if action is not None:
+        os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+
+def _planned(setting: str) -> dict[str, list[_Entry]]:
+    plan: dict[str, list[_Entry]] = {}
     for entry in setting.split(","):
-        point, colon, nth = entry.strip().partition(":")
-        if not point or (colon and not (nth.isdecimal() and int(nth) > 0)):
-            raise ConfigError(f"{VARIABLE}={setting!r}: {entry!r} is not point or point:nth with nth from 1")
-        plan.setdefault(point, []).append(int(nth) if colon else 0)
+        m = _ENTRY.fullmatch(entry.strip())
+        first = int(m["first"] or 1) if m else 0
+        if m is None or first < 1 or (m["action"] or "kill") not in ACTIONS:
+            raise ConfigError(
+                f"{VARIABLE}={setting!r}: {entry!r} is not point[:nth][=action], with nth from 1 (or n-m, n-), "
+                f"action one of {', '.join(ACTIONS)}"
+            )
+        last = float("inf") if m["first"] is None else first if m["range"] is None else float(m["last"] or "inf")
+        plan.setdefault(m["point"], []).append(_Entry(first, last, m["action"]))
     return plan

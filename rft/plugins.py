@@ -201,12 +201,18 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
 
 
 def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
-    """Everything a configuration may name: shipped workflows and rewards, entry points, then the given folders."""
+    """Everything a configuration may name: shipped workflows, rewards and operators, entry points, then the given folders."""
     REGISTRY.scan_package("rft.reward")
+    REGISTRY.scan_package("rft.buffer.operators")
     REGISTRY.scan_folder(shipped_workflows())
     REGISTRY.scan_entry_points()
     for folder in plugin_dirs:
         REGISTRY.scan_folder(Path(folder).expanduser())
+
+
+def may_come(name: str, plugin_dirs: Iterable[str]) -> bool:
+    """Whether `name`, which is not marked yet, may be found once everything is loaded."""
+    return ":" in name or any(True for _ in plugin_dirs) or bool(importlib.metadata.entry_points(group=GROUP))
 
 
 def shipped_workflows() -> Path:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -69,18 +69,23 @@ def in_turn(
     ours: Callable[[], float], peer: Callable[[], float], rounds: int, *, discard: int = 1
 ) -> tuple[list[float], list[float]]:
     """`rounds` kept pairs of seconds after `discard` warm-up rounds; who goes first alternates."""
-    pairs: list[tuple[float, float]] = []
+    seconds = all_in_turn({"ours": ours, "peer": peer}, rounds, discard=discard)
+    return seconds["ours"], seconds["peer"]
+
+
+def all_in_turn(sides: Mapping[str, Callable[[], float]], rounds: int, *, discard: int = 1) -> dict[str, list[float]]:
+    """Seconds of each side in `rounds` kept rounds after `discard` warm-up rounds; each round begins with the next side."""
+    names = list(sides)
+    kept: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds + discard):
-        if i % 2:
-            b = peer()
-            a = ours()
-        else:
-            a = ours()
-            b = peer()
-        note(f"round {i + 1 - discard if i >= discard else 'warm-up'}: ours {a:.2f} s, peer {b:.2f} s")
-        pairs.append((a, b))
-    kept = pairs[discard:]
-    return [a for a, _ in kept], [b for _, b in kept]
+        first = i % len(names)
+        measured = {name: sides[name]() for name in names[first:] + names[:first]}
+        said = ", ".join(f"{name} {measured[name]:.3f} s" for name in names)
+        note(f"round {i + 1 - discard if i >= discard else 'warm-up'}: {said}")
+        if i >= discard:
+            for name in names:
+                kept[name].append(measured[name])
+    return kept
 
 
 def speed_ratio(name: str, ours: Sequence[float], peer: Sequence[float], goal: float | None, *, draws: int = 10_000) -> Check:

@@ -1,4 +1,4 @@
-"""What all tests share: few threads, no network, the tiny models, and the check that a test leaves nothing behind."""
+"""What all tests share: few threads, no network, the tiny models, a PostgreSQL server, and the check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ os.environ.update(
 )
 
 import pytest
+
+from rft.testing.postgres import postgres as postgres
 
 if importlib.util.find_spec("rft.testing.leftovers_plugin"):
     pytest_plugins = ["rft.testing.leftovers_plugin"]

@@ -15,11 +15,8 @@ _EPSILON = "added to the standard deviation before dividing"
 
 
 def _std_threshold() -> float | None:
-    threshold: float | None = waiting(
-        None,
-        "no group is dropped; groups of equal rewards have advantage 0 and do not move the policy",
-        ge=0,
-        description="drop groups whose standard deviation is not above this",
+    threshold: float | None = Field(
+        None, ge=0, description="drop groups whose standard deviation is not above this, as the operator reward_std_filter does"
     )
     return threshold
 

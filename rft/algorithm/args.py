@@ -7,10 +7,11 @@ for the configuration and for the builder alike.  It knows no losses.  Invariant
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from rft.algorithm.advantage_args import ADVANTAGES, SAMPLES
 from rft.algorithm.advantage_args import GrpoArgs as GrpoArgs
@@ -53,6 +54,14 @@ class EntropyArgs(Args):
     )
 
 
+class StalenessControlArgs(Args):
+    """Rows whose weights are too old are left out; the bound is synchronizer.max_staleness."""
+
+    max_staleness: Annotated[int | None, BeforeValidator(lambda x: None if x == math.inf else x)] = Field(
+        None, ge=0, description="train steps by which a row may be behind; null or infinity: no bound"
+    )
+
+
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "low_var_kl")
 KL_NAMES = (*KL_ESTIMATORS, "corrected_k3")
 ARGS: dict[tuple[str, str], type[BaseModel]] = {
@@ -66,6 +75,7 @@ ARGS: dict[tuple[str, str], type[BaseModel]] = {
     ("kl_penalty_fn", "none"): NoArgs,
     **{("kl_penalty_fn", name): KlArgs for name in KL_NAMES},
     **{("sample_strategy", name): model for name, model in SAMPLES.items()},
+    ("sample_strategy", "staleness_control"): StalenessControlArgs,
 }
 RENAMED: dict[tuple[str, str], str] = {  # older names that people bring along
     ("advantage_fn", "grpo_verl"): "grpo",

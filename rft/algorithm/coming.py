@@ -13,12 +13,6 @@ from rft.algorithm.argbase import Args
 # ---------------------------------------------------------------- KL, entropy, choice of the rows
 
 
-class StalenessControlArgs(Args):
-    """Rows whose weights are too old are left out."""
-
-    max_staleness: int | None = Field(None, ge=0, description="train steps by which a row may be behind; null: no bound")
-
-
 class MixSampleArgs(Args):
     """Rows of an expert's data set beside the policy's own."""
 
@@ -27,7 +21,6 @@ class MixSampleArgs(Args):
 
 
 COMING: dict[tuple[str, str], type[BaseModel]] = {
-    ("sample_strategy", "staleness_control"): StalenessControlArgs,
     ("sample_strategy", "mix"): MixSampleArgs,
 }
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import xxhash
 from sqlalchemy import (
     CTE,
+    BigInteger,
     Column,
     Connection,
     Exists,
@@ -50,15 +51,15 @@ def chain(connection: Connection, version: Version | None, *, whole: bool = Fals
     return found
 
 
-def _table(ancestry: dict[int, int]) -> CTE:
+def ancestors(ancestry: dict[int, int]) -> CTE:
     """The chain as a table; it is as long as a run has been resumed, so it goes in as rows, not as a long condition."""
     rows = list(ancestry.items()) or [(0, -1)]  # VALUES needs a row; no step is -1
-    return values(column("lineage", Integer), column("step", Integer), name="ancestry").data(rows).cte("ancestry")
+    return values(column("lineage", Integer), column("step", BigInteger), name="ancestry").data(rows).cte("ancestry")
 
 
 def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
     """Every use that counts: (experience, lineage, step)."""
-    a = _table(ancestry)
+    a = ancestors(ancestry)
     return select(uses.c.experience, uses.c.lineage, uses.c.step).join(
         a, and_(uses.c.lineage == a.c.lineage, uses.c.step <= a.c.step)
     )
@@ -78,7 +79,7 @@ def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Sele
     In this order: used `max_uses` times; dropped when it came; orphaned (its group was written by weights outside the ancestry);
     explained by a counted step; else available.
     """
-    a = _table(ancestry)
+    a = ancestors(ancestry)
     count = (
         select(uses.c.experience, func.count().label("n"))
         .join(a, and_(uses.c.lineage == a.c.lineage, uses.c.step <= a.c.step))
@@ -131,4 +132,4 @@ def _outside(a: CTE) -> Select[tuple[str]]:
 
 def orphaned_groups(ancestry: dict[int, int]) -> Select[tuple[str]]:
     """Ids of the groups that `states` calls orphaned."""
-    return _outside(_table(ancestry))
+    return _outside(ancestors(ancestry))

@@ -15,15 +15,19 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer.ancestry import chain, counted_uses, digest
 from rft.buffer.base import Audit, Storage
-from rft.buffer.buffer import LEDGER_SUFFIX, make_storage
+from rft.buffer.buffer import make_storage
 from rft.buffer.count import count
-from rft.buffer.ledger import connect
+from rft.buffer.database import cause
+from rft.buffer.mix import counted as counted_mixed
+from rft.buffer.place import Place, connect, find
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
-from rft.types.block import content_hash, decode
+from rft.types.block import contents, decode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
+
+_READABLE = {str(n) for n in range(1, FORMAT + 1)}  # what the audit asks for is the same in all of them
 
 
 class _Manifest(msgspec.Struct):
@@ -35,37 +39,40 @@ class _Manifest(msgspec.Struct):
     consumption: Consumption
 
 
-def audit_run(run_dir: Path | str, *, payload: bool = True) -> Audit:
-    """The audit of a run folder (`run_dir/buffer/*.db`, `run_dir/checkpoints/global_step_N/manifest.json`).
+def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | None = None) -> Audit:
+    """The audit of a run folder (`run_dir/buffer`, `run_dir/checkpoints/global_step_N/manifest.json`) and of its database.
 
     Uses are counted for the newest valid manifest; every manifest's uses are compared with its digest.  `payload` also reads each
-    available experience back and compares its hash.  Raises BufferFailed when there is no ledger to read.
+    available experience back and compares its hash.  `ledger_url`: see `rft.buffer.place.find`.  Raises BufferFailed when there is no
+    ledger to read.
     """
     run_dir = Path(run_dir)
-    path = _ledger(run_dir / "buffer")
+    place = find(run_dir, ledger_url)
     manifests, problems = _manifests(run_dir / "checkpoints")
-    engine = connect(path, read_only=True)
+    engine = connect(place, read_only=True)
     try:
         with engine.connect() as connection, connection.begin():
-            return _audit(connection, path, manifests, problems, payload)
+            return _audit(connection, place, run_dir / "buffer", manifests, problems, payload)
     except SQLAlchemyError as e:
-        raise BufferFailed(f"{path} cannot be read: {getattr(e, 'orig', None) or e}") from e
+        raise BufferFailed(f"{place} cannot be read: {cause(e)}") from e
     finally:
         engine.dispose()
 
 
-def _audit(tx: Connection, path: Path, manifests: list[_Manifest], problems: list[str], payload: bool) -> Audit:
+def _audit(tx: Connection, place: Place, folder: Path, manifests: list[_Manifest], problems: list[str], payload: bool) -> Audit:
     about = dict(tx.execute(select(meta.c.key, meta.c.value)).all())
-    if about.get("format") != str(FORMAT):
-        raise BufferFailed(f"{path} has format {about.get('format')}, this rft reads format {FORMAT}; use the rft that wrote it")
+    if about.get("format") not in _READABLE:
+        raise BufferFailed(
+            f"{place} has format {about.get('format')}, this rft reads formats 1 to {FORMAT}; use the rft that wrote it"
+        )
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
     latest = manifests[-1].version if manifests else None
     audit, derived = count(tx, chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
         problems += _compare(tx, manifest, max_uses)
     settings = BufferSettings(
-        name=path.name.removesuffix(LEDGER_SUFFIX),
-        folder=path.parent,
+        name=place.name,
+        folder=folder,
         storage_type=about["storage_type"],
         storage_path=about["storage_path"] or None,
     )
@@ -78,16 +85,6 @@ def _audit(tx: Connection, path: Path, manifests: list[_Manifest], problems: lis
     return msgspec.structs.replace(
         audit, available=available, explained=explained, manifests=len(manifests), problems=(*audit.problems, *problems)
     )
-
-
-def _ledger(folder: Path) -> Path:
-    found = sorted(folder.glob(f"*{LEDGER_SUFFIX}"))
-    if len(found) != 1:
-        names = ", ".join(p.name for p in found) or "none"
-        raise BufferFailed(
-            f"{folder} must hold one buffer (*{LEDGER_SUFFIX}); found {names}. Give the folder of a run that has begun."
-        )
-    return found[0]
 
 
 def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
@@ -120,6 +117,8 @@ def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "
             f"the ledger counts {len(counted)} ({digest(counted)})"
         )
+    if (mixed := counted_mixed(tx, chain(tx, version))) != said.mixed:
+        problems.append(f"checkpoint {version}: made after {said.mixed} uses of mixed-in rows, the ledger counts {mixed}")
     twice = [x for x, n in Counter(u[0] for u in counted).items() if n > max_uses]
     if twice:
         problems.append(
@@ -139,7 +138,7 @@ def _read_back(tx: Connection, storage: Storage, wanted: set[str]) -> list[str]:
     for locator, rows in hashes.items():
         try:
             (block,) = storage.get([locator], tx)
-            found = {str(x.id): content_hash(x) for x in decode(block)}
+            found = {str(x.id): content.hash for x, content in zip(decode(block), contents(block), strict=True)}
         except (BufferFailed, ValueError, msgspec.MsgspecError) as error:
             problems.append(f"payload {locator}: {error}")
             continue

@@ -16,6 +16,10 @@ from rft.buffer.settings import BufferSettings
 from rft.plugins import kind
 
 storage = kind("storage")
+REMEDY = (  # of payload that is missing or damaged
+    "Restore it from a copy and resume, or resume with buffer.trainer_input.experience_buffer.on_damaged_payload: explain "
+    "to leave these groups out (counted as payload_damaged)"
+)
 
 
 class Storage(Protocol):
@@ -39,7 +43,7 @@ class Storage(Protocol):
         ...
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
-        """Blocks in the order asked for.  Raises BufferFailed, naming the locator, when one is missing or damaged."""
+        """Blocks in the order asked for.  Raises PayloadDamaged, naming where it should be, when one is missing or damaged."""
         ...
 
     def drop(self, locators: Sequence[str], connection: Connection) -> None:

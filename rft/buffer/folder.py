@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -53,8 +54,30 @@ def refuse_network(folder: Path, mounts: str | None = None) -> None:
     if kind in NETWORK_FILE_SYSTEMS:
         raise SetupError(
             f"the buffer's folder {folder} is on a network file system ({kind}, mounted at {best}), where SQLite can lose data. "
-            "Put the run on a local disk (checkpoint_root_dir)."
+            "Put the run on a local disk (checkpoint_root_dir), or keep the ledger in PostgreSQL "
+            "(buffer.trainer_input.experience_buffer.path: postgresql://...)."
         )
+
+
+def make_folder(path: Path, *, sync: bool) -> None:
+    """The folder and its parents; `sync`: their names survive a power loss."""
+    path.mkdir(parents=True, exist_ok=True)
+    if sync:
+        device = path.stat().st_dev
+        for folder in (path, *path.absolute().parents):
+            if folder.stat().st_dev != device:
+                break
+            with contextlib.suppress(PermissionError):  # not ours: it was there long before
+                sync_folder(folder)
+
+
+def sync_folder(path: Path) -> None:
+    """The names in the folder survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class OwnerLock:

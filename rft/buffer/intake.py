@@ -6,20 +6,23 @@ group, and was written by weights that exist in the current ancestry.
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
 
+from rft.buffer.views import MAX_REWARD
 from rft.errors import Fenced, FrameRejected
-from rft.types.block import content_hash, decode
+from rft.types.block import Content, contents, decode
 from rft.types.experience import Experience
 from rft.types.ids import GroupId
 
 Ancestry = Mapping[int, int]  # lineage -> newest step of it that counts
+MAX_INTEGER = 2**31 - 1  # of the ledger's columns
 
 
 class Intake(msgspec.Struct, frozen=True):
@@ -30,44 +33,70 @@ class Intake(msgspec.Struct, frozen=True):
     frame: bytes
 
 
-def read(frame: bytes, *, lineage: int, accepted: bool, reason: str, ancestry: Ancestry, max_row_bytes: int) -> Intake:
+def read(
+    frame: bytes,
+    *,
+    lineage: int,
+    accepted: bool,
+    reason: str,
+    ancestry: Ancestry,
+    max_row_bytes: int,
+    vocab_size: int | None = None,
+) -> Intake:
     """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be counted; Fenced for another lineage."""
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
-    rows = _decode(frame)
+    rows, held = _decode(frame)
     if not rows:
         raise FrameRejected("empty: a group has at least one row; failed runs are header rows")
-    if len(frame) > max_row_bytes * len(rows):
-        raise FrameRejected(f"too_large: {len(frame)} bytes for {len(rows)} experiences, at most {max_row_bytes} each")
     group = rows[0].group
     _check_group(group, rows)
     if group.lineage != lineage:
         raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
     for row in rows:
         _check_versions(row, ancestry)
-    now = time.time()
-    columns = [_columns(row, position, accepted, reason, now) for position, row in enumerate(rows)]
+        if vocab_size is not None and row.num_tokens and (largest := int(np.maximum.reduce(row.tokens))) >= vocab_size:
+            raise FrameRejected(f"invalid_tokens: {row.id} has token {largest}, and the model knows {vocab_size}")
+        if row.reward is not None and abs(row.reward) > MAX_REWARD:
+            raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
+    name, now, why = str(group), time.time(), clean(reason)
+    columns = []
+    for position, (row, content) in enumerate(zip(rows, held, strict=True)):
+        if content.size > max_row_bytes:
+            raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {max_row_bytes}")
+        columns.append(_columns(row, name, position, content.hash, now, _dropped(row) if accepted else why))
     whole = xxhash.xxh3_128_hexdigest("\n".join(f"{c['id']}@{c['content_hash']}" for c in columns).encode())
     header = {
-        "id": str(group),
+        "id": name,
         "lineage": group.lineage,
         "explorer": group.explorer,
         "batch": group.batch,
         "task": group.task,
         "accepted": accepted,
-        "reason": "" if accepted else reason,
+        "reason": "" if accepted else why,
         "num_rows": len(rows),
         "num_eligible": sum(c["dropped"] is None for c in columns),
         "content_hash": whole,
+        "num_bytes": len(frame),
         "created": now,
         "held": True,
     }
     return Intake(header, columns, frame)
 
 
-def _decode(frame: bytes) -> list[Experience]:
+def batch_of(frame: bytes) -> int | None:
+    """The explore batch of a frame's group; None when it cannot be read (`read` says why)."""
     try:
-        return decode(frame)
+        rows, _ = _decode(frame)
+    except FrameRejected:
+        return None
+    return rows[0].id.batch if rows else None
+
+
+def _decode(frame: bytes) -> tuple[list[Experience], list[Content]]:
+    try:
+        held = contents(frame)  # refuses what is no block
+        return decode(frame), held
     except msgspec.ValidationError as e:  # a value that `Experience` refuses; its message begins with the field
         raise FrameRejected(f"invalid_{_field(str(e))}: {e}") from e
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
@@ -76,16 +105,19 @@ def _decode(frame: bytes) -> list[Experience]:
 
 def _field(message: str) -> str:
     """The field that a validation error is about: "logprobs: not finite", or "Expected ... - at `$.reward`"."""
-    _, at, path = message.partition("at `$.")
-    field = path.split("`")[0].split(".")[0].split("[")[0] if at else message.split(":")[0]
+    path = re.search(r"at `\$\.(\w+)", message)
+    field = path[1] if path else message.split(":")[0]
     return field if field.isidentifier() else "row"
 
 
 def _check_group(group: GroupId, rows: list[Experience]) -> None:
     first = rows[0]
     for row in rows:
-        if min(row.id.group.explorer, row.id.batch, row.id.task, row.id.run, row.id.attempt, row.id.step) < 0:
-            raise FrameRejected(f"invalid_id: {row.id} has a negative number")
+        numbers = (row.id.explorer, row.id.batch, row.id.task, row.id.run, row.id.attempt, row.id.step)
+        if min(numbers) < 0 or max(numbers) > MAX_INTEGER:
+            raise FrameRejected(f"invalid_id: {row.id} has a number that is negative or above {MAX_INTEGER}")
+        if not 0 <= row.task_index <= MAX_INTEGER:
+            raise FrameRejected(f"invalid_task_index: {row.id} is of row {row.task_index}; rows count from 0 to {MAX_INTEGER}")
         if row.group != group:
             raise FrameRejected(f"mixed_groups: {row.id} is not of group {group}; a frame holds one group")
         if (row.taskset, row.task_index) != (first.taskset, first.task_index):
@@ -109,12 +141,34 @@ def _check_versions(row: Experience, ancestry: Ancestry) -> None:
             )
 
 
-def _columns(row: Experience, position: int, accepted: bool, reason: str, now: float) -> dict[str, Any]:
+def clean(value: str) -> str:
+    """For people's columns: PostgreSQL stores no NUL character.  The payload keeps the text as it was."""
+    return value.replace("\0", "\ufffd") if "\0" in value else value
+
+
+def made(row: Experience) -> dict[str, Any]:
+    """Columns that say how a row was made; those of sampling are of its first model call."""
+    first = row.sampling[0] if row.sampling else None
+    return {
+        "num_turns": len(row.sampling),
+        "top_p": first.sampling.top_p if first else None,
+        "top_k": first.sampling.top_k if first else None,
+        "min_p": first.sampling.min_p if first else None,
+        "seed": first.sampling.seed if first else None,
+        "logprob_mode": first.logprob_mode if first else None,
+        "engine": clean(first.engine) if first else None,
+        "has_logprobs": row.has_logprobs,
+        "version_spans": msgspec.json.encode(
+            [[s.version.lineage, s.version.step, s.start, s.end] for s in row.version_spans]
+        ).decode(),
+    }
+
+
+def _columns(row: Experience, group: str, position: int, content_hash: str, now: float, dropped: str | None) -> dict[str, Any]:
     oldest, newest = row.oldest_version, row.newest_version
-    dropped = _dropped(row) if accepted else reason
     return {
         "id": str(row.id),
-        "group_id": str(row.group),
+        "group_id": group,
         "position": position,
         "lineage": row.id.lineage,
         "explorer": row.id.explorer,
@@ -123,27 +177,28 @@ def _columns(row: Experience, position: int, accepted: bool, reason: str, now: f
         "run": row.id.run,
         "attempt": row.id.attempt,
         "step": row.id.step,
-        "taskset": row.taskset,
+        "taskset": clean(row.taskset),
         "task_index": row.task_index,
-        "workflow": row.workflow,
+        "workflow": clean(row.workflow),
         "oldest_lineage": oldest.lineage if oldest else None,
         "oldest_step": oldest.step if oldest else None,
         "newest_lineage": newest.lineage if newest else None,
         "newest_step": newest.step if newest else None,
         "reward": row.reward,
-        "reward_parts": json.dumps(row.reward_parts, sort_keys=True),
+        "reward_parts": msgspec.json.encode(row.reward_parts, order="sorted").decode(),
         "num_tokens": row.num_tokens,
         "num_response_tokens": row.num_response_tokens,
         "status": row.status,
-        "reason": row.reason,
-        "finish_reason": row.finish_reason,
+        "reason": clean(row.reason),
+        "finish_reason": clean(row.finish_reason),
         "temperature": row.temperature,
         "is_expert": row.is_expert,
         "clipped_logprobs": row.clipped_logprobs,
-        "prompt_text": row.prompt_text,
-        "response_text": row.response_text,
-        "content_hash": content_hash(row),
+        "prompt_text": clean(row.prompt_text),
+        "response_text": clean(row.response_text),
+        "content_hash": content_hash,
         "created": now,
+        **made(row),
         "dropped": dropped,
         "state": "available" if dropped is None else "explained",
         "explained": dropped,
@@ -154,6 +209,8 @@ def _dropped(row: Experience) -> str | None:
     """Why a row of an accepted group can never be trained."""
     if row.status == "failed":
         return "failed"
+    if row.reason:  # the operator that dropped it
+        return "filtered"
     if row.reward is None:
         return "unscored"
     return None if row.trainable else "untrainable"

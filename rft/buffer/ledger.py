@@ -1,39 +1,53 @@
-"""The ledger: ids, states, uses and typed columns of every experience, in one SQLite database.  Synchronous; one thread uses it.
+"""The ledger: ids, states, uses and typed columns of every experience, in one SQLite or PostgreSQL database.  One thread uses it.
 
 It does not know who waits for what.  The one invariant: each method that writes is one transaction, durable when it returns as
-`durability` says (process: WAL, survives kill -9; power: synced before the return).
+`durability` says (process: survives kill -9 of every process; power: also of the machine).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import groupby
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import URL, Connection, and_, create_engine, event, exists, func, insert, not_, or_, select, update
-from sqlalchemy.dialects.sqlite import insert as upsert
-from sqlalchemy.engine import Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Connection, and_, exists, func, insert, or_, select, update
 
-from rft.buffer.ancestry import chain, counted_uses, digest, orphaned_groups, states
-from rft.buffer.base import LineageStart, Storage
-from rft.buffer.folder import OwnerLock, refuse_network
-from rft.buffer.intake import Intake, read
-from rft.buffer.order import Choice, Group, Row
-from rft.buffer.schema import FORMAT, batches, experiences, explanations, groups, lineages, meta, metadata, rejections, uses
+from rft.buffer.ancestry import chain, counted_uses, digest
+from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
+from rft.buffer.count import count
+from rft.buffer.database import Database
+from rft.buffer.intake import Intake, clean, read
+from rft.buffer.migrate import prepare
+from rft.buffer.mix import Mix, remember
+from rft.buffer.mix import counted as counted_mixed
+from rft.buffer.order import DAMAGED, DROPPED, Choice, Group, Row
+from rft.buffer.outcomes import outcomes, same_tasksets
+from rft.buffer.schema import (
+    batches,
+    checkpoints,
+    experiences,
+    explanations,
+    groups,
+    leases,
+    lineages,
+    mixed_uses,
+    put_many,
+    rejections,
+    uses,
+)
 from rft.buffer.settings import BufferSettings
-from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict
-from rft.types.block import content_hash, decode, encode
+from rft.buffer.standing import derive_states, has_used_rows, move, parts, waiting_groups
+from rft.errors import BufferFailed, Fenced, FrameRejected, IdConflict, PayloadDamaged
+from rft.faults import fault
+from rft.types.block import bundle, contents
 from rft.types.ids import Version
-from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup
+from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup, TaskOutcome
 
-_PART = 500  # bound values of one IN (...)
+log = logging.getLogger(__name__)
 
 
 class Offer(msgspec.Struct):
@@ -55,17 +69,17 @@ class Stored(msgspec.Struct):
 
 
 class Ledger:
-    """`path` is the SQLite file; `storage` keeps the payload."""
+    """`storage` keeps the payload; `place` is where the ledger is, for messages."""
 
-    def __init__(self, settings: BufferSettings, path: Path, storage: Storage) -> None:
+    def __init__(self, settings: BufferSettings, storage: Storage) -> None:
         self._settings = settings
-        self._path = path
         self._storage = storage
-        self._lock = OwnerLock(path.with_name(path.name + ".lock"))
-        self._engine: Engine | None = None
-        self._connection: Connection | None = None
+        self._database = Database(settings)
+        self._run = self._database.run
+        self.place = self._database.place
         self._ancestry: dict[int, int] = {}
         self._blocks: set[str] = set()  # locators of this process, where the storage forgets them with it
+        self._garbage: list[str] = []  # locators that no group refers to; freed with the next append
         self._closed: set[tuple[int, int]] = set()
         self.lineage = 0
         self.cursor = 0
@@ -74,72 +88,41 @@ class Ledger:
     # ------------------------------------------------------------ opening
 
     def open(self) -> None:
-        """Raises SetupError on a network file system, BufferFailed when another process has it or the format is unknown."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        refuse_network(self._path.parent)
-        self._lock.acquire()
+        """Raises SetupError on a network file system or without the server, BufferFailed for another owner or an unknown format."""
+
+        def work(tx: Connection) -> int:
+            prepare(tx, self._settings, self.place, self._storage)
+            return tx.scalar(select(func.max(lineages.c.lineage))) or 0
+
         try:
-            self._engine = connect(self._path, durability=self._settings.durability)
-            self._connection = self._engine.connect()
-            with self._transaction() as tx:
-                metadata.create_all(tx)
-                self._check_meta(tx)
-                self.lineage = tx.scalar(select(func.max(lineages.c.lineage))) or 0
+            self.lineage = self._database.open(work)
             self._storage.open()
         except BaseException:
             self.close()
             raise
 
-    def _check_meta(self, tx: Connection) -> None:
-        s = self._settings
-        now = {"format": str(FORMAT), "storage_type": s.storage_type, "storage_path": s.storage_path or ""}
-        then = {r.key: r.value for r in tx.execute(select(meta))}
-        for key, value in now.items():
-            if key not in then:
-                tx.execute(insert(meta).values(key=key, value=value))
-            elif then[key] != value:
-                raise BufferFailed(
-                    f"{self._path} was made with {key} {then[key]!r}, this run has {value!r}. "
-                    "Go on with what it was made with, or give the run another name."
-                )
-        for key, value in (("max_uses", str(s.max_uses)), ("resume_rows", s.resume_rows)):
-            statement = upsert(meta).values(key=key, value=value)
-            tx.execute(statement.on_conflict_do_update(index_elements=["key"], set_={"value": value}))
-
     def close(self) -> None:
         self._storage.close()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._engine is not None:
-            self._engine.dispose()
-            self._engine = None
-        self._lock.release()
+        self._database.close()
 
-    @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        if self._connection is None:
-            raise BufferFailed(f"the buffer {self._path} is closed")
-        try:
-            with self._connection.begin():
-                yield self._connection
-        except (SQLAlchemyError, OSError) as e:
-            cause = getattr(e, "orig", None) or e
-            raise BufferFailed(
-                f"the buffer {self._path} could not be written or read: {cause}. Nothing of the last call is stored."
-            ) from e
+    def stop(self) -> None:
+        """From another thread: a call that waits for a lost server gives up."""
+        self._database.stop()
 
     # ------------------------------------------------------------ lineages
 
     def start_lineage(self, parent: Version | None, consumption: Consumption | None) -> tuple[LineageStart, list[Group]]:
         """The next lineage; everything that does not descend from `parent` stops counting."""
         s = self._settings
-        with self._transaction() as tx:
+        step = parent.step if parent else 0
+        cursor = consumption.cursor if consumption else 0
+
+        def work(tx: Connection) -> tuple[LineageStart, dict[int, int], list[Group]]:
+            fault("buffer.lineage")
             if parent is not None and consumption is not None:
                 self._verify(tx, parent, consumption)
+                _checkpoint(tx, parent, consumption)
             lineage = max(tx.scalar(select(func.max(lineages.c.lineage))) or 0, parent.lineage if parent else 0) + 1
-            cursor = consumption.cursor if consumption else 0
-            step = parent.step if parent else 0
             tx.execute(
                 insert(lineages).values(
                     lineage=lineage,
@@ -152,19 +135,36 @@ class Ledger:
             ancestry = chain(tx, Version(lineage, step), whole=True)
             derive_states(tx, ancestry, s.max_uses, s.resume_rows)
             self._forget_lost(tx)
-            waiting = self._waiting(tx, ancestry)
+            waiting = waiting_groups(tx, ancestry, s.max_uses)
+            if s.on_damaged_payload == "explain":
+                waiting = [g for g in waiting if not self._given_up(tx, g)]
             orphaned = tx.scalar(select(func.count()).where(experiences.c.explained == "orphaned")) or 0
             available = tx.scalar(select(func.count()).where(experiences.c.state == "available")) or 0
-        self.lineage, self.cursor, self.newest_step, self._ancestry = lineage, cursor, step, ancestry
+            return LineageStart(lineage=lineage, orphaned=orphaned, available=available, cursor=cursor), ancestry, waiting
+
+        start, self._ancestry, waiting = self._run(work)
+        self.lineage, self.cursor, self.newest_step = start.lineage, cursor, step
         self._closed = set()
-        return LineageStart(lineage=lineage, orphaned=orphaned, available=available, cursor=cursor), waiting
+        if not self._storage.durable:
+            self._forget(self._blocks - {g.locator for g in waiting})
+        return start, waiting
+
+    def _forget(self, locators: Iterable[str]) -> None:
+        """Nothing will ask for these blocks, which only memory holds."""
+        self._garbage += locators
+        self._blocks.difference_update(self._garbage)
 
     def _verify(self, tx: Connection, parent: Version, given: Consumption) -> None:
         counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, parent)))]
+        if (mixed := counted_mixed(tx, chain(tx, parent))) != given.mixed:
+            raise BufferFailed(
+                f"the checkpoint {parent} was made after {given.mixed or 'no'} uses of mixed-in rows, but the buffer {self.place} knows "
+                f"{mixed or 'none'}: restore the buffer folder that belongs to it, or start a new run from its weights."
+            )
         if (len(counted), digest(counted)) != (given.num_uses, given.digest):
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), "
-                f"but the buffer {self._path} knows {len(counted)} ({digest(counted)}). "
+                f"but the buffer {self.place} knows {len(counted)} ({digest(counted)}). "
                 "Checkpoint and buffer are not of the same run, or one was replaced: "
                 "restore the buffer folder that belongs to it, or start a new run from its weights."
             )
@@ -181,23 +181,36 @@ class Ledger:
             tx.execute(update(experiences).where(gone).values(state="explained", explained="not_durable"))
             tx.execute(update(groups).where(groups.c.id.in_(lost)).values(held=False))
 
-    def _waiting(self, tx: Connection, ancestry: dict[int, int]) -> list[Group]:
-        e, g = experiences.c, groups.c
-        counts: Counter[str] = Counter()
-        if self._settings.max_uses > 1:
-            counts.update(u.experience for u in tx.execute(counted_uses(ancestry)))
-        rows = tx.execute(
-            select(e.id, e.group_id, e.position, e.oldest_step, g.batch, g.explorer, g.task, g.locator)
-            .join(groups, g.id == e.group_id)
-            .where(e.state == "available")
-            .order_by(e.group_id, e.id)
-        )
-        found = []
-        for name, members in groupby(rows, key=lambda r: r.group_id):
-            first, *rest = members
-            waiting = [Row(r.id, r.position, r.oldest_step, counts[r.id]) for r in (first, *rest)]
-            found.append(Group(name, first.batch, first.explorer, first.task, first.locator, waiting))
-        return found
+    def _given_up(self, tx: Connection, group: Group) -> bool:
+        """Whether the payload of a waiting group is gone: then its rows are never trained, and its task is explored again."""
+        why = self._damage(tx, group, group.waiting)
+        if why is None:
+            return False
+        log.error("group %s is given up (%s): %s", group.id, DAMAGED, why)
+        lost = experiences.c.id.in_([r.id for r in group.waiting])
+        tx.execute(update(experiences).where(lost).values(dropped=DAMAGED, state="explained", explained=DAMAGED))
+        tx.execute(update(groups).where(groups.c.id == group.id, ~has_used_rows()).values(held=False))
+        return True
+
+    def _damage(self, tx: Connection, group: Group, rows: Sequence[Row]) -> str | None:
+        """What is wrong with the payload of these rows."""
+        e = experiences.c
+        hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.group_id == group.id))}
+        try:
+            (block,) = self._storage.get([group.locator], tx)
+            _verify(group, rows, block, hashes)
+        except PayloadDamaged as error:
+            return str(error)
+        return None
+
+    def mix_in(self, lineage: int, mixed: Mix) -> None:
+        """See `mix.remember`."""
+
+        def work(tx: Connection) -> None:
+            self.fence(lineage)
+            remember(tx, lineage, mixed.name, mixed.fingerprint)
+
+        self._run(work)
 
     def fence(self, lineage: int) -> None:
         """Raises Fenced for a caller of another lineage than the current one."""
@@ -210,19 +223,29 @@ class Ledger:
         """All offers in one transaction; each is stored, a repetition, or refused by itself."""
         ready: list[Intake | BufferFailed] = [self._read(offer) for offer in offers]
         names = [x.group["id"] for x in ready if isinstance(x, Intake)]
-        with self._transaction() as tx:
+
+        def work(tx: Connection) -> tuple[list[Intake | Stored | BufferFailed], list[str]]:
+            fault("buffer.append.before")
             known: dict[str, str] = {}
             for part in parts(names):
                 known.update(r for r in tx.execute(select(groups.c.id, groups.c.content_hash).where(groups.c.id.in_(part))))
             answers = [x if isinstance(x, BufferFailed) else self._admit(x, known) for x in ready]
             new = [x for x in answers if isinstance(x, Intake)]
-            locators = self._storage.put([x.frame for x in new], tx) if new else []
-            if new:
-                tx.execute(insert(groups), [{**x.group, "locator": at} for x, at in zip(new, locators, strict=True)])
-                tx.execute(insert(experiences), [row for x in new for row in x.rows])
+            self._storage.drop(self._garbage, tx)
+            self._garbage = locators = self._storage.put([x.frame for x in new], tx) if new else []
+            put_many(tx, groups, [{**x.group, "locator": at} for x, at in zip(new, locators, strict=True)])
+            put_many(tx, experiences, [row for x in new for row in x.rows])
             self._count_rejections(tx, answers)
+            fault("buffer.append.stored")
+            return answers, locators
+
+        answers, locators = self._run(work)
+        self._garbage = []
+        fault("buffer.append.after")
         if not self._storage.durable:
             self._blocks.update(locators)
+            new = [x for x in answers if isinstance(x, Intake)]
+            self._forget([at for x, at in zip(new, locators, strict=True) if not x.group["num_eligible"]])
         places = iter(locators)
         return [_stored(x, next(places)) if isinstance(x, Intake) else x for x in answers]
 
@@ -237,6 +260,7 @@ class Ledger:
                 reason=offer.reason,
                 ancestry=ancestry,
                 max_row_bytes=self._settings.max_row_bytes,
+                vocab_size=self._settings.vocab_size,
             )
             if intake.group["explorer"] != offer.explorer:
                 raise FrameRejected(f"foreign_explorer: group {intake.group['id']} was appended by explorer {offer.explorer}")
@@ -259,27 +283,35 @@ class Ledger:
         counts = Counter(str(x).split(":")[0] for x in answers if isinstance(x, FrameRejected))
         counts.update("id_conflict" for x in answers if isinstance(x, IdConflict))
         counts.update("fenced" for x in answers if isinstance(x, Fenced))
-        for reason, n in counts.items():
-            statement = upsert(rejections).values(lineage=self.lineage, reason=reason, count=n)
-            keys = ["lineage", "reason"]
-            tx.execute(statement.on_conflict_do_update(index_elements=keys, set_={"count": rejections.c["count"] + n}))
+        rows: list[dict[str, object]] = [{"lineage": self.lineage, "reason": reason, "count": n} for reason, n in counts.items()]
+        put_many(
+            tx,
+            rejections,
+            rows,
+            again='ON CONFLICT (lineage, reason) DO UPDATE SET "count" = rejections."count" + excluded."count"',
+        )
 
     def close_batch(self, lineage: int, explorer: int, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]) -> int:
         """How many groups of the batch can be (or were) trained, as the ledger knows it."""
         g = groups.c
-        with self._transaction() as tx:
+
+        def work(tx: Connection) -> int:
             self.fence(lineage)
+            fault("buffer.close_batch")
             values = {"accepted": accepted, "wanted": wanted, "reasons": json.dumps(reasons, sort_keys=True)}
-            statement = upsert(batches).values(lineage=lineage, explorer=explorer, batch=batch, **values)
-            tx.execute(statement.on_conflict_do_update(index_elements=["lineage", "explorer", "batch"], set_=values))
+            again = "ON CONFLICT (lineage, explorer, batch) DO UPDATE SET " + ", ".join(f"{k} = excluded.{k}" for k in values)
+            put_many(tx, batches, [{"lineage": lineage, "explorer": explorer, "batch": batch, **values}], again=again)
             good = and_(g.batch == batch, g.explorer == explorer, g.accepted, g.num_eligible > 0, g.held)
-            count = tx.scalar(select(func.count()).where(good)) or 0
+            return tx.scalar(select(func.count()).where(good)) or 0
+
+        count = self._run(work)
         self._closed.add((batch, explorer))
         return count
 
     def held(self, lineage: int, explorer: int, first_batch: int) -> list[HeldGroup]:
         g = groups.c
-        with self._transaction() as tx:
+
+        def work(tx: Connection) -> list[HeldGroup]:
             self.fence(lineage)
             rows = tx.execute(
                 select(g.batch, g.task, and_(g.accepted, g.num_eligible > 0).label("good"))
@@ -288,88 +320,154 @@ class Ledger:
             )
             return [HeldGroup(r.batch, r.task, bool(r.good)) for r in rows]
 
+        return self._run(work)
+
+    def outcomes(self, lineage: int, explorer: int, first_batch: int, end_batch: int) -> list[TaskOutcome]:
+        self.fence(lineage)
+        return self._run(lambda tx: outcomes(tx, explorer, first_batch, end_batch))
+
+    def same_tasksets(self, lineage: int, explorer: int, fingerprints: dict[str, str]) -> None:
+        self.fence(lineage)
+        self._run(lambda tx: same_tasksets(tx, lineage, explorer, fingerprints))
+
     # ------------------------------------------------------------ the trainer's side
 
-    def lease(self, lineage: int, step: int, choice: Choice) -> tuple[bytes, tuple[GroupStats, ...]]:
-        """Payload and frozen statistics of the chosen rows; the stale ones are explained."""
+    def lease(self, lineage: int, step: int, choice: Choice, mixed: Mix | None = None) -> tuple[bytes, tuple[GroupStats, ...]]:
+        """Payload and frozen statistics of the chosen rows, and behind them those of `mixed`; rows left out for good are explained."""
         names = [g.id for g, _ in choice.picked]
-        with self._transaction() as tx:
-            self.fence(lineage)
-            self._explain(tx, lineage, step, [r.id for _, rows in choice.stale for r in rows], "stale")
-            blocks = self._storage.get([g.locator for g, _ in choice.picked], tx)
-            e = experiences.c
-            headers = [
-                r
-                for part in parts(names)
-                for r in tx.execute(
-                    select(e.id, e.group_id, e.reward, e.content_hash, e.run, e.step, e.num_response_tokens)
-                    .where(e.group_id.in_(part))
-                    .order_by(e.id)
-                )
-            ]
-        rewards = {h.id: h.reward for h in headers}
-        hashes = {h.id: h.content_hash for h in headers}
-        scored: dict[str, list[Any]] = {}
-        for h in headers:
-            if h.reward is not None:
-                scored.setdefault(h.group_id, []).append(h)
-        found = []
-        for (group, rows), block in zip(choice.picked, blocks, strict=True):
-            members = decode(block)
-            for row in rows:
-                x = members[row.position]
-                if str(x.id) != row.id or content_hash(x) != hashes[row.id]:
-                    raise BufferFailed(f"payload {group.locator} does not hold {row.id} as it was stored; the buffer is damaged")
-                # the ledger's reward holds, so that a row and its group's statistics never disagree
-                found.append(x if x.reward == rewards[row.id] else msgspec.structs.replace(x, reward=rewards[row.id]))
-        found.sort(key=lambda x: (x.id.batch, x.id.explorer, x.id.task, x.id.run, x.id.attempt, x.id.step))
-        return encode(found), tuple(_statistics(name, scored[name]) for name in names)
+        e = experiences.c
+        columns = (e.id, e.group_id, e.reward, e.content_hash, e.run, e.step, e.num_response_tokens)
 
-    def use(self, lineage: int, step: int, ids: Sequence[str], used: Sequence[str]) -> None:
-        """One use of each of `ids`; `used` are those that reach max_uses with it."""
-        with self._transaction() as tx:
+        def work(tx: Connection) -> tuple[bytes, dict[str, list[Any]]]:
             self.fence(lineage)
-            tx.execute(insert(uses), [{"experience": x, "lineage": lineage, "step": step} for x in ids])
-            for part in parts(used):
-                tx.execute(update(experiences).where(experiences.c.id.in_(part)).values(state="used"))
+            fault("buffer.lease")
+            for reason, dropped in choice.dropped.items():
+                self._explain(tx, step, [r.id for _, rows in dropped for r in rows], reason)
+            blocks = self._storage.get([g.locator for g, _ in choice.picked], tx)
+            headers = [  # locked, where the database locks rows: an edit of a reward comes before this lease or is refused
+                header
+                for part in parts(names)
+                for header in tx.execute(select(*columns).where(e.group_id.in_(part)).order_by(e.id).with_for_update())
+            ]
+            rewards = {h.id: h.reward for h in headers}
+            hashes = {h.id: h.content_hash for h in headers}
+            chosen = []
+            for (group, rows), block in sorted(zip(choice.picked, blocks, strict=True), key=_place):
+                _verify(group, rows, block, hashes)
+                rows = sorted(rows, key=lambda r: r.id)
+                # the ledger's rewards hold, so that a row and its group's statistics never disagree
+                chosen.append((block, [r.position for r in rows], [rewards[r.id] for r in rows]))
+            self._lease_rows(tx, step, [r.id for _, rows in choice.picked for r in rows])
+            scored: dict[str, list[Any]] = {}
+            for h in headers:
+                if h.reward is not None:
+                    scored.setdefault(h.group_id, []).append(h)
+            return bundle([*chosen, *further]), scored
+
+        further = [(block, range(len(rewards)), rewards) for block, rewards in ([mixed.block(step)] if mixed else [])]
+        frame, scored = self._run(work)
+        for group, _ in choice.picked:
+            group.frozen = group.frozen or _statistics(group.id, scored[group.id])
+        return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
+
+    def _lease_rows(self, tx: Connection, step: int, ids: Sequence[str]) -> None:
+        """From here on their rewards stand, see `rft.buffer.views`."""
+        now = time.time()
+        rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "created": now} for x in ids]
+        again = (
+            "ON CONFLICT (experience) DO UPDATE SET lineage = excluded.lineage, step = excluded.step, created = excluded.created"
+        )
+        put_many(tx, leases, rows, again=again)
+
+    def damaged(self, choice: Choice) -> dict[str, str]:
+        """Groups of a lease whose payload is gone or changed: {id: what is wrong}."""
+
+        def work(tx: Connection) -> dict[str, str]:
+            found = ((group.id, self._damage(tx, group, rows)) for group, rows in choice.picked)
+            return {name: why for name, why in found if why is not None}
+
+        return self._run(work)
+
+    def use(self, lineage: int, step: int, ids: Sequence[str], used: Sequence[str], mixed: Mix | None = None) -> None:
+        """One use of each of `ids`, and of those that `mixed` gave; `used` are those that reach max_uses with it."""
+
+        def work(tx: Connection) -> None:
+            self.fence(lineage)
+            fault("buffer.use.before")
+            now = time.time()
+            put_many(tx, uses, [{"experience": x, "lineage": lineage, "step": step, "created": now} for x in ids])
+            if mixed is not None:
+                of = {"source": mixed.name, "lineage": lineage, "step": step}
+                put_many(tx, mixed_uses, [{**of, "experience": x} for x in mixed.ids(step)])
+            move(tx, used, "used")
+
+        self._run(work)
+        fault("buffer.use.after")
 
     def explain(self, lineage: int, step: int, ids: Sequence[str], reason: str) -> None:
-        with self._transaction() as tx:
-            self.fence(lineage)
-            self._explain(tx, lineage, step, ids, reason)
+        """These rows are not trained, by `step`.  Repeating it is a no-op."""
 
-    def _explain(self, tx: Connection, lineage: int, step: int, ids: Sequence[str], reason: str) -> None:
-        if ids:
-            tx.execute(insert(explanations), [{"experience": x, "lineage": lineage, "step": step, "reason": reason} for x in ids])
-        for part in parts(ids):
-            tx.execute(update(experiences).where(experiences.c.id.in_(part)).values(state="explained", explained=reason))
+        def work(tx: Connection) -> None:
+            self.fence(lineage)
+            fault("buffer.explain")
+            self._explain(tx, step, ids, reason)
+
+        self._run(work)
+
+    def _explain(self, tx: Connection, step: int, ids: Sequence[str], reason: str) -> None:
+        reason = clean(reason)
+        rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "reason": reason} for x in ids]
+        put_many(tx, explanations, rows, again="ON CONFLICT DO NOTHING")
+        move(tx, ids, "explained", explained=reason)
 
     def settled(self, lineage: int, step: int) -> str | None:
         """What became of the lease of `step`: "used", the reason it was explained by, or None."""
-        with self._transaction() as tx:
+
+        def work(tx: Connection) -> str | None:
             self.fence(lineage)
             if tx.scalar(select(uses.c.step).where(uses.c.lineage == lineage, uses.c.step == step).limit(1)) is not None:
                 return "used"
             x = explanations.c
-            return tx.scalar(select(x.reason).where(x.lineage == lineage, x.step == step, x.reason != "stale").limit(1))
+            of_step = and_(x.lineage == lineage, x.step == step, x.reason.not_in(DROPPED))
+            found: str | None = tx.scalar(select(x.reason).where(of_step).limit(1))
+            return found
+
+        return self._run(work)
 
     def drop(self, over: Sequence[Group]) -> None:
         """Groups that are wholly done with: free what only memory holds.  Durable payload stays."""
         if not self._storage.durable and over:
-            with self._transaction() as tx:
-                self._storage.drop([g.locator for g in over], tx)
+            self._run(lambda tx: self._storage.drop([g.locator for g in over], tx))
             self._blocks.difference_update(g.locator for g in over)
 
     def consumption(self, lineage: int, step: int) -> Consumption:
-        with self._transaction() as tx:
+        """What the manifest of `step` has to say; it is also written down here, for `v_lineage`."""
+
+        def work(tx: Connection) -> Consumption:
             self.fence(lineage)
-            counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, Version(lineage, step))))]
-            return Consumption(num_uses=len(counted), digest=digest(counted), cursor=self._cursor(tx, lineage, step))
+            ancestry = chain(tx, Version(lineage, step))
+            counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(ancestry))]
+            found = Consumption(
+                num_uses=len(counted),
+                digest=digest(counted),
+                cursor=self._cursor(tx, lineage, step),
+                mixed=counted_mixed(tx, ancestry),
+            )
+            _checkpoint(tx, Version(lineage, step), found)
+            return found
+
+        found = self._run(work)
+        self._database.sync()  # a manifest must not outlive the uses that it rests on
+        return found
 
     def _cursor(self, tx: Connection, lineage: int, step: int) -> int:
         e = experiences.c
         later = [e.id.in_(select(t.c.experience).where(t.c.lineage == lineage, t.c.step > step)) for t in (uses, explanations)]
-        first = tx.scalar(select(func.min(e.batch)).where(or_(e.state == "available", *later)))
+        waiting = e.state == "available"
+        if self._settings.max_uses > 1:  # rows that wait for another use do not hold the cursor back
+            used = counted_uses(self._ancestry).subquery("used")
+            waiting = and_(waiting, e.id.not_in(select(used.c.experience)))
+        first = tx.scalar(select(func.min(e.batch)).where(or_(waiting, *later)))
         found = [self._first_open(tx, lineage, explorer) for explorer in range(self._settings.num_explorers)]
         return int(min([*found, *([] if first is None else [first])]))
 
@@ -384,82 +482,84 @@ class Ledger:
     # ------------------------------------------------------------ looking
 
     def look(self) -> tuple[Connection, dict[int, int]]:
-        """For audits: the connection (inside no transaction) and what counts now."""
-        if self._connection is None:
-            raise BufferFailed(f"the buffer {self._path} is closed")
-        return self._connection, self._ancestry
+        """The connection (inside no transaction) and what counts now."""
+        return self._database.connection, self._ancestry
 
-    def stored_states(self) -> dict[str, tuple[str, str | None]]:
-        """(state, explained) of every row as it was last written; inside the caller's transaction."""
-        assert self._connection is not None
+    def audit(self, leased: int, waiting: int) -> Audit:
+        """What the facts say of the current lineage, and whether the stored states and the `leased` + `waiting` rows agree."""
+        s = self._settings
+        version = f"{self.lineage}:{self.newest_step}"
         e = experiences.c
-        return {r.id: (r.state, r.explained) for r in self._connection.execute(select(e.id, e.state, e.explained))}
+
+        def work(tx: Connection) -> tuple[Audit, dict[str, tuple[str, str | None]], dict[str, tuple[str, str | None]]]:
+            facts, derived = count(tx, self._ancestry, max_uses=s.max_uses, resume_rows=s.resume_rows, version=version)
+            return facts, derived, {r.id: (r.state, r.explained) for r in tx.execute(select(e.id, e.state, e.explained))}
+
+        facts, derived, stored = self._run(work)
+        problems = list(facts.problems)
+        lost = {x for x, (_, reason) in stored.items() if reason == "not_durable"}
+        wrong = [x for x, state in derived.items() if stored.get(x) != state and x not in lost]
+        if wrong:
+            problems.append(
+                f"{wrong[0]} is stored as {stored.get(wrong[0])}, but is {derived[wrong[0]]} ({len(wrong)} such rows)"
+            )
+        available = facts.available - len(lost)
+        if available != leased + waiting:
+            problems.append(f"{available} rows can be trained by the ledger, {leased} leased + {waiting} waiting in memory")
+        explained = {**facts.explained, **({"not_durable": len(lost)} if lost else {})}
+        return msgspec.structs.replace(
+            facts, leased=leased, available=available - leased, explained=explained, problems=tuple(problems)
+        )
 
     def rejections(self) -> dict[str, int]:
         """Refused frames by reason, over all lineages."""
-        with self._transaction() as tx:
-            r = rejections.c
-            return {
-                k: int(n) for k, n in tx.execute(select(r.reason, func.sum(r["count"])).group_by(r.reason).order_by(r.reason))
-            }
+        r = rejections.c
+        query = select(r.reason, func.sum(r["count"])).group_by(r.reason).order_by(r.reason)
+        return self._run(lambda tx: {k: int(n) for k, n in tx.execute(query)})
 
     def size(self) -> int:
-        """Bytes of the database file and its log."""
-        return sum(p.stat().st_size for p in self._path.parent.glob(self._path.name + "*"))
+        """Bytes of the database."""
+        return self._run(self._database.size)
 
 
-def connect(path: Path, *, durability: str = "process", read_only: bool = False) -> Engine:
-    """An engine on the SQLite file: WAL, foreign writers waited for, every transaction begun as a writing one."""
-    query = {"mode": "ro", "uri": "true"} if read_only else {}
-    database = f"file:{path}" if read_only else str(path)
-    engine = create_engine(
-        URL.create("sqlite", database=database, query=query), connect_args={"timeout": 30.0, "check_same_thread": False}
-    )
-
-    @event.listens_for(engine, "connect")
-    def prepare(raw: Any, _: object) -> None:
-        raw.isolation_level = None  # transactions are begun below, not by the driver
-        if not read_only:
-            raw.execute("PRAGMA page_size = 8192")
-            raw.execute("PRAGMA journal_mode = WAL")
-            raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
-            raw.execute("PRAGMA wal_autocheckpoint = 2000")
-            raw.execute("PRAGMA temp_store = MEMORY")
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
-
-    return engine
-
-
-def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resume_rows: str) -> None:
-    """Write `state` and `explained` of every row, and `held` of every group, as `ancestry` sees them."""
-    now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
-    e = experiences.c
-    changed = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
-    tx.execute(update(experiences).where(e.id == now.c.id, changed).values(state=now.c.state, explained=now.c.explained))
-    unwritten = not_(exists().where(and_(e.group_id == groups.c.id, e.newest_lineage.is_not(None))))
-    gone = and_(groups.c.num_eligible == 0, unwritten)  # every run failed: a new lineage tries the task again
-    if resume_rows == "orphan":
-        gone = or_(gone, groups.c.id.in_(orphaned_groups(ancestry)))
-    tx.execute(update(groups).values(held=not_(gone)))
-
-
-def parts(values: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`values` in pieces that fit into one statement."""
-    for start in range(0, len(values), _PART):
-        yield values[start : start + _PART]
+def _checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
+    row: dict[str, object] = {
+        "lineage": version.lineage,
+        "step": version.step,
+        **{name: getattr(stated, name) for name in ("num_uses", "digest", "cursor")},
+        "created": time.time(),
+    }
+    again = "num_uses = excluded.num_uses, digest = excluded.digest, cursor = excluded.cursor, created = excluded.created"
+    put_many(tx, checkpoints, [row], again=f"ON CONFLICT (lineage, step) DO UPDATE SET {again}")
 
 
 def _stored(x: Intake, locator: str) -> Stored:
     g = x.group
     key = (g["batch"], g["explorer"])
     waiting = [
-        Row(r["id"], r["position"], r["oldest_step"]) for r in sorted(x.rows, key=lambda r: r["id"]) if r["dropped"] is None
+        Row(r["id"], r["position"], r["oldest_step"], reward=r["reward"])
+        for r in sorted(x.rows, key=lambda r: r["id"])
+        if r["dropped"] is None
     ]
-    group = Group(g["id"], g["batch"], g["explorer"], g["task"], locator, waiting) if waiting else None
+    group = Group(g["id"], g["batch"], g["explorer"], g["task"], locator, waiting, num_bytes=g["num_bytes"]) if waiting else None
     return Stored(AppendResult(appended=len(x.rows), duplicates=0), key, group)
+
+
+def _place(part: tuple[tuple[Group, list[Row]], bytes]) -> tuple[int, int, int]:
+    """Order in a lease."""
+    (group, _), _ = part
+    return (group.batch, group.explorer, group.task)
+
+
+def _verify(group: Group, rows: Sequence[Row], block: bytes, hashes: Mapping[str, str]) -> None:
+    """Raises PayloadDamaged where one of these rows is not in the block as it was stored."""
+    try:
+        found = contents(block, [r.position for r in rows])
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, msgspec.MsgspecError) as e:
+        raise PayloadDamaged(f"payload {group.locator} of group {group.id} cannot be read: {e}. {REMEDY}") from e
+    for row, content in zip(rows, found, strict=True):
+        if content.hash != hashes[row.id]:
+            raise PayloadDamaged(f"payload {group.locator} does not hold {row.id} as it was stored. {REMEDY}")
 
 
 def _statistics(name: str, members: Sequence[Any]) -> GroupStats:

@@ -1,28 +1,34 @@
-"""Which rows are trained next: the choice is made in memory, from what the ledger stored, and does no input or output.
+"""Which rows are trained next: decided in memory, from what the ledger stored, without input or output.
 
-Batches are taken in order (batch, explorer), groups in order of their task, and only from closed batches: a lease never passes a
-group that is still being explored, so the same stored groups give the same train batches however fast each of them came.
-The one invariant: a row is either waiting or in one lease.
+Batches are closed by the explorer; up to the first one that is still open, in order (batch, explorer), their groups are handed to
+the selector (`fifo`, `priority`), which picks for each lease.  A lease never passes a group that is still being explored.
+The one invariant: a row is either waiting or in one lease, and a lease that cannot be filled any more ends by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec import Struct
 
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ShortBatch
-from rft.types.ports import EndOfData
+from rft.types.ports import EndOfData, GroupStats, NeedMore
 
 Key = tuple[int, int]  # (batch, explorer)
+DAMAGED = "payload_damaged"
+DROPPED = ("stale", "evicted", DAMAGED)  # reasons by which a lease explains rows that it does not take
 
 
-@dataclass(slots=True)
-class Row:
+class Row(Struct, gc=False):  # there may be very many, and they refer to nothing that could form a circle
     id: str
     position: int  # in the group's block
     oldest_step: int | None
     uses: int = 0
+    reward: float | None = None  # as it came; an edit before the lease is seen by the lease, not here
 
 
 @dataclass(slots=True)
@@ -36,6 +42,9 @@ class Group:
     locator: str
     waiting: list[Row]
     leased: int = 0
+    num_bytes: int = 0  # of its payload
+    fresh: bool = True  # some row was not trained yet
+    frozen: GroupStats | None = None  # statistics of its first lease; they hold for later ones
 
     @property
     def key(self) -> Key:
@@ -50,28 +59,62 @@ class Closed:
     wanted: int
     reasons: dict[str, int]
 
+    @property
+    def short(self) -> int:
+        return max(0, self.wanted - self.accepted)
+
+
+@dataclass(slots=True)
+class Portion:
+    """Rows of one group that a selector hands out together; without a group it stands for `gaps` missing ones of a batch."""
+
+    group: Group | None
+    rows: list[Row]
+    batch: Key
+    gaps: int = 0
+    dead: bool = False  # was put together anew; what is left of it in a heap is passed over
+    priority: float = 0.0
+
 
 @dataclass(slots=True)
 class Choice:
-    """Rows for one train batch, in order, and those found too old on the way."""
+    """Rows for one train batch, in order, and those that are left out for good on the way."""
 
     picked: list[tuple[Group, list[Row]]] = field(default_factory=list)
-    stale: list[tuple[Group, list[Row]]] = field(default_factory=list)
-    passed: list[Key] = field(default_factory=list)  # batches that were gone through to their end
+    dropped: dict[str, list[tuple[Group, list[Row]]]] = field(default_factory=dict)  # by reason, see DROPPED
+    missing: int = 0  # groups or rows fewer than asked for
+    taken: list[Portion] = field(default_factory=list)  # for the selector's `undo`
+    split: list[Portion] = field(default_factory=list)
+    gaps: int = 0
+    num_rows: int = 0
+    _places: dict[str, int] = field(default_factory=dict)
+
+    def add(self, group: Group, rows: list[Row]) -> None:
+        """Rows of a group; a group that is here already counts once."""
+        self.num_rows += len(rows)
+        if (i := self._places.setdefault(group.id, len(self.picked))) < len(self.picked):
+            rows = sorted([*self.picked[i][1], *rows], key=lambda r: r.id)
+            self.picked[i] = (group, rows)
+        else:
+            self.picked.append((group, rows))
+
+    def drop(self, reason: str, group: Group, rows: list[Row]) -> None:
+        self.dropped.setdefault(reason, []).append((group, rows))
 
     @property
-    def num_rows(self) -> int:
-        return sum(len(rows) for _, rows in self.picked)
+    def dropped_rows(self) -> list[tuple[Group, list[Row]]]:
+        return [part for parts in self.dropped.values() for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one lease asks for."""
+    """What one lease asks for.  `until`: the first explore batch that cannot begin before the step is trained (None: not known)."""
 
     step: int
     groups: int | None
     rows: int | None
     max_staleness: int | None
+    until: int | None = None
 
     def __post_init__(self) -> None:
         amount = self.groups if self.rows is None else self.rows
@@ -81,9 +124,9 @@ class Wanted:
                 "and exactly one of groups and rows must be given, at least 1"
             )
 
-    def missing(self, choice: Choice, gaps: int) -> int:
-        have = choice.num_rows if self.rows is not None else len(choice.picked) + gaps
-        return max(0, (self.rows or self.groups or 0) - have)
+    def lacks(self, rows: int, groups: int) -> int:
+        """How many are missing beside these, in the lease's unit."""
+        return max(0, self.amount - (groups if self.rows is None else rows))
 
     @property
     def unit(self) -> str:
@@ -99,39 +142,102 @@ class Wanted:
             return False
         return (self.step - 1) - row.oldest_step > self.max_staleness
 
+    def split(self, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+        """(those that may be trained, those too old)."""
+        if self.max_staleness is None:
+            return rows, []
+        fresh = [r for r in rows if not self.stale(r)]
+        return fresh, ([r for r in rows if self.stale(r)] if len(fresh) < len(rows) else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A lease cannot be filled now; `until` (of the selector's clock) something that rests may be used again."""
+
+    until: float | None = None
+
+
+class Selector(Protocol):
+    """The order in which rows are read.  It holds what waits; it does no input or output, and time comes from its clock."""
+
+    def closed(self, key: Key, closed: Closed) -> None:
+        """All groups of this batch follow by `put`; batches come in order."""
+        ...
+
+    def put(self, group: Group, rows: list[Row], *, rested: bool = True) -> None:
+        """Rows of a group may be picked; `rested` False: they have just been trained."""
+        ...
+
+    def pick(self, wanted: Wanted) -> Choice:
+        """Takes rows out, as many as there are.  Raises ShortBatch (and takes nothing) for a batch that must not be passed."""
+        ...
+
+    def undo(self, choice: Choice) -> None:
+        """What `pick` took is there again."""
+        ...
+
+    def resting(self, wanted: Wanted) -> tuple[float | None, int]:
+        """(when the first resting rows may be used again, how many groups or rows rest)."""
+        ...
+
 
 class Order:
     """All waiting groups of one lineage, and the leases that are out."""
 
-    def __init__(self, settings: BufferSettings, cursor: int, groups: list[Group]) -> None:
+    def __init__(self, settings: BufferSettings, cursor: int, groups: list[Group], selector: Selector) -> None:
         self._policy = settings.on_short_batch
         self._num_explorers = settings.num_explorers
-        self._base = min([cursor, *(g.batch for g in groups)])
-        self._groups: dict[Key, dict[str, Group]] = {}
+        self._selector = selector
+        self._cursor = cursor
+        self._next: Key = (cursor, 0)  # the first batch that is not closed
+        self._pending: dict[Key, dict[str, Group]] = {}  # groups of batches that are not reached yet
+        self._strangers: dict[int, set[int]] = {}  # batch -> explorers that this run does not have any more
         self._closed: dict[Key, Closed] = {}
-        self._passed: set[Key] = set()
+        self._last = cursor - 1  # newest batch that anything is known of
+        self._short: deque[str] = deque(maxlen=3)
         self._arrived: dict[Key, list[int]] = {}  # open batches: accepted and rejected groups so far
         self._finished: dict[int, str] = {}
+        self._groups: dict[str, Group] = {}
         self.leases: dict[int, Choice] = {}
-        self.num_groups = 0  # accepted and not wholly used
+        self.num_groups = 0  # accepted, and not yet trained in full
+        self.num_bytes = 0  # of their payload
+        self.num_waiting = 0  # rows
+        self.num_leased = 0  # rows
         for group in groups:
             self.add(group.key, group)
+        self._advance()
 
     # ------------------------------------------------------------ what the explorer reports
 
     def add(self, key: Key, group: Group | None) -> None:
         """A group was stored; None = it has nothing to train."""
-        self._arrived.setdefault(key, [0, 0])[group is None] += 1
-        if group is not None:
-            self._put(group)
+        if key >= self._next:
+            self._arrived.setdefault(key, [0, 0])[group is None] += 1
+        if group is None:
+            return
+        self._groups[group.id] = group
+        group.fresh = any(r.uses == 0 for r in group.waiting)
+        self.num_groups += group.fresh
+        self.num_bytes += group.fresh * group.num_bytes
+        self.num_waiting += len(group.waiting)
+        if key < self._next:  # of a batch before the cursor: closed in an earlier life
+            self._offer(group, group.waiting)
+            return
+        self._pending.setdefault(key, {})[group.id] = group
+        self._last = max(self._last, key[0])
+        if key[1] >= self._num_explorers:
+            self._strangers.setdefault(key[0], set()).add(key[1])
 
     def close(self, key: Key, closed: Closed) -> None:
-        if key[0] >= self._base:  # an explorer that began again closes batches that were trained long ago
+        if key >= self._next:  # an explorer that began again closes batches that were passed long ago
             self._closed[key] = closed
-        self._arrived.pop(key, None)
+            self._last = max(self._last, key[0])
+            self._arrived.pop(key, None)
+            self._advance()
 
     def finish(self, explorer: int, reason: str) -> None:
         self._finished[explorer] = reason
+        self._advance()
 
     @property
     def finished(self) -> str | None:
@@ -141,165 +247,212 @@ class Order:
 
     # ------------------------------------------------------------ what the trainer asks for
 
-    def choose(self, wanted: Wanted) -> Choice | None:
-        """The rows of a lease, or None as long as more is to come.  Raises ShortBatch, EndOfData."""
-        choice, gaps = Choice(), 0
-        for key in self._keys():
-            closed = self._state(key)
-            if closed is None or not wanted.missing(choice, gaps):
-                break
-            short = max(0, closed.wanted - closed.accepted) if key not in self._passed else 0
-            if short and self._policy == "stop":
-                raise ShortBatch(f"step {wanted.step} cannot be filled: {_short(key, closed)}. {_REMEDY}")
-            had = any(g.waiting for g in self._groups.get(key, {}).values())
-            if self._collect(key, wanted, choice, gaps):
-                choice.passed.append(key)
-                if self._policy == "train" and wanted.rows is None and (had or short == closed.wanted):
-                    gaps += short
-        if not wanted.missing(choice, gaps):
-            if not choice.picked:
-                raise ShortBatch(f"step {wanted.step} has no group to train: the batch's groups were all rejected. {_REMEDY}")
-            return choice
-        if self.finished is None:
-            return None
-        return self._rest(wanted, choice)
-
-    def take(self, step: int, choice: Choice) -> None:
-        """The choice is leased to `step`; its stale rows are out of the order."""
-        for group, rows in choice.stale:
+    def lease(self, wanted: Wanted) -> Choice | Wait:
+        """The rows of a step, leased to it, or Wait as long as more is to come.  Raises ShortBatch, EndOfData, NeedMore."""
+        choice = self._selector.pick(wanted)
+        try:
+            found = self._judge(wanted, choice)
+        except BaseException:
+            self._selector.undo(choice)
+            raise
+        if isinstance(found, Wait):
+            self._selector.undo(choice)
+            return found
+        choice.missing += choice.gaps
+        for group, rows in choice.dropped_rows:
             self._out(group, rows)
-            self._forget(group)
+            self._settle(group)
         for group, rows in choice.picked:
             self._out(group, rows)
             group.leased += len(rows)
-        self._passed.update(choice.passed)
-        self.leases[step] = choice
+            self.num_leased += len(rows)
+        self.leases[wanted.step] = choice
+        return choice
 
     def give_back(self, step: int) -> None:
-        """The lease could not be handed out (its stale rows stay explained)."""
-        for group, rows in self.leases.pop(step).picked:
+        """The lease could not be handed out: everything is as it was before."""
+        choice = self.leases.pop(step)
+        for group, rows in choice.picked:
             group.leased -= len(rows)
-            group.waiting = sorted([*rows, *group.waiting], key=lambda r: r.id)
-        self._passed.clear()  # a batch passed by this lease alone has to be gone through again
+            self.num_leased -= len(rows)
+        for group, rows in (*choice.picked, *choice.dropped_rows):
+            self._in(group, rows)
+        self._selector.undo(choice)
 
     def done(self, step: int, *, max_uses: int | None) -> list[Group]:
         """The lease of `step` was used (or, with max_uses None, explained); the groups that are wholly done with."""
         over = []
         for group, rows in self.leases.pop(step).picked:
             group.leased -= len(rows)
+            self.num_leased -= len(rows)
             for row in rows:
                 row.uses += 1
             again = [] if max_uses is None else [r for r in rows if r.uses < max_uses]
-            group.waiting = sorted([*group.waiting, *again], key=lambda r: r.id)
-            if self._forget(group):
+            if again:
+                self._in(group, again)
+                self._offer(group, again, rested=False)
+            if self._settle(group):
                 over.append(group)
-        self._advance()
         return over
+
+    def lose(self, step: int, names: set[str]) -> None:
+        """The payload of these groups is gone: the lease of `step` goes on without them."""
+        choice = self.leases[step]
+        for group, rows in [p for p in choice.picked if p[0].id in names]:
+            choice.picked.remove((group, rows))
+            group.leased -= len(rows)
+            self.num_leased -= len(rows)
+            self._settle(group)
+        choice.taken = [p for p in choice.taken if p.group is None or p.group.id not in names]
+        choice.split = [p for p in choice.split if p.group is None or p.group.id not in names]
 
     # ------------------------------------------------------------ what people ask
 
     @property
-    def num_leased(self) -> int:
-        return sum(c.num_rows for c in self.leases.values())
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(g.waiting) for gs in self._groups.values() for g in gs.values())
+    def open_batch(self) -> Key:
+        """The first batch that is not closed; no lease goes past it."""
+        return self._next
 
     def missing(self, wanted: Wanted) -> str:
         """Who a lease waits for, in words."""
-        closed = waiting = 0
-        for key in self._keys():
-            if self._state(key) is None:
-                batch, explorer = key
-                accepted, rejected = self._arrived.get(key, [0, 0])
-                open_batch = f"batch {batch} of explorer {explorer} is still open with {accepted + rejected} groups stored"
-                open_batch += f" ({accepted} accepted, {rejected} rejected)"
-                break
-            groups = self._groups.get(key, {}).values()
-            closed += bool(groups)
-            waiting += sum(len(g.waiting) if wanted.rows is not None else bool(g.waiting) for g in groups)
-        else:
-            open_batch = "the explorer has finished"
-        return f"step {wanted.step} has {waiting} of {wanted.amount} {wanted.unit} from {closed} closed batches; {open_batch}"
+        try:
+            choice = self._selector.pick(wanted)
+        except ShortBatch as e:
+            return str(e)
+        self._selector.undo(choice)
+        return self._words(wanted, choice.missing)
 
     # ------------------------------------------------------------ inside
 
-    def _keys(self) -> Iterator[Key]:
-        """Batches in order.  Ends only where every explorer has finished and nothing waits further on."""
-        last = max((k[0] for k in (*self._groups, *self._closed)), default=self._base - 1)
-        batch = self._base
-        while batch <= last or self.finished is None:
-            explorers = {e for b, e in self._groups if b == batch} if self._strangers else set()
-            for explorer in sorted({*range(self._num_explorers), *explorers}):
-                yield (batch, explorer)
-            batch += 1
+    def _words(self, wanted: Wanted, missing: int) -> str:
+        resting = self._selector.resting(wanted)[1]
+        have = f"step {wanted.step} has {wanted.amount - missing} of {wanted.amount} {wanted.unit}"
+        have += f" ({resting} more rest until their cool-down is over)" if resting else ""
+        if self.finished is not None and self._next[0] > self._last:
+            return f"{have}; the explorer has finished"
+        batch, explorer = self._next
+        accepted, rejected = self._arrived.get(self._next, [0, 0])
+        who = f"batch {batch} of explorer {explorer} is still open with {accepted + rejected} groups stored"
+        return f"{have}; {who} ({accepted} accepted, {rejected} rejected)"
 
-    @property
-    def _strangers(self) -> bool:
-        """Whether rows of an explorer wait that this run does not have any more."""
-        return any(e >= self._num_explorers for _, e in self._groups)
-
-    def _state(self, key: Key) -> Closed | None:
-        """None = still open.  An explorer that is not there any more has closed all its batches."""
-        return Closed(0, 0, {}) if key[1] >= self._num_explorers else self._closed.get(key)
-
-    def _collect(self, key: Key, wanted: Wanted, choice: Choice, gaps: int) -> bool:
-        """Adds rows of one batch; True if the batch has nothing more to give."""
-        for group in sorted(self._groups.get(key, {}).values(), key=lambda g: (g.task, g.id)):
-            room = wanted.missing(choice, gaps)
-            if not room:
-                return not any(g.waiting for g in self._groups[key].values() if (g.task, g.id) >= (group.task, group.id))
-            fresh = [r for r in group.waiting if not wanted.stale(r)]
-            if len(fresh) < len(group.waiting):
-                choice.stale.append((group, [r for r in group.waiting if wanted.stale(r)]))
-            part = fresh[:room] if wanted.rows is not None else fresh
-            if part:
-                choice.picked.append((group, part))
-            if len(part) < len(fresh):
-                return False
-        return True
+    def _judge(self, wanted: Wanted, choice: Choice) -> Choice | Wait:
+        """Is that a lease, worth waiting for more, or can it never be filled?"""
+        if not choice.missing:
+            if choice.picked:
+                return choice
+            raise ShortBatch(f"step {wanted.step} has no group to train: the batch's groups were all rejected. {_REMEDY}")
+        ready_at, resting = self._selector.resting(wanted)
+        if self.finished is None and (wanted.until is None or self._next[0] < wanted.until):
+            return Wait(ready_at)
+        if resting >= choice.missing:
+            return Wait(ready_at)
+        if self.finished is not None:
+            return self._rest(wanted, choice)
+        if self._policy == "carry":
+            raise NeedMore(self._next[0])
+        if self._policy == "train" and choice.picked:
+            return choice
+        raise ShortBatch(
+            f"step {wanted.step} cannot be filled: it has {wanted.amount - choice.missing} of {wanted.amount} {wanted.unit}, and batch "
+            f"{self._next[0]} is explored only after it was trained{self._why()}. {_REMEDY}"
+        )
 
     def _rest(self, wanted: Wanted, choice: Choice) -> Choice:
         """No more rows come and the lease is not full."""
         left = self.num_waiting
-        if not left or (not choice.picked and choice.stale and left == sum(len(r) for _, r in choice.stale)):
+        stale = sum(len(rows) for _, rows in choice.dropped.get("stale", ()))
+        if not left or (not choice.picked and stale == left):
             raise EndOfData(f"nothing is left for step {wanted.step}: {self.finished}")
         if self._policy == "train" and choice.picked:
             return choice
-        short = [_short(k, c) for k, c in sorted(self._closed.items()) if c.accepted < c.wanted]
-        why = f"; {'; '.join(short[:3])}" if short else ""
-        raise ShortBatch(f"no more rows come ({self.finished}), but {self.missing(wanted)}{why}. {_REMEDY}")
+        if self._policy == "carry" or not any(g.fresh for g in self._groups.values()):
+            raise EndOfData(
+                f"{self.finished}; {self._words(wanted, choice.missing)}, "
+                f"so {left} experiences stay in the buffer, too few for a step of their own"
+            )
+        raise ShortBatch(
+            f"no more rows come ({self.finished}), but {self._words(wanted, choice.missing)}{self._why()}. {_REMEDY}"
+        )
 
-    def _put(self, group: Group) -> None:
-        self._groups.setdefault(group.key, {})[group.id] = group
-        self.num_groups += 1
+    def _why(self) -> str:
+        short = [*self._short, *(_short(k, c) for k, c in sorted(self._closed.items()) if c.short)]
+        return f"; {'; '.join(short[:3])}" if short else ""
+
+    def _advance(self) -> None:
+        """Hands the groups of closed batches to the selector, in order, up to the first batch that is open."""
+        while self.finished is None or self._next[0] <= self._last:
+            batch, explorer = self._next
+            if explorer < self._num_explorers:
+                if (closed := self._closed.pop(self._next, None)) is None:
+                    return
+                if closed.short:
+                    self._short.append(_short(self._next, closed))
+                self._reach(self._next, closed)
+                self._next = (batch, explorer + 1)
+            else:  # an explorer that is not there any more has closed all its batches
+                for stranger in sorted(self._strangers.pop(batch, ())):
+                    self._reach((batch, stranger), Closed(0, 0, {}))
+                self._next = (batch + 1, 0)
+
+    def _reach(self, key: Key, closed: Closed) -> None:
+        self._selector.closed(key, closed)
+        self._arrived.pop(key, None)
+        for group in sorted(self._pending.pop(key, {}).values(), key=lambda g: (g.task, g.id)):
+            self._offer(group, group.waiting)
+
+    def _offer(self, group: Group, rows: list[Row], *, rested: bool = True) -> None:
+        """Rows of a group wait for the selector; those used equally often stay together."""
+        by_uses: dict[int, list[Row]] = {}
+        for row in rows:
+            by_uses.setdefault(row.uses, []).append(row)
+        for uses, part in by_uses.items():
+            self._selector.put(group, part, rested=rested and not uses)
+
+    def _in(self, group: Group, rows: list[Row]) -> None:
+        group.waiting = sorted([*rows, *group.waiting], key=lambda r: r.id)
+        self.num_waiting += len(rows)
+        self._settle(group)
 
     def _out(self, group: Group, rows: list[Row]) -> None:
         gone = {r.id for r in rows}
         group.waiting = [r for r in group.waiting if r.id not in gone]
+        self.num_waiting -= len(rows)
 
-    def _forget(self, group: Group) -> bool:
+    def _settle(self, group: Group) -> bool:
+        """Keeps `num_groups` right; True when the group is wholly done with."""
+        fresh = any(r.uses == 0 for r in group.waiting) or (group.fresh and group.leased > 0)
+        self.num_groups += fresh - group.fresh
+        self.num_bytes += (fresh - group.fresh) * group.num_bytes
+        group.fresh = fresh
         if group.waiting or group.leased:
+            self._groups[group.id] = group
             return False
-        groups = self._groups[group.key]
-        if groups.pop(group.id, None) is not None:
-            self.num_groups -= 1
-        if not groups:
-            del self._groups[group.key]
+        self._groups.pop(group.id, None)
         return True
-
-    def _advance(self) -> None:
-        """Forget batches that are closed, passed and empty; so a long run walks over few of them."""
-        explorers = range(self._num_explorers)
-        while all((self._base, e) in self._passed for e in explorers) and all(b != self._base for b, _ in self._groups):
-            for e in explorers:
-                self._passed.discard((self._base, e))
-                self._closed.pop((self._base, e), None)
-            self._base += 1
 
 
 _REMEDY = "Raise buffer.max_refill, ease the filters, or set buffer.on_short_batch to train or carry"
+
+
+def clipped(wanted: Wanted, choice: Choice, portion: Portion, again: Callable[[Portion], None]) -> None:
+    """Moves what fits of a portion into the choice: stale rows are left out, and rows beyond what is missing go back by `again`."""
+    group = portion.group
+    assert group is not None
+    fresh, stale = wanted.split(portion.rows)
+    if stale:
+        choice.drop("stale", group, stale)
+    part = fresh[: choice.missing] if wanted.rows is not None else fresh
+    if part:
+        choice.add(group, part)
+    if len(part) < len(fresh):
+        rest = Portion(group, fresh[len(part) :], portion.batch, priority=portion.priority)
+        choice.split.append(rest)
+        again(rest)
+    choice.missing = wanted.lacks(choice.num_rows, len(choice.picked) + choice.gaps)
+
+
+def short_batch(step: int, key: Key, closed: Closed) -> ShortBatch:
+    return ShortBatch(f"step {step} cannot be filled: {_short(key, closed)}. {_REMEDY}")
 
 
 def _short(key: Key, closed: Closed) -> str:

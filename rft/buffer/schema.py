@@ -1,15 +1,31 @@
-"""The ledger's tables.  Facts are never changed; `state` and `explained` are derived from them whenever a lineage starts.
+"""The ledger's tables.  Facts are never changed; `state`, `explained`, `held` and `leases` are derived from them when a lineage starts.
 
 A use or an explanation is a fact of one (lineage, step): it counts for a version iff that step is an ancestor of the version.
-Ids are the sortable text forms of `rft.types.ids`.
+Ids are the sortable text forms of `rft.types.ids`.  Times are seconds since the epoch; for people, nothing is ordered by them.
+The one exception among facts is `experiences.reward`: a person may change it until the row is leased (see `rft.buffer.views`).
 """
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, PrimaryKeyConstraint, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    text,
+)
 
-FORMAT = 1
+FORMAT = 2  # 1: before typed sampling columns, leases, checkpoints, edits and views
 metadata = MetaData()
+Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
 
@@ -20,13 +36,13 @@ lineages = Table(
     Column("parent_lineage", Integer),  # null = trained from the base model
     Column("parent_step", Integer),
     Column("cursor", Integer, nullable=False),  # explore batch the lineage began with
-    Column("created", Float, nullable=False),  # seconds since the epoch; for people, nothing is ordered by it
+    Column("created", Float, nullable=False),
 )
 
 groups = Table(
     "groups",
     metadata,
-    Column("id", Text, primary_key=True),  # lineage.explorer.batch.task
+    Column("id", Id, primary_key=True),  # lineage.explorer.batch.task
     Column("lineage", Integer, nullable=False),
     Column("explorer", Integer, nullable=False),
     Column("batch", Integer, nullable=False),
@@ -36,6 +52,7 @@ groups = Table(
     Column("num_rows", Integer, nullable=False),
     Column("num_eligible", Integer, nullable=False),  # rows that could be trained when they came
     Column("locator", Text, nullable=False),  # of the payload block
+    Column("num_bytes", Integer, nullable=False),  # of the payload block
     Column("content_hash", Text, nullable=False),  # xxh3-128 over the rows' ids and hashes, in order
     Column("created", Float, nullable=False),
     Column("held", Boolean, nullable=False),  # for the current lineage: stands, so its task is not explored again
@@ -45,8 +62,8 @@ groups = Table(
 experiences = Table(
     "experiences",
     metadata,
-    Column("id", Text, primary_key=True),  # lineage.explorer.batch.task.run.attempt.step
-    Column("group_id", Text, nullable=False),
+    Column("id", Id, primary_key=True),  # lineage.explorer.batch.task.run.attempt.step
+    Column("group_id", Id, nullable=False),
     Column("position", Integer, nullable=False),  # in the group's block
     Column("lineage", Integer, nullable=False),
     Column("explorer", Integer, nullable=False),
@@ -77,6 +94,16 @@ experiences = Table(
     Column("content_hash", Text, nullable=False),
     Column("created", Float, nullable=False),
     Column("dropped", Text),  # fact: why it can never be trained
+    # how it was made; null where a row of format 1 has lost its payload
+    Column("num_turns", Integer),  # model calls
+    Column("top_p", Float),  # this and the next four: of the first call
+    Column("top_k", Integer),
+    Column("min_p", Float),
+    Column("seed", BigInteger),
+    Column("logprob_mode", Text),
+    Column("engine", Text),
+    Column("has_logprobs", Boolean),
+    Column("version_spans", Text),  # JSON [[lineage, step, first token, end], ...]
     Column("state", Text, nullable=False),  # available | used | explained, for the current lineage
     Column("explained", Text),  # reason, where state is explained
     Index("ix_experiences_group", "group_id"),
@@ -86,17 +113,28 @@ experiences = Table(
 uses = Table(
     "uses",
     metadata,
-    Column("experience", Text, nullable=False),
+    Column("experience", Id, nullable=False),
     Column("lineage", Integer, nullable=False),
     Column("step", Integer, nullable=False),
+    Column("created", Float),  # null in rows of format 1
     PrimaryKeyConstraint("experience", "lineage", "step"),
     Index("ix_uses_step", "lineage", "step"),
+)
+
+mixed_uses = Table(  # of rows that are read from another source than this ledger
+    "mixed_uses",
+    metadata,
+    Column("source", Text, nullable=False),
+    Column("experience", Id, nullable=False),
+    Column("lineage", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    PrimaryKeyConstraint("source", "experience", "lineage", "step"),
 )
 
 explanations = Table(
     "explanations",
     metadata,
-    Column("experience", Text, nullable=False),
+    Column("experience", Id, nullable=False),
     Column("lineage", Integer, nullable=False),
     Column("step", Integer, nullable=False),
     Column("reason", Text, nullable=False),
@@ -125,4 +163,63 @@ rejections = Table(
     PrimaryKeyConstraint("lineage", "reason"),
 )
 
+leases = Table(  # the last lease of each row that counts in the current lineage; such a row's reward is not changed any more
+    "leases",
+    metadata,
+    Column("experience", Id, primary_key=True),
+    Column("lineage", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("created", Float),
+)
+
+checkpoints = Table(  # what a trainer asked for to write a manifest; `rft buffer audit` tells which manifests there are
+    "checkpoints",
+    metadata,
+    Column("lineage", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("num_uses", Integer, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("cursor", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+    PrimaryKeyConstraint("lineage", "step"),
+)
+
+reward_edits = Table(  # written by a trigger
+    "reward_edits",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("experience", Id, nullable=False),
+    Column("old_reward", Float),
+    Column("new_reward", Float),
+    Column("edited", Float, nullable=False),
+    Index("ix_reward_edits_experience", "experience"),
+)
+
 payloads = Table("payloads", metadata, Column("id", Integer, primary_key=True), Column("block", LargeBinary, nullable=False))
+
+
+def put_meta(tx: Connection, key: str, value: str) -> None:
+    """Set one entry of `meta`."""
+    tx.execute(_PUT_META, {"key": key, "value": value})
+
+
+_PUT_META = text("INSERT INTO meta (key, value) VALUES (:key, :value) ON CONFLICT (key) DO UPDATE SET value = excluded.value")
+
+
+def put_many(tx: Connection, table: Table, rows: list[dict[str, object]], *, again: str = "") -> None:
+    """One statement for many rows, which all have the same columns in the same order.  `again`: an ON CONFLICT clause.
+
+    It goes to the driver as it is: building each row through Core costs more than storing it.
+    """
+    if not rows:
+        return
+    sql = _SQL.get((table.name, again, tx.dialect.name))
+    if sql is None:
+        place = "?" if tx.dialect.paramstyle == "qmark" else "%s"
+        names = ", ".join(f'"{c}"' for c in rows[0])
+        sql = f"INSERT INTO {table.name} ({names}) VALUES ({', '.join([place] * len(rows[0]))}) {again}"
+        _SQL[table.name, again, tx.dialect.name] = sql
+    tx.exec_driver_sql(sql, [tuple(row.values()) for row in rows])
+
+
+_SQL: dict[tuple[str, str, str], str] = {}

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+UNLIMITED = 2**31 - 1  # of max_uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """Reading by priority, see `rft.buffer.priority`."""
+
+    priority_fn: str = "linear_decay"
+    priority_fn_args: dict[str, Any] = field(default_factory=dict)
+    cooldown_s: float | None = None  # between two uses of a row; with max_uses 1 it has no effect
+    seed: int = 42
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixSettings:
+    """Rows of another source in each train batch, see `rft.buffer.mix`."""
+
+    name: str  # of the auxiliary buffer
+    rows: int  # of each train batch, beside those of the lease
+    shuffle: bool = False
+    seed: int = 42
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,13 +35,22 @@ class BufferSettings:
 
     name: str = "experience_buffer"
     folder: Path
-    ledger_url: str | None = None  # None = SQLite file in `folder`
+    run: str = ""  # project/group/name of the run; shown in the views, and names the schema in PostgreSQL
+    ledger_url: str | None = None  # sqlite:///FILE or postgresql://...; None = SQLite file in `folder`
+    max_retry_times: int = 3  # how often a lost or locked database is tried again, after once at once
+    max_retry_interval_s: float = 1.0  # pause before the first of these; it doubles
     storage_type: Literal["sql", "queue", "file"] = "sql"
-    storage_path: str | None = None  # queue: None = write-ahead segments in `folder`, "none" = memory only
+    storage_path: str | None = None  # folder of the segments; None = in `folder`; queue: "none" = memory only
     durability: Literal["process", "power"] = "process"
     capacity: int = 10000  # groups that may wait to be trained before the explorer is held back
+    capacity_bytes: int = 4 << 30  # and bytes of their payload
+    on_damaged_payload: Literal["stop", "explain"] = "stop"
+    full_disk_wait_s: float = 600.0  # how long a write is repeated while no space is left
+    full_disk_reserve_bytes: int = 4 << 20  # beside an SQLite ledger, for the trainer's writes
     max_uses: int = 1
+    replay: ReplaySettings | None = None  # None = oldest first
     resume_rows: Literal["orphan", "keep"] = "orphan"
     on_short_batch: Literal["stop", "train", "carry"] = "stop"
     num_explorers: int = 1  # how many explorers write; a batch is complete when each of them has closed it
+    vocab_size: int | None = None  # token ids from here on are rejected; None = not known
     max_row_bytes: int = 32 << 20  # an experience larger than this is rejected, and counted

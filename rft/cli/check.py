@@ -179,7 +179,7 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
         ("steps", steps + epochs),
         ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens}"),
         ("weights", s["sync"]),
-        ("staleness", f"at most {plan.staleness_bound} train steps" + (" (on-policy)" if plan.staleness_bound == 0 else "")),
+        ("staleness", _staleness(plan.staleness_bound)),
         ("engines", f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, {engine.max_model_len} tokens"),
         ("trainer", f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr {plan.learner.optim.lr:g}"),
         ("loss", f"{plan.learner.algorithm.advantage_fn} advantages, {plan.learner.algorithm.policy_loss_fn} loss, KL "
@@ -189,6 +189,12 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
         found.append(("model", f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}"))
     found += [(f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows") for t in report.tasksets]
     return found
+
+
+def _staleness(bound: int | None) -> str:
+    if bound is None:
+        return "no bound: experiences are used again (synchronizer.max_staleness sets one)"
+    return f"at most {bound} train steps" + (" (on-policy)" if bound == 0 else "")
 
 
 def _table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-_PACKAGES = ("rft.algorithm", "rft.buffer.operators", "rft.buffer.storage", "rft.monitor")
+_PACKAGES = ("rft.algorithm", "rft.buffer.operators", "rft.buffer.storage", "rft.monitor", "rft.taskset")
 
 
 def plugins(

@@ -7,6 +7,7 @@ Invariant: what passes here fails later only because of the machine.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -195,7 +196,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
     _storage_is_there(plan, problems)
     model = None
     try:
-        model = modelfiles.look(plan.learner.model_path)
+        model = modelfiles.look(plan.learner.model_path, plan.learner.tokenizer_path)
     except ConfigError as e:
         problems.take(e)
     else:
@@ -212,7 +213,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
 
             return count([len(opened[t.name]) for t in tasksets], batch_size, epochs)
 
-        known = all(t.name in opened for t in plan.explorer.tasksets)  # else a kind of storage that is not active yet
+        known = all(t.name in opened for t in plan.explorer.tasksets)
         try:
             plan = resolve(config, replace(facts, plugins_loaded=True), num_batches=num_batches if known else None, name=name)
         except ConfigError as e:
@@ -223,7 +224,12 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
     roles = _memory(plan, (model.config, model.tensors) if model is not None else None, longest, facts, problems)
     if model is not None:
         kind = model.config.get("model_type", "?")
-        facts_of_model = {"folder": str(model.folder), "type": kind, "parameters": model.num_parameters, "stored": model.dtype}
+        facts_of_model = {
+            "folder": str(model.model_folder),
+            "type": kind,
+            "parameters": model.num_parameters,
+            "stored": model.dtype,
+        }
     return _report(config, plan, problems, tasksets=tuple(seen.tasksets), model=facts_of_model, memory=roles)
 
 
@@ -276,12 +282,16 @@ def _critic_fits(policy: modelfiles.ModelFiles, plan: Plan, problems: Problems) 
 
 
 def _storage_is_there(plan: Plan, problems: Problems) -> None:
-    key, url = "buffer.trainer_input.experience_buffer", plan.buffer.ledger_url
-    if url is not None and not url.startswith("sqlite:///"):
-        kind = url.partition("://")[0]
-        problems.error(
-            f"{key}.path", f"a ledger in {kind} comes later; write sqlite:///FILE, or leave it out (SQLite in the run folder)"
-        )
+    from rft.buffer.place import place  # SQLAlchemy takes a quarter of a second
+
+    key = "buffer.trainer_input.experience_buffer"
+    try:
+        where = place(plan.buffer)
+    except ConfigError as e:
+        problems.error(f"{key}.path", e.message)
+        return
+    if where.url is not None and importlib.util.find_spec("psycopg") is None:
+        problems.error(f"{key}.path", 'needs the package psycopg: pip install "rft-platform[postgres]"')
 
 
 def _model_fits(model: Any, plan: Plan, problems: Problems) -> None:

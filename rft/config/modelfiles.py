@@ -35,8 +35,9 @@ _BYTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles(ChatFiles):
-    """What a whole model folder says about itself."""
+    """What a whole model folder says about itself.  `folder` is the tokenizer's, which is mostly the same as `model_folder`."""
 
+    model_folder: Path
     config: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype, shape)
     warnings: tuple[str, ...] = field(default=())
@@ -54,17 +55,18 @@ class ModelFiles(ChatFiles):
         return max(sizes, key=lambda d: sizes[d])
 
 
-def look(path: str) -> ModelFiles:
-    """Checks the model folder.  Raises ConfigErrors naming each file that is missing, damaged or does not fit."""
-    folder = find_model(path)
+def look(path: str, tokenizer_path: str | None = None) -> ModelFiles:
+    """Checks the folders of model and tokenizer.  Raises ConfigErrors naming each file that is missing, damaged or does not fit."""
+    model_folder = find_model(path)
+    folder = model_folder if tokenizer_path is None else find_model(tokenizer_path)
     errors: list[ConfigError] = []
     warnings: list[str] = []
 
     def wrong(message: str) -> None:
         errors.append(ConfigError(message, key=KEY, given=path))
 
-    config = _json(folder / "config.json", wrong, required=True)
-    tensors = _weights(folder, wrong)
+    config = _json(model_folder / "config.json", wrong, required=True)
+    tensors = _weights(model_folder, wrong)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / n).is_file() for n in names[:3]):
         wrong(f"{folder} has no tokenizer (looked for {', '.join(names[:3])}); copy it from the original model")
@@ -75,10 +77,31 @@ def look(path: str) -> ModelFiles:
         wrong(f"{folder / 'tokenizer.json'} is no tokenizer: it has no `model`")
     tokenizer_config = _json(folder / "tokenizer_config.json", wrong, required=False)
     if config and tensors:
-        _fits(config, tensors, folder, wrong, warnings)
+        _fits(config, tensors, model_folder, wrong, warnings)
+    if tokenizer and tokenizer_path is not None:
+        _speaks(tokenizer, config, folder, wrong)
     if errors:
         raise ConfigErrors(errors)
-    return ModelFiles(folder=folder, config=config, tensors=tensors, tokenizer_config=tokenizer_config, warnings=tuple(warnings))
+    return ModelFiles(
+        folder=folder,
+        model_folder=model_folder,
+        config=config,
+        tensors=tensors,
+        tokenizer_config=tokenizer_config,
+        warnings=tuple(warnings),
+    )
+
+
+def _speaks(tokenizer: dict[str, Any], config: dict[str, Any], folder: Path, wrong: Any) -> None:
+    """A tokenizer from elsewhere must not give ids that the model has no embedding for."""
+    size = config.get("text_config", config).get("vocab_size")
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else range(len(vocabulary))
+    last = max((*ids, *(t.get("id", 0) for t in tokenizer.get("added_tokens", ()))), default=-1)
+    if isinstance(size, int) and last >= size:
+        wrong(
+            f"the tokenizer in {folder} has token {last}, and the model knows {size}; name the tokenizer that belongs to the model"
+        )
 
 
 def sizes(path: str) -> tuple[dict[str, Any], None] | None:

@@ -17,6 +17,7 @@ from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
+from rft.taskset.settings import TaskPipelineSettings
 from rft.trainer.settings import LearnerSettings, TrainerSettings
 
 
@@ -64,6 +65,7 @@ class Plan:
     trainer: TrainerSettings
     sync: SyncSettings
     monitor: MonitorSettings
+    task_pipeline: TaskPipelineSettings | None = None
     cluster: ClusterSettings
     total_steps: int | None
     log_level: str = "INFO"
@@ -78,9 +80,14 @@ class Plan:
     not_active: tuple[NotActive, ...] = ()  # accepted; a run starts only if all of them are harmless
 
     @property
-    def staleness_bound(self) -> int:
-        """Train steps by which an experience can at most be behind."""
-        return schedule(self.sync).staleness_bound
+    def staleness_bound(self) -> int | None:
+        """Train steps by which an experience can at most be behind; None = no bound (replay without max_staleness)."""
+        most = self.sync.max_staleness
+        if self.buffer.replay is not None:
+            return most
+        # a batch that is asked for because a step lacks rows begins before its turn; what that step leaves of it feeds the next one
+        bound = schedule(self.sync).staleness_bound + (self.buffer.on_short_batch == "carry")
+        return bound if most is None else min(bound, most)
 
     @property
     def runs_per_step(self) -> int:

@@ -19,6 +19,7 @@ from rft.config.problems import Problems
 from rft.errors import ConfigError, PluginError
 from rft.reward.sources import REWARDS
 from rft.taskset.base import Taskset, open_taskset
+from rft.taskset.pipeline import Prepared, prepare
 from rft.types.completion import Completion, Transcript, Turn, VersionSpan
 from rft.types.ids import Version
 from rft.types.task import Task
@@ -60,18 +61,27 @@ class Look:
 def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: Problems) -> Look:
     """Opens every taskset of the plan; `keys` says under which configuration key each was written."""
     result, recipes = Look(), Recipes()
+    prepared = _prepared(plan, problems)
+    if plan.task_pipeline is not None and prepared is None:
+        return result
     for settings in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets):
         key = keys[settings.name]
-        if settings.storage_type == "sql":
-            continue  # not active yet; `check` says so
         try:
-            taskset = open_taskset(settings)
+            if prepared is not None and plan.task_pipeline is not None and settings.path == plan.task_pipeline.output:
+                taskset: Taskset = prepared.source(plan.task_pipeline).taskset(settings)
+            else:
+                taskset = open_taskset(settings)
             tasks = [taskset.task(i) for i in range(min(2, len(taskset)))]
             rewards = [recipes.of(task).reward for task in tasks]
             _every_reward(taskset, recipes)
+            _every_workflow(taskset, recipes)
+            if settings.feature_keys:
+                taskset.features(settings.feature_keys)
         except ConfigError as e:
             problems.take(_placed(e, settings.name, key))
             continue
+        if taskset.skipped is not None:
+            problems.warn(f"{key}: {taskset.skipped}")
         if taskset.left_out is not None:
             problems.note(f"{key}: {taskset.left_out}")
         rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, key, model, problems)
@@ -88,6 +98,34 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
         result.opened.append(taskset)
     _overlap(result.opened, problems)
     return result
+
+
+def _prepared(plan: Plan, problems: Problems) -> Prepared | None:
+    """What the task pipeline makes, held in memory: nothing is written."""
+    if plan.task_pipeline is None:
+        return None
+    try:
+        prepared = prepare(plan.task_pipeline)
+    except ConfigError as e:
+        problems.take(e)
+        return None
+    problems.note(
+        f"data_processor.task_pipeline: {prepared}{'' if prepared.reused else f'; goes into {plan.task_pipeline.output}'}"
+    )
+    return prepared
+
+
+def _every_workflow(taskset: Taskset, recipes: Recipes) -> None:
+    """Finds the workflows that rows name for themselves.  Raises ConfigError naming the row."""
+    for value, index in taskset.workflows().items():
+        try:
+            recipes.of(taskset.task(index))
+        except PluginError as e:
+            raise ConfigError(
+                f"row {taskset.task(index).index} of {taskset.settings.path} names the workflow {value!r}: {e.message}",
+                key=f"taskset {taskset.settings.name}.format.workflow_key",
+                given=value,
+            ) from None
 
 
 def _every_reward(taskset: Taskset, recipes: Recipes) -> None:

@@ -17,12 +17,15 @@ from rft.algorithm.coming import COMING
 from rft.algorithm.loss_args import LOSSES
 from rft.config import policies, roles, spread, steps
 from rft.config.active import used
+from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
 from rft.config.problems import Problems
+from rft.config.reading import reading
 from rft.config.schema.root import RunConfig
 from rft.config.source import is_secret
 from rft.config.steps import NumBatches
-from rft.config.tasksets import limit_prompts, tasksets
+from rft.config.taskpipeline import num_process, task_pipeline
+from rft.config.tasksets import feedback_lag, limit_prompts, tasksets
 from rft.errors import ConfigError
 from rft.logs import REDACTED, redact
 from rft.monitor.settings import MonitorSettings
@@ -42,10 +45,11 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     plugin_dirs = tuple(dict.fromkeys(find(d) for d in (*config.plugin_dirs, *facts.plugin_dirs)))
     lengths = _lengths(config, p)
     algorithm, repeat_times, compares = _algorithm(config, facts, p)
-    train, evals = tasksets(config, p, max_response_tokens=lengths[2], repeat_times=repeat_times, find=find)
+    train, evals = tasksets(config, facts, p, max_response_tokens=lengths[2], repeat_times=repeat_times, find=find)
     cluster, engine_device, world_size, trainer_device = roles.devices(config, facts, p)
     engines = roles.engines(config, facts, lengths, engine_device, find, p)
-    train, evals = limit_prompts(config, train, evals, engines[0])
+    train, evals = limit_prompts(config, train, evals, engines[0], num_process(config, facts))
+    prepared, train, evals = task_pipeline(config, facts, train, evals, plugin_dirs, find, p)
     num_explore, num_train = steps.steps(config, train, num_batches, p)
     groups, rows = steps.batch(config, train, compares, p)
     _advantage_inputs(algorithm, rows, p)
@@ -55,10 +59,15 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     roles.micro_batches(config, train, learner, p)
     roles.deterministic(config, train, p)
     sync = steps.sync(config, engines[0].dtype, train, p)
-    buffer = steps.buffer(config, run_dir, p)
+    buffer = reading(config, facts, steps.buffer(config, run_dir, p), p)
     explorer = steps.explorer(config, train, evals, num_explore, plugin_dirs, p)
     dump = config.monitor.eval_dump_dir
-    explorer = replace(explorer, eval_samples=None if dump else config.monitor.log_eval_samples)
+    explorer = replace(
+        explorer,
+        feedback_lag=feedback_lag(sync),
+        eval_samples=None if dump else config.monitor.log_eval_samples,
+        pipeline=pipeline(config, facts, run_dir, algorithm, rows, find, p),
+    )
     monitor = MonitorSettings(
         folder=run_dir,
         kinds=config.monitor.monitor_type,
@@ -93,6 +102,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         ),
         sync=sync,
         monitor=monitor,
+        task_pipeline=prepared,
         cluster=cluster,
         total_steps=num_train,
         log_level=config.log.level,

@@ -174,6 +174,7 @@ def engines(
             engine_type=engine_type,
             name=f"{e.name or 'engine'}-{i}",
             model_path=find(model.model_path),
+            tokenizer_path=None if model.tokenizer_path is None else find(model.tokenizer_path),
             device=device,
             dtype=dtype,
             tensor_parallel_size=e.tensor_parallel_size,
@@ -257,6 +258,7 @@ def learner(
     critic = _critic(config, clip, budget, lengths[0], steps, find, p)
     return LearnerSettings(
         model_path=find(config.model.model_path),
+        tokenizer_path=None if config.model.tokenizer_path is None else find(config.model.tokenizer_path),
         device=device,
         dtype=dtype,
         world_size=world,

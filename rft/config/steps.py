@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rft.buffer.settings import BufferSettings
 from rft.config.plan import schedule
 from rft.config.problems import Problems
+from rft.config.reading import max_staleness
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
 from rft.explorer.settings import ExplorerSettings
@@ -75,7 +76,9 @@ def one_place(config: RunConfig, p: Problems) -> RunConfig:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=moved),
-            "synchronizer": config.synchronizer.model_copy(update={"sync_interval": _interval(config, p)}),
+            "synchronizer": config.synchronizer.model_copy(
+                update={"sync_interval": _interval(config, p), "max_staleness": max_staleness(config, p)}
+            ),
         }
     )
 
@@ -256,18 +259,16 @@ def buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:
             f"is {b.capacity} groups, too few for a step of buffer.batch_size {config.buffer.batch_size}; raise it or lower that",
             given=b.capacity,
         )
-    if b.storage_type == "sql":
-        url = b.path
-        if url is not None:
-            url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
-            url = url if "://" in url else f"sqlite:///{Path(url).expanduser().absolute()}"
-    else:
-        if b.path is not None and "://" in b.path:
+    if b.path is not None and ("://" in b.path or b.storage_type == "sql"):  # the segments of the others are in the run folder
+        url = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", b.path)
+        url = url if "://" in url else f"sqlite:///{Path(url).expanduser().absolute()}"
+        if (scheme := url.partition("://")[0]) not in ("sqlite", "postgresql+psycopg"):
             p.error(
                 "buffer.trainer_input.experience_buffer.path",
-                f"is a database, and storage_type {b.storage_type} keeps its segments in a folder; leave it out, or use storage_type: sql",
+                f"names a database of kind {scheme}; write postgresql://USER:PASSWORD@HOST/DATABASE, a file, or leave it out",
                 given=b.path,
             )
+    else:
         path = b.path if b.path is None or b.path.lower() == "none" else str(Path(b.path).expanduser().absolute())
         if path is not None and path.lower() == "none":
             path = "none"
@@ -280,11 +281,16 @@ def buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:
     return BufferSettings(
         name=b.name,
         folder=run_dir / "buffer",
+        run=run_dir.relative_to(Path(config.checkpoint_root_dir).expanduser().absolute()).as_posix(),
         ledger_url=url,
+        max_retry_times=b.max_retry_times,
+        max_retry_interval_s=b.max_retry_interval,
         storage_type=b.storage_type,
         storage_path=path,
         durability=b.durability,
         capacity=b.capacity,
+        capacity_bytes=b.capacity_bytes,
+        on_damaged_payload=b.on_damaged_payload,
         resume_rows=config.buffer.resume_rows,
         on_short_batch=config.buffer.on_short_batch,
     )

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rft.config.plan import Facts, schedule
 from rft.config.problems import Problems
 from rft.config.schema.buffer import ExplorerInputConfig, FormatConfig, RolloutArgs, TasksetConfig
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError
+from rft.plugins import REGISTRY, may_come
+from rft.sync.settings import SyncSettings
 from rft.taskset.settings import FormatSettings, PromptLimit, TasksetSettings
 from rft.types.task import SamplingArgs
 
@@ -21,7 +25,13 @@ INPUT = "buffer.explorer_input"
 
 
 def tasksets(
-    config: RunConfig, problems: Problems, *, max_response_tokens: int, repeat_times: int, find: Callable[[str], str]
+    config: RunConfig,
+    facts: Facts,
+    problems: Problems,
+    *,
+    max_response_tokens: int,
+    repeat_times: int,
+    find: Callable[[str], str],
 ) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
     """Settings of the tasksets to train on and to evaluate on."""
     given = config.buffer.explorer_input
@@ -41,12 +51,15 @@ def tasksets(
                     "no workflow is named; write it here or as buffer.explorer_input.default_workflow_type "
                     "(`rft plugins workflow` lists them; simple_workflow asks once, math_workflow asks for a final answer)",
                 )
+            _source(t, key, problems)
             named = t.default_reward_fn_type or given.default_reward_fn_type
             made[is_eval].append(
                 TasksetSettings(
                     name=name,
                     path=find(t.path),
                     storage_type=t.storage_type,
+                    reader_path=_found(t.reader_path, find),
+                    reader_name=t.reader_name,
                     subset_name=t.subset_name,
                     split=t.split,
                     format=_format(t.format, named is not None, key, problems),
@@ -56,12 +69,13 @@ def tasksets(
                     reward_args=dict(t.reward_fn_args),
                     sampling=_sampling(config, t.rollout_args, max_response_tokens, key, problems, is_eval),
                     num_runs=_runs(t, 1 if is_eval else repeat_times, key, problems),
-                    selector=t.data_selector.selector_type,
+                    **_selector(t, name, is_eval, config, facts, find, key, problems),
                     seed=t.data_selector.seed,
                     weight=t.weight,
                     is_eval=is_eval,
                     args=dict(t.args),
                     max_rows=t.max_rows,
+                    skip_bad_rows=t.skip_bad_rows,
                 )
             )
     weights = [t.weight for t in made[0]]
@@ -73,18 +87,27 @@ def tasksets(
 
 
 def limit_prompts(
-    config: RunConfig, train: tuple[TasksetSettings, ...], evals: tuple[TasksetSettings, ...], engine: EngineSettings
+    config: RunConfig,
+    train: tuple[TasksetSettings, ...],
+    evals: tuple[TasksetSettings, ...],
+    engine: EngineSettings,
+    processes: int,
 ) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
-    """The same tasksets; those with `filter_overlong_prompts` know what the engine will make of a chat, and the limit."""
+    """The same tasksets; those whose long prompts are left out or refused know what the engine will make of a chat, and the limit."""
+    m = config.model
+    side = "error" if m.enable_prompt_truncation else m.prompt_truncation_side
+    refuse = not m.enable_prompt_truncation and side == "error"
     given = config.buffer.explorer_input
     written = (given.taskset,) if given.taskset is not None else given.tasksets
 
     def limited(t: TasksetConfig, settings: TasksetSettings) -> TasksetSettings:
-        if not t.filter_overlong_prompts or engine.max_prompt_tokens is None:
+        settings = replace(settings, prompt_truncation=side, num_process=processes)
+        if engine.max_prompt_tokens is None or not (t.filter_overlong_prompts or refuse):
             return settings
         limit = PromptLimit(
-            model_path=engine.model_path,
+            model_path=engine.tokenizer_path or engine.model_path,
             max_tokens=engine.max_prompt_tokens,
+            refuse=not t.filter_overlong_prompts,
             chat_template=settings.format.chat_template or engine.chat_template,
             chat_template_args={**engine.chat_template_kwargs, **settings.format.chat_template_args},
         )
@@ -118,6 +141,46 @@ def _format(f: FormatConfig, reward_is_named: bool, key: str, problems: Problems
 FORMAT_KEYS = (
     "prompt_type prompt_key response_key messages_key system_prompt_key system_prompt tools_key workflow_key reward_fn_key chat_template"
 ).split()
+
+
+def feedback_lag(sync: SyncSettings) -> int:
+    """How many explore batches the schedule lets run side by side: a choice of tasks waits for none of these."""
+    bound = schedule(replace(sync, max_staleness=None)).staleness_bound  # the schedule itself is checked elsewhere
+    return -(-bound * sync.step_units // sync.batch_units)
+
+
+def _source(t: TasksetConfig, key: str, problems: Problems) -> None:
+    if (t.reader_path is None) != (t.reader_name is None):
+        missing = "reader_name" if t.reader_name is None else "reader_path"
+        problems.error(f"{key}.{missing}", "reader_path (a file) and reader_name (a class in it) go together; write both")
+
+
+def _selector(
+    t: TasksetConfig,
+    name: str,
+    is_eval: bool,
+    config: RunConfig,
+    facts: Facts,
+    find: Callable[[str], str],
+    key: str,
+    problems: Problems,
+) -> dict[str, Any]:
+    """Fields of the order of a taskset's rows.  What is no plugin that can be known yet is checked."""
+    from rft.taskset.order import check_selector
+
+    given = t.data_selector
+    kind = given.selector_type
+    known = REGISTRY.names("selector")
+    kind = kind.strip().lower() if kind.strip().lower() in known else find(kind) if ":" in kind else kind
+    fields: dict[str, Any] = {"selector": kind, "selector_args": dict(given.kwargs), "feature_keys": given.feature_keys}
+    later = kind not in known and not facts.plugins_loaded and may_come(kind, (*config.plugin_dirs, *facts.plugin_dirs))
+    if not later:
+        here = TasksetSettings(name=name, path=t.path, workflow="", **fields)
+        try:
+            check_selector(here, f"{key}.data_selector", is_eval=is_eval)
+        except ConfigError as e:
+            problems.take(e)
+    return fields
 
 
 def _train(given: ExplorerInputConfig, problems: Problems, *, needed: bool) -> list[tuple[str, TasksetConfig]]:

@@ -152,9 +152,9 @@ def truncation(d: Draft, a: Argument) -> Outcome:
         return Outcome("ignored", "a prompt over the limit is an error here too")
     if not d.exact:
         return Outcome("ignored", "the guide has no key for it")
-    if a.value in ("left", "right"):
+    if a.value in ("left", "right", "middle"):
         return write(d, a, ("model.prompt_truncation_side",), a.value)
-    return Outcome("refused", "prompts are cut on the left or on the right")
+    return Outcome("refused", "prompts are cut on the left, on the right or in the middle")
 
 
 def filter_prompts(d: Draft, a: Argument) -> Outcome:
@@ -438,9 +438,34 @@ def async_test(d: Draft, a: Argument) -> Outcome:
     return write(d, a, ("explorer.eval_interval",), max(0, count) * d.interval, f"{count} synchronisations x {d.interval} steps")
 
 
+_OPERATORS = "data_processor.experience_pipeline.operators[i]"
+_REWARDS = ("score", "seq_reward", "seq_final_reward")  # metrics of veRL that are the reward itself
+FILTER_TARGETS = (f"{_OPERATORS}.name", f"{_OPERATORS}.args", "buffer.max_refill")
+
+
 def filter_groups(d: Draft, a: Argument) -> Outcome:
-    if not d.flag("algorithm.filter_groups.enable"):
+    """Groups whose runs all have the same metric are dropped and replaced."""
+    group, _, name = a.key.rpartition(".")
+    if not d.flag(f"{group}.enable"):
         return Outcome("ignored", "dynamic sampling is off")
-    return Outcome(
-        "refused", "dynamic sampling (groups of equal reward are dropped and replaced) comes later; leave it out or --allow"
-    )
+    metric = d.text(f"{group}.metric")
+    if name == "metric":
+        return Outcome("derived", f"{group}.enable chooses the operator by it")
+    if name == "enable":
+        if not metric:
+            return Outcome("refused", f"{group}.metric must say which number is compared: acc, score, seq_reward ...")
+        if metric in _REWARDS:
+            d.put(f"{_OPERATORS}.name", "reward_std_filter", a.key)
+            return Outcome("mapped", "groups of equal reward are dropped and replaced", FILTER_TARGETS[:1])
+        d.put(f"{_OPERATORS}.name", "dapo_dynamic_sampling", a.key)
+        d.put(f"{_OPERATORS}.args.metric_key", metric, f"{group}.metric")
+        return Outcome(
+            "mapped", f"groups in which {metric} is above 0 in all or in none are dropped and replaced", FILTER_TARGETS[:2]
+        )
+    if name != "max_num_gen_batches":
+        return Outcome("refused", "dynamic sampling has no such argument; known: enable, metric, max_num_gen_batches")
+    most, size = d.whole(a.key), d.whole("data.train_batch_size")
+    if most <= 0:
+        return Outcome("ignored", "no limit there; here buffer.max_refill, 3 x batch_size where it is not written")
+    spare = max(0, most * d.whole("data.gen_batch_size", size) - size) // d.interval
+    return write(d, a, FILTER_TARGETS[2:], spare, f"{most} batches to draw from, less the {size} prompts that are trained")

@@ -366,7 +366,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
         lambda d, a: write(d, a, (a.key,), a.value), ("algorithm.rollout_correction",), native=True)),
     ("data.apply_chat_template_kwargs.*", Rule(
         lambda d, a: write(d, a, tuple(f"{f}.chat_template_args.{a.key.split('.', 2)[2]}" for f in FORMAT), a.value), native=True)),
-    ("algorithm.filter_groups.*", Rule(do.filter_groups)),
+    ("algorithm.filter_groups.*", Rule(do.filter_groups, do.FILTER_TARGETS)),
     ("custom_reward_function.reward_kwargs.*", Rule(
         lambda d, a: write(d, a, tuple(f"{s}[i].reward_fn_args.{a.key.rsplit('.', 1)[-1]}" for s in (TRAIN, EVAL)), a.value),
         native=True)),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rft.engine.base import check_prompt
+from rft.engine.base import check_prompt, prompt_limit
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.types.ports import GenerateRequest
@@ -48,6 +48,7 @@ class Chat:
                 return_dict=False,
                 **{**self.settings.chat_template_kwargs, **request.chat_template_args},
             )
+        ids = cut(ids, prompt_limit(self.settings), request.prompt_truncation)
         check_prompt(len(ids), self.settings)
         return ids
 
@@ -55,14 +56,28 @@ class Chat:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+def cut(ids: list[int], limit: int, side: str) -> list[int]:
+    """At most `limit` token ids of a prompt: the last ones (left), the first ones (right), or the ends (middle); error: all of them."""
+    if len(ids) <= limit or side == "error":
+        return ids
+    if side == "left":
+        return ids[-limit:]
+    if side == "right":
+        return ids[:limit]
+    if side == "middle":
+        return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :]
+    raise ValueError(f"prompt_truncation {side!r} is not known; use error, left, right or middle")
+
+
 def load_tokenizer(settings: EngineSettings) -> Any:
-    """The tokenizer in the model's folder.  Raises SetupError when there is none."""
+    """The tokenizer in its own folder or the model's.  Raises SetupError when there is none."""
     from transformers import AutoTokenizer
 
+    folder = settings.tokenizer_path or settings.model_path
     try:
-        return AutoTokenizer.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as e:
-        raise SetupError(f"no tokenizer in {settings.model_path}: {e}") from e
+        raise SetupError(f"no tokenizer in {folder}: {e}") from e
 
 
 def _template(given: str | None) -> str | None:

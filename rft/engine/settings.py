@@ -13,6 +13,7 @@ class EngineSettings:
     engine_type: str = "vllm"  # vllm | transformers | scripted
     name: str = "engine-0"
     model_path: str = ""
+    tokenizer_path: str | None = None  # folder with tokenizer and chat template; None = model_path
     device: str = "cpu"  # cuda | cpu, resolved
     dtype: str = "float32"
     tensor_parallel_size: int = 1

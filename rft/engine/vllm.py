@@ -207,6 +207,7 @@ def engine_args(settings: EngineSettings) -> Any:
 
     args: dict[str, Any] = {
         "model": settings.model_path,
+        "tokenizer": settings.tokenizer_path or settings.model_path,
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_model_len": settings.max_model_len,

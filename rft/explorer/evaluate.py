@@ -26,6 +26,7 @@ PASS = 1.0  # a run passes when its reward reaches this
 
 async def play_taskset(
     taskset: Taskset,
+    order: Sequence[int],
     recipes: Recipes,
     model: ChatModel,
     version: Version,
@@ -35,7 +36,7 @@ async def play_taskset(
     explorer: int,
     seed: int | None,
 ) -> list[Group]:
-    """All tasks of an evaluation taskset, each `num_runs` times.  With `seed`, every evaluation draws the same random numbers."""
+    """The tasks of an evaluation taskset in this order, each `num_runs` times.  With `seed`, each time with the same random numbers."""
     name = taskset.settings.name
 
     async def one(index: int) -> Group:
@@ -51,7 +52,7 @@ async def play_taskset(
             request_prefix=f"eval-{name}-",
         )
 
-    jobs = [asyncio.ensure_future(one(i)) for i in range(len(taskset))]
+    jobs = [asyncio.ensure_future(one(i)) for i in order]
     try:
         return list(await asyncio.gather(*jobs))
     finally:

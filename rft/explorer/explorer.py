@@ -1,7 +1,7 @@
 """The exploring loop: tasks into runs, runs into the buffer, evaluation in between.  Knows neither trainer nor algorithm.
 
-    may explore b? ──> evaluate if due ──> room? ──> groups of b play ──> version proven? ──> append ──> close b ──> explored b
-                                                        └ rejected: the next candidate, until the refills are used up
+    may explore b? ─> evaluate if due ─> room? ─> groups of b play ─> version proven? ─> operators ─> append ─> close b ─> explored b
+                                                     └ rejected: the next candidate, until the refills are used up
 
 Invariant: a batch is closed after all its groups are appended, and batches are closed in ascending order.
 """
@@ -16,22 +16,24 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rft.errors import ConfigError, FrameRejected, ShortBatch
+from rft.buffer.operators.pipeline import OperatorFailed, Pipeline
+from rft.buffer.operators.settings import ROLLOUT_MODEL
+from rft.errors import ConfigError, FrameRejected, RftError, ShortBatch
 from rft.explorer.evaluate import eval_metrics, play_taskset, sample_rows
-from rft.explorer.metrics import rollout_metrics
+from rft.explorer.metrics import pipeline_metrics, rollout_metrics
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Breaker
 from rft.plugins import load_all
 from rft.reward import pool
 from rft.taskset.base import open_taskset
-from rft.taskset.order import Order
+from rft.taskset.order import Order, evaluation_order
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
-from rft.types.metrics import MetricRecord, Role
-from rft.types.ports import BufferWriter, ChatModel, ExploreGate, HeldGroup, MetricSink
+from rft.types.metrics import Metric, MetricRecord, Role
+from rft.types.ports import BufferWriter, ChatModel, ExploreGate, HeldGroup, MetricSink, TaskOutcome
 from rft.types.task import Task
 from rft.workflow.build import Recipes
-from rft.workflow.group import Group, run_group
+from rft.workflow.group import Group, judge, run_group
 from rft.workflow.run import Limits
 from rft.workflow.seeds import seed_for
 
@@ -57,8 +59,11 @@ class Explorer:
         self.settings = settings
         self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
         self._lineage, self._cursor = lineage, cursor
-        self.order = Order([open_taskset(t) for t in settings.tasksets], settings.batch_size, settings.seed)
-        self._eval_tasksets = [open_taskset(t) for t in settings.eval_tasksets]
+        self.order = Order(
+            [open_taskset(t) for t in settings.tasksets], settings.batch_size, settings.seed, lag=settings.feedback_lag
+        )
+        self._eval_tasksets = {t: evaluation_order(t) for t in map(open_taskset, settings.eval_tasksets)}
+        self._pipeline = Pipeline(settings.pipeline, judge, settings.max_timeout_s)
         self._recipes = Recipes()
         for taskset in (*self.order.tasksets, *self._eval_tasksets):
             self._recipes.of(taskset.task(0))
@@ -72,6 +77,7 @@ class Explorer:
         self._slots = asyncio.Semaphore(settings.max_concurrent_runs)
         self._breaker = Breaker(settings.breaker)
         self._served: set[Version] = set()
+        self._under_way: dict[int, asyncio.Event] = {}  # where a selector learns: set when the batch is closed
         self._main: asyncio.Task[None] | None = None
         self._stopping = False
 
@@ -102,9 +108,17 @@ class Explorer:
 
     async def _run(self) -> None:
         try:
+            await self._pipeline.prepare({ROLLOUT_MODEL: self._model})
             reason = await self._explore()
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+        except BaseException as error:
+            try:
+                await self._pipeline.close()
+            except RftError as e:
+                log.error("while closing the experience pipeline: %s", e)
+            if isinstance(error, BaseExceptionGroup):
+                raise _first(error) from None
+            raise
+        await self._pipeline.close()
         await self._buffer.finish(reason)
         version = await self._gate.final()
         if self.settings.eval_at_end:
@@ -115,6 +129,7 @@ class Explorer:
         held: defaultdict[int, list[HeldGroup]] = defaultdict(list)
         for group in await self._buffer.held(self._cursor):
             held[group.batch].append(group)
+        await self._buffer.same_tasksets({t.settings.name: t.fingerprint for t in self.order.tasksets})
         before = asyncio.Event()
         before.set()
         async with asyncio.TaskGroup() as tasks:
@@ -126,11 +141,27 @@ class Explorer:
                 if self._eval_due(b):
                     await self._evaluate(version)
                 await self._buffer.room(b)
+                await self._learn(b)
                 batch = Batch(b, self.settings.batch_size, self._max_refill, held.pop(b, ()))
                 tasks.create_task(self._explore_batch(batch, before))
                 before = batch.closed
+                if self.order.learns:
+                    self._under_way[b] = before
                 await batch.submitted.wait()
         raise AssertionError("unreachable")
+
+    async def _learn(self, b: int) -> None:
+        """Selectors that learn hear, from the buffer alone, of every batch that the choice of batch `b` depends on."""
+        first, end = self.order.learned, self.order.horizon(b)
+        if first >= end:
+            return
+        for n in [n for n in self._under_way if n < end]:
+            await self._under_way.pop(n).wait()
+        found: defaultdict[int, list[TaskOutcome]] = defaultdict(list)
+        for outcome in await self._buffer.outcomes(first, end):
+            found[outcome.batch].append(outcome)
+        for n in range(first, end):
+            self.order.learn(n, found[n])
 
     async def _explore_batch(self, batch: Batch, before: asyncio.Event) -> None:
         """Fills the places of one batch, waits for the batch before it, closes it and reports."""
@@ -146,7 +177,8 @@ class Explorer:
         if batch.accepted < batch.size and self.settings.on_short_batch == "stop":
             raise ShortBatch(self._short(batch))
         await self._gate.explored(batch.number)
-        values = rollout_metrics(batch.groups, batch.wall_s) | {f"reward/{k}": float(v) for k, v in pool.counts().items()}
+        values = rollout_metrics(batch.played, batch.wall_s) | pipeline_metrics(batch.pipeline)
+        values |= {f"reward/{k}": float(v) for k, v in pool.counts().items()}
         await self._log("explorer", batch.number + 1, values)
         batch.closed.set()
 
@@ -154,16 +186,31 @@ class Explorer:
         """Plays candidates for one place until one is accepted or the refills are used up.  Each group is appended once."""
         first = True
         while number is not None:
-            group = await self._play(batch, self._task(batch, tasks, number), number, first)
+            played = await self._play(batch, self._task(batch, tasks, number), number, first)
             first = False
-            for version in group.versions:
+            for version in played.versions:
                 if version not in self._served:
                     await self._gate.served(version)
                     self._served.add(version)
-            group = await self._store(group)
-            batch.add(group)
+            processed = await self._process(batch, played) if self._pipeline.active else played
+            began = time.monotonic()
+            group = await self._store(processed)
+            if self._pipeline.active:
+                batch.pipeline += [Metric(f"time/{name}", time.monotonic() - began, "sum") for name in ("write", "total")]
+            batch.add(group, played if group is processed else group)
             self._breaker.see(group)
             number = None if group.accepted else batch.after(number)
+
+    async def _process(self, batch: Batch, played: Group) -> Group:
+        """The group after the operators.  One that an operator cannot handle becomes failed runs, with the traceback."""
+        try:
+            done = await self._pipeline.process(played.task, played.rows)
+        except OperatorFailed as e:
+            log.warning("group %s: %s", played.id, e)
+            batch.pipeline.append(Metric("failed_count", len(played.rows), "sum"))
+            return played.refused(str(e), reason="operator", traceback=e.traceback)
+        batch.pipeline += done.metrics
+        return played.after(done.rows, accepted=done.accepted, reason=done.reason)
 
     async def _store(self, group: Group) -> Group:
         """Appends the group.  One that the buffer refuses (too large, no token) is stored as failed runs instead."""
@@ -171,7 +218,7 @@ class Explorer:
             await self._buffer.append(encode(group.rows), accepted=group.accepted, reason=group.reason)
         except FrameRejected as e:
             log.warning("group %s: %s", group.id, e)
-            group = group.refused(str(e))
+            group = group.refused(f"rejected by the buffer: {e}")
             await self._buffer.append(encode(group.rows), accepted=False, reason=group.reason)
         return group
 
@@ -206,10 +253,11 @@ class Explorer:
     async def _evaluate(self, version: Version) -> None:
         """Evaluation under `version`, reported at its train step, once every version that answered has been proven."""
         s = self.settings
-        for taskset in self._eval_tasksets:
+        for taskset, order in self._eval_tasksets.items():
             name, began = taskset.settings.name, time.monotonic()
             groups = await play_taskset(
                 taskset,
+                order,
                 self._recipes,
                 self._model,
                 version,
@@ -244,9 +292,8 @@ class Explorer:
         )
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first(error: BaseException) -> BaseException:
     """The first error that is not a group: task groups wrap what one of their tasks raised."""
-    error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from rft.types.experience import Experience
+from rft.types.metrics import Metric, reduce
 from rft.workflow.group import Group
 
 
 def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
-    """Names as in docs/metrics.  Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence."""
+    """Names as in docs/metrics, of groups as they were played.
+
+    Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.
+    """
     runs = [run for g in groups for run in g.runs]
     rows = [run.experience for run in runs]
     whole = [r for r in rows if r.status != "failed"]
@@ -40,6 +44,11 @@ def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
     if several := [g.rewards for g in groups if len(g.rewards) > 1]:
         out["frac_reward_zero_std"] = fmean(len(set(rewards)) == 1 for rewards in several)
     return out
+
+
+def pipeline_metrics(metrics: Sequence[Metric]) -> dict[str, float]:
+    """What operators did to the groups of a batch: each number by its own reduction."""
+    return {f"experience_pipeline/{name}": value for name, value in reduce(metrics).items()}
 
 
 def lengths(prefix: str, rows: Sequence[Experience]) -> dict[str, float]:

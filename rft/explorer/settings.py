@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rft.buffer.operators.settings import PipelineSettings
 from rft.taskset.settings import TasksetSettings
 
 
@@ -18,6 +19,7 @@ class ExplorerSettings:
     total_epochs: int | None = 1
     index: int = 0  # number of this explorer
     seed: int = 42
+    feedback_lag: int = 0  # explore batches under way whose pass rates a choice of tasks does not wait for
     max_timeout_s: float = 1800.0  # per run
     max_retry_times: int = 2
     max_refill: int | None = None  # groups replaced per step; None = 3 x batch_size
@@ -29,5 +31,6 @@ class ExplorerSettings:
     max_concurrent_runs: int = 256
     breaker: int = 10  # consecutive groups that fail wholly before the run stops
     deterministic: bool = False
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     plugin_dirs: tuple[str, ...] = field(default_factory=tuple)
     env_vars: dict[str, str] = field(default_factory=dict)  # of the process that the explorer runs in

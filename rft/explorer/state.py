@@ -10,8 +10,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rft.errors import RunFailed
+from rft.types.metrics import Metric
 from rft.types.ports import HeldGroup
 from rft.workflow.group import Group
 
@@ -22,7 +24,8 @@ class Batch:
     def __init__(self, number: int, size: int, max_refill: int, held: Iterable[HeldGroup] = ()) -> None:
         self.number = number
         self.size = size
-        self.groups: list[Group] = []  # played by this process
+        self.played: list[Group] = []  # by this process, with their rewards from before the operators
+        self.pipeline: list[Metric] = []  # what operators reported
         self.accepted = 0
         self.reasons: Counter[str] = Counter()
         self.submitted = asyncio.Event()  # every first run of every place has begun
@@ -50,12 +53,14 @@ class Batch:
         self._refills_left -= 1
         return number + self.size
 
-    def add(self, group: Group) -> None:
-        self.groups.append(group)
+    def add(self, group: Group, played: Group) -> None:
+        """`group` is stored; it was `played` before operators had it."""
+        self.played.append(replace(played, accepted=group.accepted, reason=group.reason))
         if group.accepted:
             self.accepted += 1
         else:
-            self.reasons[group.reason] += 1
+            by = sorted({r.reason for r in group.rows if r.status != "failed" and r.reason})
+            self.reasons[f"{group.reason} by {', '.join(by)}" if by else group.reason] += 1
 
     def expect(self, runs: int) -> None:
         """`runs` runs will begin; the batch counts as submitted when they all have."""

@@ -24,6 +24,7 @@ from rft.launch.remote import memory_remedy
 from rft.launch.rundir import RunDir
 from rft.launch.stages import Program, refuse_program
 from rft.monitor.monitor import check_available
+from rft.taskset import pipeline as tasks
 from rft.trainer import manifest as manifests
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
             log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
         save(loaded, rundir.path)
         _clean_after_a_crash(rundir)
+        if plan.task_pipeline is not None:
+            print(f"task pipeline: {tasks.write(plan.task_pipeline)} → {plan.task_pipeline.output}", flush=True)
         with Progress(plan.run_dir, total_steps=plan.trainer.total_steps, notes=(*plan.notes, *plan.warnings)) as progress:
             outcome = asyncio.run(run(plan, rundir, progress.update))
         rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))

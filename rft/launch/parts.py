@@ -7,6 +7,7 @@ part sits in an actor (`remote.Host`) and the others are proxies.  Parts keep no
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from rft.config.plan import Plan
-from rft.launch.probes import probe_prompts
+from rft.launch.probes import probe_prompts, vocab_size
 from rft.sync.schedule import Schedule
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -60,8 +61,10 @@ def schedule(plan: Plan, start: Start) -> Schedule:
 
 async def buffer(plan: Plan) -> Any:
     from rft.buffer.buffer import Buffer
+    from rft.plugins import load_all
 
-    made = Buffer(plan.buffer)
+    load_all(plan.plugin_dirs)  # priority functions, storages
+    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)))
     await made.open()
     return made
 
@@ -109,6 +112,9 @@ class Coordinator:
 
     async def trained(self, step: int, *, finished: bool = False) -> None:
         await self.sync.trained(step, finished=finished)
+
+    async def explore_on(self, batch: int) -> None:
+        await self.sync.explore_on(batch)
 
     async def may_explore(self, batch: int) -> Version | None:
         return await self.sync.may_explore(batch)
@@ -204,6 +210,7 @@ class TrainerPart:
         from rft.trainer.trainer import Trainer
 
         self._transport = make(self.plan.sync, self.plan.run_dir / "sync")
+        when = schedule(self.plan, start)
         ranks = Ranks(self.learner, others)
         try:
             if start.checkpoint is not None:
@@ -218,7 +225,8 @@ class TrainerPart:
                 lineage=start.lineage,
                 start_step=start.step,
                 parent=start.parent,
-                must_publish=schedule(self.plan, start).must_publish,
+                must_publish=when.must_publish,
+                first_after=when.first_after,
             )
             await self._trainer.run()
         finally:

@@ -75,6 +75,12 @@ class Schedule:
         ahead = batch * self.batch_units // self.step_units - self.offset
         return max(self.start_step, ahead // self.interval * self.interval)
 
+    def first_after(self, step: int) -> int:
+        """The first explore batch that may begin only after `step` was trained (and a later version published)."""
+        newest = max(self.start_step, (step - 1) // self.interval * self.interval)
+        later = (newest // self.interval + 1) * self.interval  # the version after it
+        return -(-(later + self.offset) * self.step_units // self.batch_units)
+
     def may_explore(self, batch: int, published_step: int) -> bool:
         """May explore batch `batch` start, now that the engines hold the weights of step `published_step`?"""
         return published_step >= self.required_step(batch)

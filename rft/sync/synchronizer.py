@@ -74,6 +74,7 @@ class Synchronizer:
         self._spoilt: set[Version] = set()  # wrote rows without a canary; the label cannot be made good any more
         self._trained, self._finished = start.step, False
         self._under_way: set[int] = set()  # explore batches
+        self._ahead = 0  # batches that went into earlier steps than the schedule counts with, because steps lacked rows
         self._error: BaseException | None = None
         self._waits: dict[int, str] = {}
 
@@ -109,6 +110,14 @@ class Synchronizer:
             self._trained, self._finished = max(step, self._trained), finished or self._finished
             self._changed.notify_all()
 
+    async def explore_on(self, batch: int) -> None:
+        """See `WeightSync`."""
+        ahead = batch + 1 - self._schedule.first_after(self._trained + 1)
+        log.info("explore batch %d may begin before its turn: step %d lacks rows", batch, self._trained + 1)
+        async with self._changed:
+            self._ahead = max(self._ahead, ahead)
+            self._changed.notify_all()
+
     # ------------------------------------------------------------ explorer's side
 
     async def may_explore(self, batch: int) -> Version | None:
@@ -116,7 +125,9 @@ class Synchronizer:
         need = self._schedule.required_step(batch)
 
         def ready() -> bool:
-            return self._finished or (self._loaded is not None and self._schedule.may_explore(batch, self._loaded.step))
+            if self._finished or self._loaded is None:
+                return self._finished
+            return self._schedule.may_explore(max(0, batch - self._ahead), self._loaded.step)
 
         await self._wait(ready, f"explore batch {batch}", f"weights of train step {need} or later")
         if self._finished:

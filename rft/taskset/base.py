@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -18,6 +20,7 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
+from rft.logs import redact
 from rft.taskset import overlong
 from rft.taskset.overlong import LeftOut
 from rft.taskset.settings import FormatSettings, TasksetSettings
@@ -25,6 +28,9 @@ from rft.types.task import Task
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
+CHECKED = 100_000  # tables of at most so many rows are checked as a whole when they are opened
+MAX_CHARS = 32 << 20  # of a prompt
+_NAMED = 3  # complaints that are told about rows that are left out
 _FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
 
 
@@ -46,6 +52,19 @@ class Taskset(Protocol):
         """Rows that the taskset's prompt limit removed; None where none was."""
         ...
 
+    @property
+    def skipped(self) -> Skipped | None:
+        """Rows that could not be read and were left out (skip_bad_rows); None where none was."""
+        ...
+
+    def place(self, index: int) -> int | None:
+        """Which i has `task(i).index == index`; None for a row that was left out."""
+        ...
+
+    def features(self, keys: Sequence[str]) -> np.ndarray:
+        """float64 [len, len(keys)]: these columns of every row.  ConfigError names source, row and column of what is no number."""
+        ...
+
     def task(self, index: int) -> Task:
         """Row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key of a bad row."""
         ...
@@ -53,6 +72,23 @@ class Taskset(Protocol):
     def rewards(self) -> dict[str, int]:
         """Every reward that rows name for themselves, with the index of the first that does."""
         ...
+
+    def workflows(self) -> dict[str, int]:
+        """The same of workflows."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """How many of `total` rows could not be read, and what was wrong with the first of them."""
+
+    count: int
+    total: int
+    why: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rest = f"; and {more} more" if (more := self.count - len(self.why)) else ""
+        return f"{self.count} of {self.total} rows are left out (skip_bad_rows): {'; '.join(self.why)}{rest}"
 
 
 class ByIndex(Sequence[Row]):
@@ -80,11 +116,18 @@ class ByIndex(Sequence[Row]):
 class RowTaskset:
     """A taskset over any sequence of rows (a list, an Arrow table, a generator by index).
 
-    `where(i)` says in words where row i is, e.g. "data/train.jsonl:17".
+    `where(i)` says in words where row i is, e.g. "data/train.jsonl:17"; `unreadable` are complaints about what did not become a row.
     """
 
     def __init__(
-        self, settings: TasksetSettings, rows: Sequence[Row], *, where: Callable[[int], str], fingerprint: str, check_all: bool
+        self,
+        settings: TasksetSettings,
+        rows: Sequence[Row],
+        *,
+        where: Callable[[int], str],
+        fingerprint: str,
+        check_all: bool,
+        unreadable: Sequence[ConfigError] = (),
     ) -> None:
         self._settings = settings
         self._rows = rows
@@ -92,21 +135,19 @@ class RowTaskset:
         self._fingerprint = fingerprint
         self._length = len(rows) if settings.max_rows is None else min(len(rows), settings.max_rows)
         if self._length == 0:
-            raise ConfigError(
-                f"taskset {settings.name!r}: {settings.path} has no rows", key=_key(settings, "path"), given=settings.path
-            )
-        first = rows[0]
-        fmt = settings.format
-        self._has_truth = _lookup(first, fmt.response_key) is not _ABSENT
-        if not self._has_truth and fmt.response_key != FormatSettings().response_key:
-            raise _missing(settings, where(0), "response_key", fmt.response_key, first)
-        for i in range(self._length if check_all else 1):
-            self._task(i)
-        self._left_out = overlong.find(self._all_tasks(), settings) if settings.prompt_limit is not None else None
+            why = f": {unreadable[0].message}" if unreadable else ""
+            path = redact(settings.path)
+            raise ConfigError(f"taskset {settings.name!r}: {path} has no rows{why}", key=_key(settings, "path"), given=path)
+        self._has_truth = self._truth_is_there()
         self._kept: np.ndarray | None = None  # numbers of the rows that are used; None = all
-        if self._left_out is not None:
-            self._kept = np.setdiff1d(np.arange(self._length), self._left_out.rows, assume_unique=True)
-            self._fingerprint += f"-{xxhash.xxh3_64_hexdigest(self._kept.tobytes())}"
+        self._skipped = self._skip(unreadable) if settings.skip_bad_rows else None
+        if not settings.skip_bad_rows:
+            for i in range(self._length if check_all else 1):
+                self._task(i)
+        self._left_out: LeftOut | None = None
+        if settings.prompt_limit is not None and (found := overlong.find(self._all_tasks(), settings)) is not None:
+            self._left_out = found
+            self._keep(np.setdiff1d(self._numbers(), found.rows, assume_unique=True))
             log.info("taskset %s: %s", settings.name, self._left_out)
 
     @property
@@ -121,6 +162,10 @@ class RowTaskset:
     def left_out(self) -> LeftOut | None:
         return self._left_out
 
+    @property
+    def skipped(self) -> Skipped | None:
+        return self._skipped
+
     def __len__(self) -> int:
         return self._length if self._kept is None else len(self._kept)
 
@@ -129,26 +174,145 @@ class RowTaskset:
             raise IndexError(f"taskset {self._settings.name!r} has {len(self)} rows; asked for {index}")
         return self._task(index if self._kept is None else int(self._kept[index]))
 
+    def place(self, index: int) -> int | None:
+        if self._kept is None:
+            return index if 0 <= index < self._length else None
+        at = int(np.searchsorted(self._kept, index))
+        return at if at < len(self._kept) and self._kept[at] == index else None
+
     def rewards(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        key = self._settings.format.reward_fn_key
-        if not key:
-            return found
-        number = itertools.count()
-        left_out = set(self._left_out.rows) if self._left_out is not None else set()
-        for row, values in enumerate(itertools.islice(self._rows, self._length)):
-            if row not in left_out:
-                found.setdefault(_get(self._settings, values, self._where(row), "reward_fn_key", key), next(number))
+        return self._named("reward_fn_key", self._settings.format.reward_fn_key)
+
+    def workflows(self) -> dict[str, int]:
+        return self._named("workflow_key", self._settings.format.workflow_key)
+
+    def features(self, keys: Sequence[str]) -> np.ndarray:
+        found = np.empty((len(self), len(keys)))
+        for place, (row, values) in enumerate(self._used_rows()) if keys else ():
+            for k, key in enumerate(keys):
+                if (value := lookup(values, key)) is ABSENT or not isinstance(value, int | float) or not math.isfinite(value):
+                    has = f"is {value!r}" if value is not ABSENT else f"is not there; it has {', '.join(map(str, values))}"
+                    raise ConfigError(
+                        f"{self._where(row)}: column {key!r}, by which rows are chosen, must be a finite number, but {has}",
+                        key=_key(self._settings, "data_selector.feature_keys"),
+                        given=key,
+                    )
+                found[place, k] = value
         return found
+
+    def _named(self, which: str, key: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for place, (row, values) in enumerate(self._used_rows()) if key else ():
+            found.setdefault(_get(self._settings, values, self._where(row), which, key), place)
+        return found
+
+    def _used_rows(self) -> Iterator[tuple[int, Row]]:
+        """(number, values) of every row that is used, in order."""
+        if self._kept is not None and self._skipped is not None:
+            return ((int(row), self._rows[int(row)]) for row in self._kept)
+        left_out = set(self._left_out.rows) if self._left_out is not None else ()
+        return ((row, values) for row, values in enumerate(itertools.islice(self._rows, self._length)) if row not in left_out)
+
+    def _all_tasks(self) -> Iterator[Task]:
+        return (self._made(row, values) for row, values in self._used_rows())
+
+    def _truth_is_there(self) -> bool:
+        key = self._settings.format.response_key
+        if self._settings.skip_bad_rows:
+            return True  # a row without one is a bad row then
+        first = self._rows[0]
+        if lookup(first, key) is not ABSENT:
+            return True
+        if key != FormatSettings().response_key:
+            raise _missing(self._settings, self._where(0), "response_key", key, first)
+        return False
+
+    def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
+        good, bad = [], list(unreadable)
+        for row in range(self._length):
+            try:
+                self._task(row)
+            except ConfigError as e:
+                bad.append(e)
+            else:
+                good.append(row)
+        total = self._length + len(unreadable)
+        if not good:
+            raise ConfigError(
+                f"none of {total} rows can be read; the first: {bad[0].message}", key=bad[0].key, given=bad[0].given
+            )
+        if not bad:
+            return None
+        self._keep(np.array(good))
+        skipped = Skipped(count=len(bad), total=total, why=tuple(e.message for e in bad[:_NAMED]))
+        log.warning("taskset %s: %s", self._settings.name, skipped)
+        return skipped
+
+    def _numbers(self) -> np.ndarray:
+        return np.arange(self._length) if self._kept is None else self._kept
+
+    def _keep(self, rows: np.ndarray) -> None:
+        self._kept = rows
+        self._fingerprint += f"-{xxhash.xxh3_64_hexdigest(rows.astype(np.int64).tobytes())}"
 
     def _task(self, row: int) -> Task:
         return self._made(row, self._rows[row])
 
-    def _all_tasks(self) -> Iterator[Task]:
-        return itertools.starmap(self._made, enumerate(itertools.islice(self._rows, self._length)))
-
     def _made(self, row: int, values: Row) -> Task:
         return row_to_task(self._settings, values, row, self._where(row), has_truth=self._has_truth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows as a source holds them, before anyone asks what their columns mean.  `where(i)` says in words where row i is."""
+
+    rows: Sequence[Row]
+    where: Callable[[int], str]
+    fingerprint: str
+    check_all: bool
+    unreadable: Sequence[ConfigError] = ()  # complaints about what did not become a row
+
+    def taskset(self, settings: TasksetSettings) -> RowTaskset:
+        return RowTaskset(
+            settings,
+            self.rows,
+            where=self.where,
+            fingerprint=self.fingerprint,
+            check_all=self.check_all,
+            unreadable=self.unreadable,
+        )
+
+
+class Found:
+    """Rows as they are found in a source, with their places (lines), and complaints about what is no row.
+
+    The first complaint is raised, unless the taskset's bad rows are skipped.
+    """
+
+    def __init__(self, settings: TasksetSettings) -> None:
+        self._settings = settings
+        self.rows: list[Row] = []
+        self._places: list[int] = []
+        self._unreadable: list[ConfigError] = []
+
+    def row(self, row: Row, place: int) -> None:
+        self.rows.append(row)
+        self._places.append(place)
+
+    def bad(self, error: ConfigError) -> None:
+        if not self._settings.skip_bad_rows:
+            raise error
+        self._unreadable.append(error)
+
+    def source(self, where: Callable[[int], str], fingerprint: str) -> Source:
+        """`where(place)` says in words where a row is."""
+        return Source(
+            rows=self.rows,
+            where=lambda i: where(self._places[i]),
+            fingerprint=fingerprint,
+            check_all=True,
+            unreadable=self._unreadable,
+        )
 
 
 def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, has_truth: bool) -> Task:
@@ -164,6 +328,8 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
         prompt = _get(settings, row, where, "prompt_key", fmt.prompt_key)
         if not isinstance(prompt, str) or not prompt:
             raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a text that is not empty")
+        if len(prompt) > MAX_CHARS:
+            raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, f"at most {MAX_CHARS:,} characters long")
     else:
         raise ConfigError(
             f"{fmt.prompt_type!r} is not known; use plaintext or messages", key=_key(settings, "format.prompt_type")
@@ -178,6 +344,7 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
         prompt=prompt,
         messages=messages,
         tools=_tools(settings, row, where),
+        prompt_truncation=settings.prompt_truncation,
         system_prompt=system,
         chat_template=fmt.chat_template,
         chat_template_args=fmt.chat_template_args,
@@ -193,28 +360,36 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
 
 
 def open_taskset(settings: TasksetSettings) -> Taskset:
-    """The taskset that `settings.path` names.
+    """The taskset that `settings` name.
 
     A file (.jsonl, .json, .parquet, .csv), a folder or Hugging Face data set id (read with `datasets`, from its cache when
-    HF_HUB_OFFLINE is set), `reasoning_gym://name`, or a Python factory `pkg.mod:func` / `file.py:func`.  Raises ConfigError.
+    HF_HUB_OFFLINE is set), a table or query of a database, `reasoning_gym://name`, a Python factory `pkg.mod:func` / `file.py:func`,
+    or a class of one's own (`reader_path`, `reader_name`).  Raises ConfigError.
     """
-    path = settings.path
-    if settings.storage_type not in ("file", "reasoning_gym", "python"):
+    path, kind = settings.path, settings.storage_type
+    if kind not in ("file", "sql", "reasoning_gym", "python"):
         raise ConfigError(
-            f"storage type {settings.storage_type!r} is not known; use file, reasoning_gym or python",
-            key=_key(settings, "storage_type"),
+            f"storage type {kind!r} is not known; use file, sql, reasoning_gym or python", key=_key(settings, "storage_type")
         )
-    if settings.storage_type == "reasoning_gym" or path.startswith("reasoning_gym://"):
+    if settings.reader_path is not None:
+        from rft.taskset.reader import open_reader
+
+        return open_reader(settings)
+    if kind == "sql":
+        from rft.taskset.sql import open_sql
+
+        return open_sql(settings)
+    if kind == "reasoning_gym" or path.startswith("reasoning_gym://"):
         from rft.taskset.gym import open_gym
 
         return open_gym(settings)
-    if settings.storage_type == "python" or (_FACTORY.fullmatch(path) and not Path(path).exists()):
+    if kind == "python" or (_FACTORY.fullmatch(path) and not Path(path).exists()):
         from rft.taskset.factory import open_factory
 
         return open_factory(settings)
     from rft.taskset.files import open_path
 
-    return open_path(settings)
+    return open_path(settings).taskset(settings)
 
 
 def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -> str:
@@ -228,22 +403,22 @@ def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -
 
 
 def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> Any:
-    if (value := _lookup(row, name)) is _ABSENT:
+    if (value := lookup(row, name)) is ABSENT:
         raise _missing(settings, where, which, name, row)
     return value
 
 
-_ABSENT = object()
+ABSENT = object()
 
 
-def _lookup(row: Row, name: str) -> Any:
+def lookup(row: Row, name: str) -> Any:
     """The column `name`; else, with dots, what lies below a column: reward_model.ground_truth."""
     if name in row:
         return row[name]
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            return _ABSENT
+            return ABSENT
         value = value[part]
     return value
 
@@ -257,15 +432,15 @@ def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
             key=_key(settings, "format.preset"),
             given="verl",
         )
-    source = _lookup(row, settings.format.data_source_key)
-    if settings.format.reward_fn_key and _lookup(row, "reward_model.style") == "model":
+    source = lookup(row, settings.format.data_source_key)
+    if settings.format.reward_fn_key and lookup(row, "reward_model.style") == "model":
         raise ConfigError(
             f"{where}: reward_model.style is 'model', so no rule for data source {source!r} scores it.  Name a reward in "
             "default_reward_fn_type",
             key=_key(settings, "format.preset"),
             given="verl",
         )
-    return row if source is _ABSENT else {**row, "data_source": source}
+    return row if source is ABSENT else {**row, "data_source": source}
 
 
 def _messages(settings: TasksetSettings, value: Any, where: str) -> tuple[dict[str, Any], ...]:

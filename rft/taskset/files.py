@@ -9,20 +9,19 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from rft.errors import ConfigError, SetupError
-from rft.taskset.base import ByIndex, Row, RowTaskset, Taskset, sample_fingerprint
+from rft.taskset.base import CHECKED, ByIndex, Found, Source, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-def open_path(settings: TasksetSettings) -> Taskset:
+def open_path(settings: TasksetSettings) -> Source:
     """The rows of a file, a folder, or a Hugging Face data set id."""
     path = Path(settings.path).expanduser()
     if path.is_dir():
@@ -38,9 +37,8 @@ def open_path(settings: TasksetSettings) -> Taskset:
     return _open_datasets(settings, None)
 
 
-def _jsonl(settings: TasksetSettings, path: Path) -> Taskset:
-    rows: list[Row] = []
-    lines: list[int] = []
+def _jsonl(settings: TasksetSettings, path: Path) -> Source:
+    found = Found(settings)
     data = path.read_bytes()
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not (line := raw.strip()):
@@ -48,15 +46,19 @@ def _jsonl(settings: TasksetSettings, path: Path) -> Taskset:
         try:
             row = json.loads(_text(settings, line, f"{path}:{number}"))
         except json.JSONDecodeError as e:
-            raise _error(settings, f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}") from None
-        if not isinstance(row, dict):
-            raise _error(settings, f"{path}:{number}: a line must be a JSON object, not {type(row).__name__}: {_short(line)}")
-        rows.append(row)
-        lines.append(number)
-    return _listed(settings, rows, lambda i: f"{path}:{lines[i]}", data)
+            found.bad(_error(settings, f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}"))
+        except ConfigError as e:
+            found.bad(e)
+        else:
+            if isinstance(row, dict):
+                found.row(row, number)
+            else:
+                kind = type(row).__name__
+                found.bad(_error(settings, f"{path}:{number}: a line must be a JSON object, not {kind}: {_short(line)}"))
+    return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _json(settings: TasksetSettings, path: Path) -> Taskset:
+def _json(settings: TasksetSettings, path: Path) -> Source:
     data = path.read_bytes()
     try:
         rows = json.loads(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)))
@@ -64,34 +66,33 @@ def _json(settings: TasksetSettings, path: Path) -> Taskset:
         raise _error(settings, f"{path}:{e.lineno}: not JSON ({e.msg} at column {e.colno})") from None
     if not isinstance(rows, list):
         raise _error(settings, f"{path}: must hold a JSON list of objects, not {type(rows).__name__}")
+    found = Found(settings)
     for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise _error(settings, f"{path}, element {i}: must be a JSON object, not {type(row).__name__}")
-    return _listed(settings, rows, lambda i: f"{path}, element {i}", data)
+        if isinstance(row, dict):
+            found.row(row, i)
+        else:
+            found.bad(_error(settings, f"{path}, element {i}: must be a JSON object, not {type(row).__name__}"))
+    return found.source(lambda i: f"{path}, element {i}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _csv(settings: TasksetSettings, path: Path) -> Taskset:
+def _csv(settings: TasksetSettings, path: Path) -> Source:
     data = path.read_bytes()
     reader = csv.DictReader(io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""), strict=True)
-    rows: list[Row] = []
-    lines: list[int] = []
+    found = Found(settings)
     try:
         for row in reader:
             width = len(reader.fieldnames or ())
             if None in row or None in row.values():
-                raise _error(settings, f"{path}:{reader.line_num}: the line does not have {width} columns as the first line says")
-            rows.append(dict(row))
-            lines.append(reader.line_num)
+                at = f"{path}:{reader.line_num}"
+                found.bad(_error(settings, f"{at}: the line does not have {width} columns as the first line says"))
+            else:
+                found.row(dict(row), reader.line_num)
     except csv.Error as e:
         raise _error(settings, f"{path}:{reader.line_num}: not CSV ({e})") from None
-    return _listed(settings, rows, lambda i: f"{path}:{lines[i]}", data)
+    return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _listed(settings: TasksetSettings, rows: list[Row], where: Callable[[int], str], data: bytes) -> Taskset:
-    return RowTaskset(settings, rows, where=where, fingerprint=xxhash.xxh3_128_hexdigest(data), check_all=True)
-
-
-def _parquet(settings: TasksetSettings, path: Path) -> Taskset:
+def _parquet(settings: TasksetSettings, path: Path) -> Source:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -105,9 +106,8 @@ def _parquet(settings: TasksetSettings, path: Path) -> Taskset:
         lambda: (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()),
     )
     where = f"{path}, row "
-    return RowTaskset(
-        settings, rows, where=lambda i: where + str(i), fingerprint=sample_fingerprint(rows, table.column_names), check_all=False
-    )
+    fingerprint = sample_fingerprint(rows, table.column_names)
+    return Source(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
 
 
 _READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
@@ -123,7 +123,7 @@ def _of_split(settings: TasksetSettings, folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
+def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Source:
     """A folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and HF_HOME are honoured."""
     import datasets
 
@@ -150,9 +150,11 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Taskset:
             raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
         loaded = loaded[settings.split]
     rows = ByIndex(len(loaded), lambda i: dict(loaded[i]), lambda: map(dict, loaded))
-    fingerprint = sample_fingerprint(rows, loaded.column_names)
-    return RowTaskset(
-        settings, rows, where=lambda i: f"{source} ({settings.split}), row {i}", fingerprint=fingerprint, check_all=False
+    return Source(
+        rows=rows,
+        where=lambda i: f"{source} ({settings.split}), row {i}",
+        fingerprint=sample_fingerprint(rows, loaded.column_names),
+        check_all=len(rows) <= CHECKED,
     )
 
 

@@ -1,18 +1,25 @@
-"""In which order tasks are explored: a pure function of the batch number, so that a resumed run goes on exactly where it was.
+"""In which order tasks are explored: a function of the batch number, and of the outcomes of earlier batches where a selector learns.
 
-It keeps no position.  Invariant: `batch(b)` and `spare(b, j)` give the same tasks whenever they are asked for, in any order.
+It keeps no position.  Invariant: `batch(b)` and `spare(b, j)` give the same tasks whenever they are asked for, in any order; where a
+selector learns, they do so after the outcomes of exactly the batches below `horizon(b)`, so a run that learns the same outcomes again
+goes on exactly where it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, PluginError
+from rft.plugins import REGISTRY, checked_args
 from rft.taskset.base import Taskset
+from rft.taskset.selectors import Selector, View
+from rft.taskset.settings import TasksetSettings
+from rft.types.ports import TaskOutcome
 from rft.types.task import Task
 
 _BLOCK = 1000  # slots over which weights are apportioned that no smaller number of slots fits exactly
@@ -23,11 +30,11 @@ class Order:
 
     Slots 0, 1, 2 ... are cut into blocks; in each block every taskset gets its share of slots.  By `weight` they are spread evenly, so
     that after any number of tasks every taskset is within a task or two of its share; by length (no weights) they are shuffled, and a
-    pass takes every row once.  A taskset's own slots are filled by its selector: `sequential` (in file order, again and again),
-    `shuffle` (another permutation each epoch) or `random` (drawn per batch, without repetition inside a batch).
+    pass takes every row once.  A taskset's own slots are filled by its selector, see `rft.taskset.selectors`.  `lag` is how many batches
+    may be under way whose outcomes a choice does not wait for.
     """
 
-    def __init__(self, tasksets: Sequence[Taskset], batch_size: int, seed: int) -> None:
+    def __init__(self, tasksets: Sequence[Taskset], batch_size: int, seed: int, *, lag: int = 0) -> None:
         if not tasksets:
             raise ConfigError("there is no taskset to explore", key="buffer.explorer_input.tasksets")
         if batch_size < 1:
@@ -35,35 +42,59 @@ class Order:
         names = [t.settings.name for t in tasksets]
         if len(set(names)) < len(names):
             raise ConfigError(f"taskset names must differ; given {', '.join(names)}", key="buffer.explorer_input.tasksets")
-        for t in tasksets:
-            if t.settings.selector not in ("sequential", "shuffle", "random"):
-                raise ConfigError(
-                    f"{t.settings.selector!r} is not known; use sequential, shuffle or random",
-                    key=f"taskset {t.settings.name}.data_selector",
-                )
         self.tasksets = tuple(tasksets)
         self.batch_size = batch_size
+        self.lag = lag
+        self.learned = 0  # first batch whose outcomes are not known yet
         self._seed = seed
+        self._selectors = [make_selector(t, partial(self._of_taskset, n)) for n, t in enumerate(tasksets)]
         self._shares = _shares(tasksets)
         self._block_size = sum(self._shares)
         self._arrangement = lru_cache(maxsize=4)(self._arrange)
-        self._permutation = lru_cache(maxsize=2 * len(tasksets) + 2)(self._permute)
+        self._chosen: dict[int, list[tuple[int, int]]] = {}  # where a selector learns: batches that are not learnt yet
         self._rows_of = lru_cache(maxsize=8)(self._rows)
         self._spares_of = lru_cache(maxsize=8)(self._spares)
 
     @property
     def fingerprint(self) -> str:
         """Changes when a taskset's rows, the mixture, the batch size or a seed change."""
-        facts = [(t.settings.name, t.fingerprint, len(t), t.settings.selector, t.settings.seed) for t in self.tasksets]
+        facts = [
+            (t.settings.name, t.fingerprint, len(t), t.settings.selector, t.settings.seed, t.settings.feature_keys, args)
+            for t in self.tasksets
+            for args in [sorted(t.settings.selector_args.items())]
+        ]
         return xxhash.xxh3_128_hexdigest(repr((facts, self._shares, self.batch_size, self._seed)).encode())
 
     def num_batches(self, epochs: int) -> int:
         """Whole batches in `epochs` epochs.  Raises ConfigError if there is not even one."""
         return num_batches([len(t) for t in self.tasksets], self.batch_size, epochs)
 
+    @property
+    def learns(self) -> bool:
+        """Whether a selector goes by outcomes."""
+        return any(s.learns for s in self._selectors)
+
+    def horizon(self, b: int) -> int:
+        """How many batches must be learnt, no more and no fewer, when batch `b` is chosen; 0 where no selector learns."""
+        return max(0, b - self.lag) if self.learns else 0
+
+    def learn(self, batch: int, outcomes: Sequence[TaskOutcome]) -> None:
+        """What became of the tasks of `batch`, which is closed; batches come in order.  Tasks without a score are not in it."""
+        if batch != self.learned:
+            raise ValueError(f"batch {self.learned} is to be learnt next, not {batch}")
+        for taskset, chooser in zip(self.tasksets, self._selectors, strict=True):
+            found: dict[int, list[float]] = {}
+            for o in outcomes:
+                if chooser.learns and o.taskset == taskset.settings.name and (row := taskset.place(o.index)) is not None:
+                    found.setdefault(row, []).append(min(max(o.pass_rate, 0.0), 1.0))
+            if found:
+                chooser.learn(np.fromiter(found, np.int64), np.array([np.mean(rates) for rates in found.values()]))
+        self.learned += 1
+        self._chosen.pop(batch, None)
+
     def batch(self, b: int) -> list[Task]:
         """The tasks of explore batch `b` (from 0), in task order."""
-        return [self.tasksets[t].task(row) for t, row in self._rows_of(b)]
+        return [self.tasksets[t].task(row) for t, row in self._places(b)]
 
     def spare(self, b: int, j: int) -> Task:
         """The `j`-th replacement (from 0) for a rejected group of batch `b`: a row that is not in the batch, if possible."""
@@ -71,15 +102,23 @@ class Order:
         t, row = spares[j % len(spares)]
         return self.tasksets[t].task(row)
 
-    def _rows(self, b: int) -> list[tuple[int, int]]:
+    def _places(self, b: int) -> list[tuple[int, int]]:
         """(taskset number, row) of each task of batch b."""
+        if not self.learns:
+            return self._rows_of(b)
+        if b not in self._chosen:
+            if self.learned != self.horizon(b):
+                raise ValueError(f"batch {b} is chosen after {self.horizon(b)} batches are learnt, not after {self.learned}")
+            self._chosen[b] = self._rows(b)
+        return self._chosen[b]
+
+    def _rows(self, b: int) -> list[tuple[int, int]]:
         slots = [self._slot(b * self.batch_size + i) for i in range(self.batch_size)]
-        drawn: dict[int, list[int]] = {}
-        for t, taskset in enumerate(self.tasksets):
-            if taskset.settings.selector == "random" and (count := sum(s == t for s, _ in slots)):
-                rng = self._rng("random", t, taskset.settings.seed, b)
-                drawn[t] = [int(r) for r in rng.choice(len(taskset), size=count, replace=count > len(taskset))][::-1]
-        return [(t, drawn[t].pop() if t in drawn else self._select(t, n)) for t, n in slots]
+        rows = {}
+        for t, chooser in enumerate(self._selectors):
+            if numbers := [n for s, n in slots if s == t]:  # they follow each other
+                rows[t] = iter(chooser.rows(b, numbers[0], len(numbers)))
+        return [(t, int(next(rows[t]))) for t, _ in slots]
 
     def _slot(self, k: int) -> tuple[int, int]:
         """Which taskset fills slot k, and how many slots of that taskset come before it."""
@@ -100,18 +139,9 @@ class Order:
             ranks[owners == t] = np.arange(share)
         return owners, ranks
 
-    def _select(self, t: int, n: int) -> int:
-        """Row of the n-th task taken from taskset t."""
-        taskset = self.tasksets[t]
-        epoch, at = divmod(n, len(taskset))
-        return at if taskset.settings.selector == "sequential" else int(self._permutation(t, epoch)[at])
-
-    def _permute(self, t: int, epoch: int) -> np.ndarray:
-        return self._rng("shuffle", t, self.tasksets[t].settings.seed, epoch).permutation(len(self.tasksets[t]))
-
     def _spares(self, b: int) -> list[tuple[int, int]]:
         rng = self._rng("spare", b)
-        used = set(self._rows_of(b))
+        used = set(self._places(b))
         total = sum(len(t) for t in self.tasksets)
         want = min(total, len(used) + 16 * self.batch_size)
         starts = np.cumsum([0, *(len(t) for t in self.tasksets)])
@@ -119,8 +149,60 @@ class Order:
         places = [(t := int(np.searchsorted(starts, f, side="right")) - 1, int(f - starts[t])) for f in flat]
         return [p for p in places if p not in used] or places
 
+    def _of_taskset(self, t: int, what: str, *more: str | int) -> np.random.Generator:
+        return self._rng(what, t, self.tasksets[t].settings.seed, *more)
+
     def _rng(self, *what: str | int) -> np.random.Generator:
-        return np.random.default_rng(xxhash.xxh3_64_intdigest(repr((self._seed, *what)).encode()))
+        return generator(self._seed, *what)
+
+
+def generator(*what: str | int) -> np.random.Generator:
+    """Random numbers that belong to these words."""
+    return np.random.default_rng(xxhash.xxh3_64_intdigest(repr(what).encode()))
+
+
+def evaluation_order(taskset: Taskset) -> list[int]:
+    """The rows of an evaluation taskset in the order of its selector, each once; the same in every evaluation."""
+    seed = taskset.settings.seed
+    chooser = make_selector(taskset, lambda what, *more: generator(what, "eval", seed, *more))
+    return [int(row) for row in chooser.rows(0, 0, len(taskset))]
+
+
+def make_selector(taskset: Taskset, rng: Callable[..., np.random.Generator]) -> Selector:
+    """The taskset's selector.  Raises ConfigError for arguments or feature_keys that it does not take, PluginError for its name."""
+    s, key = taskset.settings, f"taskset {taskset.settings.name}.data_selector"
+    args = check_selector(s, key, is_eval=s.is_eval)
+    made: Selector = REGISTRY.get("selector", s.selector).obj(View(len(taskset), taskset.features(s.feature_keys), rng), **args)
+    return made
+
+
+def check_selector(settings: TasksetSettings, key: str, *, is_eval: bool) -> dict[str, Any]:
+    """The arguments of the selector that `settings` name; raises ConfigError under `key`."""
+    name, keys = settings.selector, settings.feature_keys
+    try:
+        found = REGISTRY.get("selector", name)
+    except PluginError as e:
+        raise ConfigError(e.message, key=f"{key}.selector_type", given=name) from None
+    if not (isinstance(found.obj, type) and issubclass(found.obj, Selector)):
+        raise ConfigError(
+            f"{name} must be a class made from rft.taskset.selectors.Selector", key=f"{key}.selector_type", given=name
+        )
+    if is_eval and found.obj.learns:
+        raise ConfigError(
+            f"{name} goes by pass rates of training; evaluation takes every row once: use sequential or shuffle",
+            key=f"{key}.selector_type",
+            given=name,
+        )
+    least, most = found.obj.num_features
+    if len(keys) < least or (most is not None and len(keys) > most):
+        wanted = f"exactly {least}" if least == most else f"at least {least}"
+        wanted = "none" if most == 0 else wanted
+        raise ConfigError(
+            f"{name} takes {wanted} (columns of numbers by which it chooses rows); given {', '.join(keys) or 'none'}",
+            key=f"{key}.feature_keys",
+            given=list(keys),
+        )
+    return checked_args(found, settings.selector_args, key=f"{key}.kwargs")
 
 
 def num_batches(lengths: Sequence[int], batch_size: int, epochs: int) -> int:

@@ -29,12 +29,38 @@ class FormatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLimit:
-    """Rows whose chat has more than `max_tokens` tokens under this tokenizer and template are left out."""
+    """Rows whose chat has more than `max_tokens` tokens under this tokenizer and template are left out, or refused."""
 
     model_path: str  # folder with tokenizer.json
     max_tokens: int
+    refuse: bool = False  # the first such row is an error; rows that have no chat of their own are not counted
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOperatorSettings:
+    """One operator of the task pipeline."""
+
+    name: str  # a plugin of kind "task_operator"
+    args: dict[str, Any] = field(default_factory=dict)
+    key: str = ""  # where the configuration names it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPipelineSettings:
+    """What is done to rows once before the run, and where the result goes."""
+
+    inputs: tuple[str, ...]
+    output: str  # jsonl file
+    operators: tuple[TaskOperatorSettings, ...] = ()
+    target_fields: tuple[str, ...] = ()  # columns that operators see; empty = all
+    order: str = "keep"  # keep | shuffle | sort
+    priority_weights: dict[str, float] = field(default_factory=dict)  # of score columns, for sort
+    top_k: int = -1  # first rows of that order; -1 = all
+    seed: int = 42
+    num_process: int = 1
+    plugin_dirs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +68,10 @@ class TasksetSettings:
     """One taskset: where its rows come from and what is done with each."""
 
     name: str
-    path: str  # local file or folder, HF dataset id, or reasoning_gym://<name>
-    storage_type: str = "file"
+    path: str  # local file or folder, HF dataset id, reasoning_gym://<name>, database URL
+    storage_type: str = "file"  # file | sql | reasoning_gym | python
+    reader_path: str | None = None  # file or module with a class of rows; wins over storage_type
+    reader_name: str | None = None
     subset_name: str | None = None
     split: str = "train"
     format: FormatSettings = field(default_factory=FormatSettings)
@@ -53,10 +81,15 @@ class TasksetSettings:
     reward_args: dict[str, Any] = field(default_factory=dict)
     sampling: SamplingArgs = field(default_factory=SamplingArgs)
     num_runs: int = 1
-    selector: str = "sequential"  # sequential | shuffle | random
+    selector: str = "sequential"  # a plugin of kind "selector"
+    selector_args: dict[str, Any] = field(default_factory=dict)
+    feature_keys: tuple[str, ...] = ()  # columns of numbers that the selector goes by
     seed: int = 42
     weight: float | None = None  # share in the mixture; None = proportional to length
     is_eval: bool = False
-    args: dict[str, Any] = field(default_factory=dict)  # arguments of a generator such as reasoning_gym
+    args: dict[str, Any] = field(default_factory=dict)  # of a generator such as reasoning_gym, a reader, or {table, query} of sql
     max_rows: int | None = None
-    prompt_limit: PromptLimit | None = None  # None = no row is left out
+    skip_bad_rows: bool = False  # leave out and count rows that cannot be read, instead of refusing the taskset
+    prompt_limit: PromptLimit | None = None  # None = no prompt is counted
+    prompt_truncation: str = "error"  # left | right | middle: where the engine cuts an opening prompt that is too long
+    num_process: int = 1  # processes that count prompt tokens

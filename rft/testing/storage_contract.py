@@ -4,6 +4,8 @@
         def settings(self, folder):
             return BufferSettings(folder=folder, storage_type="duck")
 
+    class TestDuckOnPostgres(OnPostgres, TestDuck): ...         (with `from rft.testing.postgres import postgres` in conftest.py)
+
 Needs pytest with asyncio_mode=auto.  It knows storages only through `Buffer`; what a restart must keep depends on `durable`.
 """
 
@@ -13,12 +15,17 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 
 from rft.buffer.buffer import Buffer
+from rft.buffer.place import connect, place
 from rft.buffer.settings import BufferSettings
 from rft.errors import DeadlineExceeded, Fenced, IdConflict, ShortBatch
+from rft.testing.postgres import PostgresServer
 from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, failed
@@ -61,14 +68,21 @@ def group(
 
 
 async def fill(
-    buffer: Buffer, lineage: int, batch: int, *, groups: int = 2, version: Version | None = None, close: bool = True
+    buffer: Buffer,
+    lineage: int,
+    batch: int,
+    *,
+    groups: int = 2,
+    version: Version | None = None,
+    close: bool = True,
+    explorer: int = 0,
 ) -> None:
     """Append the groups of a batch that are not stored yet, and close it."""
-    writer = buffer.writer(lineage)
+    writer = buffer.writer(lineage, explorer)
     held = {(h.batch, h.task) for h in await writer.held(batch)}
     for task in range(groups):
         if (batch, task) not in held:
-            await writer.append(encode(group(lineage, batch, task, version=version)), accepted=True)
+            await writer.append(encode(group(lineage, batch, task, version=version, explorer=explorer)), accepted=True)
     if close:
         await writer.close_batch(batch, accepted=groups, wanted=groups, reasons={})
 
@@ -80,6 +94,31 @@ async def take(buffer: Buffer, lineage: int, step: int, groups: int = 2, deadlin
 def ids(lease: Lease) -> list[tuple[int, int, int]]:
     """(batch, task, run) of the leased rows."""
     return [(x.id.batch, x.id.task, x.id.run) for x in decode(lease.frame)]
+
+
+def ask(settings: BufferSettings, sql: str) -> list[tuple[object, ...]]:
+    """One statement of a person with a client of their own, committed; its rows."""
+    engine = connect(place(settings))
+    try:
+        with engine.begin() as connection:
+            done = connection.execute(text(sql))
+            return [tuple(r) for r in done] if done.returns_rows else []
+    finally:
+        engine.dispose()
+
+
+class OnPostgres:
+    """Put it before a contract class: its ledger is then in PostgreSQL."""
+
+    server: PostgresServer
+
+    @pytest.fixture(autouse=True)
+    def _server(self, postgres: PostgresServer) -> None:
+        self.server = postgres
+
+    def settings(self, folder: Path) -> BufferSettings:
+        below: BufferSettings = super().settings(folder)  # type: ignore[misc]
+        return dataclasses.replace(below, ledger_url=self.server.url, run=folder.as_posix())
 
 
 class StorageContract:
@@ -282,4 +321,137 @@ class StorageContract:
         with pytest.raises(EndOfData):
             await take(buffer, 1, 13)
         assert (await buffer.audit()).ok
+        await buffer.close()
+
+    async def test_four_explorers_resume(self, tmp_path: Path) -> None:
+        """One of four dies before its batch is closed; each goes on where it was, and only what is missing is explored again."""
+        settings = dataclasses.replace(self.settings(tmp_path / "buffer"), num_explorers=4)
+        buffer = Buffer(settings)
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        for number in range(4):
+            await fill(buffer, 1, 0, explorer=number)
+            await fill(buffer, 1, 1, explorer=number, groups=2 if number != 2 else 1, close=number != 2)
+        await take(buffer, 1, 1, groups=8)
+        await buffer.reader(1).use(1)
+        consumption = await buffer.reader(1).consumption(1)
+        await buffer.close()
+
+        buffer = Buffer(settings)
+        await buffer.open()
+        start = await buffer.start_lineage(Version(1, 1), consumption)
+        held = [len(await buffer.writer(2, number).held(start.cursor)) for number in range(4)]
+        assert (start.cursor, held) == (1, [2, 2, 1, 2] if self.durable else [0, 0, 0, 0])
+        for number in range(4):
+            await fill(buffer, 2, 1, explorer=number)
+        lease = await take(buffer, 2, 2, groups=8)
+        assert [(x.id.explorer, x.id.task) for x in decode(lease.frame)][::4] == [(e, t) for e in range(4) for t in range(2)]
+        await buffer.reader(2).use(2)
+        audit = await buffer.audit()
+        assert (audit.used, audit.num_uses, audit.ok) == (64, 64, True)
+        await buffer.close()
+
+    async def test_too_old_rows_are_left_out(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        await buffer.start_lineage(None, None)
+        await fill(buffer, 1, 0, version=Version(1, 0))
+        for step in (1, 2):
+            await fill(buffer, 1, step, groups=1, version=Version(1, 0))
+        lease = await buffer.reader(1).lease(1, groups=3, rows=None, deadline_s=5, max_staleness=1)
+        await buffer.reader(1).use(1)
+        await fill(buffer, 1, 3, groups=1, version=Version(1, 1))
+        lease = await buffer.reader(1).lease(3, groups=1, rows=None, deadline_s=5, max_staleness=1)
+        audit = await buffer.audit()
+        assert {b for b, _, _ in ids(lease)} == {3}
+        assert (audit.used, audit.leased, audit.explained, audit.ok) == (12, 4, {"stale": 4}, True)
+        await buffer.close()
+
+    async def test_rows_are_used_as_often_as_allowed(self, tmp_path: Path) -> None:
+        settings = dataclasses.replace(self.settings(tmp_path / "buffer"), max_uses=2)
+        buffer = Buffer(settings)
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        await fill(buffer, 1, 0)
+        for step in (1, 2):
+            assert ids(await take(buffer, 1, step)) == [(0, t, r) for t in range(2) for r in range(4)]
+            await buffer.reader(1).use(step)
+        await buffer.writer(1).finish("done")
+        with pytest.raises(EndOfData):
+            await take(buffer, 1, 3)
+        audit = await buffer.audit()
+        assert (audit.used, audit.num_uses, audit.used_twice, audit.ok) == (8, 16, 0, True)
+        await buffer.close()
+
+    async def test_people_ask_with_sql(self, tmp_path: Path) -> None:
+        settings = dataclasses.replace(self.settings(tmp_path / "buffer"), run=f"{tmp_path.name}/maths/one")
+        buffer = Buffer(settings)
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        for batch in range(3):
+            await fill(buffer, 1, batch, version=Version(1, 0))
+        for step in (1, 2):
+            await take(buffer, 1, step)
+            if step == 1:
+                await buffer.reader(1).use(1)
+                await buffer.reader(1).consumption(1)
+        states = "SELECT state, count(*), count(leased), count(used) FROM v_experiences GROUP BY state ORDER BY state"
+        assert ask(settings, states) == [("available", 8, 0, 0), ("leased", 8, 8, 0), ("used", 8, 8, 8)]
+        filtered = (
+            "SELECT DISTINCT run_name, workflow, status FROM v_experiences WHERE taskset = 'toy' AND reward = 1 AND explorer = 0 "
+            "AND num_response_tokens = 6 AND finish_reason = 'stop' AND oldest_step = 0 AND has_logprobs"
+        )
+        assert ask(settings, filtered) == [(f"{tmp_path.name}/maths/one", "toy", "complete")]
+        groups = "SELECT batch, task, reward_mean, reward_variance, num_used, num_leased FROM v_groups ORDER BY id"
+        first, *_, last = ask(settings, groups)
+        assert first == (0, 0, 0.5, pytest.approx(1 / 3), 4, 0) and last == (2, 1, 0.5, pytest.approx(1 / 3), 0, 0)
+        spans = "SELECT version_lineage, version_step, token_start, token_end, sum(num_tokens) FROM v_tokens GROUP BY 1, 2, 3, 4"
+        assert ask(settings, spans) == [(1, 0, 6, 12, 24 * 6)]
+        path = (
+            "SELECT oldest_step, train_step, staleness, counts, checkpoint_step, count(*) FROM v_lineage GROUP BY 1, 2, 3, 4, 5"
+        )
+        assert sorted(ask(settings, path), key=str) == [(0, 1, 0, 1, 1, 8), (0, None, None, None, None, 16)]
+        await buffer.close()
+
+    async def test_a_reward_may_be_edited_until_it_is_leased(self, tmp_path: Path) -> None:
+        settings = self.settings(tmp_path / "buffer")
+        buffer = Buffer(settings)
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        await fill(buffer, 1, 0)
+        ask(settings, "UPDATE experiences SET reward = 0.25 WHERE task = 0 AND run = 0")
+        lease = await take(buffer, 1, 1, groups=1)
+        assert lease.groups[0].rewards == (0.25, 1.0, 0.0, 1.0)
+        assert [x.reward for x in decode(lease.frame)] == [0.25, 1.0, 0.0, 1.0]
+        for _ in ("leased", "used"):
+            with pytest.raises(DBAPIError, match="is leased or was trained"):
+                ask(settings, "UPDATE experiences SET reward = 3 WHERE task = 0 AND run = 1")
+            await buffer.reader(1).use(1)
+        for value in ("9e999", "NULL", "1e30", "'NaN'"):
+            value = f"CAST({value} AS DOUBLE PRECISION)" if settings.ledger_url and value == "9e999" else value
+            with pytest.raises(DBAPIError, match=r"must be a finite number|out of range"):
+                ask(settings, f"UPDATE experiences SET reward = {value} WHERE task = 1 AND run = 1")
+        edits = ask(settings, "SELECT experience, old_reward, new_reward, edited > 1700000000 FROM reward_edits")
+        assert edits == [(str(GroupId(1, 0, 0, 0).run(0)), 0.0, 0.25, True)]
+        assert (await buffer.start_lineage(None, None)).lineage == 2  # nothing of lineage 1 counts: all may be edited again
+        ask(settings, "UPDATE experiences SET reward = 3 WHERE task = 0 AND run = 1")
+        assert (await buffer.audit()).ok
+        await buffer.close()
+
+    async def test_texts_that_databases_dislike(self, tmp_path: Path) -> None:
+        settings = self.settings(tmp_path / "buffer")
+        buffer = Buffer(settings)
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        words = "nul \0 right-to-left \u202e\u05d0 emoji \U0001f468\u200d\U0001f469 '; DROP TABLE experiences; -- %s :x ?"
+        rows = [msgspec.structs.replace(x, prompt_text=words, response_text=words, taskset=words) for x in group(1, 0, 0)]
+        await buffer.writer(1).append(encode(rows), accepted=True)
+        await buffer.writer(1).append(encode(group(1, 0, 1)), accepted=False, reason=words)
+        await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={words: 1})
+        ((shown, length),) = ask(settings, "SELECT DISTINCT prompt_text, length(taskset) FROM v_experiences WHERE task = 0")
+        assert (shown, length) == (words.replace("\0", "\ufffd"), len(words))
+        lease = await buffer.reader(1).lease(1, groups=None, rows=4, deadline_s=5, max_staleness=None)
+        assert {x.response_text for x in decode(lease.frame)} == {words}
+        await buffer.reader(1).explain(1, words)
+        audit = await buffer.audit()
+        assert (sum(audit.explained.values()), audit.ok) == (8, True)
         await buffer.close()

@@ -140,9 +140,10 @@ def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
     """Copy the base model's config, with `override_config`, and its tokenizer into `target`; returns what is there now."""
     source = Path(settings.model_path)
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in SIDE_FILES:
-        for path in source.glob(pattern):
+    for folder in (source, Path(settings.tokenizer_path or source)):  # files of the second one win
+        for path in (p for pattern in SIDE_FILES for p in folder.glob(pattern)):
             shutil.copyfile(path, target / path.name)
+    shutil.copyfile(source / "config.json", target / "config.json")
     if settings.override_config:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
         _put(target / "config.json", json.dumps(config | settings.override_config, indent=2).encode())

@@ -83,6 +83,7 @@ class LearnerSettings:
     """The model and how it is trained, on each of `world_size` ranks."""
 
     model_path: str
+    tokenizer_path: str | None = None  # folder whose tokenizer goes into exported models; None = model_path
     device: str = "cpu"
     dtype: str = "float32"
     world_size: int = 1

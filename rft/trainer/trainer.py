@@ -29,7 +29,7 @@ from rft.trainer.ranks import Ranks, StepReport
 from rft.trainer.settings import TrainerSettings
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, ScoreRow, WeightSync
+from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, NeedMore, ScoreRow, WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,13 @@ class Trainer:
         start_step: int,
         parent: Version | None,
         must_publish: Callable[[int], bool],
+        first_after: Callable[[int], int] | None = None,
     ) -> None:
         self.settings = settings
         self._ranks, self._buffer, self._sync, self._sink, self._transport = ranks, buffer, sync, sink, transport
         self._lineage, self._start, self._parent = lineage, start_step, parent
-        self._must_publish = must_publish
+        self._must_publish, self._first_after = must_publish, first_after
+        self._ahead = 0  # explore batches that steps which lacked rows took beyond their own
         self._checkpoints = Checkpoints(
             settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=asyncio.to_thread, best=_best(settings)
         )
@@ -119,13 +121,8 @@ class Trainer:
 
     async def _lease(self, step: int) -> Lease | None:
         """The rows of `step`; None when no more come or a stop was asked for."""
-        s = self.settings
         with self._timed("wait"):
-            lease = asyncio.ensure_future(
-                self._buffer.lease(
-                    step, groups=s.batch_groups, rows=s.batch_rows, deadline_s=s.read_deadline_s, max_staleness=s.max_staleness
-                )
-            )
+            lease = asyncio.ensure_future(self._read(step))
             stop = asyncio.ensure_future(self._stop.wait())
             try:
                 await asyncio.wait({lease, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -137,6 +134,24 @@ class Trainer:
                 for task in (lease, stop):
                     task.cancel()
                 await asyncio.gather(lease, stop, return_exceptions=True)
+
+    async def _read(self, step: int) -> Lease:
+        """The lease of `step`.  Where rows are missing that only a later batch can give, that batch is asked for."""
+        s = self.settings
+        first = None if self._first_after is None else self._first_after(step)
+        while True:
+            try:
+                return await self._buffer.lease(
+                    step,
+                    groups=s.batch_groups,
+                    rows=s.batch_rows,
+                    deadline_s=s.read_deadline_s,
+                    max_staleness=s.max_staleness,
+                    until=None if first is None else first + self._ahead,
+                )
+            except NeedMore as e:
+                await self._sync.explore_on(e.batch)
+                self._ahead = max(self._ahead, e.batch + 1 - (first or 0))
 
     async def _train(self, lease: Lease) -> tuple[Feed, StepReport | None]:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
@@ -231,6 +246,7 @@ class Trainer:
         values = {
             **feed.metrics,
             "experience/available": float(lease.available_after),
+            "experience/missing": float(lease.missing),
             "perf/step_s": seconds,
             "perf/tokens_per_s": feed.tokens / train_s,
             **{f"time/{name}_s": value for name, value in self._seconds.items()},

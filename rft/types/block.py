@@ -1,13 +1,17 @@
 """Many experiences as one frame of bytes: a msgpack header and packed arrays.  No pickle.
 
-The frame is what crosses processes and what storages keep.  `content_hash` of one experience is the same wherever it is
-computed, so the buffer can tell a repeated append from a conflicting one.
+    block    magic, size of the head, head, rows' arrays       head: [[fields of a row, bytes of its arrays], ...]
+    bundle   magic, size of the head, head, blocks             head: [[bytes of a block, positions, rewards], ...]
+
+A block is what crosses processes and what storages keep; a bundle is rows chosen from many blocks, which are passed on as they are.
+`contents` hashes each row as its block holds it, so the buffer can tell a repeated append from a conflicting one, and a damaged block
+from a good one, without taking it apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,17 +19,12 @@ import xxhash
 
 from rft.types.experience import Experience
 
-MAGIC = b"RFT1"
+MAGIC = b"RFT2"
+OLD_MAGIC = b"RFT1"  # as MAGIC, but one head for all rows, with offsets from the first row's arrays on
+BUNDLE_MAGIC = b"RFTB"
 _ALIGN = 8
-
-
-class _Array(msgspec.Struct, frozen=True, array_like=True):
-    dtype: str
-    length: int
-    offset: int
-
-
-_ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
+Buffer = bytes | memoryview
+_START = len(MAGIC) + 8
 _DTYPES = {
     "tokens": np.int32,
     "loss_mask": np.bool_,
@@ -33,72 +32,204 @@ _DTYPES = {
     "token_rewards": np.float32,
     "teacher_logprobs": np.float32,
 }
+_SIZES = {np.dtype(t).str: np.dtype(t).itemsize for t in _DTYPES.values()}
+_FIELDS = [(name, np.dtype(t).str) for name, t in _DTYPES.items()]
+_PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
+
+
+class Content(NamedTuple):
+    """What a block holds of one row: xxh3-128 of its fields and arrays, as hex, and how many bytes these are."""
+
+    hash: str
+    size: int
+
+
+class _Chosen(msgspec.Struct, array_like=True):
+    """Rows of one block of a bundle; `rewards` are those that hold."""
+
+    size: int
+    positions: list[int]
+    rewards: list[float | None]
+
+
+class _CutShort(Exception):
+    """An array outside its frame; no ValueError, because msgspec would call that a wrong value of the field."""
 
 
 def encode(rows: Sequence[Experience]) -> bytes:
-    """One frame for `rows`; `decode` gives equal rows back."""
-    body = bytearray()
-    headers: list[dict[str, Any]] = []
+    """One block for `rows`; `decode` gives equal rows back."""
+    heads: list[tuple[msgspec.Raw, int]] = []
+    arrays: list[Buffer] = []
     for row in rows:
-        header = {f: getattr(row, f) for f in row.__struct_fields__ if f not in _ARRAYS}
-        for name in _ARRAYS:
-            value = getattr(row, name)
-            if value is None:
-                header[name] = None
-                continue
-            header[name] = _Array(value.dtype.str, len(value), len(body))
-            body += np.ascontiguousarray(value).tobytes()
-            body += b"\0" * (-len(body) % _ALIGN)
-        headers.append(header)
-    head = msgspec.msgpack.encode(headers, enc_hook=_plain)
-    pad = b"\0" * (-(len(MAGIC) + 8 + len(head)) % _ALIGN)
-    return b"".join([MAGIC, (len(head) + len(pad)).to_bytes(8, "little"), head, pad, bytes(body)])
+        head, mine, size = _pack(row)
+        heads.append((msgspec.Raw(head), size))
+        arrays += mine
+    return _frame(MAGIC, _ENCODER.encode(heads), arrays)
 
 
-def decode(frame: bytes | memoryview) -> list[Experience]:
-    """The experiences of a frame; arrays are read-only views into it.  Raises ValueError on a foreign or damaged frame."""
+def bundle(chosen: Sequence[tuple[bytes, Sequence[int], Sequence[float | None]]]) -> bytes:
+    """One frame for rows of many blocks: each block, the rows' positions in it, and their rewards where they stand now."""
+    heads = [_Chosen(len(block), list(positions), list(rewards)) for block, positions, rewards in chosen]
+    return _frame(BUNDLE_MAGIC, _ENCODER.encode(heads), [x for block, _, _ in chosen for x in (block, _PAD[len(block) % _ALIGN])])
+
+
+def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Experience]:
+    """The experiences of a block or bundle, or those at `positions` of a block; arrays are read-only views into it.
+
+    Raises ValueError on a foreign or damaged frame, msgspec.ValidationError (a ValueError too) that names the field on a value that
+    `Experience` refuses, IndexError for a position that the block has not.
+    """
     view = memoryview(frame)
-    if bytes(view[:4]) != MAGIC:
-        raise ValueError(f"not an experience frame: begins with {bytes(view[:4])!r}, expected {MAGIC!r}")
-    size = int.from_bytes(view[4:12], "little")
-    if 12 + size > len(view):
-        raise ValueError(f"experience frame is cut short: header of {size} bytes in {len(view)} bytes")
     try:
-        headers = msgspec.msgpack.Decoder(list[dict[str, Any]]).decode(bytes(view[12 : 12 + size]).rstrip(b"\0"))
+        if view[:4] == BUNDLE_MAGIC:
+            return _decode_bundle(view)
+        row = _Row()
+        if view[:4] == OLD_MAGIC:
+            heads, row.arrays = _old_heads(view)
+            return [row.decode(heads[i]) for i in (range(len(heads)) if positions is None else positions)]
+        rows = _rows(view)
+        found = []
+        for head, row.arrays in rows if positions is None else [rows[i] for i in positions]:
+            found.append(row.decode(head))
+        return found
+    except msgspec.ValidationError:
+        raise
     except msgspec.MsgspecError as e:
         raise ValueError(f"experience frame has a damaged header: {e}") from e
-    body = view[12 + size :]
-    return [_row(h, body) for h in headers]
+    except _CutShort as e:
+        raise ValueError(str(e)) from None
 
 
-def content_hash(row: Experience) -> str:
-    """xxh3-128 of the row's encoding, as hex."""
-    return xxhash.xxh3_128_hexdigest(encode([row]))
+def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Content]:
+    """Hash and size of the rows of a block, or of those at `positions`, without decoding them.
+
+    Rows of an old block have the hash that they had then.  Raises ValueError, IndexError as `decode`.
+    """
+    view = memoryview(block)
+    if view[:4] == OLD_MAGIC:
+        return [_old_content(x) for x in decode(view, positions)]
+    try:
+        rows = _rows(view)
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"experience frame has a damaged header: {e}") from e
+    found = []
+    for head, arrays in rows if positions is None else [rows[i] for i in positions]:
+        hashed = xxhash.xxh3_128(head)
+        hashed.update(arrays)
+        found.append(Content(hashed.hexdigest(), len(head) + len(arrays)))
+    return found
 
 
-def _row(header: dict[str, Any], body: memoryview) -> Experience:
-    arrays: dict[str, np.ndarray | None] = {}
-    for name in _ARRAYS:
-        spec = header.pop(name)
-        if spec is None:
-            arrays[name] = None
+# ---------------------------------------------------------------- inside
+
+
+def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
+    """The row's fields, its arrays with their padding, and how many bytes these are."""
+    fields = msgspec.structs.asdict(row)
+    arrays: list[Buffer] = []
+    size = 0
+    for name, dtype in _FIELDS:
+        value: np.ndarray | None = fields.pop(name)
+        if value is None:
+            fields[name] = None
             continue
+        fields[name] = (dtype, len(value), size)  # `Experience` has checked the dtype
+        pad = _PAD[value.nbytes % _ALIGN]
+        arrays += (np.ascontiguousarray(value).data, pad)
+        size += value.nbytes + len(pad)
+    return _ENCODER.encode(fields), arrays, size
+
+
+def _frame(magic: bytes, head: bytes, rest: Sequence[Buffer]) -> bytes:
+    return b"".join([magic, len(head).to_bytes(8, "little"), head, _PAD[(_START + len(head)) % _ALIGN], *rest])
+
+
+def _head(view: memoryview) -> tuple[memoryview, memoryview]:
+    """Head and what follows it, of a frame of any kind."""
+    size = int.from_bytes(view[len(MAGIC) : _START], "little")
+    if _START + size > len(view):
+        raise ValueError(f"experience frame is cut short: header of {size} bytes in {len(view)} bytes")
+    end = _START + size
+    return view[_START:end], view[end + -end % _ALIGN :]
+
+
+def _rows(view: memoryview) -> list[tuple[memoryview, memoryview]]:
+    """Fields and arrays of each row of a block."""
+    if view[:4] != MAGIC:
+        raise ValueError(f"not an experience frame: begins with {bytes(view[:4])!r}, expected {MAGIC!r}")
+    head, body = _head(view)
+    found, at = [], 0
+    for fields, size in _HEADS.decode(head):
+        if size < 0 or at + size > len(body):
+            raise ValueError(f"experience frame is cut short: {size} bytes of arrays at byte {at} of {len(body)}")
+        found.append((memoryview(fields), body[at : at + size]))
+        at += size
+    if at != len(body):
+        raise ValueError(f"experience frame has {len(body) - at} bytes that belong to no row")
+    return found
+
+
+def _decode_bundle(view: memoryview) -> list[Experience]:
+    head, body = _head(view)
+    found, at = [], 0
+    for chosen in _BUNDLE.decode(head):
+        if chosen.size < 0 or at + chosen.size > len(body) or len(chosen.positions) != len(chosen.rewards):
+            raise ValueError(f"experience frame is cut short: block of {chosen.size} bytes at byte {at} of {len(body)}")
+        block = body[at : at + chosen.size]
+        if block[:4] == BUNDLE_MAGIC:
+            raise ValueError("experience frame is a bundle in a bundle")
+        rows = decode(block, chosen.positions)
+        found += [x if x.reward == r else msgspec.structs.replace(x, reward=r) for x, r in zip(rows, chosen.rewards, strict=True)]
+        at += chosen.size + -chosen.size % _ALIGN
+    return found
+
+
+class _Row:
+    """Decodes a row's fields; its arrays are views into `arrays`."""
+
+    def __init__(self) -> None:
+        self.arrays = memoryview(b"")
+        self.decode = msgspec.msgpack.Decoder(Experience, strict=False, dec_hook=self._array).decode
+
+    def _array(self, kind: Any, spec: Any) -> np.ndarray:
+        if kind is not np.ndarray or not isinstance(spec, list) or len(spec) != 3:
+            raise TypeError(f"cannot make {kind.__name__} from {spec!r}")
         dtype, length, offset = spec
-        if np.dtype(dtype) != np.dtype(_DTYPES[name]):
-            raise ValueError(f"{name}: dtype {dtype} in the frame, expected {np.dtype(_DTYPES[name]).str}")
-        if offset + length * np.dtype(dtype).itemsize > len(body):
-            raise ValueError(f"experience frame is cut short in {name}")
-        arrays[name] = np.frombuffer(body, dtype=dtype, count=length, offset=offset)
-    return msgspec.convert({**header, **arrays}, Experience, strict=False, dec_hook=_array)
+        if dtype not in _SIZES or type(length) is not int or type(offset) is not int:
+            raise TypeError(f"not an array of a frame: {spec!r}")
+        if length < 0 or offset < 0 or offset + length * _SIZES[dtype] > len(self.arrays):
+            raise _CutShort(f"experience frame is cut short: an array of {length} {dtype} at byte {offset} of {len(self.arrays)}")
+        return np.frombuffer(self.arrays, dtype, length, offset)
 
 
-def _array(kind: Any, value: Any) -> Any:
-    if kind is np.ndarray and isinstance(value, np.ndarray):
-        return value
-    raise TypeError(f"cannot make {kind} from {type(value).__name__}")
+def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:
+    """Fields of the rows, and the arrays of all.  The head's size includes its padding; it may itself end with zeros."""
+    head, body = _head(view)
+    shortest = max(len(bytes(head).rstrip(b"\0")), len(head) - _ALIGN + 1)
+    for end in range(shortest, len(head)):
+        try:
+            return _OLD_HEADS.decode(head[:end]), body
+        except msgspec.DecodeError:  # cut off one byte too early, or damaged: the whole head tells
+            continue
+    return _OLD_HEADS.decode(head), body
+
+
+def _old_content(row: Experience) -> Content:
+    """Of the old block that held the row alone."""
+    fields, arrays, _ = _pack(row)
+    head = b"\x91" + fields  # a list of one
+    head += _PAD[(_START + len(head)) % _ALIGN]
+    block = b"".join([OLD_MAGIC, len(head).to_bytes(8, "little"), head, *arrays])
+    return Content(xxhash.xxh3_128_hexdigest(block), len(block))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be stored in an experience; use JSON values")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_HEADS = msgspec.msgpack.Decoder(list[tuple[msgspec.Raw, int]])
+_OLD_HEADS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_BUNDLE = msgspec.msgpack.Decoder(list[_Chosen])

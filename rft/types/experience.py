@@ -16,6 +16,7 @@ from rft.types.task import SamplingArgs
 
 Status = Literal["complete", "truncated", "failed"]
 MAX_INFO_BYTES = 1 << 20
+INT32, BOOL, FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float32)
 LOGPROB_SLACK = 1e-4  # engines may report a log-prob this far above 0; it is clipped and counted
 
 
@@ -43,7 +44,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     task_index: int  # row of the taskset
     workflow: str
     status: Status
-    reason: str = ""  # why a run failed
+    reason: str = ""  # why a run failed, or the operator that dropped the row: a row with a reason is never trained
     finish_reason: str = ""
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T], True where the policy's own tokens are trained
@@ -73,7 +74,7 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def trainable(self) -> bool:
-        return self.status != "failed" and self.reward is not None and bool(self.loss_mask.any())
+        return self.status != "failed" and not self.reason and self.reward is not None and self.num_response_tokens > 0
 
     @property
     def num_tokens(self) -> int:
@@ -81,15 +82,17 @@ class Experience(Struct, frozen=True, kw_only=True):
 
     @property
     def num_response_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> Version | None:
-        return min((s.version for s in self.version_spans), default=None)
+        spans = self.version_spans
+        return spans[0].version if len(spans) == 1 else min((s.version for s in spans), default=None)
 
     @property
     def newest_version(self) -> Version | None:
-        return max((s.version for s in self.version_spans), default=None)
+        spans = self.version_spans
+        return spans[0].version if len(spans) == 1 else max((s.version for s in spans), default=None)
 
     @property
     def temperature(self) -> float:
@@ -106,8 +109,8 @@ class Demonstration(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_array("tokens", self.tokens, np.int32, len(self.tokens))
-        _check_array("loss_mask", self.loss_mask, np.bool_, len(self.tokens))
+        _check_array("tokens", self.tokens, INT32, len(self.tokens))
+        _check_array("loss_mask", self.loss_mask, BOOL, len(self.tokens))
 
 
 class Preference(Struct, frozen=True, kw_only=True):
@@ -121,7 +124,7 @@ class Preference(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("prompt", "chosen", "rejected"):
             value = getattr(self, name)
-            _check_array(name, value, np.int32, len(value))
+            _check_array(name, value, INT32, len(value))
 
 
 def failed(
@@ -212,22 +215,16 @@ def from_completions(
 def check(x: Experience) -> None:
     """Raises ValueError that names the field, unless `x` is something a trainer can rely on."""
     n = len(x.tokens)
-    _check_array("tokens", x.tokens, np.int32, n)
-    _check_array("loss_mask", x.loss_mask, np.bool_, n)
-    _check_array("logprobs", x.logprobs, np.float32, n)
-    for name in ("token_rewards", "teacher_logprobs"):
-        if (value := getattr(x, name)) is not None:
-            _check_array(name, value, np.float32, n)
+    _check_array("tokens", x.tokens, INT32, n)
+    _check_array("loss_mask", x.loss_mask, BOOL, n)
+    _check_array("logprobs", x.logprobs, FLOAT32, n)
+    for name, value in (("token_rewards", x.token_rewards), ("teacher_logprobs", x.teacher_logprobs)):
+        if value is not None:
+            _check_array(name, value, FLOAT32, n)
             if not np.isfinite(value).all():
                 raise ValueError(f"{name}: not finite")
-    if n and int(x.tokens.min()) < 0:
-        raise ValueError(f"tokens: {int(x.tokens.min())} is negative")
-    if n and not np.isfinite(x.logprobs).all():
-        raise ValueError("logprobs: not finite")
-    if n and float(x.logprobs.max()) > 0:
-        raise ValueError(f"logprobs: {float(x.logprobs.max())} is above 0")
-    if n and x.has_logprobs and bool(np.any(x.logprobs[~x.loss_mask])):
-        raise ValueError("logprobs: must be 0 where loss_mask is False")
+    if n:
+        _check_values(x)
     for reward_name, reward in [("reward", x.reward), *x.reward_parts.items()]:
         if reward is not None and not (isinstance(reward, float | int) and math.isfinite(reward)):
             raise ValueError(f"{reward_name}: {reward!r} is not a finite number")
@@ -237,22 +234,46 @@ def check(x: Experience) -> None:
         return
     if n == 0:
         raise ValueError("tokens: empty; only failed runs have no tokens")
-    trained = np.flatnonzero(x.loss_mask)
-    covered = np.zeros(n, np.bool_)
     for span in x.version_spans:
         if not 0 <= span.start <= span.end <= n:
             raise ValueError(f"version_spans: [{span.start}, {span.end}) is outside the {n} tokens")
-        covered[span.start : span.end] = True
-    if not x.is_expert and not covered[trained].all():
+    if not x.is_expert and not _covered(x):
         raise ValueError("version_spans: some trained tokens have no version")
     if len(msgspec.json.encode(x.info)) > MAX_INFO_BYTES:
         raise ValueError(f"info: larger than {MAX_INFO_BYTES} bytes as JSON")
 
 
-def _check_array(name: str, value: np.ndarray, dtype: Any, length: int) -> None:
+def _check_values(x: Experience) -> None:
+    """One pass over each array: this runs for every experience, when it is made and whenever it is read."""
+    if np.minimum.reduce(x.tokens) < 0:
+        raise ValueError(f"tokens: {x.tokens.min()} is negative")
+    highest = float(np.maximum.reduce(x.logprobs))  # NaN where one is NaN
+    if not (highest < math.inf and np.minimum.reduce(x.logprobs) > -math.inf):
+        raise ValueError("logprobs: not finite")
+    if highest > 0:
+        raise ValueError(f"logprobs: {highest} is above 0")
+    if x.has_logprobs and np.count_nonzero(x.logprobs.astype(np.bool_) > x.loss_mask):
+        raise ValueError("logprobs: must be 0 where loss_mask is False")
+
+
+def _covered(x: Experience) -> bool:
+    """Whether each trained token has a version."""
+    trained = x.num_response_tokens
+    if len(x.version_spans) == 1:
+        (span,) = x.version_spans
+        return trained == int(np.count_nonzero(x.loss_mask[span.start : span.end]))
+    covered = np.zeros(len(x.tokens), np.bool_)
+    for span in x.version_spans:
+        covered[span.start : span.end] = True
+    return trained == int(np.count_nonzero(x.loss_mask & covered))
+
+
+def _check_array(name: str, value: np.ndarray, dtype: np.dtype, length: int) -> None:
+    if type(value) is np.ndarray and value.dtype is dtype and value.shape == (length,):
+        return
     if not isinstance(value, np.ndarray) or value.ndim != 1:
         raise ValueError(f"{name}: must be a 1-d numpy array, not {type(value).__name__}")
     if value.dtype != dtype:
-        raise ValueError(f"{name}: dtype {value.dtype}, must be {np.dtype(dtype)}")
+        raise ValueError(f"{name}: dtype {value.dtype}, must be {dtype}")
     if len(value) != length:
         raise ValueError(f"{name}: length {len(value)}, but there are {length} tokens")

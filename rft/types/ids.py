@@ -6,8 +6,6 @@ from typing import Self
 
 from msgspec import Struct
 
-_WIDTHS = (4, 2, 8, 6, 4, 2, 4)
-
 
 class Version(Struct, frozen=True, order=True, array_like=True):
     """One complete set of weights: the `step`-th optimizer step of trainer start `lineage`.
@@ -40,7 +38,7 @@ class GroupId(Struct, frozen=True, order=True, array_like=True):
     task: int
 
     def __str__(self) -> str:
-        return _text(self.lineage, self.explorer, self.batch, self.task)
+        return f"{self.lineage:04d}.{self.explorer:02d}.{self.batch:08d}.{self.task:06d}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -62,7 +60,7 @@ class ExperienceId(Struct, frozen=True, order=True, array_like=True):
     step: int = 0
 
     def __str__(self) -> str:
-        return _text(self.lineage, self.explorer, self.batch, self.task, self.run, self.attempt, self.step)
+        return f"{self.lineage:04d}.{self.explorer:02d}.{self.batch:08d}.{self.task:06d}.{self.run:04d}.{self.attempt:02d}.{self.step:04d}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -71,10 +69,6 @@ class ExperienceId(Struct, frozen=True, order=True, array_like=True):
     @property
     def group(self) -> GroupId:
         return GroupId(self.lineage, self.explorer, self.batch, self.task)
-
-
-def _text(*numbers: int) -> str:
-    return ".".join(f"{n:0{w}d}" for n, w in zip(numbers, _WIDTHS, strict=False))
 
 
 def _numbers(text: str, count: int) -> list[int]:

@@ -27,6 +27,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     prompt_tokens: tuple[int, ...] = ()
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
+    prompt_truncation: str = "error"  # left | right | middle: where a prompt that is too long is cut; error: PromptTooLong
     sampling: SamplingArgs = SamplingArgs()
     n: int = 1
     request_id: str = ""
@@ -139,6 +140,10 @@ class WeightSync(Protocol):
         """Tell that optimizer step `step` is done (also when it is not published); `finished` = no more steps come."""
         ...
 
+    async def explore_on(self, batch: int) -> None:
+        """Let explore batch `batch` begin under the weights that are served: the next step lacks rows (on_short_batch: carry)."""
+        ...
+
 
 class ExploreGate(Protocol):
     """The explorer's view of the synchronizer."""
@@ -172,6 +177,17 @@ class HeldGroup(Struct, frozen=True, array_like=True):
     accepted: bool
 
 
+class TaskOutcome(Struct, frozen=True, array_like=True):
+    """How often one task of a closed explore batch was solved; selectors learn from it."""
+
+    batch: int
+    task: int  # number in the batch
+    taskset: str
+    index: int  # row of the taskset
+    pass_rate: float  # mean reward of its scored runs
+    num_runs: int  # scored ones
+
+
 class AppendResult(Struct, frozen=True, kw_only=True):
     appended: int
     duplicates: int  # same id, same content: a no-op
@@ -201,6 +217,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     groups: tuple[GroupStats, ...]
     waited_s: float = 0.0  # how long the trainer waited for it
     available_after: int = 0
+    missing: int = 0  # groups (or rows) fewer than asked for; only with on_short_batch: train
 
 
 class Consumption(Struct, frozen=True, kw_only=True):
@@ -209,6 +226,7 @@ class Consumption(Struct, frozen=True, kw_only=True):
     num_uses: int
     digest: str  # xxh3-128 over the sorted lines "id@lineage:step" of all counted uses
     cursor: int  # first explore batch that is not wholly used or explained
+    mixed: dict[str, int] = field(default_factory=dict)  # uses of rows of other sources, by source
 
 
 class BufferWriter(Protocol):
@@ -233,6 +251,14 @@ class BufferWriter(Protocol):
         """Every group from `first_batch` on that is stored and not orphaned: these are not explored again."""
         ...
 
+    async def outcomes(self, first_batch: int, end_batch: int) -> list[TaskOutcome]:
+        """Of every scored group of batches [first_batch, end_batch) that stands, also of rejected ones, by batch and task."""
+        ...
+
+    async def same_tasksets(self, fingerprints: dict[str, str]) -> None:
+        """Remember the rows that are explored; raises ConfigError when a run that goes on had others before."""
+        ...
+
     async def finish(self, reason: str) -> None:
         """No more rows will come; a lease that cannot be filled fails with `reason` instead of waiting."""
         ...
@@ -242,10 +268,19 @@ class BufferReader(Protocol):
     """The trainer's view of the buffer."""
 
     async def lease(
-        self, step: int, *, groups: int | None, rows: int | None, deadline_s: float, max_staleness: int | None
+        self,
+        step: int,
+        *,
+        groups: int | None,
+        rows: int | None,
+        deadline_s: float,
+        max_staleness: int | None,
+        until: int | None = None,
     ) -> Lease:
         """Rows for optimizer step `step` (from 1): exactly `groups` accepted groups, or exactly `rows` rows.
 
+        `until`: the first explore batch that waits for this step to be trained.  When all before it are closed and too little is
+        there, waiting on would never end: ShortBatch, a shorter lease (`Lease.missing`), or NeedMore, as `on_short_batch` says.
         Raises EndOfData when the explorer finished and nothing is left, ShortBatch when it finished and too little is left,
         DeadlineExceeded after `deadline_s`, Fenced when another trainer took over.
         """
@@ -266,6 +301,14 @@ class BufferReader(Protocol):
 
 class EndOfData(Exception):
     """The explorer is done and every row is accounted for; not an error."""
+
+
+class NeedMore(Exception):
+    """A step lacks rows, and explore batch `args[0]` would only begin after it: it has to begin now.  Not an error."""
+
+    @property
+    def batch(self) -> int:
+        return int(self.args[0])
 
 
 # ---------------------------------------------------------------- monitor

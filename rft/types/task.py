@@ -65,6 +65,7 @@ class Task(Struct, frozen=True, kw_only=True):
     system_prompt: str | None = None
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
+    prompt_truncation: str = "error"  # left | right | middle: where an opening prompt that is too long is cut
     truth: Any = None  # the gold answer, JSON
     workflow: str
     workflow_args: dict[str, Any] = field(default_factory=dict)

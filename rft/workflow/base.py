@@ -60,6 +60,7 @@ class RunContext:
             tools=tuple(tools if tools is not None else self._task.tools),
             chat_template=self._task.chat_template,
             chat_template_args=self._task.chat_template_args,
+            prompt_truncation=self._task.prompt_truncation if not self._turns else "error",
             sampling=sampling,
             request_id=f"{self.request_id}-{len(self._turns)}",
         )

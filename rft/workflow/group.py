@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,8 @@ async def no_slot() -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Group:
-    """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed, unscored, too_few, rejected."""
+    """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed, unscored, too_few,
+    filtered (by operators), operator (one broke), rejected (by the buffer)."""
 
     id: GroupId
     task: Task
@@ -50,22 +51,31 @@ class Group:
         """Rewards of the scored runs."""
         return [r.reward for r in self.rows if r.reward is not None]
 
-    def refused(self, why: str) -> Group:
-        """The same group with every run turned into a failed record: what is left when its rows cannot be stored."""
+    def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> Group:
+        """The same group with every run turned into a failed record: what is left when its rows cannot be used."""
+        info = {"traceback": traceback} if traceback else None
         runs = tuple(
-            replace(
+            run
+            if run.experience.status == "failed"
+            else replace(
                 run,
                 experience=failed(
                     run.experience.id,
                     taskset=self.task.taskset,
                     task_index=self.task.index,
                     workflow=run.experience.workflow,
-                    reason=f"rejected by the buffer: {why}"[:300],
+                    reason=why[:300],
+                    info=info,
                 ),
             )
             for run in self.runs
         )
-        return Group(self.id, self.task, runs, accepted=False, reason="rejected")
+        return Group(self.id, self.task, runs, accepted=False, reason=reason)
+
+    def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> Group:
+        """The same group with other rows for the same runs."""
+        runs = tuple(replace(run, experience=row) for run, row in zip(self.runs, rows, strict=True))
+        return Group(self.id, self.task, runs, accepted, reason)
 
 
 async def run_group(

@@ -1,11 +1,14 @@
-"""The shipped suite on every storage."""
+"""The shipped suite on every storage, with the ledger in SQLite and in PostgreSQL; `power` in short."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from rft.buffer.settings import BufferSettings
-from rft.testing.storage_contract import StorageContract
+from rft.testing.storage_contract import OnPostgres, StorageContract
 
 
 class TestSql(StorageContract):
@@ -13,9 +16,9 @@ class TestSql(StorageContract):
         return BufferSettings(folder=folder)
 
 
-class TestSqlPower(StorageContract):
+class TestFile(StorageContract):
     def settings(self, folder: Path) -> BufferSettings:
-        return BufferSettings(folder=folder, durability="power")
+        return BufferSettings(folder=folder, storage_type="file")
 
 
 class TestQueue(StorageContract):
@@ -23,13 +26,33 @@ class TestQueue(StorageContract):
         return BufferSettings(folder=folder, storage_type="queue")
 
 
-class TestQueuePower(StorageContract):
-    def settings(self, folder: Path) -> BufferSettings:
-        return BufferSettings(folder=folder, storage_type="queue", durability="power")
-
-
 class TestQueueInMemory(StorageContract):
     durable = False
 
     def settings(self, folder: Path) -> BufferSettings:
         return BufferSettings(folder=folder, storage_type="queue", storage_path="none")
+
+
+class TestSqlOnPostgres(OnPostgres, TestSql): ...
+
+
+class TestFileOnPostgres(OnPostgres, TestFile): ...
+
+
+class TestQueueOnPostgres(OnPostgres, TestQueue): ...
+
+
+class TestQueueInMemoryOnPostgres(OnPostgres, TestQueueInMemory): ...
+
+
+@pytest.mark.parametrize("ledger", ["sqlite", "postgres"])
+@pytest.mark.parametrize("storage", [TestSql, TestFile, TestQueue])
+async def test_power(storage: type[StorageContract], ledger: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The same with what survives a power loss; that it does is shown elsewhere."""
+
+    class Contract(storage):  # type: ignore[valid-type,misc]
+        def settings(self, folder: Path) -> BufferSettings:
+            url = request.getfixturevalue("postgres").url if ledger == "postgres" else None
+            return replace(super().settings(folder), durability="power", ledger_url=url, run=folder.as_posix())
+
+    await Contract().test_resume_goes_on_where_the_manifest_was(tmp_path)

@@ -1,4 +1,4 @@
-"""One life of a run: resume from the last manifest, explore and train, and die at the n-th database event (argv: dir kind n)."""
+"""One life of a run: resume from the last manifest, explore and train, and die at the n-th database event (argv: dir kind n [URL])."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def commit(run: Path, version: Version, parent: Version | None, consumption: Con
     aside.rename(folder / "manifest.json")
 
 
-async def main(run: Path, kind: str, nth: int) -> None:
-    buffer = Buffer(BufferSettings(folder=run / "buffer", storage_type=kind))  # type: ignore[arg-type]
+async def main(run: Path, kind: str, nth: int, url: str | None = None) -> None:
+    settings = BufferSettings(folder=run / "buffer", storage_type=kind, ledger_url=url, run=run.as_posix())  # type: ignore[arg-type]
+    buffer = Buffer(settings)
     await buffer.open()
     found = newest(run)
     parent = found[0] if found else None
@@ -69,8 +70,9 @@ async def main(run: Path, kind: str, nth: int) -> None:
     die_at(nth)
     while True:  # until killed
         weights = Version(line, step)
+        before = [h for h in await buffer.writer(line).held(step) if h.batch == step]
         await fill(buffer, line, step, groups=GROUPS, version=weights)
-        say("acked", line, step)
+        say("acked", line, step, 4 * (GROUPS - len(before)))
         step += 1
         lease = await take(buffer, line, step, GROUPS)
         if ids(lease) != [(step - 1, t, r) for t in range(GROUPS) for r in range(4)]:
@@ -84,4 +86,4 @@ async def main(run: Path, kind: str, nth: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:5]))

@@ -22,7 +22,12 @@ def test_it_learns_with_a_critic(tmp_path, seed, steps, gain):
     model = tiny.make(tmp_path / "model", seed=seed)
     overrides = (
         *(f"seed={seed}", "algorithm.algorithm_type=ppo", "trainer.ppo_epochs=4", "trainer.critic.optimizer.lr=1e-3"),
-        *(f"trainer.total_steps={steps}", "explorer.eval_interval=1000", "explorer.eval_on_startup=true", "trainer.cpu_threads=1"),
+        *(
+            f"trainer.total_steps={steps}",
+            "explorer.eval_interval=1000",
+            "explorer.eval_on_startup=true",
+            "trainer.cpu_threads=1",
+        ),
     )
     run = runs.Run(*runs.arguments(model, tmp_path / "runs", *overrides), "--in-process")
     assert run.end() == 0, run.output

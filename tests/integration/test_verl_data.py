@@ -170,9 +170,8 @@ def test_long_prompts_are_left_out_before_training(config: Path, data: Path) -> 
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("storage_type=sql", "storage_type"),
-        ("data_selector.selector_type=difficulty_based", "data_selector.selector_type"),
         ("format.reply_prefix=so", "format.reply_prefix"),
+        ("format.chosen_key=better", "format.chosen_key"),
     ],
 )
 def test_what_comes_later_passes_the_check_and_is_refused_by_run(config: Path, override: str, key: str) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, delete, insert, select
 
-from rft.buffer.base import storage
-from rft.buffer.schema import payloads
+from rft.buffer.base import REMEDY, storage
+from rft.buffer.schema import payloads, put_many
 from rft.buffer.settings import BufferSettings
-from rft.errors import BufferFailed
+from rft.errors import PayloadDamaged
+from rft.faults import fault
+
+_PART = 500  # SQLite allows a limited number of bound values
 
 
 @storage("sql")
@@ -24,20 +27,27 @@ class SqlStorage:
     def open(self) -> None: ...
 
     def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:
-        return [str(connection.execute(insert(payloads).returning(payloads.c.id), {"block": b}).scalar_one()) for b in blocks]
+        fault("storage.put")
+        if connection.dialect.name != "sqlite":
+            statement = insert(payloads).returning(payloads.c.id, sort_by_parameter_order=True)
+            return [str(x) for x in connection.scalars(statement, [{"block": b} for b in blocks])]
+        last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # nobody else writes
+        numbers = range(last + 1, last + 1 + len(blocks))
+        put_many(connection, payloads, [{"id": n, "block": b} for n, b in zip(numbers, blocks, strict=True)])
+        return [str(n) for n in numbers]
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
         found: dict[str, bytes] = {}
-        for start in range(0, len(locators), 500):  # SQLite allows a limited number of bound values
-            part = [int(x) for x in locators[start : start + 500]]
+        for start in range(0, len(locators), _PART):
+            part = [int(x) for x in locators[start : start + _PART]]
             for number, block in connection.execute(select(payloads).where(payloads.c.id.in_(part))):
                 found[str(number)] = block
         if missing := [x for x in locators if x not in found]:
-            raise BufferFailed(f"payload {missing[0]} is not in table payloads ({len(missing)} of {len(locators)} missing)")
+            raise PayloadDamaged(f"payload {missing[0]} is not in table payloads ({len(missing)} missing). {REMEDY}")
         return [found[x] for x in locators]
 
     def drop(self, locators: Sequence[str], connection: Connection) -> None:
-        for start in range(0, len(locators), 500):
-            connection.execute(delete(payloads).where(payloads.c.id.in_([int(x) for x in locators[start : start + 500]])))
+        for start in range(0, len(locators), _PART):
+            connection.execute(delete(payloads).where(payloads.c.id.in_([int(x) for x in locators[start : start + _PART]])))
 
     def close(self) -> None: ...

@@ -111,10 +111,11 @@ class AlgorithmConfig(Section):
     optimizer: OptimizerConfig = section(OptimizerConfig, "Optimizer and learning-rate schedule.")
     sample_strategy: str | None = key(
         None,
-        "Which experiences make a batch: default = whole accepted groups, oldest first; pf_ppo = the same, its rows drawn anew by "
-        "their reward.  Null: the algorithm's own.",
+        "Which experiences make a batch: default = what the buffer reads first; staleness_control = the same without experiences older "
+        "than its max_staleness, which is synchronizer.max_staleness; pf_ppo = the same as default, its rows drawn anew by their "
+        "reward.  Null: the algorithm's own.",
         later=_waits(
-            "batches are whole accepted groups, oldest first; for staleness_control write synchronizer.max_staleness",
+            "batches hold the policy's own experiences",
             coming("sample_strategy"),
         ),
     )

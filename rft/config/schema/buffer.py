@@ -8,7 +8,6 @@ from pydantic import AliasChoices
 
 from rft.config.schema.base import Args, IgnoreCase, Later, Name, Section, key, section
 
-_REPLAY = "belongs to replay_buffer.enable; each experience is trained once, oldest first"
 _DATASET = "belongs to training on a data set, which comes later; experiences have their own format"
 OnShortBatch = Annotated[Literal["stop", "train", "carry"], IgnoreCase]
 
@@ -76,18 +75,20 @@ class RolloutArgs(Section):
 class DataSelectorConfig(Section):
     """In which order the rows are attempted."""
 
-    selector_type: Annotated[Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"], IgnoreCase] = (
-        key(
-            "sequential",
-            "Order of the rows: file order, another permutation in each pass, or drawn for each batch.",
-            later=Later("sort the file yourself and write sequential", values=("offline_easy2hard", "difficulty_based")),
-        )
+    selector_type: str = key(
+        "sequential",
+        "Order of the rows: sequential (file order), shuffle (another permutation in each pass), random (drawn for each batch), "
+        "offline_easy2hard (sorted by feature_keys, the largest first), difficulty_based (chosen by pass rates as they come in; "
+        "training only), or a selector of your own.",
     )
     seed: int = key(42, "Seed of that order.", ge=0)
     feature_keys: tuple[str, ...] = key(
-        (), "Columns by which a selector orders the rows.", later=Later("sort the file yourself and write sequential")
+        (),
+        "Columns of numbers by which a selector orders the rows; difficulty_based: pass rates of a weaker and of a stronger model.",
     )
-    kwargs: Args = key({}, "Arguments of the selector.", later=Later("sequential, shuffle and random take none"))
+    kwargs: Args = key(
+        {}, "Arguments of the selector; difficulty_based: m, lamb, rho, target_reward, tau, do_sample, adaptive_rho."
+    )
 
 
 class TasksetConfig(Section):
@@ -95,22 +96,20 @@ class TasksetConfig(Section):
 
     name: Name | None = key(None, "Unique name, used in metrics.  Null: the last part of `path`.")
     path: str = key(
-        ..., "Local file or folder (jsonl, json, parquet, csv), a hub dataset in the local cache, or reasoning_gym://NAME."
+        ...,
+        "Local file or folder (jsonl, json, parquet, csv), a hub dataset in the local cache, reasoning_gym://NAME, "
+        "or with storage_type sql a SQLite file or database URL.",
     )
     storage_type: Annotated[Literal["file", "reasoning_gym", "python", "sql"], IgnoreCase] = key(
         "file",
         "file: what `path` names; reasoning_gym: the generator of that name; python: a function pkg.module:func or file.py:func; "
-        "sql: a table.",
-        later=Later("write the rows to a jsonl or parquet file", values=("sql",)),
+        "sql: a table or query, see args.",
     )
     reader_path: str | None = key(
         None,
-        "File with a data set class of your own.",
-        later=Later("write a function that returns the rows, and path: file.py:function"),
+        "File or module with a class of your own that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping.",
     )
-    reader_name: str | None = key(
-        None, "Name of that class.", later=Later("write a function that returns the rows, and path: file.py:function")
-    )
+    reader_name: str | None = key(None, "Name of that class.")
     subset_name: str | None = key(None, "Subset (configuration) of a hub dataset.")
     split: str = key("train", "Split of the dataset.")
     max_rows: int | None = key(
@@ -124,7 +123,14 @@ class TasksetConfig(Section):
         False,
         "Leave out rows whose chat, rendered and tokenized, has more than model.max_prompt_tokens tokens, before anything else.",
     )
-    args: Args = key({}, "Arguments of a generator, e.g. of reasoning_gym://chain_sum.")
+    skip_bad_rows: bool = key(
+        False, "Leave out rows that cannot be read or lack a column, and say how many, instead of refusing the taskset."
+    )
+    args: Args = key(
+        {},
+        "Arguments of a generator, e.g. of reasoning_gym://chain_sum, or of a reader; of storage_type sql: table (else the taskset's "
+        "name) or query, and order_by.",
+    )
     format: FormatConfig = section(FormatConfig, "Meaning of the columns.")
     default_workflow_type: str | None = key(None, "Workflow of the rows.  Null: explorer_input.default_workflow_type.")
     workflow_args: Args = key({}, "Arguments of the workflow.")
@@ -165,15 +171,24 @@ class ExplorerInputConfig(Section):
 
 
 class ReplayBufferConfig(Section):
-    """Training on experiences more than once, those with the highest priority first."""
+    """Reading by priority, and training on experiences more than once."""
 
-    enable: bool = key(False, "Use it.", later=Later("each experience is trained once, oldest first", values=(True,)))
-    priority_fn: str = key("linear_decay", "Function that gives the priority.", later=Later(_REPLAY, True))
-    priority_fn_args: Args = key({"decay": 2.0}, "Its arguments.", later=Later(_REPLAY, True))
+    enable: bool = key(False, "Read the groups of highest priority first.  False: the oldest first, each once.")
+    priority_fn: str = key(
+        "linear_decay",
+        "Priority of a group: linear_decay, decay_limit_randomization, or your own function.  It sees all rows of the group; their "
+        "version is that of the oldest weights.",
+    )
+    priority_fn_args: Args = key({"decay": 2.0}, "Single arguments of priority_fn that differ from its defaults.")
     reuse_cooldown_time: float | None = key(
-        None, "How long an experience rests before it may be used again.  Null: it is used once.", unit="s", gt=0,
-        later=Later(_REPLAY, True),
-    )  # fmt: skip
+        None, "How long an experience rests before it may be used again.  Null: it is used once.", unit="s", gt=0
+    )
+    max_uses: int | None = key(
+        None,
+        "Train steps that may use an experience.  Null: use_count_limit of priority_fn, else no limit; without reuse_cooldown_time 1.",
+        unit="train steps",
+        ge=1,
+    )
 
 
 class ExperienceBufferConfig(Section):
@@ -183,28 +198,39 @@ class ExperienceBufferConfig(Section):
     storage_type: Annotated[Literal["sql", "queue", "file"], IgnoreCase] = key(
         "sql",
         "sql: in the database; queue: memory with write-ahead segments; file: one segment per group.",
-        later=Later("use sql or queue", values=("file",)),
     )
     path: str | None = key(
         None,
-        "sql: database URL (null: SQLite in the run folder).  queue, file: folder (null: in the run folder; none: queue in memory only).",
+        "Database URL: postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:///FILE, with any storage_type; the run has a schema of its "
+        "own in PostgreSQL.  Else sql: an SQLite file; queue, file: folder (none: queue in memory only).  Null: all in the run folder.",
     )
     capacity: int = key(10000, "Groups that may wait before the explorer is held back.", unit="groups", on_resume="safe", ge=1)
+    capacity_bytes: int = key(
+        4 << 30, "Payload that may wait before the explorer is held back.", unit="bytes", on_resume="safe", ge=1 << 20
+    )
     max_read_timeout: float = key(1800.0, "How long the trainer waits for a batch.", unit="s", on_resume="safe", gt=0)
     durability: Annotated[Literal["process", "power"], IgnoreCase] = key(
         "process",
         "What an acknowledged experience survives: the death of every process, or also of the machine.",
         on_resume="safe",
     )
+    on_damaged_payload: Annotated[Literal["stop", "explain"], IgnoreCase] = key(
+        "stop",
+        "When payload that was acknowledged is missing or damaged: stop the run, or go on without these groups, which are counted as "
+        "payload_damaged.  At a start their tasks are explored again; later, the train batch is that much smaller.",
+        on_resume="safe",
+    )
     replay_buffer: ReplayBufferConfig = section(ReplayBufferConfig, "Training on experiences more than once.")
     max_retry_times: int = key(
-        3, "Tries to reach the database.", unit="tries", on_resume="safe", ge=0,
-        later=Later("the database waits 30 s for its lock, then the run stops and can be resumed", True),
-    )  # fmt: skip
+        3,
+        "How often a database that was lost or is locked is tried again, after one try at once.  0: never.",
+        unit="tries",
+        on_resume="safe",
+        ge=0,
+    )
     max_retry_interval: float = key(
-        1.0, "Pause between them.", unit="s", on_resume="safe", ge=0,
-        later=Later("the database waits 30 s for its lock, then the run stops and can be resumed", True),
-    )  # fmt: skip
+        1.0, "Pause before the first of these; it doubles each time, up to 10 s.", unit="s", on_resume="safe", ge=0
+    )
     split: str | None = key(None, "Split, where path names a data set.", later=Later(_DATASET))
     subset_name: str | None = key(None, "Subset, where path names a data set.", later=Later(_DATASET))
     format: FormatConfig = section(FormatConfig, "Meaning of the columns, where path names a data set.", later=Later(_DATASET))
@@ -227,7 +253,9 @@ class TrainerInputConfig(Section):
 
     experience_buffer: ExperienceBufferConfig = section(ExperienceBufferConfig, "The main channel from explorer to trainer.")
     auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key(
-        {}, "Further data for the trainer, by name, e.g. sft_dataset.", later=Later("algorithms that mix in such data come later")
+        {},
+        "Further data for the trainer, by name, e.g. sft_dataset.",
+        later=Later("the losses that train an expert's rows come later (mix, mix_chord, sft); leave it out"),
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from rft.config.schema.base import Args, Later, Section, key, section
+from typing import Annotated, Literal
+
+from rft.config.schema.base import Args, IgnoreCase, Later, Section, key, section
 from rft.config.schema.buffer import TasksetConfig
 
-_TASKS = "prepare the rows beforehand and name the file in a taskset's path"
-_EXPERIENCES = "change rewards in a reward function, the order of the rows with data_selector"
+_STREAMS = (
+    "experiences come from the explorer and go to the experience buffer; use buffer.trainer_input.auxiliary_buffers for others"
+)
 
 
 class OperatorConfig(Section):
@@ -17,21 +20,18 @@ class OperatorConfig(Section):
 
 
 class ExperiencePipelineConfig(Section):
-    """Operators on the experiences of every explore step, in this order, before their advantages."""
+    """What happens to the experiences of every group between explorer and buffer."""
 
-    operators: tuple[OperatorConfig, ...] = key((), "The operators.", later=Later(_EXPERIENCES))
-    save_input: bool = key(
-        False, "Keep a copy of the experiences as the explorer made them.", on_resume="safe",
-        later=Later("the experience buffer keeps them until they are trained", True),
-    )  # fmt: skip
-    input_save_path: str | None = key(
-        None, "A jsonl file or database URL for that copy.  Null: in the run folder.", on_resume="safe",
-        later=Later("the experience buffer keeps them until they are trained", True),
-    )  # fmt: skip
-    inputs: dict[str, str] = key({}, "Further experiences that join the stream: name and path.", later=Later(_EXPERIENCES))
-    output: str | None = key(
-        None, "Where the results go.  Null: the experience buffer.", later=Later("they go to the experience buffer")
+    operators: tuple[OperatorConfig, ...] = key(
+        (),
+        "The operators, in this order: those that change rewards, then those that look at them, then those that drop rows or groups.",
     )
+    save_input: bool = key(False, "Keep a copy of the experiences as the explorer made them.", on_resume="safe")
+    input_save_path: str | None = key(
+        None, "File (.jsonl) or folder for that copy.  Null: buffer/explorer_output.jsonl in the run folder.", on_resume="safe"
+    )
+    inputs: dict[str, str] = key({}, "Further experiences that join the stream: name and path.", later=Later(_STREAMS))
+    output: str | None = key(None, "Where the results go.  Null: the experience buffer.", later=Later(_STREAMS))
 
 
 class PriorityWeightsConfig(Section):
@@ -44,21 +44,28 @@ class PriorityWeightsConfig(Section):
 
 
 class TaskPipelineConfig(Section):
-    """Operators on the rows of a taskset, once before the run."""
+    """Operators on rows, once before the run; the result is a file, which a taskset of the run reads."""
 
-    operators: tuple[OperatorConfig, ...] = key((), "The operators.", later=Later(_TASKS))
+    operators: tuple[OperatorConfig, ...] = key((), "The operators, in this order.")
     num_process: int = key(
-        4, "Processes that work on the rows.", unit="processes", on_resume="safe", ge=1,
-        later=Later("rows are read and filtered by one process", True),
+        4, "Processes that work on the rows, and that count tokens for filter_overlong_prompts.", unit="processes",
+        on_resume="safe", ge=1,
     )  # fmt: skip
-    config_path: str | None = key(None, "File with the operators.", later=Later(_TASKS))
-    inputs: tuple[str, ...] = key((), "Files with the rows.", later=Later(_TASKS))
+    config_path: str | None = key(None, "YAML file with the key `operators`; these come before the ones written here.")
+    inputs: tuple[str, ...] = key((), "Files with the rows (jsonl, json, csv, parquet), one after the other.")
     output: TasksetConfig | None = key(
-        None, "Taskset that takes the result; its path must not exist.  Null: the first training taskset.", later=Later(_TASKS)
+        None,
+        "Taskset whose path (jsonl) takes the result; it must not exist.  Null: the first training taskset.  Only path has an effect here.",
     )
-    target_fields: tuple[str, ...] = key((), "Columns that the operators see.  Empty: all.", later=Later(_TASKS))
-    priority_weights: PriorityWeightsConfig = section(PriorityWeightsConfig, "What makes a row come early.", later=Later(_TASKS))
-    top_k: int = key(-1, "Keep the first rows of that order; -1 = all.", unit="rows", ge=-1, later=Later(_TASKS))
+    target_fields: tuple[str, ...] = key((), "Columns that the operators see.  Empty: all.")
+    order: Annotated[Literal["keep", "shuffle", "sort"], IgnoreCase] | None = key(
+        None,
+        "Order of the result: as it came, shuffled by `seed`, or by priority.  Null: sort with priority_weights or top_k, else keep.",
+    )
+    priority_weights: PriorityWeightsConfig = section(
+        PriorityWeightsConfig, "What makes a row come early: weights of the columns of these names, each scaled to 0 to 1."
+    )
+    top_k: int = key(-1, "Keep the first rows of that order; -1 = all.", unit="rows", ge=-1)
 
 
 class DataProcessorConfig(Section):

@@ -36,9 +36,7 @@ class ModelConfig(Section):
 
     model_path: str = key("", "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
     tokenizer_path: str | None = key(
-        None,
-        "Folder with another tokenizer.  Null: model_path.",
-        later=Later("the tokenizer in model_path is used; copy it there"),
+        None, "Folder with another tokenizer and chat template; exported models get it.  Null: model_path."
     )
     critic_model_path: str | None = key(
         None,
@@ -77,12 +75,11 @@ class ModelConfig(Section):
         True,
         "True: a prompt over max_prompt_tokens ends its run as failed, and nothing of it is trained.  "
         "False: prompt_truncation_side decides.",
-        later=Later("a prompt that is too long ends its run as failed, with that reason", harmless=True, values=(False,)),
     )
     prompt_truncation_side: Annotated[Literal["error", "left", "right", "middle"], IgnoreCase] = key(
         "error",
-        "Where a prompt that is too long is cut, with enable_prompt_truncation: false; error: the taskset is refused.",
-        later=Later("prompts are never cut"),
+        "With enable_prompt_truncation: false, of a row's opening prompt that is too long: keep its end (left), its beginning (right) or "
+        "both (middle); error: the taskset is refused.",
     )
     lora_configs: Annotated[tuple[LoraConfig, ...], Field(max_length=1)] | None = key(
         None, "At most one adapter.", later=Later("the whole model is trained; leave it out")

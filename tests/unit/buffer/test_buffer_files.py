@@ -16,7 +16,7 @@ from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.folder import refuse_network
 from rft.buffer.settings import BufferSettings
-from rft.errors import BufferFailed, ConfigError, SetupError
+from rft.errors import BufferFailed, ConfigError, DiskFull, SetupError
 from rft.testing.storage_contract import fill, group, ids, take
 from rft.types.block import decode, encode
 from rft.types.ids import Version
@@ -40,8 +40,6 @@ def test_network_file_systems_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"storage_type": "file"}, "not active yet; use"),
-        ({"ledger_url": "postgresql://u:p@h/db"}, "a ledger in postgresql is not active yet"),
         ({"name": "x'; DROP TABLE y"}, "is no name for a buffer"),
         ({"name": "../up"}, "is no name for a buffer"),
     ],
@@ -154,14 +152,14 @@ async def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
 
 async def test_a_full_disk_is_loud_and_passes(tmp_path: Path) -> None:
     """SQLite's own page limit stands for the full disk; the append fails whole, and works again once there is space."""
-    buffer = await opened(tmp_path)
+    buffer = await opened(tmp_path, full_disk_wait_s=0.0)
     await buffer.start_lineage(None, None)
     connection, _ = buffer._ledger.look()
     pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
     connection.exec_driver_sql(f"PRAGMA max_page_count = {pages + 1}")
     connection.rollback()
     frame = encode(group(1, 0, 0, tokens=20000))
-    with pytest.raises(BufferFailed, match="full"):
+    with pytest.raises(DiskFull, match="full"):
         await buffer.writer(1).append(frame, accepted=True)
     assert (await buffer.audit()).acked == 0
     connection.exec_driver_sql("PRAGMA max_page_count = 1000000")

@@ -13,40 +13,43 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.errors import FrameRejected
 from rft.testing.storage_contract import group, row
-from rft.types.block import encode
+from rft.types.block import bundle, encode
 from rft.types.ids import GroupId, Version
 
 
 def patched(**changes: Any) -> bytes:
     """A frame whose first header says something else: what a faulty writer would send past `Experience`'s own checks."""
     frame = encode(group(1, 0, 0))
-    size = int.from_bytes(frame[4:12], "little")
-    headers = msgspec.msgpack.decode(frame[12 : 12 + size].rstrip(b"\0"))
-    headers[0].update(changes)
+    headers, body = parts(frame)
+    headers[0][0].update(changes)
     head = msgspec.msgpack.encode(headers)
-    head += b"\0" * (-(12 + len(head)) % 8)
-    return frame[:4] + len(head).to_bytes(8, "little") + head + frame[12 + size :]
+    return frame[:4] + len(head).to_bytes(8, "little") + head + b"\0" * (-(12 + len(head)) % 8) + body
+
+
+def parts(frame: bytes) -> tuple[list[tuple[dict[str, Any], int]], bytes]:
+    """Fields of each row with the size of its arrays, and all arrays."""
+    end = 12 + int.from_bytes(frame[4:12], "little")
+    return msgspec.msgpack.decode(frame[12:end]), frame[end + -end % 8 :]
 
 
 def array(index: int, **changes: int) -> bytes:
     """A frame in which an array of the first row begins elsewhere or has another length."""
-    frame = encode(group(1, 0, 0))
-    size = int.from_bytes(frame[4:12], "little")
-    headers = msgspec.msgpack.decode(frame[12 : 12 + size].rstrip(b"\0"))
+    headers, _ = parts(encode(group(1, 0, 0)))
     name = ("tokens", "loss_mask", "logprobs")[index]
-    dtype, length, offset = headers[0][name]
+    dtype, length, offset = headers[0][0][name]
     return patched(**{name: [dtype, changes.get("length", length), changes.get("offset", offset)]})
 
 
 def negative_token() -> bytes:
-    frame = bytearray(encode(group(1, 0, 0)))
-    size = int.from_bytes(frame[4:12], "little")
-    frame[12 + size : 16 + size] = (-5).to_bytes(4, "little", signed=True)
-    return bytes(frame)
+    frame = encode(group(1, 0, 0))
+    body = parts(frame)[1]
+    return frame[: -len(body)] + (-5).to_bytes(4, "little", signed=True) + body[4:]
 
 
 a, b = group(1, 0, 0), group(1, 0, 1)
 BAD: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "rows of many blocks": ("damaged", lambda: bundle([(encode(a), [0], [1.0])])),
+    "bytes of nobody": ("damaged", lambda: encode(a) + b"12345678"),
     "not a frame": ("damaged", lambda: b"hello"),
     "a pickle": ("damaged", lambda: b"\x80\x05cos\nsystem\n"),
     "cut short": ("damaged", lambda: encode(a)[:200]),

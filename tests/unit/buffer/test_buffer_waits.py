@@ -75,8 +75,31 @@ async def test_carry_fills_up_from_the_next_batch(tmp_path: Path) -> None:
     assert {(b, t) for b, t, _ in ids(await take(buffer, 1, 1, 3))} == {(0, 0), (0, 1), (1, 0)}
     await buffer.reader(1).use(1)
     await buffer.writer(1).finish("all epochs done")
-    with pytest.raises(ShortBatch, match=r"all epochs done.*2 of 3 groups"):
+    with pytest.raises(EndOfData, match=r"all epochs done.*2 of 3 groups.*8 experiences stay in the buffer"):
         await take(buffer, 1, 2, 3)
+    assert (await buffer.audit()).available == 8
+    await buffer.close()
+
+
+async def test_a_starving_trainer_says_for_whom_it_waits_and_ends_resumable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rft.buffer.buffer.SAY_EVERY_S", 0.02)
+    buffer = await started(tmp_path)
+    await fill(buffer, 1, 0, groups=2)
+    await fill(buffer, 1, 1, groups=1, close=False)
+    with pytest.raises(
+        DeadlineExceeded, match=r"the trainer waited 0\.1 s for the explorer: step 1 has 2 of 3 groups; batch 1"
+    ) as caught:
+        await take(buffer, 1, 1, 3, deadline_s=0.1)
+    assert caught.value.exit_code == 4
+    said = [r.message for r in caplog.records if "has waited" in r.message]
+    assert 2 <= len(said) <= 5
+    assert (
+        "step 1 has 2 of 3 groups; batch 1 of explorer 0 is still open with 1 groups stored (1 accepted, 0 rejected)" in said[0]
+    )
+    audit = await buffer.audit()
+    assert (audit.available, audit.leased, audit.ok) == (12, 0, True)  # nothing was taken: a resumed run has all of it
     await buffer.close()
 
 

@@ -186,29 +186,3 @@ def test_log_follows(logs: Path) -> None:
     finally:
         following.kill()
         following.communicate()
-
-
-# ------------------------------------------------------------ buffer
-
-
-def test_buffer_audit_without_a_buffer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as e:
-        cli.main(["buffer", "audit", str(tmp_path)])
-    assert e.value.code == 4
-    assert "must hold one buffer" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_buffer_audit_exit_code_follows_the_audit(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import rft.buffer.audit
-    from rft.buffer.base import Audit
-
-    good = Audit(acked=10, used=4, leased=2, available=3, explained={"failed": 1}, used_twice=0, num_uses=4, digest="")
-    bad = Audit(
-        acked=11, used=4, leased=2, available=3, explained={"failed": 1}, used_twice=1, num_uses=5, digest="", problems=("lost",)
-    )
-    for audit, code in ((good, 0), (bad, 4)):
-        monkeypatch.setattr(rft.buffer.audit, "audit_run", lambda run_dir, payload=True, audit=audit: audit)
-        out, got = said("buffer", "audit", "x", *(["--json"] if as_json else []))
-        assert got == code
-        assert json.loads(out)["ok"] == (code == 0) if as_json else ("balanced     NO" in out) == (code == 4)

@@ -24,6 +24,7 @@ from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError, ConfigErrors
 
 IN = "buffer.explorer_input"
+REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer"
 TASKSET = {"name": "given", "path": "rft.testing.tiny:copy_tasks"}
 BASE: dict[str, Any] = {
     "checkpoint_root_dir": "/runs",
@@ -46,12 +47,13 @@ ITEMS: dict[str, dict[str, Any]] = {  # what an entry of a list needs at least
     "data_processor.task_pipeline.output": {"path": "rows.jsonl"},
     f"{IN}.eval_tasksets": {"name": "given_eval", "path": "rft.testing.tiny:copy_tasks"},
     "explorer.auxiliary_models": {"model_path": "judge"},
-    "data_processor.experience_pipeline.operators": {"name": "one"},
-    "data_processor.task_pipeline.operators": {"name": "one"},
+    "data_processor.experience_pipeline.operators": {"name": "reward_filter"},
+    "data_processor.task_pipeline.operators": {"name": "deduplicate"},
     "buffer.trainer_input.auxiliary_buffers.mine": {"path": "rows.jsonl"},
 }
 GPUS = {"cluster.gpu_per_node": 4}
 SIDES = ("synchronizer.explorer_sync_interval", "synchronizer.trainer_sync_interval")
+TASKSETS = (f"{IN}.taskset", f"{IN}.tasksets[0]", f"{IN}.eval_tasksets[0]")
 OFF_POLICY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
 BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.use_dynamic_bsz": {"trainer.micro_batch_size_per_gpu": 1},
@@ -65,7 +67,28 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "algorithm.rollout_correction.rollout_rs": {"algorithm.rollout_correction.rollout_rs_threshold": 2.0},
     "algorithm.rollout_correction.loss_type": {"algorithm.rollout_correction.bypass_mode": True},
     "trainer.critic_warmup": {"algorithm.algorithm_type": "ppo"},
+    "data_processor.experience_pipeline.input_save_path": {"data_processor.experience_pipeline.save_input": True},
     # what holds for all tasksets is switched off for training, where other values are refused; evaluation inherits it
+    "model.prompt_truncation_side": {"model.enable_prompt_truncation": False},
+    **{
+        f"{t}.{n}": {f"{t}.reader_path": "rows.py", f"{t}.reader_name": "Rows"}
+        for t in TASKSETS
+        for n in ("reader_path", "reader_name")
+    },
+    **{
+        f"{t}.data_selector.feature_keys": {
+            f"{t}.data_selector.selector_type": "offline_easy2hard",
+            f"{t}.data_selector.feature_keys": ["level"],
+        }
+        for t in TASKSETS
+    },
+    **{
+        f"{t}.data_selector.kwargs": {
+            f"{t}.data_selector.selector_type": "difficulty_based",
+            f"{t}.data_selector.feature_keys": ["weak", "strong"],
+        }
+        for t in TASKSETS[:2]
+    },
     "model.top_p": {f"{IN}.tasksets[0].rollout_args.top_p": 1.0},
     "model.top_k": {f"{IN}.tasksets[0].rollout_args.top_k": -1},
     "model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
@@ -73,6 +96,8 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "explorer.rollout_model.repetition_penalty": {f"{IN}.tasksets[0].rollout_args.repetition_penalty": 1.0},
     "explorer.rollout_model.min_response_tokens": {f"{IN}.tasksets[0].rollout_args.min_tokens": 0},
     "buffer.total_tasks": {"buffer.total_steps": None},
+    **{f"{REPLAY}.{name}": {f"{REPLAY}.enable": True} for name in ("priority_fn", "priority_fn_args", "reuse_cooldown_time")},
+    f"{REPLAY}.max_uses": {f"{REPLAY}.enable": True, f"{REPLAY}.reuse_cooldown_time": 1.0},
     "monitor.monitor_args": {"monitor.monitor_type": ["tensorboard"]},
     "trainer.device": GPUS,
     "trainer.param_dtype": GPUS,
@@ -90,6 +115,8 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "algorithm.advantage_fn_args": {"norm_by_std": False},
     "algorithm.policy_loss_fn_args": {"clip_range": 0.3},
     "algorithm.advantage_fn": "rloo",
+    f"{REPLAY}.priority_fn": "decay_limit_randomization",
+    f"{REPLAY}.priority_fn_args": {"decay": 1.0},
     "algorithm.policy_loss_fn": "gspo",
     "algorithm.kl_loss_fn": "k1",
     "algorithm.kl_loss_fn_args": {"kl_coef": 0.5},
@@ -100,6 +127,15 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "algorithm.entropy_loss_fn_args": {"entropy_coef": 0.1},
     "explorer.env_vars": {"OTHER": "1"},
     "data_processor.experience_pipeline.inputs": {"other": "rows.jsonl"},
+    "data_processor.experience_pipeline.operators[0].name": "reward_std_filter",
+    "data_processor.experience_pipeline.operators[0].args": {"threshold": 0.5},
+}
+VALUES |= {f"{t}.data_selector.selector_type": "shuffle" for t in TASKSETS}
+VALUES |= {f"{t}.data_selector.kwargs": {"m": 8} for t in TASKSETS[:2]}
+VALUES |= {
+    "data_processor.task_pipeline.operators[0].name": "pass_rate_score",
+    "data_processor.task_pipeline.operators[0].args": {"field": "question"},
+    "data_processor.task_pipeline.output.path": "other.jsonl",
 }
 SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and why
     **{
@@ -108,6 +144,8 @@ SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and w
         for name in OFF_POLICY
     },
     "trainer.trainer_type": "has one value",
+    f"{IN}.eval_tasksets[0].data_selector.kwargs": "the selectors that evaluation takes have no arguments",
+    "data_processor.task_pipeline.config_path": "names a file, see test_config_tasksets.py",
     **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),
 }
 
@@ -129,6 +167,8 @@ def written(key: str, value: Any = ...) -> dict[str, Any]:
     if key.startswith(f"{IN}.taskset") and not key.startswith(f"{IN}.tasksets"):
         del values["buffer"]["explorer_input"]["tasksets"]
         values["buffer"]["explorer_input"]["taskset"] = dict(TASKSET)
+    if key.startswith("data_processor.task_pipeline."):  # which does nothing without files
+        values["data_processor"] = {"task_pipeline": {"inputs": ["raw.jsonl"], "output": {"path": "rows.jsonl"}}}
     for beside, given in BESIDE.get(key, {}).items():
         _put(values, beside, given)
     _put(values, key, value)

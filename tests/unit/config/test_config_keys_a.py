@@ -32,13 +32,13 @@ def waiting(*overrides: str) -> dict[str, tuple[object, bool]]:
 
 ACTIVE, REFUSED, IDLE = "active", "a run is refused", "a run warns"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    ("model.tokenizer_path", "tok", "[1]", REFUSED),
+    ("model.tokenizer_path", "tok", "[1]", ACTIVE),
     ("model.critic_model_path", "critic", "[1]", ACTIVE),
     ("model.external_lib", "my.module", "[1]", ACTIVE),
     ("model.override_config", "{attention_dropout: 0.1}", "3", ACTIVE),
     ("model.enable_prompt_truncation", "true", "maybe", ACTIVE),
-    ("model.enable_prompt_truncation", "false", "maybe", IDLE),
-    ("model.prompt_truncation_side", "Left", "up", REFUSED),
+    ("model.enable_prompt_truncation", "false", "maybe", ACTIVE),
+    ("model.prompt_truncation_side", "Left", "up", ACTIVE),
     ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn", REFUSED),
     ("model.rope_theta", "1e6", "0", REFUSED),
     ("model.external_model.enable", "true", "maybe", REFUSED),
@@ -46,7 +46,8 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("algorithm.loss_scale_factor", "512", "0", ACTIVE),
     ("algorithm.compute_prox_logprobs", "true", "maybe", ACTIVE),
     ("algorithm.sample_strategy", "default", "[1]", ACTIVE),
-    ("algorithm.sample_strategy", "staleness_control", "[1]", REFUSED),
+    ("algorithm.sample_strategy", "staleness_control", "[1]", ACTIVE),
+    ("algorithm.sample_strategy", "mix", "[1]", REFUSED),
     ("algorithm.rollout_correction.rollout_is", "Token", "tokens", ACTIVE),
     ("algorithm.rollout_correction.rollout_is_threshold", "3", "0", ACTIVE),
     ("algorithm.optimizer.num_cycles", "1.5", "0", ACTIVE),
@@ -181,13 +182,12 @@ def test_arguments_that_are_not_active_on_parts_that_are() -> None:
         "algorithm.kl_loss_fn_args={adaptive: true, target_kl: 0.2, kl_coef: 0.01}",
     )
     assert found == {
-        "algorithm.advantage_fn_args.std_threshold": (0.1, False),
         "algorithm.advantage_fn_args.duplicate_experiences": (True, False),
     }
     assert waiting("algorithm.algorithm_type=jsd", "algorithm.advantage_fn_args.chunk_size=8") == {
         "algorithm.advantage_fn_args.chunk_size": (8, True)
     }
-    assert not waiting("algorithm.advantage_fn_args={std_threshold: null, std_cal_level: group}", "algorithm.kl_loss_fn=none")
+    assert not waiting("algorithm.advantage_fn_args={std_threshold: 0.1, std_cal_level: group}", "algorithm.kl_loss_fn=none")
 
 
 def test_arguments_of_an_algorithm_reach_the_plan() -> None:
@@ -261,7 +261,7 @@ def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
 def test_names_stand_once() -> None:
     assert set(get_args(KlPenalty)) == {"none", *KL_NAMES}
     told = {key for key, _ in listed()}
-    assert "algorithm.advantage_fn_args.std_threshold of grpo" in told
+    assert "algorithm.advantage_fn_args.duplicate_experiences of grpo" in told
     assert not ALGORITHMS.keys() & LATER.keys() and {k for k, _ in COMING} <= KINDS.keys()
 
 

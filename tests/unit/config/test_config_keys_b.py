@@ -50,35 +50,29 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
-    (f"{BUFFER}.storage_type", "FILE", "parquet", REFUSED),
-    (f"{BUFFER}.replay_buffer.enable", "true", "maybe", REFUSED),
+    (f"{BUFFER}.storage_type", "FILE", "parquet", RUNS),
+    (f"{BUFFER}.replay_buffer.enable", "true", "maybe", RUNS),
     (f"{BUFFER}.replay_buffer.enable", "false", "maybe", RUNS),
-    (f"{BUFFER}.replay_buffer.priority_fn", "decay_limit_randomization", "[1]", WARNS),
+    (f"{BUFFER}.replay_buffer.priority_fn", "decay_limit_randomization", "[1]", RUNS),
     (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 2.0}", "2", RUNS),
-    (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 1.0}", "2", WARNS),
-    (f"{BUFFER}.replay_buffer.reuse_cooldown_time", "5", "0", WARNS),
-    (f"{BUFFER}.max_retry_times", "5", "-1", WARNS),
-    (f"{BUFFER}.max_retry_interval", "0.5", "-1", WARNS),
+    (f"{BUFFER}.replay_buffer.priority_fn_args", "{decay: 1.0}", "2", RUNS),
+    (f"{BUFFER}.replay_buffer.reuse_cooldown_time", "5", "0", RUNS),
+    (f"{BUFFER}.replay_buffer.max_uses", "4", "0", RUNS),
+    (f"{BUFFER}.max_retry_times", "5", "-1", RUNS),
+    (f"{BUFFER}.max_retry_interval", "0.5", "-1", RUNS),
     (f"{BUFFER}.split", "train", "[1]", REFUSED),
     (f"{BUFFER}.subset_name", "main", "[1]", REFUSED),
     (f"{BUFFER}.format.prompt_key", "q", "[1]", REFUSED),
-    (f"{BUFFER}.data_selector.selector_type", "Shuffle", "newest", REFUSED),
+    (f"{BUFFER}.data_selector.selector_type", "shuffle", "[1]", REFUSED),
     (f"{BUFFER}.enable_progress_bar", "true", "1.5", WARNS),
     ("buffer.trainer_input.auxiliary_buffers", "{sft_dataset: {path: sft.jsonl}}", "[1]", REFUSED),
-    ("data_processor.experience_pipeline.operators", "[{name: reward_shaping, args: {k: 1}}]", "[{args: {}}]", REFUSED),
-    ("data_processor.experience_pipeline.save_input", "true", "maybe", WARNS),
-    ("data_processor.experience_pipeline.input_save_path", "rollouts.jsonl", "[1]", WARNS),
+    ("data_processor.experience_pipeline.operators", "[{name: reward_filter, args: {threshold: 1}}]", "[{args: {}}]", RUNS),
+    ("data_processor.experience_pipeline.save_input", "true", "maybe", RUNS),
+    ("data_processor.experience_pipeline.input_save_path", "rollouts.jsonl", "[1]", RUNS),
     ("data_processor.experience_pipeline.inputs", "{other: x.jsonl}", "{other: 1}", REFUSED),
     ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", REFUSED),
     ("data_processor.task_pipeline", "null", "3", RUNS),
-    ("data_processor.task_pipeline.operators", "[{name: llm_difficulty_score_filter}]", "[{name: 1}]", REFUSED),
-    ("data_processor.task_pipeline.num_process", "1", "0", WARNS),
-    ("data_processor.task_pipeline.config_path", "ops.yaml", "[1]", REFUSED),
-    ("data_processor.task_pipeline.inputs", "[a.jsonl]", "a.jsonl", REFUSED),
-    ("data_processor.task_pipeline.output", "{path: out.jsonl, name: sorted}", "{pat: out.jsonl}", REFUSED),
-    ("data_processor.task_pipeline.target_fields", "[question]", "question", REFUSED),
-    ("data_processor.task_pipeline.priority_weights.difficulty", "0.5", "hard", REFUSED),
-    ("data_processor.task_pipeline.top_k", "100", "-2", REFUSED),
+    ("data_processor.task_pipeline.num_process", "3", "0", RUNS),  # the others: test_config_tasksets.py
     ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", REFUSED),
     ("explorer.over_rollout.wait_after_min", "5", "-1", WARNS),
     ("explorer.over_rollout.return_partial_tasks", "true", "maybe", WARNS),
@@ -156,9 +150,8 @@ def test_key(key: str, good: str, bad: str, then: str) -> None:
 
 
 def test_a_changed_key_changes_the_plan() -> None:
-    same = {
-        (k, v) for k, v, _, then in KEYS if then == RUNS and (v in ("null", "1", "vllm_async", "{decay: 2.0}") or "replay" in k)
-    }
+    same = {(k, v) for k, v, _, then in KEYS if then == RUNS and v in ("null", "1", "vllm_async", "{decay: 2.0}")}
+    same |= {(k, v) for k, v, _, _ in KEYS if "replay" in k and v != "true"}  # each needs replay_buffer.enable
     same |= {("synchronizer.partial_rollout", "true"), (f"{ENGINE}.enable_history", "true"), ("buffer.total_tasks", "8")}
     plain = plan()
     for key, good, _, _ in KEYS:
@@ -222,9 +215,12 @@ def test_lengths_and_sampling_of_the_engine_are_those_of_model() -> None:
     assert all(t.sampling.ignore_eos for t in (*greedy.explorer.tasksets, *greedy.explorer.eval_tasksets))
 
 
-def test_a_queue_is_no_database() -> None:
-    found = messages(f"{BUFFER}.storage_type=queue", f"{BUFFER}.path=sqlite:///x.db")
-    assert "keeps its segments in a folder" in found[f"{BUFFER}.path"]
+@pytest.mark.parametrize("storage", ["sql", "queue", "file"])
+def test_any_storage_may_have_its_ledger_in_postgresql(storage: str) -> None:
+    url = "postgresql://rft:word@db.example/runs"
+    buffer = plan(f"{BUFFER}.storage_type={storage}", f"{BUFFER}.path={url}").buffer
+    assert (buffer.storage_type, buffer.ledger_url) == (storage, url.replace("://", "+psycopg://", 1))
+    assert f"{BUFFER}.path" in messages(f"{BUFFER}.storage_type={storage}", f"{BUFFER}.path=mysql://db.example/runs")
 
 
 def test_engine_names() -> None:

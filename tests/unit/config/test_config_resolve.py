@@ -250,8 +250,26 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "explorer.rollout_model.dtype": "bfloat16",
     "explorer.rollout_model.enforce_eager": "false",
     "trainer.total_steps": "1",
+    **dict.fromkeys(
+        (
+            f"buffer.trainer_input.experience_buffer.replay_buffer.{name}"
+            for name in ("priority_fn", "priority_fn_args", "reuse_cooldown_time", "max_uses")
+        ),
+        None,  # they need replay_buffer.enable, see test_config_every_key.py
+    ),
     "buffer.total_tasks": None,  # these are tested in test_config_keys_b.py
-    "data_processor.task_pipeline.top_k": "5",
+    # what only means something beside other keys: test_config_every_key.py, test_config_tasksets.py
+    **dict.fromkeys(
+        f"data_processor.task_pipeline.{name}" for name in "operators config_path inputs target_fields order top_k output".split()
+    ),
+    **dict.fromkeys(
+        f"data_processor.task_pipeline.priority_weights.{name}" for name in "difficulty diversity usage_frequency quality".split()
+    ),
+    **dict.fromkeys(f"buffer.explorer_input.taskset.data_selector.{name}" for name in ("feature_keys", "kwargs")),
+    "buffer.explorer_input.taskset.data_selector.selector_type": "random",
+    **dict.fromkeys(f"buffer.explorer_input.taskset.{name}" for name in ("reader_path", "reader_name")),
+    "model.prompt_truncation_side": None,
+    "data_processor.experience_pipeline.input_save_path": None,
     "explorer.over_rollout.ratio": None,
     "explorer.runner_per_model": None,
     "explorer.runner_num": None,

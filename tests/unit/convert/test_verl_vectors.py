@@ -164,6 +164,20 @@ def test_single_arguments(argument: str, key: str, value: Any) -> None:
     assert found(c)[key] == value
 
 
+def test_dynamic_sampling() -> None:
+    """veRL's groups of equal metric are dropped and replaced; what may be drawn per iteration is shared among its steps."""
+    F, P = "algorithm.filter_groups", "data_processor.experience_pipeline.operators[0]"
+    sizes = ("data.train_batch_size=512", "data.gen_batch_size=1536", f"{A}.ppo_mini_batch_size=32")
+    v = found(c := made(f"{F}.enable=True", f"{F}.metric=acc", f"{F}.max_num_gen_batches=10", *sizes))
+    assert not c.refused and (v[f"{P}.name"], v[f"{P}.args.metric_key"]) == ("dapo_dynamic_sampling", "acc")
+    assert v["buffer.max_refill"] == (10 * 1536 - 512) // 16
+    v = found(made(f"+{F}.enable=True", f"{F}.metric=seq_reward", f"{F}.max_num_gen_batches=0"))
+    assert v[f"{P}.name"] == "reward_std_filter" and "buffer.max_refill" not in v
+    c = made(f"{F}.enable=False", f"{F}.metric=acc")
+    assert not c.refused and f"{P}.name" not in found(c)
+    assert [r.argument.key for r in made(f"{F}.enable=True", f"{F}.speed=3").refused] == [f"{F}.enable", f"{F}.speed"]
+
+
 @pytest.mark.parametrize(("estimator", "expected", "args"), [
     ("gae", ("ppo", "ppo"), {"gamma": 1.0, "lam": 1.0}), ("grpo", ("grpo", "grpo"), {"norm_by_std": True}),
     ("rloo", ("rloo", "rloo"), {}), ("reinforce_plus_plus", ("reinforceplusplus", "reinforceplusplus"), {"gamma": 1.0}),

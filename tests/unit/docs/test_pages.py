@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sqlalchemy import create_engine
 
+from rft.buffer import views
 from rft.buffer.schema import experiences, metadata
 from rft.config.messages import all_keys
 
@@ -122,11 +124,17 @@ def test_settings_named_in_the_pages_are_keys() -> None:
 
 
 def test_every_table_and_column_of_the_ledger_is_named() -> None:
-    text = (DOCS / "howto" / "sql.md").read_text(encoding="utf-8")
+    text = (DOCS / "howto" / "buffer.md").read_text(encoding="utf-8")
     named = set(code(text))
     assert {t.name for t in metadata.tables.values()} <= named
-    numbers = {"lineage", "explorer", "batch", "task", "run", "attempt", "step"}  # "the seven numbers of the id"
-    assert {c.name for c in experiences.columns} - numbers <= named
+    assert {c.name for c in experiences.columns} <= named
+    engine = create_engine("sqlite://")
+    with engine.begin() as tx:
+        metadata.create_all(tx)
+        views.create(tx)
+        answers = [tx.exec_driver_sql(f"SELECT * FROM {view}") for view in views.VIEWS]
+        columns = {name for answer in answers for name in [*answer.keys()]}
+    assert columns <= named, columns - named
 
 
 def test_quickstart(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

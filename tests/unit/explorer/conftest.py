@@ -16,7 +16,7 @@ from rft.taskset.settings import TasksetSettings
 from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.ids import Version
-from rft.types.ports import AppendResult, HeldGroup
+from rft.types.ports import AppendResult, HeldGroup, TaskOutcome
 
 
 class MemoryBuffer:
@@ -45,6 +45,21 @@ class MemoryBuffer:
 
     async def held(self, first_batch: int) -> list[HeldGroup]:
         return [h for h in self._held if h.batch >= first_batch]
+
+    async def outcomes(self, first_batch: int, end_batch: int) -> list[TaskOutcome]:
+        scored = [
+            (g[0].id.batch, g[0].id.task, g[0], [r.reward for r in g if r.reward is not None])
+            for g, _, _ in self.groups
+            if first_batch <= g[0].id.batch < end_batch
+        ]
+        return [
+            TaskOutcome(batch, task, x.taskset, x.task_index, sum(rewards) / len(rewards), len(rewards))
+            for batch, task, x, rewards in sorted(scored, key=lambda s: s[:2])
+            if rewards
+        ]
+
+    async def same_tasksets(self, fingerprints: dict[str, str]) -> None:
+        self.fingerprints = fingerprints
 
     async def finish(self, reason: str) -> None:
         self.finished = reason

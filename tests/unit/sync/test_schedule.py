@@ -137,3 +137,20 @@ def test_a_bound_that_cannot_be_kept_is_refused(k: int, s: int, limit: int) -> N
 def test_nonsense_is_refused(wrong: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=f"synchronizer.{key}"):
         Schedule(**wrong)  # type: ignore[arg-type]
+
+
+@given(
+    k=st.integers(1, 5),
+    s=st.integers(0, 5),
+    batch=st.integers(1, 9),
+    size=st.integers(1, 9),
+    start=st.integers(0, 7),
+    ahead=st.integers(1, 12),
+)
+def test_which_batches_may_begin_before_a_step_is_trained(k: int, s: int, batch: int, size: int, start: int, ahead: int) -> None:
+    schedule = Schedule(interval=k, offset=s, start_step=start, batch_units=batch, step_units=size)
+    step = start + ahead
+    newest = max((t for t in range(start, step) if t == start or schedule.must_publish(t)), default=start)
+    first = schedule.first_after(step)
+    assert not schedule.may_explore(first, newest)
+    assert all(schedule.may_explore(b, newest) for b in range(first))

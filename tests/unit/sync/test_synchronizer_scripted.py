@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,3 +65,20 @@ async def test_every_fault_point_stops_the_sync(point: str, transport: Transport
         await sync.publish(stage(1))
     monkeypatch.delenv(faults.VARIABLE)
     assert [e.version for e in engines] == [Version(1, 0)] * 2
+
+
+async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Transport) -> None:
+    scorer, engines = Scorer(), [ScriptedEngine(answer=echo)]
+    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0))
+    manifest = transport.stage(Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {})
+    scorer.key = weights_key(manifest)
+    early = asyncio.create_task(sync.may_explore(1))
+    await sync.explore_on(1)  # no weights yet: nothing may begin
+    assert not early.done()
+    await sync.publish(manifest)
+    assert await asyncio.wait_for(early, 5) == Version(1, 0)
+    late = asyncio.create_task(sync.may_explore(2))
+    await asyncio.sleep(0)
+    assert not late.done()
+    await sync.trained(1, finished=True)
+    assert await asyncio.wait_for(late, 5) is None

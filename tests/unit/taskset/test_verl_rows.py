@@ -211,7 +211,6 @@ def test_other_names_and_what_is_not_active_yet() -> None:
                         "default_workflow_type": "simple_workflow",
                         "storage_type": "sql",
                         "task_selector": {"selector_type": "Offline_Easy2Hard", "feature_keys": ["pass_rate"]},
-                        "reader_path": "mine.py",
                         "enable_progress_bar": True,
                         "format": {"reply_prefix": "<think>", "chosen_key": "good"},
                     }
@@ -223,7 +222,4 @@ def test_other_names_and_what_is_not_active_yet() -> None:
         n.key.removeprefix("buffer.explorer_input.taskset."): n.harmless
         for n in resolve(config, Facts(cpus=1, gpus=0)).not_active
     }
-    assert found == {
-        "storage_type": False, "data_selector.selector_type": False, "data_selector.feature_keys": False, "reader_path": False,
-        "enable_progress_bar": True, "format.reply_prefix": False, "format.chosen_key": False,
-    }  # fmt: skip
+    assert found == {"enable_progress_bar": True, "format.reply_prefix": False, "format.chosen_key": False}

@@ -1,4 +1,4 @@
-"""docs/howto/sql.md: a reward that is changed before the lease is what is trained, for the row and for its group."""
+"""docs/howto/buffer.md: a reward that is changed before the lease is what is trained, for the row and for its group."""
 
 from __future__ import annotations
 

@@ -1,0 +1,300 @@
+"""The owner's connection to the ledger's database: one process at a time, every transaction once, also when the connection is lost.
+
+It knows where the ledger is and how its database fails, not what is in it.  The one invariant: what `run` is given takes effect exactly
+once, or not at all and the caller is told.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from sqlalchemy import Connection, text
+from sqlalchemy.engine import Engine, Row
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from rft.buffer.checkpointer import Checkpointer
+from rft.buffer.folder import OwnerLock, make_folder, refuse_network
+from rft.buffer.place import connect, leave_pointer, place
+from rft.buffer.schema import put_meta
+from rft.buffer.settings import BufferSettings
+from rft.errors import BufferFailed, DiskFull, SetupError
+from rft.logs import redact
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+MOST_PAUSE_S = 10.0
+_BUSY = 5  # SQLITE_BUSY, also as the low byte of its variants
+_RETRIED = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock not available
+_LOCK_KEY = "hashtextextended('rft ledger ' || :schema, 0)"
+_MARK = "transaction"  # meta: the owner's newest transaction; tells after a lost connection whether it was committed
+_OWNER = "owner"  # meta: the owner's random name
+
+
+class Database:
+    """One thread uses it.  `run` does the work; `place` is for messages."""
+
+    def __init__(self, settings: BufferSettings) -> None:
+        self.place = place(settings)
+        self._settings = settings
+        path = self.place.path
+        self._file_lock = None if path is None else OwnerLock(path.with_name(path.name + ".lock"))
+        self._engine: Engine | None = None
+        self._connection: Connection | None = None
+        self._checkpointer: Checkpointer | None = None  # of SQLite
+        self._backend: tuple[int, object] | None = None  # of PostgreSQL: process id and start of our server process
+        self._name = secrets.token_hex(8)
+        self._count = 0
+        self._owned = False
+        self._unknown = False  # a commit whose outcome could not be learnt
+        self._stop = threading.Event()
+
+    def open(self, prepare: Callable[[Connection], R]) -> R:
+        """Become the owner; `prepare` makes or checks the tables, in the first transaction.
+
+        Raises SetupError on a network file system or without a server, BufferFailed when another process is the owner.
+        """
+        if self._file_lock is not None:
+            assert self.place.path is not None
+            make_folder(self.place.path.parent, sync=self._settings.durability == "power")
+            refuse_network(self.place.path.parent)
+            self._file_lock.acquire()
+        leave_pointer(self.place, self._settings.folder)
+        self._engine = connect(self.place, durability=self._settings.durability)
+
+        def begin(tx: Connection) -> R:
+            result = prepare(tx)
+            put_meta(tx, _OWNER, self._name)
+            return result
+
+        result = self.run(begin)
+        self._owned = True
+        if self.place.path is not None:
+            self._checkpointer = Checkpointer(self.place.path)
+        return result
+
+    def close(self) -> None:
+        """Lets go of the database.  May be called twice."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+        self._leave()
+        if self._engine is not None:
+            self._engine.dispose()
+            self._engine = None
+        if self._file_lock is not None:
+            self._file_lock.release()
+
+    def stop(self) -> None:
+        """From another thread: wait for a lost server no longer."""
+        self._stop.set()
+
+    @property
+    def connection(self) -> Connection:
+        """The owner's connection, inside no transaction."""
+        if self._connection is None:
+            raise BufferFailed(f"the buffer {self.place} is closed")
+        return self._connection
+
+    def run(self, work: Callable[[Connection], R]) -> R:
+        """`work` in one transaction.  Where the connection is lost or a lock cannot be had, it is repeated as the settings say.
+
+        `work` may run several times; only one of them is committed.  Raises BufferFailed: then nothing of it is stored, or the message
+        says that this is not known.
+        """
+        if self._engine is None:
+            raise BufferFailed(f"the buffer {self.place} is closed")
+        if self._unknown:
+            raise BufferFailed(f"the buffer {self.place} was lost in the middle of a commit; end the run and resume it")
+        mark, pauses = "", self._pauses()
+        results: list[R] = []  # of the newest attempt
+        while True:
+            try:
+                tx = self._usable()
+                if mark and self._marked(tx) == mark:  # the commit whose answer was lost did take place
+                    return results[0]
+                mark = ""
+                with tx.begin():
+                    results = [work(tx)]
+                    mark = self._mark(tx)
+                if self._checkpointer is not None:
+                    self._checkpointer.written()
+                return results[0]
+            except (SQLAlchemyError, OSError) as e:
+                if self._stop.is_set() or not pauses or not self._passing(e):
+                    self._unknown = bool(mark) and self._lost(e)
+                    raise self._failed(e) from e
+                pause = pauses.pop(0)
+                log.warning("buffer %s: %s; trying again in %g s", self.place, cause(e), pause)
+                if self._lost(e):
+                    self._leave()
+                self._stop.wait(pause)
+
+    def sync(self) -> None:
+        """What was committed survives a power loss from now on, whatever the durability."""
+        path = self.place.path
+        if path is None or self._settings.durability == "power":  # each commit has done so
+            return
+        try:
+            for file in (path, path.with_name(path.name + "-wal"), path.parent):
+                fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        except OSError as e:
+            raise self._failed(e) from e
+
+    def size(self, tx: Connection) -> int:
+        """Bytes of the database: files of SQLite, tables and indexes of the schema."""
+        path = self.place.path
+        if path is not None:
+            return sum(p.stat().st_size for p in path.parent.glob(path.name + "*"))
+        sizes = "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        return int(tx.scalar(text(sizes + " WHERE n.nspname = :schema AND c.relkind = 'r'"), {"schema": self.place.schema}) or 0)
+
+    # ------------------------------------------------------------ inside
+
+    def _pauses(self) -> list[float]:
+        """The first retry is at once: it is all that a terminated server process needs."""
+        times, first = self._settings.max_retry_times, self._settings.max_retry_interval_s
+        return [0.0, *(min(MOST_PAUSE_S, first * 2**n) for n in range(times))] if times else []
+
+    def _usable(self) -> Connection:
+        """The connection, made anew after it was lost."""
+        if self._connection is not None:
+            return self._connection
+        assert self._engine is not None
+        connection = self._engine.connect()
+        try:
+            if self.place.url is not None:
+                with connection.begin():
+                    self._own(connection)
+            self._connection = connection
+        finally:
+            if self._connection is None:
+                connection.close()
+        return connection
+
+    def _leave(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                connection.close()
+            except SQLAlchemyError as e:  # it was lost; nothing hangs on it any more
+                log.info("buffer %s: closing a lost connection: %s", self.place, cause(e))
+
+    def _own(self, tx: Connection) -> None:
+        """Take the advisory lock: it is this connection's, so a connection that may write without being the owner cannot exist."""
+        schema = {"schema": self.place.schema}
+        if not self._try_lock(tx):
+            holder = self._holder(tx)
+            if holder is not None and self._backend == (holder.pid, holder.backend_start):  # ours, from before the loss
+                tx.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": holder.pid})
+            try:  # an owner that was just killed is given a moment
+                with tx.begin_nested():
+                    tx.execute(text("SET LOCAL lock_timeout = '1s'"))
+                    tx.execute(text(f"SELECT pg_advisory_lock({_LOCK_KEY})"), schema)
+            except DBAPIError as e:
+                if getattr(e.orig, "sqlstate", None) != "55P03":
+                    raise
+                raise BufferFailed(
+                    f"the buffer {self.place} is open in process {_described(self._holder(tx))}; a buffer has one owner. "
+                    "End that run first, or give this one another name."
+                ) from None
+        me = tx.execute(text("SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")).one()
+        if self._owned and tx.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _OWNER}) != self._name:
+            raise BufferFailed(
+                f"another process took the buffer {self.place} over while the connection was lost; this run must end"
+            )
+        self._backend = (me.pid, me.backend_start)
+        if not self._owned:
+            self._make_schema(tx)
+
+    def _try_lock(self, tx: Connection) -> bool:
+        return bool(tx.scalar(text(f"SELECT pg_try_advisory_lock({_LOCK_KEY})"), {"schema": self.place.schema}))
+
+    def _holder(self, tx: Connection) -> Row[tuple[int, object, str, str]] | None:
+        """The server process that has the lock."""
+        key = f"(SELECT {_LOCK_KEY} AS k) AS key"
+        return tx.execute(
+            text(
+                "SELECT a.pid, a.backend_start, a.application_name, coalesce(a.client_addr::text, 'local') AS client "
+                f"FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid CROSS JOIN {key} "
+                "WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 "
+                "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+                "AND ((l.classid::bigint << 32) | l.objid::bigint) = key.k"
+            ),
+            {"schema": self.place.schema},
+        ).one_or_none()
+
+    def _make_schema(self, tx: Connection) -> None:
+        there = text("SELECT 1 FROM pg_namespace WHERE nspname = :schema")
+        if tx.scalar(there, {"schema": self.place.schema}) is None:  # IF NOT EXISTS asks for the right to create it all the same
+            tx.execute(text(f'CREATE SCHEMA "{self.place.schema}"'))
+
+    def _mark(self, tx: Connection) -> str:
+        """Name this transaction in the database; "" where a commit cannot be in doubt."""
+        if self.place.url is None:
+            return ""
+        self._count += 1
+        mark = f"{self._name}-{self._count}"
+        put_meta(tx, _MARK, mark)
+        return mark
+
+    def _marked(self, connection: Connection) -> str | None:
+        with connection.begin():
+            found: str | None = connection.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _MARK})
+        return found
+
+    def _lost(self, error: BaseException) -> bool:
+        """Whether the connection is gone, or could not be made."""
+        gone = isinstance(error, DBAPIError) and (error.connection_invalidated or self._connection is None)
+        return gone and self.place.url is not None  # a file that cannot be opened stays so
+
+    def _passing(self, error: BaseException) -> bool:
+        """Whether trying again may help."""
+        original = getattr(error, "orig", None)
+        busy = (getattr(original, "sqlite_errorcode", 0) & 0xFF) == _BUSY
+        return self._lost(error) or busy or getattr(original, "sqlstate", None) in _RETRIED
+
+    def _failed(self, error: BaseException) -> Exception:
+        if self._unknown:
+            what = "Whether the last call is stored is not known; resume the run, which finds out."
+        else:
+            what = "Nothing of the last call is stored."
+        if self._lost(error) and not self._owned:
+            return SetupError(
+                f"the database of the buffer, {self.place}, cannot be reached: {cause(error)}. "
+                "Start the server, or correct buffer.trainer_input.experience_buffer.path"
+            )
+        kind = DiskFull if _no_space(error) else BufferFailed
+        return kind(f"the buffer {self.place} could not be written or read: {cause(error)}. {what}")
+
+
+def _no_space(error: BaseException) -> bool:
+    original = getattr(error, "orig", None) or error
+    if isinstance(original, OSError):
+        return original.errno in (errno.ENOSPC, errno.EDQUOT)
+    code = getattr(original, "sqlite_errorcode", 0)
+    return (
+        code == sqlite3.SQLITE_IOERR_SHMSIZE or code & 0xFF == sqlite3.SQLITE_FULL or getattr(original, "sqlstate", "") == "53100"
+    )
+
+
+def cause(error: BaseException) -> str:
+    """What the driver said, in one line and without secrets."""
+    lines = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return redact("; ".join(line.strip() for line in lines if line.strip())) or type(error).__name__
+
+
+def _described(holder: Row[tuple[int, object, str, str]] | None) -> str:
+    if holder is None:
+        return "unknown"
+    return f"{holder.application_name.rpartition(' ')[2] or 'unknown'} ({holder.application_name}, {holder.client}, backend {holder.pid})"

@@ -1,0 +1,115 @@
+"""A ledger's tables made, checked, or brought from an older format to the present one.
+
+It knows formats, not what a run does with them.  The one invariant: `prepare` is part of one transaction, so a ledger is of the old
+format or of the new one, whenever the process dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+from sqlalchemy import Connection, Table, insert, inspect, select, update
+from sqlalchemy.schema import CreateColumn
+
+from rft.buffer import views
+from rft.buffer.base import Storage
+from rft.buffer.intake import made
+from rft.buffer.place import Place
+from rft.buffer.schema import FORMAT, experiences, groups, meta, metadata, put_meta
+from rft.buffer.settings import BufferSettings
+from rft.errors import BufferFailed
+from rft.types.block import decode
+
+log = logging.getLogger(__name__)
+_PAGE = 256  # groups whose payload is read at once
+
+
+def prepare(tx: Connection, settings: BufferSettings, place: Place, storage: Storage) -> None:
+    """Tables of the present format.  Raises BufferFailed for a newer one, or for a ledger that another run or storage made."""
+    if not inspect(tx).has_table("meta"):
+        metadata.create_all(tx, checkfirst=False)
+        views.create(tx)
+        tx.execute(insert(meta), [{"key": k, "value": v} for k, v in _fixed(settings, place).items()])
+    else:
+        then = {r.key: r.value for r in tx.execute(select(meta))}
+        migrate(tx, then.get("format", ""), place, storage)
+        _compare(then, _fixed(settings, place), place)
+        for key, value in _fixed(settings, place).items():
+            put_meta(tx, key, value)
+    for key, value in (("max_uses", str(settings.max_uses)), ("resume_rows", settings.resume_rows)):
+        put_meta(tx, key, value)
+
+
+def migrate(tx: Connection, found: str, place: Place, storage: Storage) -> None:
+    """From format `found` up to FORMAT, step by step."""
+    if not found.isdecimal() or not 1 <= int(found) <= FORMAT:
+        raise BufferFailed(
+            f"{place} was made with format {found!r}, this rft knows formats 1 to {FORMAT}. "
+            "Go on with the rft that made it, or give the run another name."
+        )
+    for number in range(int(found), FORMAT):
+        began = time.monotonic()
+        _STEPS[number](tx, storage)
+        log.info("buffer %s: format %d became %d in %.1f s", place, number, number + 1, time.monotonic() - began)
+
+
+def _fixed(settings: BufferSettings, place: Place) -> dict[str, str]:
+    """What stays as it is for a ledger's life.  A file may be moved along with a renamed run, a schema may not."""
+    fixed = {"format": str(FORMAT), "storage_type": settings.storage_type, "storage_path": settings.storage_path or ""}
+    return fixed | {"run": settings.run}
+
+
+def _compare(then: dict[str, str], now: dict[str, str], place: Place) -> None:
+    for key, value in now.items():
+        if key == "format" or key not in then or then[key] == value or (key == "run" and place.url is None):
+            continue
+        raise BufferFailed(
+            f"{place} was made with {key} {then[key]!r}, this run has {value!r}. "
+            "Go on with what it was made with, or give the run another name."
+        )
+
+
+def _from_1(tx: Connection, storage: Storage) -> None:
+    """Typed columns that were only in the payload, leases, checkpoints, edits, views."""
+    there = set(inspect(tx).get_table_names())
+    for table in metadata.sorted_tables:
+        if table.name in there:
+            _add_columns(tx, table)
+        else:
+            table.create(tx)
+    views.create(tx)
+    g = groups.c
+    last, unread = "", 0
+    while page := tx.execute(select(g.id, g.locator).where(g.id > last).order_by(g.id).limit(_PAGE)).all():
+        for name, locator in page:
+            unread += not _fill(tx, storage, name, locator)
+        last = page[-1].id
+    if unread:
+        log.warning("the payload of %d groups cannot be read; how their experiences were sampled stays unknown (null)", unread)
+
+
+def _add_columns(tx: Connection, table: Table) -> None:
+    there = {c["name"] for c in inspect(tx).get_columns(table.name)}
+    for column in table.columns:
+        if column.name not in there:
+            default = "" if column.nullable else " DEFAULT 0"
+            tx.exec_driver_sql(f"ALTER TABLE {table.name} ADD COLUMN {CreateColumn(column).compile(dialect=tx.dialect)}{default}")
+
+
+def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
+    """The new columns of one group from its payload; False where that is gone or damaged."""
+    try:
+        (block,) = storage.get([locator], tx)
+        rows = decode(block)
+    except (BufferFailed, ValueError, msgspec.MsgspecError):
+        return False
+    tx.execute(update(groups).where(groups.c.id == group).values(num_bytes=len(block)))
+    for row in rows:
+        tx.execute(update(experiences).where(experiences.c.id == str(row.id)).values(**made(row)))
+    return True
+
+
+_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1}

@@ -1,0 +1,78 @@
+"""Priority functions: which group is trained next, where `replay_buffer.enable` is set.
+
+    @priority("mine", args=MyArgs)                      in a plugin folder; replay_buffer.priority_fn: mine
+    class Mine:
+        def __init__(self, args: MyArgs, seed: int) -> None: ...
+        def __call__(self, x: Candidate) -> float: ...  highest first; equal ones in the order of their ids
+
+Knows nothing of buffers, and stays light: a configuration is checked with it.  The one invariant: a priority follows from its
+arguments alone, so a resumed run reads in the same order; it is asked for when a group can be read and after each of its uses.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rft.plugins import kind
+
+priority = kind("priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What a priority function sees of a group, or of the rows of it that are read together; taken from all of these rows."""
+
+    group: str
+    batch: int
+    task: int
+    model_version: int  # train step of the oldest weights that wrote any of its tokens; 0 where none did
+    use_count: int  # train steps that used it, in the current ancestry
+    rewards: tuple[float | None, ...]  # as they were when the group was stored
+
+
+class PriorityFn(Protocol):
+    def __init__(self, args: Any, seed: int) -> None: ...
+
+    def __call__(self, x: Candidate) -> float: ...
+
+
+class _Args(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class LinearDecayArgs(_Args):
+    decay: float = Field(2.0, description="how many train steps older a use makes a group")
+
+
+class DecayLimitRandomizationArgs(LinearDecayArgs):
+    use_count_limit: int = Field(3, description="uses after which a group is not read again; 0 or less: no limit")
+    sigma: float = Field(0.0, ge=0, description="standard deviation of normal noise, drawn anew for each use")
+
+
+@priority("linear_decay", args=LinearDecayArgs)
+class LinearDecay:
+    """model_version - decay * use_count (Trinity-RFT's default)."""
+
+    def __init__(self, args: LinearDecayArgs, seed: int) -> None:
+        del seed
+        self._decay = args.decay
+
+    def __call__(self, x: Candidate) -> float:
+        return x.model_version - self._decay * x.use_count
+
+
+@priority("decay_limit_randomization", args=DecayLimitRandomizationArgs)
+class DecayLimitRandomization:
+    """The same with noise; its limit of uses becomes the buffer's `max_uses`.  The noise follows from seed, group and use."""
+
+    def __init__(self, args: DecayLimitRandomizationArgs, seed: int) -> None:
+        self._args, self._seed = args, seed
+
+    def __call__(self, x: Candidate) -> float:
+        a = self._args
+        noise = random.Random(f"{self._seed}:{x.group}:{x.use_count}").gauss(0.0, a.sigma) if a.sigma else 0.0
+        return x.model_version - a.decay * x.use_count + noise

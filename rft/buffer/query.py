@@ -1,0 +1,307 @@
+"""Questions of people to a run's ledger: opened for reading only, while the run goes on or after it.
+
+It does not know how answers are shown.  The one invariant: nothing here can change the ledger, and no question holds up the run: readers
+of SQLite's write-ahead log and of PostgreSQL's READ ONLY transactions take no lock that a writer waits for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from rft.buffer.base import Storage
+from rft.buffer.place import Place, connect, find
+from rft.buffer.schema import FORMAT, experiences, groups, meta
+from rft.buffer.settings import BufferSettings
+from rft.buffer.views import VIEWS
+from rft.errors import BufferFailed, ConfigError, PayloadDamaged
+from rft.logs import redact
+from rft.types.block import decode
+from rft.types.experience import Experience
+
+TIMEOUT_S = 60.0
+LOCK_WAIT_S = 5
+_PORTION_BYTES = 16 << 20  # of payload that is read at once
+_PROGRESS = 20_000  # steps of SQLite's machine between two looks at the clock: well below a millisecond
+_HEAD = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(\w*)", re.DOTALL)
+_ASKS = ("select", "with", "values", "explain")
+_REFUSED = "a query may only read (SELECT, WITH, VALUES, EXPLAIN); to change a reward see the how-to page “Asking the buffer”"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rows of a question, read as they are asked for; whole tuples in the order of `columns`."""
+
+    columns: tuple[str, ...]
+    rows: Iterator[tuple[Any, ...]]
+
+
+@contextmanager
+def open_run(run_dir: Path, ledger_url: str | None = None) -> Iterator[Questions]:
+    """The ledger of a run folder, for reading; `ledger_url` as for `place.find`.  Raises ConfigError where there is none to read."""
+    questions = Questions(locate(run_dir, ledger_url), run_dir)
+    try:
+        questions.open()
+        yield questions
+    finally:
+        questions.close()
+
+
+def locate(run_dir: Path, ledger_url: str | None = None) -> Place:
+    """Where the ledger of a run folder is.  Raises ConfigError where there is none."""
+    try:
+        where = find(run_dir, ledger_url)
+    except BufferFailed as e:
+        raise ConfigError(f"{e}{_several(run_dir)}", key="RUN", given=str(run_dir)) from e
+    if where.path is not None and not where.path.is_file():
+        raise ConfigError(f"{where.path} is missing", key="RUN", given=str(run_dir))
+    return where
+
+
+def _several(run_dir: Path) -> str:
+    """For the folder of a program of stages, or of several runs."""
+    runs = sorted(str(p.parent) for p in run_dir.glob("*/buffer") if p.is_dir())
+    return f" It holds the runs {', '.join(runs[:5])}." if runs else ""
+
+
+class Questions:
+    """An open ledger that can only be asked; made by `open_run`, for one thread."""
+
+    def __init__(self, where: Place, run_dir: Path) -> None:
+        self.where = where
+        self.run_dir = run_dir
+        self.sqlite = where.url is None
+        self.about: dict[str, str] = {}  # the ledger's own table of facts
+        self._engine = connect(where, read_only=True)
+        self._connection: Connection | None = None
+        self._deadline: float | None = None
+
+    def open(self) -> None:
+        """Raises ConfigError when the ledger cannot be reached, is damaged, or of another format."""
+        with self.errors("RUN"):
+            self._connection = self._engine.connect()
+            raw = self._raw
+            if self.sqlite:
+                raw.execute(f"PRAGMA busy_timeout = {1000 * LOCK_WAIT_S}")
+                raw.execute("PRAGMA query_only = ON")
+                raw.text_factory = lambda b: b.decode("utf-8", "replace")
+                raw.set_authorizer(_reads_only)
+                raw.set_progress_handler(self._late, _PROGRESS)
+            with self.reading(TIMEOUT_S) as tx:
+                self.about = {r.key: r.value for r in tx.execute(select(meta))}
+        if (found := self.about.get("format")) != str(FORMAT):
+            newer = found is not None and found.isdecimal() and int(found) > FORMAT
+            remedy = (
+                "use the rft that wrote it, or a newer one" if newer else "`rft run` brings it up to date when the run goes on"
+            )
+            raise ConfigError(f"{self.where} has format {found}, this rft reads format {FORMAT}; {remedy}", key="RUN")
+
+    @cached_property
+    def storage(self) -> Storage:
+        """Where the payload is; not opened, as that is its owner's."""
+        from rft.buffer.buffer import make_storage  # all of the buffer; questions about columns do without
+
+        return make_storage(
+            BufferSettings(
+                name=self.where.name,
+                folder=self.run_dir / "buffer",
+                storage_type=self.about["storage_type"],  # type: ignore[arg-type]
+                storage_path=self.about["storage_path"] or None,
+            )
+        )
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._engine.dispose()
+
+    @property
+    def connection(self) -> Connection:
+        assert self._connection is not None, "asked before open"
+        return self._connection
+
+    @property
+    def _raw(self) -> Any:
+        return self.connection.connection.driver_connection
+
+    @contextmanager
+    def ask(self, sql: str, *, timeout_s: float | None = TIMEOUT_S) -> Iterator[Answer]:
+        """The answer to one statement of a person.  Raises ConfigError, also while rows are read, that says what is wrong with it."""
+        word = m[1].lower() if (m := _HEAD.match(sql)) else ""
+        if not word and not sql.strip(" \t\r\n;"):
+            raise ConfigError('is empty; ask e.g. "SELECT state, count(*) FROM v_experiences GROUP BY state"', key="SQL")
+        if word not in _ASKS:
+            raise ConfigError(f"begins with {word.upper() or sql.strip()[:10]!r}: {_REFUSED}", key="SQL")
+        with (
+            self.errors("SQL", timeout_s),
+            self.reading(timeout_s),
+            self._sqlite(sql) if self.sqlite else self._postgres(sql) as answer,
+        ):
+            yield answer
+
+    @contextmanager
+    def reading(self, timeout_s: float | None = None) -> Iterator[Connection]:
+        """A read transaction: everything in it sees one moment of the run."""
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            with self.connection.begin():
+                if not self.sqlite:
+                    self.connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(1000 * (timeout_s or 0))}")
+                yield self.connection
+        finally:
+            self._deadline = None
+
+    @contextmanager
+    def errors(self, key: str, timeout_s: float | None = None) -> Iterator[None]:
+        """What the database says, as a message for people."""
+        try:
+            yield
+        except SQLAlchemyError as e:
+            raise self._said(getattr(e, "orig", None) or e, key, timeout_s) from e
+        except Exception as e:
+            if not (isinstance(e, sqlite3.Error) or type(e).__module__.startswith("psycopg")):
+                raise
+            raise self._said(e, key, timeout_s) from e
+
+    def columns(self, view: str) -> tuple[str, ...]:
+        """Columns of a documented view."""
+        with self.errors("SQL"), self.reading(TIMEOUT_S):
+            return tuple(self.connection.exec_driver_sql(f"SELECT * FROM {view} LIMIT 0").keys())
+
+    def page(self, where: str, after: str, size: int) -> list[dict[str, Any]]:
+        """At most `size` rows of v_experiences with a greater id than `after` that fulfil `where`, a person's condition; by id."""
+        return self._rows(where, "WHERE id > {0} ORDER BY id LIMIT {0}", (after, size))
+
+    def draw(self, where: str, num: int) -> list[dict[str, Any]]:
+        """`num` rows of v_experiences that fulfil `where`, drawn at random; by id."""
+        ids = [row["id"] for row in self._rows(where, "ORDER BY random() LIMIT {0}", (num,), what="id")]
+        return [row for x in sorted(ids) for row in self.row(x)]
+
+    def row(self, id: str) -> list[dict[str, Any]]:
+        """The row of v_experiences with this id, or none."""
+        return self._rows("", "WHERE id = {0}", (id,))
+
+    def lineage(self, id: str) -> list[dict[str, Any]]:
+        """Rows of v_lineage of this experience that tell of a use; by lineage and step."""
+        order = "WHERE id = {0} AND train_step IS NOT NULL ORDER BY train_lineage, train_step"
+        return self._rows("", order, (id,), view="v_lineage")
+
+    def _rows(
+        self, where: str, rest: str, values: tuple[Any, ...], *, view: str = "v_experiences", what: str = "*"
+    ) -> list[dict[str, Any]]:
+        """The condition stands in a query of its own, so that nothing in it can reach `rest`."""
+        condition = where if self.sqlite else where.replace("%", "%%")
+        chosen = f"(SELECT * FROM {view} WHERE ({condition}\n)) AS chosen" if where.strip() else view
+        sql = f"SELECT {what} FROM {chosen} {rest.format('?' if self.sqlite else '%s')}"
+        with self.errors("--where" if where.strip() else "RUN"), self.reading() as tx:
+            return [dict(row) for row in tx.exec_driver_sql(sql, values).mappings()]
+
+    def payload(self, ids: Sequence[str]) -> dict[str, Experience]:
+        """These experiences as their explorer stored them; an edited reward is in the ledger alone.  Raises PayloadDamaged."""
+        found: dict[str, Experience] = {}
+        wanted = set(ids)
+        e = experiences.c
+        mine = select(groups.c.locator, groups.c.num_bytes).where(
+            groups.c.id.in_(select(e.group_id).where(e.id.in_(ids)).distinct())
+        )
+        with self.errors("RUN"), self.reading() as tx:
+            for locators in _portions(tx.execute(mine).all()):
+                for block in self.storage.get(locators, tx):
+                    found.update((str(x.id), x) for x in decode(block) if str(x.id) in wanted)
+        if missing := sorted(wanted - found.keys()):
+            raise PayloadDamaged(f"the payload of {missing[0]} is not in its group's block; `rft buffer audit` says more")
+        return found
+
+    @contextmanager
+    def _sqlite(self, sql: str) -> Iterator[Answer]:
+        with closing(self._raw.execute(sql)) as cursor:
+            yield Answer(tuple(d[0] for d in cursor.description or ()), iter(cursor))
+
+    @contextmanager
+    def _postgres(self, sql: str) -> Iterator[Answer]:
+        cursor = self._raw.cursor()
+        with closing(cursor.stream(sql)) as rows:  # prepared by the server, which refuses a second statement
+            first = next(rows, None)
+            if first is None:
+                cursor.execute(sql, prepare=True)  # a stream without rows does not say what its columns are
+            columns = tuple(d.name for d in cursor.description or ())
+            yield Answer(columns, rows if first is None else chain([first], rows))
+
+    def _late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _said(self, error: BaseException, key: str, timeout_s: float | None) -> ConfigError:
+        text = str(error).strip()
+        state = getattr(error, "sqlstate", None)
+        line = text.splitlines()[0] if text else type(error).__name__
+        if line == "interrupted" or state == "57014":
+            return ConfigError(f"took longer than {timeout_s:g} s and was ended; ask for less, or raise --timeout", key=key)
+        if "one statement" in line or "multiple commands" in line:
+            return ConfigError("holds more than one statement; ask one at a time", key=key)
+        if "not authorized" in line or "prohibited" in line or state == "25006":
+            return ConfigError(f"{line}: {_REFUSED}", key=key)
+        if "database is locked" in line or "database table is locked" in line:
+            return ConfigError(f"{self.where} is locked by another program; close its transaction and ask again", key="RUN")
+        if not self.sqlite and (state is None or state[:2] in ("08", "28", "3D", "57")) and self._connection is None:
+            remedy = "start the server; a password is taken from --config, RFT_LEDGER_URL, PGPASSWORD or ~/.pgpass"
+            return ConfigError(redact(f"{self.where} cannot be reached: {line}; {remedy}"), key="RUN")
+        if "unable to open" in line or "readonly database" in line:
+            rights = "a reader needs the right to read it and, while no run has it open, to write in its folder (SQLite's shared memory)"
+            return ConfigError(f"{self.where} cannot be opened: {line}; {rights}", key="RUN")
+        if not self.about or any(x in line for x in ("not a database", "malformed", "disk I/O error")):
+            return ConfigError(
+                f"{self.where} cannot be read, it is damaged or no ledger: {line}; `rft buffer audit` says more", key="RUN"
+            )
+        return ConfigError(line + self._hint(line), key=key)
+
+    def _hint(self, line: str) -> str:
+        """What may have been meant by an unknown name."""
+        if m := re.search(r"no such column: (\S+)|column \"?([\w.]+)\"? does not exist", line):
+            given = (m[1] or m[2]).rpartition(".")[2]
+            with suppress(ConfigError):
+                known = dict.fromkeys(c for v in VIEWS for c in self.columns(v))
+                near = difflib.get_close_matches(given, known, 1)
+                return f". Did you mean {near[0]}?" if near else f". v_experiences has {', '.join(self.columns('v_experiences'))}"
+        if re.search(r"no such table: (\S+)|relation \"?([\w.]+)\"? does not exist", line):
+            return f". The views are {', '.join(VIEWS)}; `rft buffer query RUN` without SQL lists their columns"
+        return ""
+
+
+def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
+    """Locators of blocks, given as (locator, bytes), that may be in memory together."""
+    portion: list[str] = []
+    size = 0
+    for locator, num_bytes in blocks:
+        if portion and size + num_bytes > _PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(locator)
+        size += num_bytes
+    if portion:
+        yield portion
+
+
+def _reads_only(action: int, *_: object) -> int:
+    """SQLite asks before it compiles each part of a statement."""
+    return sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY
+
+
+_READS = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+    sqlite3.SQLITE_TRANSACTION,
+}

@@ -1,0 +1,110 @@
+"""Payload as files: one immutable segment for each block, in folders of at most 1000.
+
+A segment is written under another name, synced when the durability asks for it, and renamed: a name is there with all its bytes,
+or not at all.  It needs neither the ledger nor this program to be read: `blocks` walks over a folder.
+The one invariant: a segment never changes after its rename, and its number is never used again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from rft.buffer.base import storage
+from rft.buffer.folder import OwnerLock, make_folder, sync_folder
+from rft.buffer.settings import BufferSettings
+from rft.buffer.storage.segment import read, write
+from rft.faults import fault
+
+MAGIC = b"RFTF"
+SUFFIX = ".blk"
+_ASIDE = ".tmp"
+_PER_FOLDER = 1000
+
+
+@storage("file")
+class FileStorage:
+    """A locator is "folder/number" of a segment; every process begins a new folder."""
+
+    durable = True
+
+    def __init__(self, settings: BufferSettings) -> None:
+        path = settings.storage_path
+        self._folder = Path(path).expanduser() if path else settings.folder / f"{settings.name}.segments"
+        self._power = settings.durability == "power"
+        self._lock = OwnerLock(self._folder / "segments.lock")
+        self._part = 0
+        self._count = 0
+
+    def open(self) -> None:
+        make_folder(self._folder, sync=self._power)
+        self._lock.acquire()
+        self._part = max((int(p.name) for p in self._folder.iterdir() if p.name.isdecimal()), default=0)
+        for left in (self._folder / f"{self._part:06d}").glob(f"*{_ASIDE}"):  # of a process that was killed
+            left.unlink()
+        self._next_part()
+
+    def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:
+        locators: list[str] = []
+        try:
+            for start in range(0, len(blocks), _PER_FOLDER):
+                if self._count + len(blocks[start : start + _PER_FOLDER]) > _PER_FOLDER:
+                    self._next_part()
+                for block in blocks[start : start + _PER_FOLDER]:
+                    locators.append(f"{self._part:06d}/{self._count:04d}")
+                    self._count += 1
+                    self._write(self._path(locators[-1]), block)
+                if self._power:
+                    sync_folder(self._folder / f"{self._part:06d}")
+        except BaseException:
+            for locator in locators:  # nobody knows them, and the space may be what is missing
+                self._path(locator).unlink(missing_ok=True)
+            raise
+        return locators
+
+    def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
+        return [read(self._path(x), MAGIC, alone=True) for x in locators]
+
+    def drop(self, locators: Sequence[str], connection: Connection) -> None:
+        for locator in locators:
+            self._path(locator).unlink(missing_ok=True)
+        for part in {self._path(x).parent for x in locators}:
+            if part.name != f"{self._part:06d}" and part.is_dir() and not any(part.iterdir()):
+                part.rmdir()
+
+    def close(self) -> None:
+        self._lock.release()
+
+    def _path(self, locator: str) -> Path:
+        return self._folder / f"{locator}{SUFFIX}"
+
+    def _write(self, path: Path, block: bytes) -> None:
+        aside = path.with_suffix(_ASIDE)
+        try:
+            fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                write(fd, MAGIC, block)
+                if self._power:
+                    os.fdatasync(fd)
+            finally:
+                os.close(fd)
+            fault("storage.put.aside")
+            aside.rename(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+    def _next_part(self) -> None:
+        self._part, self._count = self._part + 1, 0
+        (self._folder / f"{self._part:06d}").mkdir(exist_ok=True)
+        if self._power:
+            sync_folder(self._folder)
+
+
+def blocks(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """(file, block) of every segment below `folder`, in the order they were stored; raises PayloadDamaged at a damaged one."""
+    for path in sorted(folder.glob(f"*/*{SUFFIX}")):
+        yield path, read(path, MAGIC, alone=True)

@@ -1,0 +1,63 @@
+"""Payload in files: one form of record for all of them, written so that a torn, foreign or changed one is told from a whole one.
+
+A record is a magic of 4 bytes, length and xxh3-64 of the block (8 bytes each, little-endian), and the block.  The block is a frame
+of `rft.types.block`, which begins with the headers of its experiences, so a file is read without the ledger.
+The one invariant: `read` gives back what `write` was given, or raises PayloadDamaged with the file's name.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from rft.buffer.base import REMEDY
+from rft.errors import PayloadDamaged
+from rft.faults import fault, planned
+
+HEAD = struct.Struct("<4sQQ")
+
+
+def write(fd: int, magic: bytes, block: bytes, offset: int = 0) -> int:
+    """Writes a record at `offset`; its size in bytes.  Raises OSError; what stands at `offset` then is not a record."""
+    fault("storage.put")
+    parts = [HEAD.pack(magic, len(block), xxhash.xxh3_64_intdigest(block)), block]
+    size = HEAD.size + len(block)
+    if planned("storage.put.torn"):
+        os.pwrite(fd, b"".join(parts)[: size // 2], offset)
+        fault("storage.put.torn")
+    written = os.pwritev(fd, parts, offset)
+    while written < size:  # a short write is gone on with; a full disk raises at the next one
+        written += os.pwrite(fd, memoryview(b"".join(parts))[written:], offset + written)
+    return size
+
+
+def read(path: Path, magic: bytes, offset: int = 0, *, alone: bool = False) -> bytes:
+    """The block of the record at `offset`; `alone`: the file holds nothing else."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            head = file.read(HEAD.size)
+            found, size, digest = HEAD.unpack(head) if len(head) == HEAD.size else (head[:4], 0, 0)
+            if found != magic:
+                raise PayloadDamaged(f"{path} holds no record of ours at byte {offset}: it begins with {found!r}. {REMEDY}")
+            left = os.fstat(file.fileno()).st_size - offset - HEAD.size
+            block = (
+                file.read(size) if size <= left else b""
+            )  # a changed length must not ask for more memory than the file has bytes
+    except FileNotFoundError:
+        raise PayloadDamaged(f"buffer segment {path} is missing. {REMEDY}") from None
+    if len(block) != size or (alone and left != size) or xxhash.xxh3_64_intdigest(block) != digest:
+        raise PayloadDamaged(f"buffer segment {path} is damaged at byte {offset}. {REMEDY}")
+    return block
+
+
+def records(path: Path, magic: bytes) -> Iterator[bytes]:
+    """All blocks of a file, in order; raises PayloadDamaged at the first that is not whole."""
+    offset, end = 0, path.stat().st_size
+    while offset < end:
+        yield (block := read(path, magic, offset))
+        offset += HEAD.size + len(block)

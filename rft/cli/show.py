@@ -1,0 +1,284 @@
+"""What `rft buffer` prints: tables, CSV, JSON, and experiences for people.  Texts of models are made safe for the terminal."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import decimal
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rft.cli.terminal import safe, table
+
+if TYPE_CHECKING:
+    from rft.buffer.look import Shown
+    from rft.buffer.query import Answer, Questions
+
+FORMATS = ("table", "csv", "json")
+_NUMBERS = (int, float, decimal.Decimal)
+_HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")  # what JSON would print as it is
+
+
+def on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def in_colour() -> bool:
+    """Whether the output is a terminal that wants colours (see no-color.org)."""
+    return on_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def as_json(value: Any, *, indent: int | None = 1) -> str:
+    """JSON without characters that could drive a terminal."""
+    text = json.dumps(value, indent=indent, default=plain_value, ensure_ascii=False)
+    return _HIDDEN.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
+
+
+def plain_value(value: Any) -> Any:
+    """Values of databases and arrays that JSON does not know."""
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, bytes | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+# ------------------------------------------------------------ query
+
+
+def views(questions: Questions) -> Iterator[str]:
+    """The documented views and their columns."""
+    from rft.buffer.views import VIEWS
+
+    for view in VIEWS:
+        yield view
+        line = "   "
+        for name in questions.columns(view):
+            if len(line) + len(name) > 100:
+                yield line
+                line = "   "
+            line += f" {name}"
+        yield line
+
+
+def answer(found: Answer, output: str, limit: int) -> bool:
+    """Print the rows in `output`, at most `limit` (0: all); whether there were more."""
+    rows = iter(itertools.islice(found.rows, limit) if limit else found.rows)
+    {"table": _table, "csv": _csv, "json": _json}[output](found.columns, rows)
+    return bool(limit) and next(found.rows, None) is not None
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """In parts of 1000 rows with a head each, so that a long answer is printed as it comes."""
+    every, part = iter(rows), list(itertools.islice(rows, 0))
+    first = True
+    while first or part:
+        part = list(itertools.islice(every, 1000))
+        if first or part:
+            numbers = [all(v is None or isinstance(v, _NUMBERS) for v in column) for column in zip(*part, strict=True)]
+            for line in table(columns, [[cell(v) for v in row] for row in part], numbers):
+                print(line)
+        if first and not part:
+            print("(no rows)")
+        first = False
+
+
+def cell(value: Any) -> str:
+    """One value in a table."""
+    if value is None:
+        return "-"
+    if isinstance(value, bytes | memoryview):
+        return f"<{len(value)} bytes>"
+    if isinstance(value, float | decimal.Decimal):
+        return f"{value:.6g}"
+    return str(value)
+
+
+def _csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    clean: Callable[[str], str] = safe if on_terminal() else str
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow(
+            [clean(v) if isinstance(v, str) else plain_value(v) if isinstance(v, bytes | memoryview) else v for v in row]
+        )
+
+
+def _json(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """An array with one object a line; a second column of the same name gets a number."""
+    names: list[str] = []
+    for name in columns:
+        names.append(name if name not in names else f"{name}_{names.count(name) + 1}")
+    print("[", end="")
+    between = "\n"
+    for row in rows:
+        print(between + as_json(dict(zip(names, row, strict=True)), indent=None), end="")
+        between = ",\n"
+    print("\n]")
+
+
+# ------------------------------------------------------------ stats
+
+
+def stats(facts: dict[str, Any]) -> Iterator[str]:
+    """`facts` of `rft.buffer.stats.collect` for people."""
+    waiting, uses, size = facts["waiting"], facts["uses"], facts["bytes"]
+    states = ", ".join(f"{n} {state}" for state, n in facts["states"].items()) or "none"
+    yield f"buffer       {safe(facts['buffer'])}, storage {facts['storage']}, ledger {safe(facts['ledger'])}"
+    yield f"experiences  {facts['experiences']} in {facts['groups']} groups: {states}"
+    if facts["reasons"]:
+        yield "explained    " + ", ".join(f"{n} {safe(str(reason))}" for reason, n in facts["reasons"].items())
+    if waiting["experiences"]:
+        batches = f"batches {waiting['first_batch']} to {waiting['last_batch']}"
+        yield f"waiting      {waiting['experiences']} in {waiting['groups']} groups, {waiting['tokens']} tokens, {batches}"
+    yield f"uses         {uses['uses']} of {uses['experiences']} experiences, the last in step {uses['last'] or '-'}"
+    if facts["rejected"]:
+        yield "refused      " + ", ".join(f"{n} {safe(reason)}" for reason, n in facts["rejected"].items())
+    if facts["edits"]:
+        yield f"edits        {facts['edits']} of rewards (table reward_edits)"
+    yield "bytes        " + ", ".join(f"{name} {human(n)}" for name, n in size.items())
+    for name, head in (("tasksets", "taskset"), ("versions", "version")):
+        if found := facts[name]:
+            yield ""
+            yield from _counts(head, found[-20:])
+            if len(found) > 20:
+                yield f"({len(found) - 20} before them; --json gives all)"
+
+
+def _counts(head: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    keys = list(found[0])
+    rows = [["none" if r[head] is None else str(r[head]), *(_short(r[k]) for k in keys[1:])] for r in found]
+    return table([k.replace("_", " ") for k in keys], rows, [False, *([True] * (len(keys) - 1))])
+
+
+def _short(value: Any) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def human(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+# ------------------------------------------------------------ sample
+
+
+class Words:
+    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not at hand."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tokenizer: Any = None
+        if path := _tokenizer_file(run_dir):
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(path))
+
+    def __call__(self, token: int) -> str:
+        text = None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        return str(token) if not text else safe(text)
+
+
+def _tokenizer_file(run_dir: Path) -> Path | None:
+    """tokenizer.json of the newest exported model, or of the model that the run began with."""
+    found = sorted(run_dir.glob("checkpoints/global_step_*/huggingface/tokenizer.json"), key=lambda p: p.stat().st_mtime)
+    try:
+        tree = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["tree"]
+        first = Path(tree["model"]["model_path"]).expanduser() / "tokenizer.json"
+    except (OSError, ValueError, KeyError):  # a folder that another program filled; numbers will do
+        first = run_dir / "tokenizer.json"
+    return found[-1] if found else first if first.is_file() else None
+
+
+def experience(x: Shown, words: Words | None, *, colour: bool) -> Iterator[str]:
+    """One experience for people."""
+    row = x.row
+    state = row["state"] + (f" ({safe(str(row['explained']))})" if row["explained"] else "")
+    yield _bold(f"experience   {row['id']}", colour)
+    yield f"task         {safe(row['taskset'])}[{row['task_index']}], run {row['run']}, workflow {safe(row['workflow'])}"
+    yield f"state        {state}; {row['status']}" + (f", {safe(row['reason'])}" if row["reason"] else "") + _ended(row)
+    parts = json.loads(row["reward_parts"] or "{}")
+    yield f"reward       {cell(row['reward'])}" + (
+        "" if not parts else "  = " + ", ".join(f"{safe(k)} {v:g}" for k, v in parts.items())
+    )
+    yield from _lineage(x)
+    yield from _text("prompt", row["prompt_text"])
+    yield from _text("response", row["response_text"])
+    if words is not None:
+        yield from _tokens(x, words, colour)
+    yield ""
+
+
+def _ended(row: dict[str, Any]) -> str:
+    return f"; {row['num_tokens']} tokens, {row['num_response_tokens']} trained" + (
+        f", ended by {row['finish_reason']}" if row["finish_reason"] else ""
+    )
+
+
+def _lineage(x: Shown) -> Iterator[str]:
+    if x.payload is not None and x.payload.version_spans:
+        spans = ", ".join(f"{s.version} tokens {s.start} to {s.end}" for s in x.payload.version_spans)
+        yield f"written by   weights {spans}"
+    elif x.row["newest_step"] is not None:
+        yield f"written by   weights {x.row['oldest_lineage']}:{x.row['oldest_step']} to {x.row['newest_lineage']}:{x.row['newest_step']}"
+    for use in x.uses:
+        if not use.counts:
+            after = "which no weights rest on any more: the run went on from before it"
+        elif use.checkpoint is None:
+            after = "in no checkpoint yet"
+        else:
+            after = f"first in checkpoint {use.checkpoint}" + ("" if use.there else ", which was deleted")
+        yield f"trained in   step {use.version}, {after}"
+    if not x.uses:
+        yield "trained in   no step"
+
+
+def _text(name: str, text: str) -> Iterator[str]:
+    first, *rest = safe(text, lines=True).split("\n")
+    yield f"{name:12} {first}"
+    for line in rest:
+        yield f"{'':12} {line}"
+
+
+def _tokens(x: Shown, words: Words, colour: bool) -> Iterator[str]:
+    """All tokens in a row: those of the prompt as they are, trained ones with their log-prob."""
+    if x.payload is None:
+        yield f"tokens       {safe(x.gone)}"
+        return
+    p, out = x.payload, []
+    for token, trained, logprob in zip(p.tokens.tolist(), p.loss_mask.tolist(), p.logprobs.tolist(), strict=True):
+        word = words(token)
+        if not trained:
+            out.append(f"\x1b[2m{word}\x1b[0m" if colour else word)
+        else:
+            out.append(
+                f"\x1b[{_shade(logprob)}m{word}\x1b[0m\x1b[2m{logprob:.2f}\x1b[0m" if colour else f"⟦{word} {logprob:.2f}⟧"
+            )
+    yield "tokens       " + "·".join(out)
+
+
+def _shade(logprob: float) -> int:
+    """Green for what the model was sure of, yellow, red for what it hardly expected."""
+    return 32 if logprob > -0.1 else 33 if logprob > -1.5 else 31
+
+
+def _bold(text: str, colour: bool) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if colour else text
+
+
+def plain(x: Shown, *, tokens: bool) -> dict[str, Any]:
+    """One experience as plain values."""
+    from rft.buffer.export import unpacked
+
+    uses = [{"step": str(u.version), "checkpoint": u.checkpoint, "counts": u.counts} for u in x.uses]
+    payload = unpacked(x.payload) if x.payload is not None else {"gone": x.gone}
+    if not tokens:
+        payload = {k: v for k, v in payload.items() if k in ("version_spans", "metrics", "info", "gone")}
+    return {**x.row, **payload, "uses": uses}

@@ -1,0 +1,160 @@
+"""Which rows of a taskset come next: the plugin kind "selector" and the five that are built in.
+
+A selector sees lengths, columns of numbers and pass rates, never prompts.  Invariant: `rows` depends on the view, the arguments, what
+was learnt and what is asked, on nothing else; so a run that learns the same again chooses the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from rft.plugins import kind
+
+selector = kind("selector")
+
+
+@dataclass(frozen=True)
+class View:
+    """What a selector knows of its taskset.  `rng(*what)` gives the same numbers for the same words, taskset and seeds."""
+
+    length: int
+    features: np.ndarray  # float64 [length, number of feature_keys]
+    rng: Callable[..., np.random.Generator]
+
+
+class Selector:
+    """One taskset's order.  `__init__` takes the view, then the checked `kwargs` of data_selector as keyword arguments."""
+
+    num_features: ClassVar[tuple[int, int | None]] = (0, 0)  # how many feature_keys it takes: least, most
+    learns: ClassVar[bool] = False  # whether it wants pass rates; then it is for training only
+
+    def __init__(self, view: View, **args: Any) -> None:
+        self.view = view
+
+    def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
+        """The rows of the taskset's tasks number `first` to `first + count` of the run, which are in explore batch `batch`."""
+        raise NotImplementedError
+
+    def learn(self, rows: np.ndarray, pass_rates: np.ndarray) -> None:
+        """Pass rates (0 to 1) of the tasks of one closed batch; called once for each batch in which there are some, in order."""
+        raise NotImplementedError
+
+
+class NoArgs(BaseModel):
+    """A selector without arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@selector("sequential", args=NoArgs)
+class Sequential(Selector):
+    """File order, again and again."""
+
+    def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
+        return [n % self.view.length for n in range(first, first + count)]
+
+
+@selector("shuffle", args=NoArgs)
+class Shuffle(Selector):
+    """Another permutation in each pass."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view)
+        self._permutation = lru_cache(maxsize=2)(lambda epoch: view.rng("shuffle", epoch).permutation(view.length))
+
+    def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
+        places = (divmod(n, self.view.length) for n in range(first, first + count))
+        return [int(self._permutation(epoch)[at]) for epoch, at in places]
+
+
+@selector("random", args=NoArgs)
+class Random(Selector):
+    """Drawn for each batch, without repetition inside it."""
+
+    def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
+        drawn = self.view.rng("random", batch).choice(self.view.length, size=count, replace=count > self.view.length)
+        return [int(row) for row in drawn]
+
+
+@selector("offline_easy2hard", args=NoArgs)
+class OfflineEasyToHard(Selector):
+    """Sorted once by feature_keys, the largest first (then the later row), and taken in that order again and again."""
+
+    num_features = (1, None)
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view)
+        self._order = np.lexsort(view.features.T[::-1])[::-1]
+
+    def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
+        return [int(self._order[n % self.view.length]) for n in range(first, first + count)]
+
+
+class DifficultyArgs(BaseModel):
+    """Arguments of difficulty_based, named as in BOTS (arXiv:2510.26374)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    m: int = Field(16, ge=1, description="Runs that one observed pass rate counts for.")
+    lamb: float = Field(0.2, ge=0, le=1, description="Share of what is known that is forgotten in each batch.")
+    rho: float = Field(0.2, ge=0, le=1, description="Weight of interpolated against observed pass rates.")
+    target_reward: float = Field(1.0, ge=0, le=1, description="Pass rate that is looked for.")
+    tau: float = Field(1.0, ge=0, description="Temperature of the draw; 0 takes the best ones.")
+    do_sample: bool = Field(False, description="Draw the pass rate from the posterior instead of taking its mean.")
+    adaptive_rho: bool = Field(False, description="Halve rho when interpolation is off by 0.25 or more on average.")
+
+
+_DISCOUNT = 0.9  # of the capability coefficient's moving average
+_FAR_OFF = 0.25  # mean error of the interpolation that halves an adaptive rho
+
+
+@selector("difficulty_based", args=DifficultyArgs)
+class DifficultyBased(Selector):
+    """Rows whose estimated pass rate is nearest to `target_reward`, by Beta posteriors that pass rates keep up to date (BOTS).
+
+    The two feature_keys are pass rates of a weaker and a stronger reference model.  With c, the policy's place between them, every row's
+    pass rate is taken to be p = weak + c (strong - weak), or what was observed in this batch.  Then, with s observed passes of m:
+
+        alpha <- (1 - lamb) alpha + lamb + (1 - rho) s + rho m p,   and beta the same with failures.   arXiv:2510.26374
+    """
+
+    num_features = (2, 2)
+    learns = True
+
+    def __init__(self, view: View, **args: Any) -> None:
+        super().__init__(view)
+        self.args = DifficultyArgs(**args)
+        self.alpha, self.beta = np.ones(view.length), np.ones(view.length)
+        self.rho = self.args.rho
+        self.capability: float | None = None  # 0 = the weaker model, 1 = the stronger one
+
+    def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
+        rng, length = self.view.rng("difficulty", batch), self.view.length
+        expected = rng.beta(self.alpha, self.beta) if self.args.do_sample else self.alpha / (self.alpha + self.beta)
+        score = -np.abs(self.args.target_reward - expected)
+        found: list[int] = []
+        while len(found) < count:  # more tasks than rows: every row again
+            size = min(count - len(found), length)
+            keys = score if self.args.tau == 0 else score / self.args.tau + rng.gumbel(size=length)  # softmax without replacement
+            found += np.argsort(-keys, kind="stable")[:size].tolist()
+        return found
+
+    def learn(self, rows: np.ndarray, pass_rates: np.ndarray) -> None:
+        a, weak, strong = self.args, self.view.features[:, 0], self.view.features[:, 1]
+        low, high = weak[rows].mean(), strong[rows].mean()
+        estimate = float((pass_rates.mean() - low) / (high - low + 1e-6))
+        old = estimate if self.capability is None else self.capability
+        self.capability = _DISCOUNT * old + (1 - _DISCOUNT) * estimate
+        expected = np.clip(weak + self.capability * (strong - weak), 0, 1)
+        if a.adaptive_rho and np.abs(expected[rows] - pass_rates).mean() >= _FAR_OFF:
+            self.rho /= 2
+        expected[rows] = pass_rates
+        passes, failures = np.zeros(self.view.length), np.zeros(self.view.length)
+        passes[rows], failures[rows] = a.m * pass_rates, a.m * (1 - pass_rates)
+        self.alpha = (1 - a.lamb) * self.alpha + a.lamb + (1 - self.rho) * passes + self.rho * a.m * expected
+        self.beta = (1 - a.lamb) * self.beta + a.lamb + (1 - self.rho) * failures + self.rho * a.m * (1 - expected)

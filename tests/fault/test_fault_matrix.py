@@ -1,0 +1,124 @@
+"""The fault matrix of the buffer: every case on every storage.  A few of them always, all with 20 seeds in the slow set."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rft.testing.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
+from rft.testing.lab.judge import judge
+from rft.testing.lab.lab import Lab, Nursery
+from rft.testing.lab.plan import Plan
+from rft.testing.postgres import PostgresServer
+
+FORMAT1 = Path(__file__).parents[1] / "unit" / "buffer" / "format1.sql"
+STORAGES = ("sql", "file", "queue")
+SEEDS = range(20)
+SMOKE = (  # (name, storage): each fault once, each storage in turn
+    ("kill -9 explorer at append.sent", "sql"),
+    ("kill -9 trainer at checkpoint.files", "sql"),
+    ("kill -9 trainer in a write of a checkpoint", "file"),
+    ("kill -9 buffer at buffer.append.stored", "file"),
+    ("kill -9 buffer at storage.put.torn", "queue"),
+    ("kill -9 buffer at any statement or commit", "sql"),
+    ("kill -9 of all processes at once", "file"),
+    ("power loss, durability power", "file"),
+    ("power loss, durability process", "queue"),
+    ("disk full for the buffer, goes on in place", "sql"),
+    ("disk full for a checkpoint", "queue"),
+    ("older checkpoint, then the newer one again", "file"),
+    ("a byte of waiting payload changed", "queue"),
+    ("two trainers on one buffer", "sql"),
+    ("every message twice", "queue"),
+    ("clock jumps by an hour, or stands still", "sql"),
+)
+
+
+def named(cases: list[Case], name: str) -> Case:
+    (case,) = [c for c in cases if c.name == name]
+    return case
+
+
+def play(case: Case, nursery: Nursery, seed: int, **plan: object) -> None:
+    if case.needs_shim and not nursery.has_shim:
+        pytest.skip("no C compiler: writes and clocks cannot be made to fail")
+    case.run(nursery, seed, **plan)
+
+
+@pytest.mark.parametrize(("name", "storage"), SMOKE)
+def test_smoke(lab_nursery: Nursery, name: str, storage: str) -> None:
+    play(named(list(matrix(storage)), name), lab_nursery, 100, storage=storage)
+
+
+def test_two_explorers(lab_nursery: Nursery) -> None:
+    play(named(list(matrix("sql")), "kill -9 explorer at append.sent"), lab_nursery, 1, storage="sql", explorers=2)
+
+
+def test_smoke_of_postgresql(lab_nursery: Nursery, postgres: PostgresServer) -> None:
+    cases = list(postgres_matrix(postgres))
+    for name in ("kill -9 of the server at buffer.append.stored", "pg_terminate_backend at buffer.use.after"):
+        play(named(cases, name), lab_nursery, 0, storage="sql", ledger_url=postgres.url)
+
+
+def test_migration(lab_nursery: Nursery) -> None:
+    play(Case("F28", "migration", kill_the_migration(FORMAT1.read_text())), lab_nursery, 1, storage="sql")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("number", sorted({c.number for c in matrix("file")}))
+def test_matrix(lab_nursery: Nursery, number: str, storage: str) -> None:
+    for case in matrix(storage):
+        if case.number == number:
+            for seed in SEEDS:
+                play(case, lab_nursery, seed, storage=storage, explorers=_explorers(case, seed))
+
+
+def _explorers(case: Case, seed: int) -> int:
+    """Kills are tried with two explorers, too."""
+    return 1 + (seed % 4 == 3 and case.name.startswith("kill -9"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_matrix_of_postgresql(lab_nursery: Nursery, postgres: PostgresServer) -> None:
+    for case in postgres_matrix(postgres):
+        for seed in range(3):
+            play(case, lab_nursery, seed, storage=("sql", "file", "queue")[seed % 3], ledger_url=postgres.url)
+
+
+@pytest.mark.slow
+def test_migration_everywhere(lab_nursery: Nursery) -> None:
+    case = Case("F28", "migration", kill_the_migration(FORMAT1.read_text()))
+    for seed in SEEDS:
+        play(case, lab_nursery, seed, storage="sql")
+
+
+def test_the_judge_is_not_blind(lab_nursery: Nursery, tmp_path: Path) -> None:
+    """Each rule fails when its files are changed by hand."""
+    plan = Plan(root=str(tmp_path), steps=4)
+    lab = Lab(lab_nursery, plan)
+    lab.play()
+    assert judge(plan).problems == []
+    ledger, kept = plan.run / "buffer" / "experience_buffer.db", tmp_path / "kept.db"
+    with contextlib.closing(sqlite3.connect(ledger)) as raw, contextlib.closing(sqlite3.connect(kept)) as copy:
+        raw.backup(copy)
+    changes = {
+        "acknowledged rows are not stored": "DELETE FROM experiences WHERE batch = 3 AND task = 1",
+        "was trained twice on": "INSERT INTO uses SELECT experience, lineage, 2, created FROM uses WHERE step = 1",
+        "uses, its trainer was told": "DELETE FROM uses WHERE step = 4",
+        "rows not trained": "DELETE FROM uses WHERE step = 1",
+        "by the groups' headers": "UPDATE groups SET num_rows = num_rows + 1 WHERE batch = 3 AND task = 0",
+    }
+    for said, change in changes.items():
+        for path in ledger.parent.glob(f"{ledger.name}-*"):
+            path.unlink()
+        shutil.copy(kept, ledger)
+        with contextlib.closing(sqlite3.connect(ledger)) as raw, raw:
+            raw.execute(change)
+        assert any(said in problem for problem in judge(plan).problems), (said, judge(plan).problems)

@@ -1,0 +1,171 @@
+"""A ledger of format 1 becomes one of the present format, whole or not at all; `format1.sql` was written by the last rft that made it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rft.buffer.audit import audit_run
+from rft.buffer.buffer import Buffer
+from rft.buffer.schema import FORMAT
+from rft.buffer.settings import BufferSettings
+from rft.errors import BufferFailed
+from rft.testing.storage_contract import ask, fill, ids, take
+from rft.types.block import decode
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+SQL = Path(__file__).with_name("format1.sql")
+ROOT = SQL.parents[3]
+STATED = Consumption(num_uses=4, digest="2b27f298c3a44ebf78e5bfe235ea954b", cursor=1)  # what its trainer was told after step 1
+
+
+def old(folder: Path) -> Path:
+    """A ledger of format 1: two batches of two groups of two, the first batch trained."""
+    path = folder / "buffer/experience_buffer.db"
+    path.parent.mkdir(parents=True)
+    with closing(sqlite3.connect(path)) as raw:
+        raw.executescript(SQL.read_text())
+        raw.execute("PRAGMA journal_mode = WAL")
+    return path
+
+
+def rows(path: Path, sql: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(path)) as raw:
+        return raw.execute(sql).fetchall()
+
+
+def contents(path: Path) -> dict[str, object]:
+    """Everything a ledger of format 1 holds, and its tables."""
+    tables = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
+    kept = "SELECT id, reward, content_hash, state, created FROM experiences ORDER BY id"
+    return {
+        "schema": rows(path, tables),
+        "rows": rows(path, kept),
+        "payloads": rows(path, "SELECT id, block FROM payloads ORDER BY id"),
+    }
+
+
+async def opened(folder: Path) -> Buffer:
+    buffer = Buffer(BufferSettings(folder=folder / "buffer", run="old/run/name"))
+    await buffer.open()
+    return buffer
+
+
+async def test_an_old_ledger_goes_on(tmp_path: Path) -> None:
+    path = old(tmp_path)
+    before = contents(path)
+    assert audit_run(tmp_path).ok
+    buffer = await opened(tmp_path)
+    assert rows(path, "SELECT value FROM meta WHERE key = 'format'") == [(str(FORMAT),)]
+    assert contents(path)["rows"] == before["rows"]
+    start = await buffer.start_lineage(Version(1, 1), STATED)
+    assert (start.lineage, start.available, start.cursor) == (2, 4, 1)
+    settings = BufferSettings(folder=tmp_path / "buffer", run="old/run/name")
+    typed = "SELECT DISTINCT run_name, num_turns, top_p, has_logprobs FROM v_experiences"
+    assert ask(settings, typed) == [("old/run/name", 0, None, 1)]
+    assert ask(settings, "SELECT version_lineage, version_step, sum(num_tokens) FROM v_tokens GROUP BY 1, 2") == [(1, 0, 48)]
+    assert ask(
+        settings, "SELECT train_step, checkpoint_step, counts, count(*) FROM v_lineage WHERE counts = 1 GROUP BY 1, 2, 3"
+    ) == [(1, 1, 1, 4)]
+    assert ask(settings, "SELECT min(num_bytes) > 500 FROM groups") == [(1,)]
+    ask(settings, "UPDATE experiences SET reward = 0.5 WHERE batch = 1 AND task = 0 AND run = 0")
+    with pytest.raises(Exception, match="is leased or was trained"):
+        ask(settings, "UPDATE experiences SET reward = 0.5 WHERE batch = 0 AND task = 0 AND run = 0")
+    writer = buffer.writer(2)
+    await writer.close_batch(1, accepted=2, wanted=2, reasons={})
+    lease = await take(buffer, 2, 2)
+    assert ids(lease) == [(1, t, r) for t in range(2) for r in range(2)]
+    assert [x.reward for x in decode(lease.frame)] == [0.5, 1.0, 0.0, 1.0]
+    await buffer.reader(2).use(2)
+    await fill(buffer, 2, 2)
+    audit = await buffer.audit()
+    assert (audit.acked, audit.used, audit.available, audit.ok) == (16, 8, 8, True)
+    await buffer.close()
+    assert audit_run(tmp_path).ok
+
+
+async def test_lost_payload_leaves_the_new_columns_unknown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = old(tmp_path)
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("UPDATE payloads SET block = x'00' WHERE id = 1")
+        raw.commit()
+    await (await opened(tmp_path)).close()
+    assert "the payload of 1 groups cannot be read" in caplog.text
+    assert rows(path, "SELECT count(*), count(version_spans), count(num_turns) FROM experiences") == [(8, 6, 6)]
+
+
+MIGRATE = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from rft.buffer.buffer import Buffer
+from rft.buffer.settings import BufferSettings
+seen = 0
+def count(*_):
+    global seen
+    seen += 1
+    if seen == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+event.listen(Engine, "before_cursor_execute", count)
+event.listen(Engine, "commit", count)
+async def main():
+    buffer = Buffer(BufferSettings(folder=Path(sys.argv[1]) / "buffer", run="old/run/name"))
+    await buffer.open()
+    await buffer.close()
+    os.write(1, str(seen).encode())
+asyncio.run(main())
+"""
+
+
+def migrate(folder: Path, nth: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MIGRATE, str(folder), str(nth)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+
+
+def killed_at(folder: Path, nth: int) -> None:
+    path = old(folder)
+    before = contents(path)
+    assert migrate(folder, nth).returncode == -signal.SIGKILL
+    assert contents(path) == before, f"half migrated by a death at event {nth}"
+    assert audit_run(folder).ok
+    assert migrate(folder, 0).returncode == 0
+    assert audit_run(folder).ok
+
+
+def test_a_death_in_between_leaves_the_old_ledger(tmp_path: Path) -> None:
+    old(tmp_path / "whole")
+    whole = int(migrate(tmp_path / "whole", 0).stdout)
+    killed_at(tmp_path / "early", whole // 3)
+    killed_at(tmp_path / "commit", whole)  # the last event is the commit
+
+
+@pytest.mark.slow
+def test_a_death_at_any_statement_leaves_the_old_ledger(tmp_path: Path) -> None:
+    old(tmp_path / "whole")
+    for nth in range(1, int(migrate(tmp_path / "whole", 0).stdout) + 1):
+        killed_at(tmp_path / str(nth), nth)
+
+
+@pytest.mark.parametrize("given", ["3", "99", "x", ""])
+async def test_another_format_is_refused_with_what_to_do(tmp_path: Path, given: str) -> None:
+    path = old(tmp_path)
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("UPDATE meta SET value = ? WHERE key = 'format'", (given,))
+        raw.commit()
+    before = contents(path)
+    with pytest.raises(
+        BufferFailed, match=f"was made with format '{given}', this rft knows formats 1 to {FORMAT}. Go on with the rft"
+    ):
+        await opened(tmp_path)
+    assert contents(path) == before
+    with pytest.raises(BufferFailed, match=f"has format {given}"):
+        audit_run(tmp_path)

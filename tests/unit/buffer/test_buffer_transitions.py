@@ -1,0 +1,47 @@
+"""What may become of an experience inside a lineage: every pair of states, tried on a real ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, select, update
+
+from rft.buffer.buffer import Buffer
+from rft.buffer.schema import experiences
+from rft.buffer.settings import BufferSettings
+from rft.buffer.standing import TRANSITIONS, move
+from rft.errors import BufferFailed
+from rft.testing.storage_contract import fill
+
+STATES = tuple(TRANSITIONS)
+
+
+@pytest.mark.parametrize("to", ["used", "explained"])
+@pytest.mark.parametrize("state", ["available", "used", "explained"])
+async def test_a_stored_state_changes_only_as_the_table_says(state: str, to: str, tmp_path: Path) -> None:
+    """In the ledger a leased row is available and stands in table leases."""
+    buffer = Buffer(BufferSettings(folder=tmp_path))
+    await buffer.open()
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, 0)
+    legal = state == to or to in TRANSITIONS[state] | TRANSITIONS["leased" if state == "available" else state]
+
+    def attempt(tx: Connection) -> None:
+        names = list(tx.scalars(select(experiences.c.id)))
+        tx.execute(update(experiences).where(experiences.c.id == names[0]).values(state=state))
+        move(tx, names, to, explained="why" if to == "explained" else None)
+
+    database = buffer._ledger._database
+    if legal:
+        await buffer._work(database.run, attempt)
+    else:
+        with pytest.raises(BufferFailed, match=f"is {state} and cannot become {to}"):
+            await buffer._work(database.run, attempt)
+        states = await buffer._work(database.run, lambda tx: set(tx.scalars(select(experiences.c.state))))
+        assert states == {"available"}, "nothing of the refused call is stored"
+    await buffer.close()
+
+
+def test_the_table_names_every_state() -> None:
+    assert {to for found in TRANSITIONS.values() for to in found} <= set(STATES) == {"available", "leased", "used", "explained"}

@@ -1,0 +1,114 @@
+"""Frames: what goes in comes out, chosen rows only where asked, old frames too; damaged ones are refused."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+
+from rft.types.block import bundle, contents, decode, encode
+from rft.types.completion import VersionSpan
+from rft.types.experience import Experience
+from rft.types.ids import GroupId, Version
+
+# Two rows as the first format wrote them; the head ends with a zero of its own before its padding.
+OLD = zlib.decompress(
+    base64.b85decode(
+        "c-qa9Pfh|c6vk(e@&A7%(VbTyVd28Wod+=Pn+gwTm}#57DlA-Z1eAqaRD@9>;RYIAs#ov~9>E8rh(zN;WBig|(${=_ef`qyt({~&=Ja&*<gA{G%(3f?#Hnmrjs*mJV"
+        "lTTZCS(Rm@vx{&A?vH+NwI;J+dT}^D$qVyXc*wAWUZYQQed9FmaRNT=Bu1GY8UU?`(RKg$xw5Nht(rD7V|>n)I!Kyg?bdZ$=q)~M>DmenrUt<mM;V{C}}YEHVgof=K"
+        "w3`Rw*AVSJXeymRTs-TH63>B@v>s8Gtn+jpe$KSyk?&eW5jE`cpX#s|p~odbS}_o^#<VL>ADat7iwhNpB^5Gm;^j^48itJBwz+n~nvZ&V%XqyBSE*{mUd1|0>DE`cRU"
+        "Ihswt&6A$5cSw_A`*XgUf?0(r1BL2SX4p_Rn9^lh+9x+Oc5#z)JF-c4j)5HuhOUx1T!~(HMED_6t_YUjpIerSMeEs`4&I^?pO11"
+    )
+)
+
+
+def row(run: int, length: int, *, teacher: bool = False, reward: float = 1.0) -> Experience:
+    mask = np.arange(length) >= 2
+    return Experience(
+        id=GroupId(1, 0, 3, 4).run(run),
+        taskset="t",
+        task_index=4,
+        workflow="w",
+        status="complete",
+        tokens=np.arange(length, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        version_spans=(VersionSpan(Version(1, 2), 2, length),),
+        reward=reward,
+        teacher_logprobs=np.full(length, -1, np.float32) if teacher else None,
+    )
+
+
+ROWS = [row(0, 5), row(1, 21, teacher=True), row(2, 9)]
+
+
+def same(a: Experience, b: Experience) -> bool:
+    return encode([a]) == encode([b])
+
+
+def test_rows_come_back_all_or_chosen() -> None:
+    frame = encode(ROWS)
+    assert len(frame) % 8 == 0
+    assert all(map(same, decode(frame), ROWS))
+    assert [str(x.id) for x in decode(memoryview(frame), [2, 0])] == [str(ROWS[2].id), str(ROWS[0].id)]
+    assert decode(encode([])) == []
+    with pytest.raises(IndexError):
+        decode(frame, [3])
+
+
+def test_a_row_has_one_hash_in_every_block() -> None:
+    alone = [contents(encode([x]))[0] for x in ROWS]
+    assert contents(encode(ROWS)) == alone
+    assert contents(encode(ROWS), [1]) == alone[1:2]
+    assert contents(encode([row(0, 5, reward=0.5)])) != alone[:1]
+    assert contents(encode([row(0, 6)])) != alone[:1]
+
+
+def test_a_changed_byte_of_a_row_changes_its_hash() -> None:
+    frame = bytearray(encode(ROWS))
+    frame[-9] ^= 1
+    before, after = contents(encode(ROWS)), contents(bytes(frame))
+    assert before[:2] == after[:2] and before[2] != after[2]
+
+
+def test_frames_of_the_first_format_are_read() -> None:
+    rows = decode(OLD)
+    assert all(map(same, rows, ROWS[:2]))
+    assert same(decode(OLD, [1])[0], ROWS[1])
+    assert [c.hash for c in contents(OLD)] == ["3ff7735abb846be1650bc19502863066", "8b58382972d9466b1c3b25e341a1dc31"]
+
+
+def test_a_bundle_holds_chosen_rows_with_the_rewards_that_stand() -> None:
+    found = decode(bundle([(encode(ROWS), [2, 0], [0.25, 1.0]), (OLD, [1], [None])]))
+    assert [(x.id.run, x.reward) for x in found] == [(2, 0.25), (0, 1.0), (1, None)]
+    assert same(found[1], ROWS[0])
+
+
+@pytest.mark.parametrize("make", [lambda: encode(ROWS), lambda: bundle([(encode(ROWS), [0, 1, 2], [1.0] * 3)]), lambda: OLD])
+def test_every_cut_is_noticed(make: object) -> None:
+    frame: bytes = make()  # type: ignore[operator]
+    for end in range(0, len(frame) - 8, 7):
+        with pytest.raises(ValueError):
+            decode(frame[:end])
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    whole = encode(ROWS)
+    for bad in (b"", b"\x80\x05cos\nsystem\n", whole + bytes(8), bundle([(bundle([]), [], [])]), bundle([(whole, [0], [])])):
+        with pytest.raises(ValueError, match="experience frame"):
+            decode(bad)
+    with pytest.raises(ValueError, match="begins with"):
+        contents(bundle([]))
+
+
+def test_a_wrong_value_is_told_by_its_field() -> None:
+    end = 12 + int.from_bytes(encode(ROWS)[4:12], "little")
+    heads = msgspec.msgpack.decode(encode(ROWS)[12:end])
+    heads[1][0]["reward"] = "high"
+    head = msgspec.msgpack.encode(heads)
+    frame = b"RFT2" + len(head).to_bytes(8, "little") + head + bytes(-(12 + len(head)) % 8) + encode(ROWS)[end + -end % 8 :]
+    with pytest.raises(msgspec.ValidationError, match=r"\$\.reward"):
+        decode(frame)
