@@ -313,7 +313,11 @@ class Expander:
         text = held.text if isinstance(held, Text) else ""
         if marked(text):
             unknown, names = self.marks.of(text), names_in(text)
-            reason = f"{unknown[0].what}: {unknown[0].why}" if unknown else f"{_said(names[0])} is not set by the script"
+            reason = "it holds the script's arguments"
+            if unknown:
+                reason = f"{unknown[0].what}: {unknown[0].why}"
+            elif names:
+                reason = f"{_said(names[0])} is not set by the script"
             raise ArithmeticProblem(f"{name} is not known: {reason}")
         if depth > 8:
             raise ArithmeticProblem(f"{name} refers to itself")

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,8 @@ def test_kill_nine_of_every_process_then_the_same_command(tiny_model, tmp_path):
     family = [*runs.parts(runs.state(tmp_path)["run_id"]), psutil.Process(run.process.pid)]
     assert len(family) > 5
     for process in family:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it went with one that was killed before it
+            process.kill()
     assert run.end() != 0
 
     again = runs.Run(*arguments)
