@@ -115,14 +115,19 @@ def whole_groups(settings: AlgorithmSettings, compares: bool, rows: int | None, 
         )
 
 
-def critic(config: RunConfig, settings: AlgorithmSettings, facts: Facts, p: Problems) -> None:
-    """Keys of the critic, where there is none."""
+def has_critic(settings: AlgorithmSettings, facts: Facts) -> bool | None:
+    """None: of a plugin; it is judged where these are loaded."""
     model = ARGS.get(("advantage_fn", settings.advantage_fn))
     if model is None and facts.plugins_loaded:
         model = REGISTRY.get("advantage_fn", settings.advantage_fn).args
     elif model is None:
-        return  # a plugin; judged where these are loaded
-    if "values" in getattr(model, "before", ()):
+        return None
+    return "values" in getattr(model, "before", ())
+
+
+def critic(config: RunConfig, settings: AlgorithmSettings, facts: Facts, p: Problems) -> None:
+    """Keys of the critic, where there is none."""
+    if has_critic(settings, facts) is not False:
         return
     t = config.trainer
     if t.critic_warmup:

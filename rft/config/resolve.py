@@ -56,7 +56,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     policies.whole_groups(algorithm, compares, rows, p)
     policies.critic(config, algorithm, facts, p)
     learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, run_dir, find, p)
-    roles.micro_batches(config, train, learner, p)
+    roles.micro_batches(config, train, learner, bool(policies.has_critic(algorithm, facts)), p)
     roles.deterministic(config, train, p)
     sync = steps.sync(config, engines[0].dtype, train, p)
     buffer = reading(config, facts, steps.buffer(config, run_dir, p), p)

@@ -382,17 +382,24 @@ def deterministic(config: RunConfig, train: tuple[TasksetSettings, ...], p: Prob
         )
 
 
-def micro_batches(config: RunConfig, train: tuple[TasksetSettings, ...], learner: LearnerSettings, p: Problems) -> None:
-    micro, shares = learner.micro_batch_size, learner.world_size // learner.sequence_parallel
-    if learner.use_dynamic_bsz or micro is None:
-        return
-    for runs in sorted({t.num_runs for t in train}):
-        rows = config.buffer.train_batch_size or config.buffer.batch_size * runs
-        if rows % (micro * shares):
-            p.error(
-                "trainer.micro_batch_size_per_gpu",
-                f"is {micro}, and {micro} x {shares} rank(s) does not divide the {rows} experiences of a step "
-                f"(batch_size {config.buffer.batch_size} x {runs} runs); change one of them, or use use_dynamic_bsz: true",
-                given=micro,
-            )
-            return
+def micro_batches(
+    config: RunConfig, train: tuple[TasksetSettings, ...], learner: LearnerSettings, critic: bool, p: Problems
+) -> None:
+    """Fixed micro-batches of policy and critic must divide a step."""
+    shares = learner.world_size // learner.sequence_parallel
+    fixed = {} if learner.use_dynamic_bsz else {"trainer": learner.micro_batch_size}
+    if critic and not learner.critic.use_dynamic_bsz:
+        fixed["trainer.critic"] = learner.critic.micro_batch_size
+    for section, micro in fixed.items():
+        if micro is None:  # refused before
+            continue
+        for runs in sorted({t.num_runs for t in train}):
+            rows = config.buffer.train_batch_size or config.buffer.batch_size * runs
+            if rows % (micro * shares):
+                p.error(
+                    f"{section}.micro_batch_size_per_gpu",
+                    f"is {micro}, and {micro} x {shares} rank(s) does not divide the {rows} experiences of a step "
+                    f"(batch_size {config.buffer.batch_size} x {runs} runs); change one of them, or use use_dynamic_bsz: true",
+                    given=micro,
+                )
+                break

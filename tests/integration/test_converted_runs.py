@@ -28,18 +28,11 @@ SMALL = (
     "trainer.enable_gradient_checkpointing=false",
     "monitor.monitor_type=[]",
 )
-WITHOUT_CRITIC = (  # what PPO with a scored reward model needs and is not active yet
-    "algorithm.algorithm_type=grpo",
-    "algorithm.advantage_fn=grpo",
-    "algorithm.advantage_fn_args={norm_by_std: true}",
-    "algorithm.repeat_times=2",
-    "algorithm.optimizer.lr_warmup_steps_ratio=0",
+WITHOUT_JUDGE = (  # the scored reward model is not active yet
     "explorer.auxiliary_models=[]",
-    "model.critic_model_path=''",
-    "trainer.critic={}",
     f"{INPUT}.default_reward_fn_type=null",
 )
-FIXED = ("trainer.micro_batch_size_per_gpu=2",)
+FIXED = ("trainer.micro_batch_size_per_gpu=2", "trainer.critic.micro_batch_size_per_gpu=2")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +90,7 @@ def test_runs_two_windows_scaled_down(
     file = converted(script, profile, tmp_path)
     more = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}/runs", *SMALL]
     if script == "ppo_rm":
-        more += [*WITHOUT_CRITIC, *FIXED]
+        more += [*WITHOUT_JUDGE, *FIXED, f"model.critic_model_path={tiny_model}"]
     if profile == "guide":  # it says nothing of the data's form
         more += [f"{INPUT}.{kind}.0.format.preset=verl" for kind in ("tasksets", "eval_tasksets")]
     done = rft("run", "--in-process", "-c", file, *more)
@@ -106,16 +99,12 @@ def test_runs_two_windows_scaled_down(
     records = read(folder / "metrics.jsonl")
     assert [v for _, v in series(records, "sync/version")] == [0, INTERVAL, WINDOWS * INTERVAL]
     assert len(series(records, "actor/pg_loss")) == WINDOWS * INTERVAL
+    assert len(series(records, "critic/vf_loss")) == (WINDOWS * INTERVAL if script == "ppo_rm" else 0)
     assert (folder / "checkpoints").is_dir()
 
 
-def test_what_waits_for_the_critic_and_the_reward_model_is_listed(
-    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_for_the_reward_model_is_listed(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
     waiting = {n.key for n in check(converted("ppo_rm", "exact", tmp_path), schema_only=True).not_active if not n.harmless}
-    args, judge = "algorithm.advantage_fn_args", "explorer.auxiliary_models[0]"
-    assert waiting == {
-        *("algorithm.algorithm_type", "algorithm.advantage_fn", f"{args}.gamma", f"{args}.lam"),
-        *(f"{judge}.model_path", f"{judge}.task", f"{judge}.engine_num"),
-    }
+    judge = "explorer.auxiliary_models[0]"
+    assert waiting == {f"{judge}.model_path", f"{judge}.task", f"{judge}.engine_num"}

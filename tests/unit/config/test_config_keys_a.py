@@ -306,3 +306,12 @@ def test_values_of_an_active_key_reach_the_plan() -> None:
     assert (dumped.explorer.eval_samples, dumped.monitor.num_samples, dumped.monitor.dump_dir) == (None, 5, Path.cwd() / "d")
     with pytest.raises(ConfigError, match=r"trainer\.critic\.optimizer\.betas: each must be in"):
         plan("trainer.critic.optimizer.betas=[0.9, 1.0]")
+
+
+def test_fixed_micro_batches_of_the_critic_divide_a_step() -> None:
+    ppo = ("algorithm.algorithm_type=ppo", "trainer.critic.use_dynamic_bsz=false")
+    rows = plan(*ppo, "trainer.critic.micro_batch_size_per_gpu=1").trainer.batch_groups
+    assert rows is not None
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.micro_batch_size_per_gpu: is 1000, and 1000 x 1 rank"):
+        plan(*ppo, "trainer.critic.micro_batch_size_per_gpu=1000")
+    assert plan(*ppo[1:], "trainer.critic.micro_batch_size_per_gpu=1000"), "there is no critic"
