@@ -131,7 +131,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Doors:
     (plugins / "advantage.py").write_text(
         "import numpy as np\nfrom rft.plugins import kind\n\n"
         "@kind('advantage_fn')('folder_advantage')\n"
-        "def advantage(rewards, groups, args):\n    return np.full(len(rewards), 0.25, np.float32)\n"
+        "def advantage(x, args):\n    return np.full(len(x.rows), 0.25, np.float32)\n"
     )
     (root / "shipped_door.py").write_text("def grade(task, transcript):\n    return 5.5\n")
 
