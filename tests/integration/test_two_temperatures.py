@@ -55,14 +55,14 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def leases(config: Path) -> list[Lease]:
     """What each train step of the run was given."""
     seen: list[Lease] = []
-    make = feed.make
+    read = feed.read
 
-    def keep(lease: Lease, *args: Any, **kwargs: Any) -> Any:
+    def keep(lease: Lease, **needs: Any) -> feed.Read:
         seen.append(lease)
-        return make(lease, *args, **kwargs)
+        return read(lease, **needs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed, "make", keep)
+        patch.setattr(feed, "read", keep)
         execute(config, [], in_process=True)
     return seen
 
