@@ -14,7 +14,7 @@ from itertools import count
 
 from rft.buffer.fifo import Fifo
 from rft.buffer.order import Choice, Closed, Group, Key, Portion, Row, Selector, Wanted, clipped
-from rft.buffer.priority import Candidate
+from rft.buffer.priority import Candidate, PriorityFn
 from rft.buffer.settings import BufferSettings, ReplaySettings
 from rft.errors import BufferFailed
 from rft.plugins import REGISTRY
@@ -33,7 +33,8 @@ class ByPriority:
     def __init__(self, settings: BufferSettings, replay: ReplaySettings, clock: Clock) -> None:
         plugin = REGISTRY.get("priority", replay.priority_fn)
         args = plugin.args(**replay.priority_fn_args) if plugin.args is not None else None
-        self._name, self._fn = replay.priority_fn, plugin.obj(args, replay.seed)
+        self._name = replay.priority_fn
+        self._fn: PriorityFn = plugin.obj(args, replay.seed)
         self._cooldown = replay.cooldown_s or 0.0
         self._capacity = settings.capacity
         self._clock = clock

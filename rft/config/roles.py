@@ -13,9 +13,10 @@ from typing import Any, Literal
 from rft.config import spread
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
-from rft.config.schema.algorithm import ScheduleConfig
+from rft.config.schema.algorithm import OptimizerConfig, ScheduleConfig
 from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
+from rft.config.schema.trainer import CriticOptimizerConfig
 from rft.engine.settings import EngineSettings
 from rft.taskset.settings import TasksetSettings
 from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
@@ -250,8 +251,6 @@ def learner(
         p.derive("trainer.param_dtype", dtype, f"trainer on {device}")
     if device == "cpu" and dtype != "float32":
         p.error("trainer.param_dtype", f"{dtype} training on CPU takes minutes per step; use float32", given=dtype)
-    if o.lr_warmup_steps > (steps or o.lr_warmup_steps):
-        p.warn(f"algorithm.optimizer.lr_warmup_steps {o.lr_warmup_steps} is longer than the run ({steps} train steps)")
     threads = t.cpu_threads or max(1, facts.cpus // (world if device == "cpu" else 1))
     if t.cpu_threads is None:
         p.derive("trainer.cpu_threads", threads, f"{facts.cpus} cores for {world} rank(s)")
@@ -264,22 +263,7 @@ def learner(
         world_size=world,
         cpu_threads=threads,
         algorithm=algorithm,
-        optim=OptimSettings(
-            lr=o.lr,
-            lr_warmup_steps=o.lr_warmup_steps,
-            lr_warmup_steps_ratio=o.lr_warmup_steps_ratio,
-            lr_warmup_from_zero=o.lr_warmup_from_zero,
-            min_lr_ratio=o.min_lr_ratio,
-            num_cycles=o.num_cycles,
-            lr_scheduler_type=_schedule(o, "algorithm.optimizer", p),
-            betas=o.betas,
-            eps=o.eps,
-            weight_decay=o.weight_decay,
-            clip_grad=clip,
-            optimizer_type=o.optimizer_type,
-            momentum=o.momentum,
-            decay_norms_and_biases=o.decay_norms_and_biases,
-        ),
+        optim=_optim(o, "algorithm.optimizer", clip, steps, p),
         critic=replace(critic, offload_policy=spread.critic_offload(config, device, p)),
         total_steps=steps or 1,
         ppo_epochs=t.ppo_epochs,
@@ -321,26 +305,9 @@ def _critic(
     rows = c.micro_batch_size_per_gpu or t.micro_batch_size_per_gpu
     if not dynamic and rows is None:
         p.error("trainer.critic.micro_batch_size_per_gpu", "is required with use_dynamic_bsz: false")
-    if o.lr_warmup_steps > (steps or o.lr_warmup_steps):
-        p.warn(f"trainer.critic.optimizer.lr_warmup_steps {o.lr_warmup_steps} is longer than the run ({steps} train steps)")
     return CriticSettings(
         model_path=find(config.model.critic_model_path or config.model.model_path),
-        optim=OptimSettings(
-            lr=o.lr,
-            lr_warmup_steps=o.lr_warmup_steps,
-            lr_warmup_steps_ratio=o.lr_warmup_steps_ratio,
-            lr_warmup_from_zero=o.lr_warmup_from_zero,
-            min_lr_ratio=o.min_lr_ratio,
-            num_cycles=o.num_cycles,
-            lr_scheduler_type=_schedule(o, "trainer.critic.optimizer", p),
-            betas=o.betas,
-            eps=o.eps,
-            weight_decay=o.weight_decay,
-            clip_grad=c.grad_clip or clip,
-            optimizer_type=o.optimizer_type,
-            momentum=o.momentum,
-            decay_norms_and_biases=o.decay_norms_and_biases,
-        ),
+        optim=_optim(o, "trainer.critic.optimizer", c.grad_clip or clip, steps, p),
         warmup=t.critic_warmup,
         ppo_epochs=c.ppo_epochs or t.ppo_epochs,
         cliprange_value=c.cliprange_value,
@@ -352,6 +319,28 @@ def _critic(
         gradient_checkpointing=(
             t.enable_gradient_checkpointing if c.enable_gradient_checkpointing is None else c.enable_gradient_checkpointing
         ),
+    )
+
+
+def _optim(o: OptimizerConfig | CriticOptimizerConfig, key: str, clip: float, steps: int | None, p: Problems) -> OptimSettings:
+    """`o` is written below `key`; `clip` is the largest gradient norm, `steps` the length of the run."""
+    if o.lr_warmup_steps > (steps or o.lr_warmup_steps):
+        p.warn(f"{key}.lr_warmup_steps {o.lr_warmup_steps} is longer than the run ({steps} train steps)")
+    return OptimSettings(
+        lr=o.lr,
+        lr_warmup_steps=o.lr_warmup_steps,
+        lr_warmup_steps_ratio=o.lr_warmup_steps_ratio,
+        lr_warmup_from_zero=o.lr_warmup_from_zero,
+        min_lr_ratio=o.min_lr_ratio,
+        num_cycles=o.num_cycles,
+        lr_scheduler_type=_schedule(o, key, p),
+        betas=o.betas,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip_grad=clip,
+        optimizer_type=o.optimizer_type,
+        momentum=o.momentum,
+        decay_norms_and_biases=o.decay_norms_and_biases,
     )
 
 

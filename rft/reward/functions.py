@@ -6,16 +6,15 @@ nobody; an async one is awaited.  Invariant: what it raises reaches the run, and
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-import threading
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
 from rft.errors import ConfigError
 from rft.reward.base import Reward
+from rft.threads import in_thread
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -53,7 +52,9 @@ def adapt(fn: Callable[..., Any], args: Mapping[str, Any], *, name: str, key: st
             "extra_info": task.row.get("extra_info") or {},
         }
         given = {n: values[n] for n in takes} | dict(args)
-        result = await (fn(**given) if inspect.iscoroutinefunction(fn) else _in_thread(lambda: fn(**given)))
+        result = await (
+            fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), "compute_score", error=_error)
+        )
         return to_score(result, name)
 
     return compute_score
@@ -81,23 +82,6 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """A daemon thread: one that never returns does not keep the program alive."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(set_it: Callable[[Any], None], value: Any) -> None:
-        if not result.done():
-            set_it(value)
-
-    def work() -> None:
-        try:
-            outcome: tuple[Callable[[Any], None], Any] = (result.set_result, call())
-        except BaseException as e:
-            stop = isinstance(e, StopIteration | SystemExit | KeyboardInterrupt)
-            outcome = (result.set_exception, RuntimeError(f"the reward raised {e!r}") if stop else e)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, *outcome)
-
-    threading.Thread(target=work, name="compute_score", daemon=True).start()
-    return await result
+def _error(e: BaseException) -> BaseException:
+    """What would end the program, or cannot be told across threads, is the reward's failure too."""
+    return RuntimeError(f"the reward raised {e!r}") if isinstance(e, StopIteration | SystemExit | KeyboardInterrupt) else e

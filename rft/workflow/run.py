@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from rft.engine.base import PromptTooLong
 from rft.errors import RftError
 from rft.logs import redact
 from rft.reward.base import score
+from rft.threads import in_thread
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
@@ -99,7 +99,7 @@ async def run_one(
 async def _play(recipe: Recipe, task: Task, ctx: RunContext) -> Any:
     try:
         if recipe.blocking:
-            return await _in_thread(recipe, task, ctx)
+            return await _blocking(recipe, task, ctx)
         return await recipe.make().run(task, ctx)
     except SystemExit as e:
         raise RunError(f"workflow {recipe.name} called sys.exit({e.code!r})") from e
@@ -153,29 +153,18 @@ class BlockingContext:
         self._over = True
 
 
-async def _in_thread(recipe: Recipe, task: Task, ctx: RunContext) -> Any:
+async def _blocking(recipe: Recipe, task: Task, ctx: RunContext) -> Any:
     """A thread of its own for each run: one that never returns holds up nobody, and does not keep the program alive."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-    blocking = BlockingContext(ctx, loop)
+    blocking = BlockingContext(ctx, asyncio.get_running_loop())
 
-    def deliver(set_it: Callable[[Any], None], value: Any) -> None:
-        if not result.done():
-            set_it(value)
+    def play() -> Any:
+        return recipe.make().run(task, blocking)  # type: ignore[arg-type]
 
-    def work() -> None:
-        try:
-            value = recipe.make().run(task, blocking)  # type: ignore[arg-type]
-            outcome: tuple[Callable[[Any], None], Any] = (result.set_result, value)
-        except BaseException as e:
-            error = RunError("the workflow raised StopIteration") if isinstance(e, StopIteration) else e
-            outcome = (result.set_exception, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, *outcome)
+    def error(e: BaseException) -> BaseException:
+        return RunError("the workflow raised StopIteration") if isinstance(e, StopIteration) else e
 
-    threading.Thread(target=work, name=f"run-{ctx.request_id}", daemon=True).start()
     try:
-        return await result
+        return await in_thread(play, f"run-{ctx.request_id}", error=error)
     finally:
         blocking.end()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from rft.buffer.operators.copy import InputCopy
 from rft.buffer.operators.settings import PipelineSettings
 from rft.errors import RftError, RunFailed
 from rft.logs import redact
+from rft.threads import in_thread
 from rft.types.experience import Experience
 from rft.types.metrics import Metric
 from rft.types.ports import ChatModel
@@ -198,7 +198,7 @@ class _Running:
             async with self._turn:
                 limit = asyncio.timeout(self._deadline_s)
                 async with limit:
-                    return await in_thread(lambda: self.operator.process(list(rows), view), f"operator-{self.name}")
+                    return await in_thread(lambda: self.operator.process(list(rows), view), f"operator-{self.name}", error=_error)
         except RftError:
             raise
         except (Exception, SystemExit) as e:  # user code may raise anything; the group becomes failed records
@@ -223,23 +223,5 @@ class _Running:
             raise RunFailed(f"operator {self.name} failed to {method}:\n{text}") from e
 
 
-async def in_thread(work: Callable[[], Any], name: str) -> Any:
-    """The result of `work`, in a thread of its own: one that never returns holds up nobody and does not keep the program alive."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(set_it: Callable[[Any], None], value: Any) -> None:
-        if not result.done():
-            set_it(value)
-
-    def run() -> None:
-        try:
-            outcome: tuple[Callable[[Any], None], Any] = (result.set_result, work())
-        except BaseException as e:
-            error = RuntimeError("it raised StopIteration") if isinstance(e, StopIteration) else e
-            outcome = (result.set_exception, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, *outcome)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await result
+def _error(e: BaseException) -> BaseException:
+    return RuntimeError("it raised StopIteration") if isinstance(e, StopIteration) else e
