@@ -59,12 +59,32 @@ class ChatFiles:
         """Tokens of each text; several at a time are quicker."""
         return [len(e.ids) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, template: str | None, **kwargs: Any) -> str:
-        """The prompt that the engine will see.  Raises ConfigError when there is no template or it does not work."""
+    def encode_each(self, texts: Iterable[str]) -> list[list[int]]:
+        """Token ids of each text, as it stands."""
+        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text by itself, with the special tokens that the tokenizer puts around it."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        *,
+        template: str | None,
+        opening: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt that the engine will see.  Raises ConfigError when there is no template or it does not work.
+
+        `opening`: with the beginning of the assistant's next message.
+        """
         source = template or self.chat_template
         if source is None:
             raise ConfigError(f"the tokenizer of {self.folder} has no chat template; write model.chat_template_path", key=KEY)
-        return render(source, messages, tools, {**self._special_tokens(), **kwargs})
+        names = {**self._special_tokens(), **kwargs, "add_generation_prompt": opening}
+        return render(source, messages, tools, names)
 
     def _special_tokens(self) -> dict[str, str]:
         found = {}
@@ -94,7 +114,7 @@ def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, An
     from jinja2 import TemplateError
 
     try:
-        text: str = _compiled(source).render(messages=messages, tools=tools or None, add_generation_prompt=True, **names)
+        text: str = _compiled(source).render(messages=messages, tools=tools or None, **{"add_generation_prompt": True, **names})
     except (TemplateError, TypeError, KeyError) as e:
         raise ConfigError(f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY) from None
     return text
