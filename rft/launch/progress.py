@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-_EVAL = re.compile(r"eval/(?P<taskset>.+)/(?P<what>mean@\d+)")
+_EVAL = re.compile(r"eval/(?P<taskset>.+)/(?P<what>mean@\d+|loss)")
 _WINDOW = 10  # steps over which the time per step is averaged
 
 

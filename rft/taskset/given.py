@@ -75,7 +75,7 @@ def open_given(settings: GivenSettings) -> Given:
     digest = xxhash.xxh3_128(settings.kind.encode())
     for task, where in _tasks(taskset):
         record = tokens.record(task, where)
-        longest = max(len(side) for side in _sides(record))
+        longest = max(len(t) for t, _ in sides(record))
         if longest > settings.max_tokens:
             if settings.filter_overlong:
                 left_out.append(task.index)
@@ -86,11 +86,8 @@ def open_given(settings: GivenSettings) -> Given:
                 key=KEY,
             )
         records.append(record)
-        for side in _sides(record):
-            digest.update(side.tobytes())
-        digest.update(
-            record.loss_mask.tobytes() if isinstance(record, Demonstration) else len(record.prompt).to_bytes(8, "little")
-        )
+        for ids, mask in sides(record):
+            digest.update(ids.tobytes() + mask.tobytes())
     if not records:
         raise ConfigError(
             f"{settings.rows.path}: no row has at most {settings.max_tokens} tokens", key=KEY, given=settings.max_tokens
@@ -115,11 +112,12 @@ def _tasks(taskset: Taskset) -> Iterator[tuple[Task, str]]:
         yield task, f"row {task.index} of {taskset.settings.path}"
 
 
-def _sides(record: Demonstration | Preference) -> list[np.ndarray]:
-    """The token sequences of a record."""
+def sides(record: Demonstration | Preference) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens int32 [T], loss mask bool [T]) of what is trained of a record: itself, or of a pair the chosen and the rejected side."""
     if isinstance(record, Demonstration):
-        return [record.tokens]
-    return [np.concatenate([record.prompt, side]) for side in (record.chosen, record.rejected)]
+        return [(record.tokens, record.loss_mask)]
+    whole = [np.concatenate([record.prompt, side]) for side in (record.chosen, record.rejected)]
+    return [(tokens, np.arange(len(tokens)) >= len(record.prompt)) for tokens in whole]
 
 
 def _length(record: Demonstration | Preference) -> int:
@@ -165,12 +163,12 @@ class _Tokens:
         prompt = task.chat()
         if not prompt or prompt[-1].get("role") == "assistant":
             raise ConfigError(f"{where}: the prompt of a pair must not end with an answer", key=f"{KEY}.format")
-        sides = []
+        answers = []
         for name, column in (("chosen_key", self._settings.chosen_key), ("rejected_key", self._settings.rejected_key)):
             answer = _answer(task, prompt, column, f"{KEY}.format.{name}", where)
             tokens, mask = self._turns(task, [*prompt, answer], where, every=False)
-            sides.append(np.split(tokens, [int(np.flatnonzero(mask)[0])]))
-        (before, chosen), (_, rejected) = sides
+            answers.append(np.split(tokens, [int(np.flatnonzero(mask)[0])]))
+        (before, chosen), (_, rejected) = answers
         if np.array_equal(chosen, rejected):
             raise ConfigError(f"{where}: both answers are the same, so neither is preferred", key=KEY)
         return Preference(id=id, prompt=before, chosen=chosen, rejected=rejected)

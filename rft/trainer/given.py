@@ -12,7 +12,7 @@ import torch
 from rft.algorithm.argbase import Computed
 from rft.algorithm.base import Denominators, LossInputs
 from rft.errors import ConfigError, RunFailed
-from rft.taskset.given import Given
+from rft.taskset.given import Given, sides
 from rft.trainer import feed as feeds
 from rft.trainer.pack import TrainRow
 from rft.trainer.ranks import Ranks
@@ -32,8 +32,8 @@ class GivenReader:
         """Raises ConfigError unless the checkpoint of `step` was trained on these rows in this order."""
         if consumption != self._consumed(step):
             raise ConfigError(
-                f"its rows, their order, or buffer.train_batch_size are not those that the checkpoint of step {step} was trained on, so the "
-                "run cannot go on where it was.  Restore them, or choose another `name` (with resume_from_path to begin with its weights)",
+                f"its rows, their order or buffer.train_batch_size are not what the checkpoint of step {step} was trained with, so the run "
+                "cannot go on where it was.  Restore them, or choose another `name`, with resume_from_path to begin with its weights",
                 key="buffer.trainer_input.experience_buffer.path",
                 given=self._given.settings.rows.path,
             )
@@ -68,12 +68,6 @@ class GivenReader:
 
 def experiences(record: Demonstration | Preference, group: GroupId, name: str) -> list[Experience]:
     """The rows that a step trains on for a record: one, or of a pair the chosen and then the rejected one."""
-    if isinstance(record, Demonstration):
-        sides = [(record.tokens, record.loss_mask)]
-    else:
-        start = len(record.prompt)
-        tokens = [np.concatenate([record.prompt, side]) for side in (record.chosen, record.rejected)]
-        sides = [(t, np.arange(len(t)) >= start) for t in tokens]
     return [
         Experience(
             id=group.run(run),
@@ -87,7 +81,7 @@ def experiences(record: Demonstration | Preference, group: GroupId, name: str) -
             has_logprobs=False,
             is_expert=True,
         )
-        for run, (tokens, mask) in enumerate(sides)
+        for run, (tokens, mask) in enumerate(sides(record))
     ]
 
 
@@ -104,7 +98,9 @@ class HeldOut:
         for i, record in enumerate(self._records):
             made = experiences(record, GroupId(1, 0, 0, i), self.name)
             rows += [feeds.train_row(x, pairs=needs.pairs) for x in made]
-        what: list[Computed] = ["old", *(["ref"] if needs.reference else []), *(["entropy"] if needs.entropy else [])]
+        what: list[Computed] = ["old"]
+        what += ["ref"] if needs.reference else []
+        what += ["entropy"] if needs.entropy else []
         scored = await ranks.compute(rows, what)
 
         def packed(name: Computed) -> torch.Tensor | None:
