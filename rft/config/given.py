@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rft.config.preview import TasksetPreview
 
 KEY = "buffer.trainer_input.experience_buffer"
+_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _ONLY_HERE = ("split", "subset_name", "format", "data_selector", "eval_split", "filter_overlong")
 
 
@@ -91,6 +92,9 @@ def wanted(config: RunConfig, name: str, engine: EngineSettings, find: Callable[
         return Wanted(given, None)
     if b.eval_split == (b.split or "train"):
         p.error(f"{KEY}.eval_split", "is the split that is trained on; name another one", given=b.eval_split)
+    elif (b.path or "").lower().endswith(_FILES):
+        text = f"needs a data set with splits, and {b.path} is one file; name a folder with a file for each split"
+        p.error(f"{KEY}.eval_split", text, given=b.eval_split)
     return Wanted(given, replace(given, rows=_rows(b, b.eval_split, f"{name}_{b.eval_split}", find, p)))
 
 

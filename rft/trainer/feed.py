@@ -153,7 +153,11 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
     sizes = [np.abs(a).mean() for a in prepared.advantages]
     return {
         **({"frac_reward_zero_std": float(np.mean(zero))} if rewards else {}),
-        **({"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))} if staleness else {}),
+        **(
+            {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
+            if staleness
+            else {}
+        ),
         "experience/rows": float(len(rows)),
         "experience/groups": float(len(groups)),
         "experience/response_tokens": float(tokens),
