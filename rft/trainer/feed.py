@@ -150,24 +150,23 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
     rewards = [r.reward for r in rows if r.reward is not None]
     zero = [not g.rewards or min(g.rewards) == max(g.rewards) for g in groups]
     lengths = [r.num_response_tokens for r in rows]
-    sizes = [np.abs(a).mean() for a in prepared.advantages]
-    return {
-        **({"frac_reward_zero_std": float(np.mean(zero))} if rewards else {}),
-        **(
-            {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
-            if staleness
-            else {}
-        ),
+    found = {
         "experience/rows": float(len(rows)),
         "experience/groups": float(len(groups)),
         "experience/response_tokens": float(tokens),
         "experience/response_length/mean": float(np.mean(lengths)) if lengths else 0.0,
         "experience/response_length/max": float(max(lengths, default=0)),
-        **({"experience/advantage/abs_mean": float(np.mean(sizes))} if rewards else {}),
-        **({"experience/reward/mean": float(np.mean(rewards))} if rewards else {}),
-        **{f"critic/score/{name}": float(how(rewards)) for name, how in _SUMMARY.items() if rewards},
-        **prepared.metrics,
     }
+    if staleness:  # rows that somebody sampled
+        found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
+    if rewards:
+        found |= {
+            "frac_reward_zero_std": float(np.mean(zero)),
+            "experience/reward/mean": float(np.mean(rewards)),
+            "experience/advantage/abs_mean": float(np.mean([np.abs(a).mean() for a in prepared.advantages])),
+            **{f"critic/score/{name}": float(how(rewards)) for name, how in _SUMMARY.items()},
+        }
+    return found | dict(prepared.metrics)
 
 
 def check(row: Experience, samples: Sampled = "all") -> None:

@@ -24,6 +24,7 @@ from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError, ConfigErrors
 
 IN = "buffer.explorer_input"
+DATA = "buffer.trainer_input.experience_buffer"
 TASKSET = {"name": "given", "path": "rft.testing.tiny:copy_tasks"}
 BASE: dict[str, Any] = {
     "checkpoint_root_dir": "/runs",
@@ -85,6 +86,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "explorer.rollout_model.device": GPUS,
     "explorer.rollout_model.enforce_eager": GPUS,
 }
+DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage_type": "file", f"{DATA}.path": "rows"}
 VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
     "algorithm.algorithm_type": "dr_grpo",
     "algorithm.advantage_fn_args": {"norm_by_std": False},
@@ -109,6 +111,7 @@ SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and w
     },
     "trainer.trainer_type": "has one value",
     **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),
+    f"{DATA}.data_selector.feature_keys": "no order of rows that are trained on takes them",
 }
 
 
@@ -121,6 +124,11 @@ def fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tup
 
 
 FIELDS = dict(fields())
+OF_A_DATA_SET = tuple(
+    f"{DATA}.{name}" for name in ("split", "eval_split", "subset_name", "format", "data_selector", "filter_overlong")
+)
+BESIDE |= {key: DATA_SET for key in FIELDS if key.startswith(OF_A_DATA_SET)}
+BESIDE["trainer.eval_interval"] = {**DATA_SET, f"{DATA}.eval_split": "test"}
 
 
 def written(key: str, value: Any = ...) -> dict[str, Any]:
