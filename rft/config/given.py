@@ -149,7 +149,7 @@ def steps(config: RunConfig, data: Wanted, num_batches: NumBatches | None, p: Pr
         return size, None
     total = min(limits, default=1)
     if t.total_steps != total:
-        p.derive("trainer.total_steps", total, "what the data set and the limits of buffer give")
+        p.derive("trainer.total_steps", total, "buffer.total_steps")
     return size, total
 
 
