@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rft.algorithm.catalog import Data, algorithm_defaults
+from rft.algorithm.loss_args import LOSSES
 from rft.config.problems import Problems
 from rft.config.schema.buffer import ExperienceBufferConfig
 from rft.config.schema.root import RunConfig
@@ -18,6 +19,7 @@ from rft.config.tasksets import data_format
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.taskset.settings import GivenSettings, TasksetSettings
+from rft.trainer.settings import AlgorithmSettings
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan
@@ -44,12 +46,20 @@ def kind(config: RunConfig) -> Data | None:
         return None  # told by `resolve`
 
 
-def wanted(config: RunConfig, name: str, engine: EngineSettings, find: Callable[[str], str], p: Problems) -> Wanted | None:
+def wanted(
+    config: RunConfig,
+    algorithm: AlgorithmSettings,
+    name: str,
+    engine: EngineSettings,
+    find: Callable[[str], str],
+    p: Problems,
+) -> Wanted | None:
     """The data sets of the run; None where it reads none.  `engine` says how chats become tokens."""
     data = kind(config)
     if data is None:
-        _elsewhere(config, p)
+        _elsewhere(config, algorithm, p)
         return None
+    _parts(algorithm, data, p)
     b = config.buffer.trainer_input.experience_buffer
     if b.path is None:
         p.error(
@@ -98,7 +108,20 @@ def wanted(config: RunConfig, name: str, engine: EngineSettings, find: Callable[
     return Wanted(given, replace(given, rows=_rows(b, b.eval_split, f"{name}_{b.eval_split}", find, p)))
 
 
-def _elsewhere(config: RunConfig, p: Problems) -> None:
+def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
+    """Given rows have no reward, no group and no log-probs of a sampler: parts that read them are refused."""
+    loss = LOSSES.get(a.policy_loss_fn)  # a plugin says nothing; a row that it cannot use is told at the first step
+    if loss is not None and (loss.samples != "none" or loss.pairs != (data == "pairs")):
+        fit = [name for name, model in LOSSES.items() if model.samples == "none" and model.pairs == (data == "pairs")]
+        text = f"{a.policy_loss_fn} does not read {data} as algorithm {a.algorithm_type} gives them; use {', '.join(fit)}"
+        p.error("algorithm.policy_loss_fn", text, given=a.policy_loss_fn)
+    for key, fine in (("advantage_fn", "none"), ("sample_strategy", "default"), ("kl_penalty_fn", "none")):
+        if (value := getattr(a, key)) != fine:
+            text = f"{value} reads rewards or groups, which given {data} do not have; write {fine}"
+            p.error(f"algorithm.{key}", text, given=value)
+
+
+def _elsewhere(config: RunConfig, algorithm: AlgorithmSettings, p: Problems) -> None:
     """Keys of a data set where none is read."""
     a, b, plain = config.algorithm.algorithm_type, config.buffer.trainer_input.experience_buffer, ExperienceBufferConfig()
     try:
@@ -109,6 +132,9 @@ def _elsewhere(config: RunConfig, p: Problems) -> None:
         text = f"is {config.mode}, but algorithm {a} trains on given {data} and samples nothing; write mode: train"
         p.error("mode", text, given=config.mode)
         return
+    if (loss := LOSSES.get(algorithm.policy_loss_fn)) is not None and loss.pairs:
+        text = f"{algorithm.policy_loss_fn} compares pairs, which are not sampled; write mode: train and algorithm_type: dpo"
+        p.error("algorithm.policy_loss_fn", text, given=algorithm.policy_loss_fn)
     for key in _ONLY_HERE:
         if (value := getattr(b, key)) != getattr(plain, key):
             text = "says how a data set is read, and only mode: train with sft, cpt or dpo reads one"

@@ -47,7 +47,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     cluster, engine_device, world_size, trainer_device = roles.devices(config, facts, p)
     engines = roles.engines(config, facts, lengths, engine_device, find, p)
     train, evals = limit_prompts(config, train, evals, engines[0])
-    data = given.wanted(config, name or config.name, engines[0], find, p)
+    data = given.wanted(config, algorithm, name or config.name, engines[0], find, p)
     groups: int | None
     if data is not None:
         train, evals, num_explore, rows = (), (), None, None

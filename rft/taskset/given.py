@@ -146,7 +146,7 @@ class _Tokens:
             case "chats":
                 messages = _with_answer(task, where)
                 tokens, mask = self._turns(task, messages, where, every=self._settings.every_turn)
-                return Demonstration(id=id, tokens=tokens, loss_mask=mask, messages=tuple(messages))
+                return Demonstration(id=id, tokens=tokens, loss_mask=mask)
 
     def _text(self, id: ExperienceId, task: Task, where: str) -> Demonstration:
         """All tokens but the first, which nothing predicts; the tokenizer's own special tokens, and one that ends the text."""

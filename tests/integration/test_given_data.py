@@ -233,6 +233,12 @@ def test_raft_imitates_the_best_of_its_own_answers(tmp_path: Path, tiny_model: P
         ("sft", ["model.max_model_len=6"], INPUT),
         ("dpo", [], f"{INPUT}.format.chosen_key"),
         ("dpo", ["algorithm.sample_strategy=pf_ppo"], "algorithm.sample_strategy"),
+        ("sft", ["algorithm.advantage_fn=grpo"], "algorithm.advantage_fn"),
+        ("sft", ["algorithm.kl_penalty_fn=k1"], "algorithm.kl_penalty_fn"),
+        ("sft", ["algorithm.policy_loss_fn=ppo"], "algorithm.policy_loss_fn"),
+        ("sft", ["algorithm.policy_loss_fn=dpo"], "algorithm.policy_loss_fn"),
+        ("dpo", ["algorithm.policy_loss_fn=sft"], "algorithm.policy_loss_fn"),
+        ("grpo", ["mode=both", "algorithm.policy_loss_fn=dpo"], "algorithm.policy_loss_fn"),
         ("sft", ["buffer.train_batch_size=5000", "trainer.total_steps=null"], "buffer.batch_size"),
     ],
 )
