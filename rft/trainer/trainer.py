@@ -240,8 +240,7 @@ class Trainer:
         """The loss on held-out rows after `step`."""
         if self._held_out is not None:
             values = await self._held_out.evaluate(self._ranks)
-            # the role of all evaluations, so that a step has one record of the trainer's
-            await self._sink.log(MetricRecord(role="explorer", step=step, time=time.time(), values=values))
+            await self._sink.log(MetricRecord(role="eval", step=step, time=time.time(), values=values))
 
     async def _log(self, step: int, feed: Feed, report: StepReport | None, lease: Lease, seconds: float) -> None:
         train_s = self._seconds["train"]
