@@ -21,6 +21,8 @@ from rft.types.experience import Demonstration, Experience, Preference
 from rft.types.ids import GroupId
 from rft.types.ports import Consumption, EndOfData, GroupStats, Lease
 
+_THE_LOSS = ("pg_loss", "sft_loss", "dpo_loss")  # `loss` less KL and entropy terms
+
 
 class GivenReader:
     """`ports.BufferReader` over a data set: step n always gets the same rows.  There is no store: nothing waits and nothing is lost."""
@@ -127,5 +129,5 @@ class HeldOut:
                 is_expert=torch.ones(count, dtype=torch.bool),
             )
         )
-        values = {name: float(value) / count for name, value in out.sums.items() if name != "pg_loss"}
+        values = {name: float(value) / count for name, value in out.sums.items() if name not in _THE_LOSS}
         return {f"eval/{self.name}/{name}": value for name, value in values.items()}
