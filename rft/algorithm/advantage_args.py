@@ -211,4 +211,15 @@ ADVANTAGES: dict[str, type[BaseModel]] = {
     "grpo_passk": NormArgs,
     "optimal_token_baseline": TokenBaselineArgs,
 }
-SAMPLES: dict[str, type[BaseModel]] = {"default": NoArgs, "pf_ppo": PfPpoArgs}
+
+
+class GroupBestArgs(Args):
+    """The best runs of each group (arXiv:2304.06767)."""
+
+    num_best: int = Field(1, ge=1, description="runs of each group that are trained on, those with the highest rewards")
+    min_reward: float | None = Field(
+        None, description="runs with a lower reward are left out even then; null: the best is always good"
+    )
+
+
+SAMPLES: dict[str, type[BaseModel]] = {"default": NoArgs, "pf_ppo": PfPpoArgs, "group_best": GroupBestArgs}
