@@ -222,4 +222,16 @@ class GroupBestArgs(Args):
     )
 
 
-SAMPLES: dict[str, type[BaseModel]] = {"default": NoArgs, "pf_ppo": PfPpoArgs, "group_best": GroupBestArgs}
+class MixSampleArgs(Args):
+    """Rows of an expert's data set beside the policy's own, which are as with `default`."""
+
+    expert_data_ratio: float = Field(0.5, gt=0, lt=1, description="share of the expert's rows in a train batch, rounded up")
+    sft_dataset_name: str = Field("sft_dataset", description="which of buffer.trainer_input.auxiliary_buffers holds them")
+
+
+SAMPLES: dict[str, type[BaseModel]] = {
+    "default": NoArgs,
+    "pf_ppo": PfPpoArgs,
+    "group_best": GroupBestArgs,
+    "mix": MixSampleArgs,
+}

@@ -5,12 +5,17 @@ Part of `resolve`; the same rules hold here.  `look` belongs to the second stage
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from rft.algorithm.advantage_args import MixSampleArgs
+from rft.algorithm.args import check_args
 from rft.algorithm.catalog import Data, algorithm_defaults
 from rft.algorithm.loss_args import LOSSES
+from rft.buffer.settings import MixSettings
 from rft.config.problems import Problems
 from rft.config.schema.buffer import ExperienceBufferConfig
 from rft.config.schema.root import RunConfig
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from rft.config.preview import TasksetPreview
 
 KEY = "buffer.trainer_input.experience_buffer"
+BUFFERS = "buffer.trainer_input.auxiliary_buffers"
 _FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _ONLY_HERE = ("split", "subset_name", "format", "data_selector", "eval_split", "filter_overlong")
 
@@ -83,18 +89,7 @@ def wanted(
     written = config.buffer.explorer_input
     if written.taskset is not None or written.tasksets or written.eval_tasksets:
         p.warn("buffer.explorer_input has no effect: mode train explores nothing; see eval_split for rows that are held out")
-    given = GivenSettings(
-        rows=_rows(b, b.split or "train", name, find, p),
-        kind=data,
-        model_path=engine.model_path,
-        max_tokens=engine.max_model_len,
-        chat_template=engine.chat_template,
-        chat_template_args=dict(engine.chat_template_kwargs),
-        every_turn=b.format.enable_concatenated_multi_turn,
-        chosen_key=b.format.chosen_key,
-        rejected_key=b.format.rejected_key,
-        filter_overlong=b.filter_overlong,
-    )
+    given = _source(b, _rows(b, b.split or "train", name, find, p), data, engine)
     if b.eval_split is None:
         if config.trainer.eval_interval:
             p.error(
@@ -108,6 +103,40 @@ def wanted(
         text = f"needs a data set with splits, and {b.path} is one file; name a folder with a file for each split"
         p.error(f"{KEY}.eval_split", text, given=b.eval_split)
     return Wanted(given, replace(given, rows=_rows(b, b.eval_split, f"{name}_{b.eval_split}", find, p)))
+
+
+def expert(
+    config: RunConfig,
+    algorithm: AlgorithmSettings,
+    own_rows: int,
+    engine: EngineSettings,
+    find: Callable[[str], str],
+    p: Problems,
+) -> tuple[MixSettings, GivenSettings] | None:
+    """The expert's rows that sample_strategy mix puts beside `own_rows` of each train batch; None where none are mixed in."""
+    if algorithm.sample_strategy != "mix":
+        return None
+    try:
+        args = check_args("sample_strategy", "mix", algorithm.sample_strategy_args)
+    except ConfigError:
+        return None  # told by `resolve`
+    assert isinstance(args, MixSampleArgs)
+    share = Fraction(str(args.expert_data_ratio))
+    count, name = math.ceil(own_rows * share / (1 - share)), args.sft_dataset_name
+    key = f"{BUFFERS}.{name}"
+    if (b := config.buffer.trainer_input.auxiliary_buffers.get(name)) is None:
+        p.error(key, "is required: sample_strategy mix takes the expert's rows from it; write {path: answers.jsonl}", given=None)
+        return None
+    if b.data_selector.selector_type not in ("sequential", "shuffle"):
+        p.error(
+            f"{key}.data_selector.selector_type",
+            "an expert's rows come sequential or shuffle",
+            given=b.data_selector.selector_type,
+        )
+    p.note(f"each train batch has {own_rows} rows of the policy and {count} of {name}")
+    rows = _rows(b, b.split or "train", name, find, p)
+    settings = MixSettings(name=name, rows=count, shuffle=rows.selector == "shuffle", seed=rows.seed)
+    return settings, _source(b, rows, "chats", engine)
 
 
 def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
@@ -144,6 +173,21 @@ def _elsewhere(config: RunConfig, algorithm: AlgorithmSettings, p: Problems) -> 
     if interval := config.trainer.eval_interval:
         text = "is for mode: train with sft, cpt or dpo; write explorer.eval_interval"
         p.error("trainer.eval_interval", text, given=interval)
+
+
+def _source(b: ExperienceBufferConfig, rows: TasksetSettings, data: Data, engine: EngineSettings) -> GivenSettings:
+    return GivenSettings(
+        rows=rows,
+        kind=data,
+        model_path=engine.model_path,
+        max_tokens=engine.max_model_len,
+        chat_template=engine.chat_template,
+        chat_template_args=dict(engine.chat_template_kwargs),
+        every_turn=b.format.enable_concatenated_multi_turn,
+        chosen_key=b.format.chosen_key,
+        rejected_key=b.format.rejected_key,
+        filter_overlong=b.filter_overlong,
+    )
 
 
 def _rows(b: ExperienceBufferConfig, split: str, name: str, find: Callable[[str], str], p: Problems) -> TasksetSettings:

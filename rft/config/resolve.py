@@ -59,6 +59,9 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     else:
         num_explore, num_train = steps.steps(config, train, num_batches, p)
         groups, rows = steps.batch(config, train, compares, p)
+    own_rows = rows or (groups or 1) * max((t.num_runs for t in train), default=1)
+    mixed = given.expert(config, algorithm, own_rows, engines[0], find, p)
+    read = (f"{given.KEY}.storage_type",) if data is not None else (f"{given.BUFFERS}.{mixed[0].name}.",) if mixed else ()
     _advantage_inputs(algorithm, rows, p)
     policies.whole_groups(algorithm, compares, rows, p)
     policies.critic(config, algorithm, facts, p)
@@ -96,6 +99,8 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         explorer=explorer,
         engines=engines,
         buffer=buffer,
+        mix=mixed[0] if mixed else None,
+        expert=mixed[1] if mixed else None,
         learner=learner,
         trainer=TrainerSettings(
             total_steps=num_train or 0,
@@ -127,7 +132,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         derived=tuple(p.derived),
         notes=tuple(p.notes),
         warnings=tuple(p.warnings),
-        not_active=tuple(n for n in used(config) if data is None or n.key != f"{given.KEY}.storage_type"),
+        not_active=tuple(n for n in used(config) if not n.key.startswith(read)),
     )
 
 

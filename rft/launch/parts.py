@@ -20,6 +20,7 @@ import numpy as np
 from rft.config.plan import Plan
 from rft.launch.probes import probe_prompts, vocab_size
 from rft.sync.schedule import Schedule
+from rft.types.experience import Demonstration
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import (
@@ -75,7 +76,16 @@ async def buffer(plan: Plan) -> Any:
     from rft.plugins import load_all
 
     load_all(plan.plugin_dirs)  # priority functions, storages
-    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)))
+    mix = None
+    if plan.mix is not None and plan.expert is not None:
+        from rft.buffer.mix import Mix
+        from rft.buffer.sources import Demonstrations
+        from rft.taskset.given import open_given
+
+        data = await asyncio.to_thread(open_given, plan.expert)
+        rows = [r for r in data.records if isinstance(r, Demonstration)]
+        mix = Mix(plan.mix, Demonstrations(rows, taskset=plan.mix.name))
+    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)), mix=mix)
     await made.open()
     return made
 

@@ -55,7 +55,7 @@ def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> Read
     known = {g.group for g in lease.groups}
     for x in experiences:
         check(x, samples)
-        if str(x.group) not in known:
+        if not x.is_expert and str(x.group) not in known:
             raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {x.group}")
     if pairs:
         _check_pairs(experiences)
@@ -150,6 +150,8 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
     rewards = [r.reward for r in rows if r.reward is not None]
     zero = [not g.rewards or min(g.rewards) == max(g.rewards) for g in groups]
     lengths = [r.num_response_tokens for r in rows]
+    which = range(len(rows)) if prepared.drawn is None else prepared.drawn
+    sizes = [np.abs(a).mean() for i, a in zip(which, prepared.advantages, strict=True) if not rows[i].is_expert] or [0.0]
     found = {
         "experience/rows": float(len(rows)),
         "experience/groups": float(len(groups)),
@@ -163,7 +165,7 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
         found |= {
             "frac_reward_zero_std": float(np.mean(zero)),
             "experience/reward/mean": float(np.mean(rewards)),
-            "experience/advantage/abs_mean": float(np.mean([np.abs(a).mean() for a in prepared.advantages])),
+            "experience/advantage/abs_mean": float(np.mean(sizes)),
             **{f"critic/score/{name}": float(how(rewards)) for name, how in _SUMMARY.items()},
         }
     return found | dict(prepared.metrics)

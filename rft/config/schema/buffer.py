@@ -277,7 +277,7 @@ class TrainerInputConfig(Section):
     auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key(
         {},
         "Further data for the trainer, by name, e.g. sft_dataset.",
-        later=Later("the losses that train an expert's rows come later (mix, mix_chord, sft); leave it out"),
+        later=Later("only the one that sample_strategy mix names is read, of chats; leave others out"),
     )
 
 
