@@ -211,4 +211,27 @@ ADVANTAGES: dict[str, type[BaseModel]] = {
     "grpo_passk": NormArgs,
     "optimal_token_baseline": TokenBaselineArgs,
 }
-SAMPLES: dict[str, type[BaseModel]] = {"default": NoArgs, "pf_ppo": PfPpoArgs}
+
+
+class GroupBestArgs(Args):
+    """The best runs of each group (arXiv:2304.06767)."""
+
+    num_best: int = Field(1, ge=1, description="runs of each group that are trained on, those with the highest rewards")
+    min_reward: float | None = Field(
+        None, description="runs with a lower reward are left out even then; null: the best is always good"
+    )
+
+
+class MixSampleArgs(Args):
+    """Rows of an expert's data set beside the policy's own, which are as with `default`."""
+
+    expert_data_ratio: float = Field(0.5, gt=0, lt=1, description="share of the expert's rows in a train batch, rounded up")
+    sft_dataset_name: str = Field("sft_dataset", description="which of buffer.trainer_input.auxiliary_buffers holds them")
+
+
+SAMPLES: dict[str, type[BaseModel]] = {
+    "default": NoArgs,
+    "pf_ppo": PfPpoArgs,
+    "group_best": GroupBestArgs,
+    "mix": MixSampleArgs,
+}

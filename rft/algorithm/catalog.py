@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rft.algorithm.argbase import Args, Computed, Sampled
 from rft.algorithm.args import ARGS, KINDS, AggMode, EntropyArgs, KlArgs, check_args, validate
 from rft.algorithm.controller import KlController
 from rft.algorithm.correction_args import CorrectionArgs
 from rft.errors import ConfigError
+
+Data = Literal["chats", "texts", "pairs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class AlgorithmDefaults:
     policy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
     kl_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
     entropy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    data: Data | None = None  # the rows of a data set that it trains on; None: what the policy samples
 
 
 def _of(name: str, advantage_fn: str, policy_loss_fn: str, repeat_times: int, doc: str, **more: Any) -> AlgorithmDefaults:
@@ -109,17 +112,16 @@ _EVERY: dict[str, AlgorithmDefaults] = {
         _of("kl_cov", "grpo", "kl_cov", 8, "GRPO; such tokens are held near the old policy instead (arXiv:2505.22617)."),
         _of("gpg", "gpg", "gpg", 8, "Group policy gradient (arXiv:2504.02546)."),
         _of("grpo_passk", "grpo_passk", "ppo", 8, "Only the best answer of a group counts (arXiv:2503.19595)."),
-        _of("raft", "none", "sft", 1, "SFT on the best answers (arXiv:2304.06767).", **_NO_BONUS),
-        _of("sft", "none", "sft", 1, "Supervised fine-tuning on chats.", **_NO_BONUS),
-        _of("cpt", "none", "sft", 1, "Continued pre-training on texts.", **_NO_BONUS),
-        _of("dpo", "none", "dpo", 2, "Direct preference optimisation (arXiv:2305.18290)."),
+        _of("raft", "none", "sft", 8, "SFT on the best answers (arXiv:2304.06767).", sample_strategy="group_best", **_NO_BONUS),
+        _of("sft", "none", "sft", 1, "Supervised fine-tuning on chats.", data="chats", **_NO_BONUS),
+        _of("cpt", "none", "sft", 1, "Continued pre-training on texts.", data="texts", **_NO_BONUS),
+        _of("dpo", "none", "dpo", 1, "Direct preference optimisation (arXiv:2305.18290).", data="pairs", **_NO_BONUS),
     )
 }
-_WAIT_FOR_MORE = ("raft", "sft", "cpt", "dpo")  # rows without a sampling policy: more than their parts
 
 
 def _there(d: AlgorithmDefaults) -> bool:
-    return d.name not in _WAIT_FOR_MORE and all((kind, getattr(d, kind)) in ARGS for kind in KINDS)
+    return all((kind, getattr(d, kind)) in ARGS for kind in KINDS)
 
 
 ALGORITHMS = {name: d for name, d in _EVERY.items() if _there(d)}

@@ -6,23 +6,9 @@ Invariant: no name is in both.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from rft.algorithm.argbase import Args
-
-# ---------------------------------------------------------------- KL, entropy, choice of the rows
-
-
-class MixSampleArgs(Args):
-    """Rows of an expert's data set beside the policy's own."""
-
-    expert_data_ratio: float = Field(0.5, ge=0, le=1, description="share of the expert's rows in a batch")
-    sft_dataset_name: str = Field("sft_dataset", description="which of buffer.trainer_input.auxiliary_buffers holds them")
-
-
-COMING: dict[tuple[str, str], type[BaseModel]] = {
-    ("sample_strategy", "mix"): MixSampleArgs,
-}
+COMING: dict[tuple[str, str], type[BaseModel]] = {}
 
 
 def coming(kind: str) -> tuple[str, ...]:

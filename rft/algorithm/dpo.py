@@ -19,13 +19,15 @@ def dpo(x: LossInputs, args: DpoArgs) -> LossOutput:
         loss = -(1 - e) log sigmoid(m) - e log sigmoid(-m),  e = label_smoothing,
 
     as the mean over the step's pairs, whatever `loss_agg_mode`.  Raises ValueError for an odd number of rows and without reference
-    log-probs.  Metrics, as means over pairs: dpo_loss, chosen_reward, rejected_reward, reward_margin, accuracy_mean (m > 0).
+    log-probs.  Metrics, as means over pairs: dpo_loss, chosen_reward, rejected_reward, reward_margin, accuracy_mean (m > 0),
+    chosen_logps and rejected_logps (sums over a row's tokens).
     """
     if x.num_rows % 2:
         raise ValueError(f"DPO needs pairs, but a micro-batch has {x.num_rows} rows; mark pairs with `TrainRow.pair`")
     if x.ref_logprobs is None:
         raise ValueError("DPO needs x.ref_logprobs; `needs(settings).reference` says so")
     rewards = args.beta * row_sums(valid(x.logprobs, x.mask) - valid(x.ref_logprobs, x.mask), x)
+    logps = row_sums(valid(x.logprobs.detach(), x.mask), x)
     chosen, rejected = rewards[0::2], rewards[1::2]
     margin = chosen - rejected
     e, pairs = args.label_smoothing, x.denominators.rows / 2
@@ -38,6 +40,8 @@ def dpo(x: LossInputs, args: DpoArgs) -> LossOutput:
             "chosen_reward": chosen.detach().sum() * each,
             "rejected_reward": rejected.detach().sum() * each,
             "reward_margin": margin.detach().sum() * each,
+            "chosen_logps": logps[0::2].sum() * each,
+            "rejected_logps": logps[1::2].sum() * each,
             "accuracy_mean": (margin.detach() > 0).to(margin.dtype).sum() * each,
         },
     )

@@ -168,13 +168,14 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
     from rft.config.check import step
 
     s = step(plan, report.tasksets)
+    if plan.trainer.given is not None:
+        return _given(s, plan) + _model_and_rows(report)
     engine = plan.engines[0]
     tokens = f"at most {s['max_generated_tokens']:,} tokens generated" + (
         f" after about {s['prompt_tokens']:,} tokens of prompts" if s["prompt_tokens"] is not None else ""
     )
     steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the tasksets are opened"
     epochs = f", {s['epochs']:g} epochs in {s['explore_steps']} explore steps" if s["epochs"] is not None else ""
-    model = report.model
     found = [
         ("steps", steps + epochs),
         ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens}"),
@@ -185,6 +186,24 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
         ("loss", f"{plan.learner.algorithm.advantage_fn} advantages, {plan.learner.algorithm.policy_loss_fn} loss, KL "
                  f"{plan.learner.algorithm.kl_loss_fn}, {plan.learner.algorithm.loss_agg_mode}"),
     ]  # fmt: skip
+    return found + _model_and_rows(report)
+
+
+def _given(s: dict[str, Any], plan: Plan) -> list[tuple[str, str]]:
+    """Training on a data set."""
+    learner, epochs = plan.learner, f", {s['epochs']:g} epochs" if s["epochs"] is not None else ""
+    tokens = f", about {s['tokens']:,} tokens, {s['trained_tokens']:,} of them trained" if s["tokens"] is not None else ""
+    steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the data set is opened"
+    return [
+        ("steps", steps + epochs),
+        ("each step", f"{s['rows']} {s['kind']}{tokens}"),
+        ("trainer", f"{learner.world_size} rank(s) on {learner.device}, {learner.dtype}, lr {learner.optim.lr:g}"),
+        ("loss", f"{learner.algorithm.policy_loss_fn}, KL {learner.algorithm.kl_loss_fn}, {learner.algorithm.loss_agg_mode}"),
+    ]
+
+
+def _model_and_rows(report: Report) -> list[tuple[str, str]]:
+    found, model = [], report.model
     if model:
         found.append(("model", f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}"))
     found += [(f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows") for t in report.tasksets]

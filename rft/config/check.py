@@ -17,7 +17,7 @@ import msgspec
 
 from rft import plugins
 from rft.algorithm.catalog import needs
-from rft.config import modelfiles
+from rft.config import given, modelfiles
 from rft.config.active import NotActive
 from rft.config.advice import advise
 from rft.config.load import load
@@ -85,6 +85,8 @@ def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
     """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are not known."""
     from rft.config.explain import timeline
 
+    if plan.trainer.given is not None:
+        return given.summary(plan, tuple(tasksets))
     train = [t for t in tasksets if not t.is_eval]
     prompts = [t.mean_prompt_tokens for t in train if t.mean_prompt_tokens is not None]
     rows, batches = sum(t.num_rows for t in train), plan.explorer.total_batches
@@ -203,6 +205,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         _model_fits(model, plan, problems)
         _critic_fits(model, plan, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
+    found, counts = given.look(plan, problems) if not problems.errors else ([], {})
     if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
         problems.error("resume_from_path", "is not a folder", given=str(plan.resume_from_path))
     if not problems.errors:
@@ -211,7 +214,8 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         def num_batches(tasksets: tuple[TasksetSettings, ...], batch_size: int, epochs: int) -> int:
             from rft.taskset.order import num_batches as count
 
-            return count([len(opened[t.name]) for t in tasksets], batch_size, epochs)
+            lengths = counts | {name: len(taskset) for name, taskset in opened.items()}
+            return count([lengths[t.name] for t in tasksets], batch_size, epochs)
 
         known = all(t.name in opened for t in plan.explorer.tasksets)
         try:
@@ -230,7 +234,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
             "parameters": model.num_parameters,
             "stored": model.dtype,
         }
-    return _report(config, plan, problems, tasksets=tuple(seen.tasksets), model=facts_of_model, memory=roles)
+    return _report(config, plan, problems, tasksets=(*seen.tasksets, *found), model=facts_of_model, memory=roles)
 
 
 def _memory(
@@ -306,7 +310,8 @@ def _model_fits(model: Any, plan: Plan, problems: Problems) -> None:
         problems.error(
             "explorer.rollout_model.tensor_parallel_size", f"is {tp}, which does not divide the attention heads", given=tp
         )
-    if model.chat_template is None and plan.engines[0].chat_template is None:
+    texts = plan.trainer.given is not None and plan.trainer.given.kind == "texts"
+    if model.chat_template is None and plan.engines[0].chat_template is None and not texts:
         problems.error("model.chat_template_path", f"{model.folder} has no chat template; write one here")
 
 

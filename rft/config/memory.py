@@ -103,7 +103,9 @@ def estimate(
         Term("explorer, buffer, coordinator", 3 * PART_PROCESS, f"3 processes of {PART_PROCESS // MIB} MiB"),
         Term("Ray and rft run", RAY_AND_LAUNCHER, "constant"),
     ]
-    if plan.sync.method == "memory":
+    if plan.trainer.given is not None:
+        rest[0] = Term("coordinator", PART_PROCESS, f"a process of {PART_PROCESS // MIB} MiB")
+    elif plan.sync.method == "memory":
         rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in memory of their own"))
     return (*engines, *ranks, RoleMemory(role="others", device="cpu", terms=tuple(rest)))
 

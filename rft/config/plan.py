@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rft.buffer.settings import BufferSettings
+from rft.buffer.settings import BufferSettings, MixSettings
 from rft.config.active import NotActive
 from rft.engine.settings import EngineSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
-from rft.taskset.settings import TaskPipelineSettings
+from rft.taskset.settings import GivenSettings, TaskPipelineSettings
 from rft.trainer.settings import LearnerSettings, TrainerSettings
 
 
@@ -61,6 +61,8 @@ class Plan:
     explorer: ExplorerSettings
     engines: tuple[EngineSettings, ...]
     buffer: BufferSettings
+    mix: MixSettings | None = None  # an expert's rows in each train batch,
+    expert: GivenSettings | None = None  # and where they come from
     learner: LearnerSettings
     trainer: TrainerSettings
     sync: SyncSettings

@@ -48,6 +48,8 @@ class TasksetPreview:
     rows: tuple[RowPreview, ...]
     mean_prompt_tokens: float | None = None
     max_prompt_tokens: int | None = None
+    mean_tokens: float | None = None  # of a row that is trained on, and how many of them are trained
+    mean_trained_tokens: float | None = None
 
 
 @dataclass

@@ -15,7 +15,8 @@ from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, accept_args
 from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
 from rft.algorithm.coming import COMING
 from rft.algorithm.loss_args import LOSSES
-from rft.config import policies, roles, spread, steps
+from rft.buffer.settings import BufferSettings
+from rft.config import given, policies, roles, spread, steps
 from rft.config.active import used
 from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
@@ -50,8 +51,17 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     engines = roles.engines(config, facts, lengths, engine_device, find, p)
     train, evals = limit_prompts(config, train, evals, engines[0], num_process(config, facts))
     prepared, train, evals = task_pipeline(config, facts, train, evals, plugin_dirs, find, p)
-    num_explore, num_train = steps.steps(config, train, num_batches, p)
-    groups, rows = steps.batch(config, train, compares, p)
+    data = given.wanted(config, algorithm, name or config.name, engines[0], find, p)
+    groups: int | None
+    if data is not None:
+        train, evals, num_explore, rows = (), (), None, None
+        groups, num_train = given.steps(config, data, num_batches, p)
+    else:
+        num_explore, num_train = steps.steps(config, train, num_batches, p)
+        groups, rows = steps.batch(config, train, compares, p)
+    own_rows = rows or (groups or 1) * max((t.num_runs for t in train), default=1)
+    mixed = given.expert(config, algorithm, own_rows, engines[0], find, p)
+    read = (f"{given.KEY}.storage_type",) if data is not None else (f"{given.BUFFERS}.{mixed[0].name}.",) if mixed else ()
     _advantage_inputs(algorithm, rows, p)
     policies.whole_groups(algorithm, compares, rows, p)
     policies.critic(config, algorithm, facts, p)
@@ -59,7 +69,9 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     roles.micro_batches(config, train, learner, bool(policies.has_critic(algorithm, facts)), p)
     roles.deterministic(config, train, p)
     sync = steps.sync(config, engines[0].dtype, train, p)
-    buffer = reading(config, facts, steps.buffer(config, run_dir, p), p)
+    buffer = BufferSettings(folder=run_dir / "buffer")
+    if data is None:
+        buffer = reading(config, facts, steps.buffer(config, run_dir, p), p)
     explorer = steps.explorer(config, train, evals, num_explore, plugin_dirs, p)
     dump = config.monitor.eval_dump_dir
     explorer = replace(
@@ -87,6 +99,8 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         explorer=explorer,
         engines=engines,
         buffer=buffer,
+        mix=mixed[0] if mixed else None,
+        expert=mixed[1] if mixed else None,
         learner=learner,
         trainer=TrainerSettings(
             total_steps=num_train or 0,
@@ -98,6 +112,10 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
             read_deadline_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
             max_staleness=config.synchronizer.max_staleness,
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
+            given=data.given if data is not None else None,
+            held_out=data.held_out if data is not None else None,
+            eval_interval=config.trainer.eval_interval,
+            seed=config.seed,
             **saving,
         ),
         sync=sync,
@@ -114,7 +132,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         derived=tuple(p.derived),
         notes=tuple(p.notes),
         warnings=tuple(p.warnings),
-        not_active=tuple(used(config)),
+        not_active=tuple(n for n in used(config) if not n.key.startswith(read)),
     )
 
 

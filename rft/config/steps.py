@@ -191,7 +191,7 @@ def explorer(
             "sync_style fixed waits for every group of a step; use 0, or synchronizer.sync_style: explorer_driven",
             given=e.over_rollout.ratio,
         )
-    if not evals:
+    if not evals and config.mode != "train":
         p.note("no eval_tasksets: nothing is evaluated")
     return ExplorerSettings(
         tasksets=train,

@@ -138,6 +138,11 @@ def _format(f: FormatConfig, reward_is_named: bool, key: str, problems: Problems
     return FormatSettings(**values, preset=f.preset, data_source_key=data_source, chat_template_args=template_args)
 
 
+def data_format(f: FormatConfig, key: str, problems: Problems) -> FormatSettings:
+    """The meaning of the columns of a data set that is trained on."""
+    return _format(f, False, key, problems)
+
+
 FORMAT_KEYS = (
     "prompt_type prompt_key response_key messages_key system_prompt_key system_prompt tools_key workflow_key reward_fn_key chat_template"
 ).split()

@@ -47,6 +47,8 @@ def prepare(d: Draft) -> None:
     folder, split = posixpath.dirname(files[0]) or ".", posixpath.splitext(posixpath.basename(files[0]))[0]
     for name, value in (("storage_type", "file"), ("path", folder), ("split", split)):
         d.put(f"{BUFFER}.{name}", value, "data.train_files")
+    if (held_out := _held_out(d, files[0])) is not None:
+        d.put(f"{BUFFER}.eval_split", held_out, "data.val_files")
     if d.flag("data.multiturn.enable"):
         d.put(f"{BUFFER}.format.prompt_type", "messages", "data.multiturn.enable")
         d.put(f"{BUFFER}.format.messages_key", _own(d, "data.multiturn.messages_key"), "data.multiturn.messages_key")
@@ -60,6 +62,16 @@ def prepare(d: Draft) -> None:
     d.put("model.max_model_len", _count(d, "data.max_length"), "data.max_length")
     _cluster(d)
     groups.names(d, project=str(_own(d, "trainer.project_name")), name=str(_own(d, "trainer.experiment_name")))
+
+
+def _held_out(d: Draft, trained: str) -> str | None:
+    """The split that validation reads, where its file stands beside the training file."""
+    given = d.given["data.val_files"].value if d.stated("data.val_files") else None
+    file = str(given[0]) if isinstance(given, list) and given else str(given or "")
+    same_kind = posixpath.splitext(file)[1] == posixpath.splitext(trained)[1]
+    if not file or file == trained or posixpath.dirname(file) != posixpath.dirname(trained) or not same_kind:
+        return None
+    return posixpath.splitext(posixpath.basename(file))[0]
 
 
 def _cluster(d: Draft) -> None:
@@ -110,6 +122,7 @@ def finish(d: Draft) -> None:
         ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
     ):
         d.fill(target, table.default(key, SECTION), f"veRL's default of {key}")
+    d.fill(f"{BUFFER}.data_selector.selector_type", "shuffle", "veRL's sampler shuffles each epoch")
     if d.has("trainer.micro_batch_size_per_gpu"):
         d.fill("trainer.use_dynamic_bsz", False, "data.micro_batch_size_per_gpu: a fixed number of rows")
     if d.read(f"{OPTIM}.lr_warmup_steps_ratio"):
@@ -161,7 +174,11 @@ def _every(target: str) -> Rule:
 
 RULES: dict[str, Rule] = {
     "data.train_files": derived("the demonstrations", f"{BUFFER}.path", f"{BUFFER}.split"),
-    "data.val_files": ignored("the loss on held-out demonstrations is not computed during training"),
+    "data.val_files": only_if(
+        lambda d: d.has(f"{BUFFER}.eval_split"),
+        "only rows of a file beside that of data.train_files can be held out",
+        via("its loss is computed", f"{BUFFER}.eval_split"),
+    ),
     "data.train_batch_size": via("demonstrations of a step", "buffer.train_batch_size"),
     "data.micro_batch_size_per_gpu": to("trainer.micro_batch_size_per_gpu"),
     "data.micro_batch_size": ignored("deprecated in veRL; micro-batches are cut by tokens"),
@@ -208,7 +225,9 @@ RULES: dict[str, Rule] = {
     "trainer.total_epochs": to("buffer.total_epochs"),
     "trainer.total_training_steps": to("buffer.total_steps"),
     "trainer.save_freq": _every("trainer.save_interval"),
-    "trainer.test_freq": ignored("the loss on held-out demonstrations is not computed during training"),
+    "trainer.test_freq": only_if(
+        lambda d: d.has(f"{BUFFER}.eval_split"), "no rows are held out", _every("trainer.eval_interval")
+    ),
     "trainer.seed": to("seed"),
     "trainer.nnodes": via("", "cluster.node_num"),
     "trainer.n_gpus_per_node": via("", "cluster.gpu_per_node"),

@@ -115,16 +115,25 @@ async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = No
     return Start(lineage.lineage, found.version.step, found.version, lineage.cursor, str(found.folder))
 
 
+def begin_given(found: Manifest | None, other: Manifest | None) -> Start:
+    """Where training on a data set goes on.  There is no ledger: the checkpoint's step is the place in the data."""
+    if found is not None:
+        return Start(found.version.lineage + 1, found.version.step, found.version, checkpoint=str(found.folder))
+    if other is not None:
+        return Start(1, other.version.step, None, checkpoint=str(other.folder))
+    return Start(1)
+
+
 async def work(
     train: Awaitable[None],
-    explore: Awaitable[None],
+    explore: Awaitable[None] | None,
     sides: Iterable[Stoppable],
     coordinator: CoordinatorPort,
     on_record: OnRecord,
     signals: Signals,
 ) -> None:
-    """Until explorer and trainer are both done.  The first failure is told to everyone who waits, and raised."""
-    both: tuple[asyncio.Future[None], ...] = (asyncio.ensure_future(explore), asyncio.ensure_future(train))
+    """Until explorer, if there is one, and trainer are done.  The first failure is told to everyone who waits, and raised."""
+    both: tuple[asyncio.Future[None], ...] = tuple(asyncio.ensure_future(side) for side in (explore, train) if side is not None)
     follower = _Follower(coordinator, on_record)
     news, stop = asyncio.ensure_future(follower.run()), asyncio.ensure_future(signals.wait())
     try:

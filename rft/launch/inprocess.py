@@ -17,6 +17,7 @@ from rft.launch import drive, parts
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.rundir import RunDir
 from rft.trainer import manifest as manifests
+from rft.trainer.manifest import Manifest
 from rft.types.ports import Engine
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ def check(plan: Plan) -> None:
         raise ConfigError(
             "several ranks need Ray; leave out --in-process, or use 1", key="trainer.world_size", given=plan.learner.world_size
         )
-    if any(e.engine_type == "vllm" for e in plan.engines):
+    engines = plan.engines if plan.trainer.given is None else ()
+    if any(e.engine_type == "vllm" for e in engines):
         raise ConfigError(
             "vllm needs Ray; leave out --in-process, or use transformers",
             key="explorer.rollout_model.engine_type",
@@ -40,7 +42,7 @@ def check(plan: Plan) -> None:
             key="explorer.env_vars",
             given=sorted(plan.explorer.env_vars),
         )
-    if "cuda" in {plan.learner.device, *(e.device for e in plan.engines)} and Facts().gpus == 0:
+    if "cuda" in {plan.learner.device, *(e.device for e in engines)} and Facts().gpus == 0:
         raise SetupError(
             "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and trainer.device to cpu, "
             "leave out cluster.gpu_per_node, or use a machine with GPUs"
@@ -55,6 +57,16 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
         return Outcome(found.version, rundir.path, 0.0, found.version)
     other = drive.origin(plan.resume_from_path) if found is None else None
     rundir.state("running")
+    work = _explore_and_train if plan.trainer.given is None else _train_given
+    await work(plan, found, other, on_record, engines)
+    last = manifests.latest(rundir.checkpoints)
+    assert last is not None, "a run that ends without an error has a final checkpoint"
+    return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
+
+
+async def _explore_and_train(
+    plan: Plan, found: Manifest | None, other: Manifest | None, on_record: OnRecord, engines: Sequence[Engine]
+) -> None:
     async with AsyncExitStack() as started:
         buffer = await parts.buffer(plan)
         started.push_async_callback(buffer.close)
@@ -77,6 +89,19 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
                 on_record,
                 signals,
             )
-    last = manifests.latest(rundir.checkpoints)
-    assert last is not None, "a run that ends without an error has a final checkpoint"
-    return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
+
+
+async def _train_given(
+    plan: Plan, found: Manifest | None, other: Manifest | None, on_record: OnRecord, engines: Sequence[Engine]
+) -> None:
+    """The trainer alone, on a data set."""
+    assert not engines, "nothing is sampled"
+    async with AsyncExitStack() as started:
+        trainer = await parts.trainer(plan, 0, None)
+        started.push_async_callback(trainer.close)
+        start = drive.begin_given(found, other)
+        observer = await parts.observer(plan)
+        started.push_async_callback(observer.close)
+        with Signals() as signals:
+            used = found.consumption if found is not None else None
+            await drive.work(trainer.run_given([], observer, start, used), None, (trainer,), observer, on_record, signals)

@@ -20,9 +20,21 @@ import numpy as np
 from rft.config.plan import Plan
 from rft.launch.probes import probe_prompts, vocab_size
 from rft.sync.schedule import Schedule
+from rft.types.experience import Demonstration
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
-from rft.types.ports import BufferReader, BufferWriter, ChatModel, Engine, ExploreGate, MetricSink, Scorer, ScoreRow, WeightSync
+from rft.types.ports import (
+    BufferReader,
+    BufferWriter,
+    ChatModel,
+    Consumption,
+    Engine,
+    ExploreGate,
+    MetricSink,
+    Scorer,
+    ScoreRow,
+    WeightSync,
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +76,16 @@ async def buffer(plan: Plan) -> Any:
     from rft.plugins import load_all
 
     load_all(plan.plugin_dirs)  # priority functions, storages
-    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)))
+    mix = None
+    if plan.mix is not None and plan.expert is not None:
+        from rft.buffer.mix import Mix
+        from rft.buffer.sources import Demonstrations
+        from rft.taskset.given import open_given
+
+        data = await asyncio.to_thread(open_given, plan.expert)
+        rows = [r for r in data.records if isinstance(r, Demonstration)]
+        mix = Mix(plan.mix, Demonstrations(rows, taskset=plan.mix.name))
+    made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)), mix=mix)
     await made.open()
     return made
 
@@ -83,14 +104,53 @@ async def engine(plan: Plan, index: int) -> Engine:
 # ---------------------------------------------------------------- coordinator
 
 
-class Coordinator:
-    """Synchronizer and monitor in one light process; also tells the launcher what is going on."""
+class Observer:
+    """The monitor in one light process; also tells the launcher what is going on."""
+
+    def __init__(self, plan: Plan) -> None:
+        from rft.monitor.monitor import Monitor
+
+        self.monitor = Monitor(plan.monitor)
+        self._records: list[MetricRecord] = []
+        self._news = asyncio.Condition()
+
+    async def fail(self, reason: BaseException) -> None:
+        """Nobody waits for anything here."""
+
+    async def log(self, record: MetricRecord) -> None:
+        await self.monitor.log(record)
+        async with self._news:
+            self._records.append(record)
+            self._news.notify_all()
+
+    async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        await self.monitor.samples(name, step, rows)
+
+    async def records(self, after: int) -> list[MetricRecord]:
+        """All records from number `after` on; waits until there is one."""
+        async with self._news:
+            await self._news.wait_for(lambda: len(self._records) > after)
+            return self._records[after:]
+
+    async def recent(self, after: int) -> list[MetricRecord]:
+        return self._records[after:]
+
+    async def close(self) -> None:
+        await self.monitor.close()
+
+
+async def observer(plan: Plan) -> Observer:
+    return Observer(plan)
+
+
+class Coordinator(Observer):
+    """Synchronizer and monitor."""
 
     def __init__(self, plan: Plan, engines: Sequence[Engine], scorer: Scorer, start: Start) -> None:
         from rft.engine.pool import EnginePool
-        from rft.monitor.monitor import Monitor
         from rft.sync.synchronizer import Synchronizer
 
+        super().__init__(plan)
         s = plan.sync
         self.sync = Synchronizer(
             s,
@@ -100,9 +160,6 @@ class Coordinator:
             probe_prompts(plan.learner.model_path, s.canary_prompts, plan.seed),
             start.version,
         )
-        self.monitor = Monitor(plan.monitor)
-        self._records: list[MetricRecord] = []
-        self._news = asyncio.Condition()
 
     async def publish(self, manifest: Any) -> Any:
         metrics = await self.sync.publish(manifest)
@@ -130,27 +187,6 @@ class Coordinator:
 
     async def fail(self, reason: BaseException) -> None:
         await self.sync.fail(reason)
-
-    async def log(self, record: MetricRecord) -> None:
-        await self.monitor.log(record)
-        async with self._news:
-            self._records.append(record)
-            self._news.notify_all()
-
-    async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        await self.monitor.samples(name, step, rows)
-
-    async def records(self, after: int) -> list[MetricRecord]:
-        """All records from number `after` on; waits until there is one."""
-        async with self._news:
-            await self._news.wait_for(lambda: len(self._records) > after)
-            return self._records[after:]
-
-    async def recent(self, after: int) -> list[MetricRecord]:
-        return self._records[after:]
-
-    async def close(self) -> None:
-        await self.monitor.close()
 
 
 async def coordinator(plan: Plan, engines: Sequence[Any], scorer: Any, start: Start) -> Coordinator:
@@ -231,6 +267,38 @@ class TrainerPart:
             await self._trainer.run()
         finally:
             self._transport.close()
+
+    async def run_given(self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None) -> None:
+        """Train on a data set, without anybody to sample or to publish to.  `consumption`: what the checkpoint of `start` says."""
+        from rft.taskset.given import open_given
+        from rft.trainer.given import GivenReader, HeldOut
+        from rft.trainer.ranks import Ranks
+        from rft.trainer.trainer import Trainer
+
+        s = self.plan.trainer
+        assert s.given is not None and s.batch_groups is not None, "the plan says so"
+        data = await asyncio.to_thread(open_given, s.given)
+        held_out = HeldOut(await asyncio.to_thread(open_given, s.held_out)) if s.held_out is not None else None
+        reader = GivenReader(data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps)
+        if consumption is not None:
+            reader.go_on(start.step, consumption)
+        ranks = Ranks(self.learner, others)
+        if start.checkpoint is not None:
+            await ranks.load(start.checkpoint)
+        self._trainer = Trainer(
+            s,
+            ranks,
+            reader,
+            None,
+            cast(MetricSink, sink),
+            transport=None,
+            lineage=start.lineage,
+            start_step=start.step,
+            parent=start.parent,
+            must_publish=lambda step: False,
+            held_out=held_out,
+        )
+        await self._trainer.run()
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         return cast("list[np.ndarray]", await self._trainer.score(rows))

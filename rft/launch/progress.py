@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-_EVAL = re.compile(r"eval/(?P<taskset>.+)/(?P<what>mean@\d+)")
+_EVAL = re.compile(r"eval/(?P<taskset>.+)/(?P<what>mean@\d+|loss)")
 _WINDOW = 10  # steps over which the time per step is averaged
 
 
@@ -109,6 +109,7 @@ def step_facts(values: dict[str, float], seconds: float) -> str:
     tokens = values.get("experience/response_tokens")
     shown = (
         ("reward", values.get("experience/reward/mean"), ".3f"),
+        ("loss", values.get("actor/loss") if "experience/reward/mean" not in values else None, ".3f"),
         ("length", values.get("experience/response_length/mean"), ".0f"),
         ("staleness", values.get("experience/staleness/max"), ".0f"),
         ("tok/s", tokens / seconds if tokens is not None and seconds > 0 else None, ".0f"),

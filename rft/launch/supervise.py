@@ -27,6 +27,7 @@ from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.logs import learnt_secrets
 from rft.trainer import manifest as manifests
+from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 
@@ -108,18 +109,22 @@ class _Parts:
         self.handles: dict[str, Any] = {}
         self.proxies: dict[str, Proxy] = {}
         self.pids: dict[str, int] = {}
+        self._used: Consumption | None = None  # what the checkpoint says of a data set
 
     async def start(self, found: manifests.Manifest | None, other: manifests.Manifest | None) -> Start:
         """Start every part, the slow ones side by side; take the next lineage; connect the coordinator."""
         plan = self.plan
-        places = await reserve(placement(plan.engines, plan.learner, self.cluster.gpus_per_node()))
+        engines = plan.engines if plan.trainer.given is None else ()
+        places = await reserve(placement(engines, plan.learner, self.cluster.gpus_per_node()))
         world = plan.learner.world_size
         rendezvous = str(self.rundir.path / f".rendezvous-{self.rundir.run_id}") if world > 1 else None
-        starting: list[Coroutine[Any, Any, None]] = [
-            self._part("buffer", "buffer", plan),
-            self._part("explorer", "explorer", plan, env=plan.explorer.env_vars),
-        ]
-        for i, settings in enumerate(plan.engines):
+        starting: list[Coroutine[Any, Any, None]] = []
+        if plan.trainer.given is None:
+            starting = [
+                self._part("buffer", "buffer", plan),
+                self._part("explorer", "explorer", plan, env=plan.explorer.env_vars),
+            ]
+        for i, settings in enumerate(engines):
             seat = places.options("engine", i)
             starting.append(
                 self._part(f"engine-{i}", "engine", plan, i, env=cpu_environment(settings), error=EngineFailed, **seat)
@@ -133,14 +138,23 @@ class _Parts:
             await asyncio.gather(*tasks)
         finally:
             await drive.cancel(tasks)
+        if plan.trainer.given is not None:
+            self._used = found.consumption if found is not None else None
+            await self._part("coordinator", "observer", plan)
+            return drive.begin_given(found, other)
         start = await drive.begin(self.proxies["buffer"], found, other)
         await self._part("coordinator", "coordinator", plan, self.engines, self.proxies["trainer-0"], start)
         return start
 
     async def work(self, start: Start, on_record: OnRecord, signals: Signals) -> None:
         p = self.proxies
-        trainer, explorer, coordinator, buffer = p["trainer-0"], p["explorer"], p["coordinator"], p["buffer"].bind(start.lineage)
+        trainer, coordinator = p["trainer-0"], p["coordinator"]
         others = [p[f"trainer-{rank}"] for rank in range(1, self.plan.learner.world_size)]
+        if self.plan.trainer.given is not None:
+            training = trainer.run_given(others, coordinator, start, self._used)
+            await drive.work(training, None, (trainer,), coordinator, on_record, signals)  # type: ignore[arg-type]
+            return
+        explorer, buffer = p["explorer"], p["buffer"].bind(start.lineage)
         await drive.work(
             trainer.run(others, buffer, coordinator, coordinator, start),
             explorer.run(self.engines, buffer, coordinator, coordinator, start),

@@ -6,6 +6,7 @@ Knows the Hugging Face folder layout, neither torch nor transformers.  Invariant
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -62,6 +63,18 @@ class ChatFiles:
     def encode_each(self, texts: Iterable[str]) -> list[list[int]]:
         """Token ids of each text, as it stands."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text by itself, with the special tokens that the tokenizer puts around it."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def marked(self, tokens: list[int], mask: list[bool]) -> str:
+        """The text of `tokens`, special ones included; where `mask` is True it stands between « and »."""
+        pieces = [
+            (on, [t for t, _ in part]) for on, part in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
+        ]
+        texts = [(on, self._tokenizer.decode(ids, skip_special_tokens=False)) for on, ids in pieces]
+        return "".join(f"«{text}»" if on else text for on, text in texts)
 
     def render(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rft.types.task import SamplingArgs
 
@@ -93,3 +93,19 @@ class TasksetSettings:
     prompt_limit: PromptLimit | None = None  # None = no prompt is counted
     prompt_truncation: str = "error"  # left | right | middle: where the engine cuts an opening prompt that is too long
     num_process: int = 1  # processes that count prompt tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenSettings:
+    """A data set that is trained on as it is: which rows, what each is, and how it becomes tokens."""
+
+    rows: TasksetSettings  # where they come from, the columns of a chat, and their order
+    kind: Literal["chats", "texts", "pairs"]
+    model_path: str  # folder with tokenizer.json
+    max_tokens: int  # of one row; of a pair's longer side
+    chat_template: str | None = None  # None = the tokenizer's own
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    every_turn: bool = False  # of a chat: train all answers, not only the last
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    filter_overlong: bool = False  # leave out rows that are too long, instead of refusing the data set

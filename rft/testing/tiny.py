@@ -101,6 +101,16 @@ def copy_tasks(split: Literal["train", "eval"] = "train", *, n: int | None = Non
     return rows[: n if n is not None else {"train": 2048, "eval": 100}[split]]
 
 
+def copy_pairs(split: Literal["train", "eval"] = "train", *, n: int | None = None, seed: int = 0) -> list[dict[str, str]]:
+    """Rows {"prompt": "qx7", "chosen": "7", "rejected": "3"}: the same tasks with the right digit and another one."""
+    rng = random.Random(seed)
+    rows = copy_tasks(split, n=n, seed=seed)
+    return [
+        {"prompt": r["prompt"], "chosen": r["response"], "rejected": rng.choice([d for d in "0123456789" if d != r["response"]])}
+        for r in rows
+    ]
+
+
 def write_tasks(folder: Path, *, seed: int = 0) -> Path:
     """Write `train.jsonl` and `eval.jsonl` of the copy task; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -55,11 +55,11 @@ def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> Read
     known = {g.group for g in lease.groups}
     for x in experiences:
         check(x, samples)
-        if str(x.group) not in known:
+        if not x.is_expert and str(x.group) not in known:
             raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {x.group}")
     if pairs:
         _check_pairs(experiences)
-    return Read(lease, experiences, [_train_row(x, pairs) for x in experiences])
+    return Read(lease, experiences, [train_row(x, pairs) for x in experiences])
 
 
 def make(
@@ -147,23 +147,28 @@ def _values(rows: Sequence[TrainRow], prepared: Prepared, critic: bool) -> dict[
 
 def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int) -> dict[str, float]:
     rows, groups = given.experiences, given.lease.groups
+    rewards = [r.reward for r in rows if r.reward is not None]
     zero = [not g.rewards or min(g.rewards) == max(g.rewards) for g in groups]
     lengths = [r.num_response_tokens for r in rows]
-    sizes = [np.abs(a).mean() for a in prepared.advantages]
-    return {
-        "frac_reward_zero_std": float(np.mean(zero)) if zero else 0.0,
-        "experience/staleness/mean": float(np.mean(staleness)) if staleness else 0.0,
-        "experience/staleness/max": float(max(staleness, default=0)),
+    which = range(len(rows)) if prepared.drawn is None else prepared.drawn
+    sizes = [np.abs(a).mean() for i, a in zip(which, prepared.advantages, strict=True) if not rows[i].is_expert] or [0.0]
+    found = {
         "experience/rows": float(len(rows)),
         "experience/groups": float(len(groups)),
         "experience/response_tokens": float(tokens),
         "experience/response_length/mean": float(np.mean(lengths)) if lengths else 0.0,
         "experience/response_length/max": float(max(lengths, default=0)),
-        "experience/reward/mean": float(np.mean([r.reward for r in rows])) if rows else 0.0,
-        "experience/advantage/abs_mean": float(np.mean(sizes)) if sizes else 0.0,
-        **{f"critic/score/{name}": float(how([r.reward for r in rows])) for name, how in _SUMMARY.items() if rows},
-        **prepared.metrics,
     }
+    if staleness:  # rows that somebody sampled
+        found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
+    if rewards:
+        found |= {
+            "frac_reward_zero_std": float(np.mean(zero)),
+            "experience/reward/mean": float(np.mean(rewards)),
+            "experience/advantage/abs_mean": float(np.mean(sizes)),
+            **{f"critic/score/{name}": float(how(rewards)) for name, how in _SUMMARY.items()},
+        }
+    return found | dict(prepared.metrics)
 
 
 def check(row: Experience, samples: Sampled = "all") -> None:
@@ -172,7 +177,8 @@ def check(row: Experience, samples: Sampled = "all") -> None:
     `samples`: which rows have to have these.
     """
     where = f"experience {row.id} of taskset {row.taskset!r}"
-    if not row.trainable:
+    scored = row.reward is not None or row.is_expert  # an expert's row has no reward, and none is read
+    if row.status == "failed" or not scored or not row.loss_mask.any():
         raise RunFailed(
             f"{where} was leased but is {row.status} with reward {row.reward}; only scored rows with a response can be trained on"
         )
@@ -205,7 +211,8 @@ def _check_pairs(rows: Sequence[Experience]) -> None:
         raise RunFailed(f"experience {rows[-1].id} is alone; a preference loss needs pairs: a chosen row, then a rejected one")
 
 
-def _train_row(row: Experience, pairs: bool = False) -> TrainRow:
+def train_row(row: Experience, pairs: bool = False) -> TrainRow:
+    """What the learner sees of an experience; `pairs`: the rows of its group are a pair."""
     temperatures = np.full(len(row.tokens), row.temperature, np.float32)
     for record in row.sampling:
         temperatures[record.start : record.end] = record.sampling.temperature
@@ -226,12 +233,11 @@ def _step_row(row: Experience, computed: Mapping[Computed, np.ndarray]) -> StepR
     def trained(values: np.ndarray | None) -> np.ndarray | None:
         return None if values is None else values[mask]
 
-    assert row.reward is not None, "`check` says so"
     return StepRow(
         group=str(row.group),
         run=row.id.run,
         step=row.id.step,
-        reward=float(row.reward),
+        reward=float(row.reward or 0.0),  # of an expert's row never read
         logprobs=row.logprobs[mask],
         token_rewards=None if row.token_rewards is None else _earned(row.token_rewards, mask),
         teacher=trained(row.teacher_logprobs),

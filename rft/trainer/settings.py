@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rft.taskset.settings import GivenSettings
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
@@ -142,3 +144,7 @@ class TrainerSettings:
     read_deadline_s: float = 1800.0
     max_staleness: int | None = None
     max_nonfinite_steps: int = 3
+    given: GivenSettings | None = None  # the data set that is trained on; None: what an explorer samples
+    held_out: GivenSettings | None = None  # rows of the same kind whose loss is computed
+    eval_interval: int = 0  # train steps between two such evaluations; 0 = only before the first step and after the last
+    seed: int = 42  # of the order of given rows

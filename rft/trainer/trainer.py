@@ -1,6 +1,6 @@
 """The training loop: lease a batch, train on it, publish if due, checkpoint if due, say what happened.
 
-Knows ports, ranks and checkpoints; not tasks, engines or losses.
+Knows ports, ranks and checkpoints; not tasks, engines or losses.  Where nobody samples (`rft.trainer.given`), nothing is published.
 Invariant: every leased row is used or explained before the next lease, and a checkpoint counts exactly the uses up to its step.
 """
 
@@ -23,6 +23,7 @@ from rft.trainer import feed as feeds
 from rft.trainer import manifest as manifests
 from rft.trainer.checkpoint import Checkpoints, best_step
 from rft.trainer.feed import Feed
+from rft.trainer.given import HeldOut
 from rft.trainer.manifest import Manifest
 from rft.trainer.numbers import numbers
 from rft.trainer.ranks import Ranks, StepReport
@@ -42,20 +43,21 @@ class Trainer:
         settings: TrainerSettings,
         ranks: Ranks,
         buffer: BufferReader,
-        sync: WeightSync,
+        sync: WeightSync | None,
         sink: MetricSink,
         *,
-        transport: Transport,
+        transport: Transport | None,
         lineage: int,
         start_step: int,
         parent: Version | None,
         must_publish: Callable[[int], bool],
         first_after: Callable[[int], int] | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
         self.settings = settings
         self._ranks, self._buffer, self._sync, self._sink, self._transport = ranks, buffer, sync, sink, transport
         self._lineage, self._start, self._parent = lineage, start_step, parent
-        self._must_publish, self._first_after = must_publish, first_after
+        self._must_publish, self._first_after, self._held_out = must_publish, first_after, held_out
         self._ahead = 0  # explore batches that steps which lacked rows took beyond their own
         self._checkpoints = Checkpoints(
             settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=asyncio.to_thread, best=_best(settings)
@@ -78,6 +80,8 @@ class Trainer:
 
     async def _run(self) -> None:
         await self._publish(self._start)
+        if self._parent is None:
+            await self._evaluate(self._start)
         step, whole = self._start, True
         while step < self.settings.total_steps:
             began, self._seconds = time.perf_counter(), {}
@@ -91,8 +95,10 @@ class Trainer:
             feed, report = await self._train(lease)
             if self._must_publish(step):
                 await self._publish(step)
-            else:
+            elif self._sync is not None:
                 await self._sync.trained(step)
+            if step < self.settings.total_steps and self.settings.eval_interval and step % self.settings.eval_interval == 0:
+                await self._evaluate(step)
             if self.settings.save_interval and step % self.settings.save_interval == 0 and step < self.settings.total_steps:
                 export = self.settings.save_hf_checkpoint == "always"
                 await self._save(step, export=export, wait=export or not self.settings.async_save)
@@ -150,6 +156,8 @@ class Trainer:
                     until=None if first is None else first + self._ahead,
                 )
             except NeedMore as e:
+                if self._sync is None:  # nobody who could explore more
+                    raise
                 await self._sync.explore_on(e.batch)
                 self._ahead = max(self._ahead, e.batch + 1 - (first or 0))
 
@@ -188,7 +196,9 @@ class Trainer:
         return feed, report
 
     async def _publish(self, step: int) -> None:
-        """Stage the weights and wait until every engine serves them."""
+        """Stage the weights and wait until every engine serves them; nothing where there are none."""
+        if self._sync is None or self._transport is None:
+            return
         version, before = Version(self._lineage, step), self._published
         with self._timed("sync"):
             manifest = await self._ranks.stage(version, self._transport)
@@ -232,14 +242,22 @@ class Trainer:
         """Nothing more is trained: the last weights are published, saved and, if wanted, exported; then everyone is told."""
         if self._published != Version(self._lineage, step):
             await self._publish(step)
+        await self._evaluate(step)
         await self._written()
         export = self.settings.save_hf_checkpoint != "never"
         exported = (self.settings.checkpoint_dir / manifests.folder_name(step) / "huggingface").is_dir()
         if self._saved != step or (export and not exported):
             await self._save(step, export=export)
-        await self._sync.trained(step, finished=True)
+        if self._sync is not None:
+            await self._sync.trained(step, finished=True)
 
     # ------------------------------------------------------------ numbers
+
+    async def _evaluate(self, step: int) -> None:
+        """The loss on held-out rows after `step`."""
+        if self._held_out is not None:
+            values = await self._held_out.evaluate(self._ranks)
+            await self._sink.log(MetricRecord(role="eval", step=step, time=time.time(), values=values))
 
     async def _log(self, step: int, feed: Feed, report: StepReport | None, lease: Lease, seconds: float) -> None:
         train_s = self._seconds["train"]

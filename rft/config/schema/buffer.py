@@ -8,7 +8,8 @@ from pydantic import AliasChoices
 
 from rft.config.schema.base import Args, IgnoreCase, Later, Name, Section, key, section
 
-_DATASET = "belongs to training on a data set, which comes later; experiences have their own format"
+_TASKS = "is for tasks; rows that are trained on have none"
+_GIVEN = "is for rows that are trained on (mode train): buffer.trainer_input.experience_buffer.format"
 OnShortBatch = Annotated[Literal["stop", "train", "carry"], IgnoreCase]
 
 
@@ -41,11 +42,27 @@ class FormatConfig(Section):
     reply_prefix: str | None = key(
         None, "Beginning of every answer.", later=Later("ask for that beginning in the prompt, or write a workflow")
     )
-    chosen_key: str = key("chosen", "Column of the better answer.", later=Later("pairs of answers come with dpo"))
-    rejected_key: str = key("rejected", "Column of the worse answer.", later=Later("pairs of answers come with dpo"))
-    enable_concatenated_multi_turn: bool = key(
-        False, "Train every answer of a demonstration's chat.", later=Later("demonstrations come with sft")
+    chosen_key: str = key("chosen", "Column of the better answer.", later=Later(_GIVEN))
+    rejected_key: str = key("rejected", "Column of the worse answer.", later=Later(_GIVEN))
+    enable_concatenated_multi_turn: bool = key(False, "Train every answer of a demonstration's chat.", later=Later(_GIVEN))
+
+
+class DataFormatConfig(FormatConfig):
+    """Which columns of a row that is trained on mean what: chats (sft), texts (cpt), pairs of answers (dpo)."""
+
+    prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
+        "plaintext",
+        "plaintext: prompt_key holds a question and response_key its answer; cpt: prompt_key holds the text.  messages: messages_key "
+        "holds a chat that ends with the answer; dpo: the chat before the two answers.",
     )
+    chosen_key: str = key("chosen", "dpo: column of the better answer, a text or a chat that ends with it.")
+    rejected_key: str = key("rejected", "dpo: column of the worse answer, a text or a chat that ends with it.")
+    enable_concatenated_multi_turn: bool = key(
+        False, "sft: train every answer of a chat.  False: the last one alone; those before it are read, not trained."
+    )
+    preset: Annotated[Literal["verl"], IgnoreCase] | None = key(None, "Meaning of the columns by name.", later=Later(_TASKS))
+    workflow_key: str = key("", "Column that names the row's workflow.", later=Later(_TASKS))
+    reward_fn_key: str = key("", "Column that names the row's reward.", later=Later(_TASKS))
 
 
 class RolloutArgs(Section):
@@ -202,7 +219,8 @@ class ExperienceBufferConfig(Section):
     path: str | None = key(
         None,
         "Database URL: postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:///FILE, with any storage_type; the run has a schema of its "
-        "own in PostgreSQL.  Else sql: an SQLite file; queue, file: folder (none: queue in memory only).  Null: all in the run folder.",
+        "own in PostgreSQL.  Else sql: an SQLite file; queue, file: folder (none: queue in memory only).  Null: all in the run folder.  "
+        "Mode train: the data set, a file (jsonl, json, csv, parquet), a folder with one for each split, or a hub id.",
     )
     capacity: int = key(10000, "Groups that may wait before the explorer is held back.", unit="groups", on_resume="safe", ge=1)
     capacity_bytes: int = key(
@@ -231,11 +249,15 @@ class ExperienceBufferConfig(Section):
     max_retry_interval: float = key(
         1.0, "Pause before the first of these; it doubles each time, up to 10 s.", unit="s", on_resume="safe", ge=0
     )
-    split: str | None = key(None, "Split, where path names a data set.", later=Later(_DATASET))
-    subset_name: str | None = key(None, "Subset, where path names a data set.", later=Later(_DATASET))
-    format: FormatConfig = section(FormatConfig, "Meaning of the columns, where path names a data set.", later=Later(_DATASET))
-    data_selector: DataSelectorConfig = section(
-        DataSelectorConfig, "Order of the rows, where path names a data set.", later=Later(_DATASET)
+    split: str | None = key(None, "Mode train: split of the data set that is trained on.  Null: train.")
+    eval_split: str | None = key(
+        None, "Mode train: split whose loss is computed and never trained (trainer.eval_interval).  Null: none.", on_resume="safe"
+    )
+    subset_name: str | None = key(None, "Mode train: subset of a hub data set.")
+    format: DataFormatConfig = section(DataFormatConfig, "Mode train: meaning of the columns.")
+    data_selector: DataSelectorConfig = section(DataSelectorConfig, "Mode train: order of the rows.")
+    filter_overlong: bool = key(
+        False, "Mode train: leave out rows of more than model.max_model_len tokens, and say how many.  False: they are an error."
     )
     enable_progress_bar: bool = key(
         False, "Show how far reading is.", on_resume="safe", later=Later("nothing is read beforehand", True)
@@ -255,7 +277,7 @@ class TrainerInputConfig(Section):
     auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key(
         {},
         "Further data for the trainer, by name, e.g. sft_dataset.",
-        later=Later("the losses that train an expert's rows come later (mix, mix_chord, sft); leave it out"),
+        later=Later("only the one that sample_strategy mix names is read, of chats; leave others out"),
     )
 
 

@@ -114,6 +114,13 @@ class TrainerConfig(Section):
         "fsdp2", "How the model is spread over ranks; fsdp is taken as fsdp2, with a warning."
     )
     total_steps: int | None = key(None, "Stop after this many train steps.", unit="train steps", on_resume="safe", ge=1)
+    eval_interval: int = key(
+        0,
+        "Mode train: loss on experience_buffer.eval_split every so many train steps; 0 = before the first and after the last only.",
+        unit="train steps",
+        on_resume="safe",
+        ge=0,
+    )
     save_interval: int = key(
         0, "Checkpoint every so many train steps; 0 = only at the end.", unit="train steps", on_resume="safe", ge=0
     )

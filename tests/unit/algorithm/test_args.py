@@ -27,7 +27,6 @@ from rft.trainer.settings import AlgorithmSettings
         ("policy_loss_fn", "ppo", {"clip_range": math.nan}, "finite number"),
         ("policy_loss_fn", "ppo", {"clip_range": 2.0}, "at most 1; set clip_range_low"),
         ("policy_loss_fn", "ppo", {"loss_agg_mode": "token-mean"}, "set algorithm.loss_agg_mode"),
-        ("sample_strategy", "mix", {}, "'mix' comes later.  Available: default, pf_ppo"),
         ("policy_loss_fn", "pppo", {}, "unknown policy loss 'pppo'.*Did you mean ppo"),
         ("advantage_fn", "grpo", {"std_threshold": -0.1}, "std_threshold: -0.1: input should be greater than or equal to 0"),
         ("advantage_fn", "grpo", {"std_cal_level": "all"}, "std_cal_level: 'all': input should be 'group' or 'batch'"),

@@ -25,6 +25,7 @@ from rft.errors import ConfigError, ConfigErrors
 
 IN = "buffer.explorer_input"
 REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer"
+DATA = "buffer.trainer_input.experience_buffer"
 TASKSET = {"name": "given", "path": "rft.testing.tiny:copy_tasks"}
 BASE: dict[str, Any] = {
     "checkpoint_root_dir": "/runs",
@@ -61,7 +62,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "explorer.rollout_model.max_response_tokens": {"model.max_response_tokens": None, "model.max_model_len": 96},
     "cluster.node_num": {"synchronizer.sync_method": "checkpoint"},
     "explorer.over_rollout.ratio": {"synchronizer.sync_style": "explorer_driven"},
-    "algorithm.sample_strategy_args": {"algorithm.sample_strategy": "mix"},
+    "algorithm.sample_strategy_args": {"algorithm.sample_strategy": "pf_ppo"},
     "algorithm.kl_loss_fn_args": {"algorithm.kl_loss_fn": "k2"},
     "algorithm.kl_penalty_fn_args": {"algorithm.kl_penalty_fn": "k2"},
     "algorithm.rollout_correction.rollout_rs": {"algorithm.rollout_correction.rollout_rs_threshold": 2.0},
@@ -110,7 +111,9 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "explorer.rollout_model.device": GPUS,
     "explorer.rollout_model.enforce_eager": GPUS,
 }
+DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage_type": "file", f"{DATA}.path": "rows"}
 VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
+    f"{DATA}.data_selector.selector_type": "shuffle",
     "algorithm.algorithm_type": "dr_grpo",
     "algorithm.advantage_fn_args": {"norm_by_std": False},
     "algorithm.policy_loss_fn_args": {"clip_range": 0.3},
@@ -121,8 +124,8 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "algorithm.kl_loss_fn": "k1",
     "algorithm.kl_loss_fn_args": {"kl_coef": 0.5},
     "algorithm.kl_penalty_fn_args": {"kl_coef": 0.5},
-    "algorithm.sample_strategy": "mix",
-    "algorithm.sample_strategy_args": {"expert_data_ratio": 0.25},
+    "algorithm.sample_strategy": "group_best",
+    "algorithm.sample_strategy_args": {"weight_pow": 3.0},
     "algorithm.entropy_loss_fn": "none",
     "algorithm.entropy_loss_fn_args": {"entropy_coef": 0.1},
     "explorer.env_vars": {"OTHER": "1"},
@@ -147,6 +150,8 @@ SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and w
     f"{IN}.eval_tasksets[0].data_selector.kwargs": "the selectors that evaluation takes have no arguments",
     "data_processor.task_pipeline.config_path": "names a file, see test_config_tasksets.py",
     **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),
+    f"{DATA}.data_selector.feature_keys": "no order of rows that are trained on takes them",
+    f"{DATA}.data_selector.kwargs": "no order of rows that are trained on takes them",
 }
 
 
@@ -159,6 +164,11 @@ def fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tup
 
 
 FIELDS = dict(fields())
+OF_A_DATA_SET = tuple(
+    f"{DATA}.{name}" for name in ("split", "eval_split", "subset_name", "format", "data_selector", "filter_overlong")
+)
+BESIDE |= {key: DATA_SET for key in FIELDS if key.startswith(OF_A_DATA_SET)}
+BESIDE["trainer.eval_interval"] = {**DATA_SET, f"{DATA}.eval_split": "test"}
 
 
 def written(key: str, value: Any = ...) -> dict[str, Any]:

@@ -47,7 +47,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("algorithm.compute_prox_logprobs", "true", "maybe", ACTIVE),
     ("algorithm.sample_strategy", "default", "[1]", ACTIVE),
     ("algorithm.sample_strategy", "staleness_control", "[1]", ACTIVE),
-    ("algorithm.sample_strategy", "mix", "[1]", REFUSED),
+    ("algorithm.sample_strategy", "group_best", "[1]", ACTIVE),  # mix: test_expert_rows.py
     ("algorithm.rollout_correction.rollout_is", "Token", "tokens", ACTIVE),
     ("algorithm.rollout_correction.rollout_is_threshold", "3", "0", ACTIVE),
     ("algorithm.optimizer.num_cycles", "1.5", "0", ACTIVE),

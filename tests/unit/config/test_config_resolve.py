@@ -290,7 +290,12 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "synchronizer.trainer_sync_interval": None,
     "synchronizer.group_name": None,
     "synchronizer.wait_for_checkpoint": None,
+    "trainer.eval_interval": None,  # this and what says how a data set is read: test_config_every_key.py
 }
+DATA_SET = tuple(
+    f"buffer.trainer_input.experience_buffer.{name}"
+    for name in ("split", "eval_split", "subset_name", "format", "data_selector", "filter_overlong")
+)
 
 
 def leaves() -> Iterator[str]:
@@ -302,8 +307,8 @@ def leaves() -> Iterator[str]:
 
 
 def another(key: str) -> str | None:
-    if key in TEXTS:
-        return TEXTS[key]
+    if key in TEXTS or key.startswith(DATA_SET):
+        return TEXTS.get(key)
     field = field_at(tuple(key.split(".")))
     assert field is not None
     old = field.default

@@ -289,6 +289,7 @@ def test_fine_tuning() -> None:
     assert not c.refused
     assert (v["mode"], v["algorithm.algorithm_type"]) == ("train", "sft")
     assert (v[f"{buffer}.path"], v[f"{buffer}.split"], v[f"{buffer}.storage_type"]) == ("/d/gsm8k", "train", "file")
+    assert v[f"{buffer}.eval_split"] == "test"
     assert v[f"{buffer}.format.prompt_key"] == "extra_info.question"
     assert v["buffer.train_batch_size"] == 64 and v["buffer.total_epochs"] == 2
     assert v["model.lora_configs[0].lora_rank"] == 32 and v["algorithm.optimizer.lr_scheduler_type"] == "cosine"
