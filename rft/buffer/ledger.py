@@ -20,7 +20,7 @@ from rft.buffer.ancestry import chain, counted_uses, digest
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.count import count
 from rft.buffer.database import Database
-from rft.buffer.intake import Intake, clean, read
+from rft.buffer.intake import COLUMNS, GROUP_COLUMNS, Intake, clean, read
 from rft.buffer.migrate import prepare
 from rft.buffer.mix import Mix, remember
 from rft.buffer.mix import counted as counted_mixed
@@ -48,6 +48,12 @@ from rft.types.ids import Version
 from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup, TaskOutcome
 
 log = logging.getLogger(__name__)
+_GROUP_COLUMNS = (*GROUP_COLUMNS, "locator")
+_USE_COLUMNS = ("experience", "lineage", "step", "created")  # of leases, too
+_BATCH_COLUMNS = ("lineage", "explorer", "batch", "accepted", "wanted", "reasons")
+_BATCH_AGAIN = "ON CONFLICT (lineage, explorer, batch) DO UPDATE SET " + ", ".join(
+    f"{c} = excluded.{c}" for c in ("accepted", "wanted", "reasons")
+)
 
 
 class Offer(msgspec.Struct):
@@ -222,7 +228,7 @@ class Ledger:
     def append(self, offers: Sequence[Offer]) -> list[Stored | BufferFailed]:
         """All offers in one transaction; each is stored, a repetition, or refused by itself."""
         ready: list[Intake | BufferFailed] = [self._read(offer) for offer in offers]
-        names = [x.group["id"] for x in ready if isinstance(x, Intake)]
+        names = [x.id for x in ready if isinstance(x, Intake)]
 
         def work(tx: Connection) -> tuple[list[Intake | Stored | BufferFailed], list[str]]:
             fault("buffer.append.before")
@@ -233,8 +239,8 @@ class Ledger:
             new = [x for x in answers if isinstance(x, Intake)]
             self._storage.drop(self._garbage, tx)
             self._garbage = locators = self._storage.put([x.frame for x in new], tx) if new else []
-            put_many(tx, groups, [{**x.group, "locator": at} for x, at in zip(new, locators, strict=True)])
-            put_many(tx, experiences, [row for x in new for row in x.rows])
+            put_many(tx, groups, _GROUP_COLUMNS, [(*x.group, at) for x, at in zip(new, locators, strict=True)])
+            put_many(tx, experiences, COLUMNS, [row for x in new for row in x.rows])
             self._count_rejections(tx, answers)
             fault("buffer.append.stored")
             return answers, locators
@@ -245,7 +251,7 @@ class Ledger:
         if not self._storage.durable:
             self._blocks.update(locators)
             new = [x for x in answers if isinstance(x, Intake)]
-            self._forget([at for x, at in zip(new, locators, strict=True) if not x.group["num_eligible"]])
+            self._forget([at for x, at in zip(new, locators, strict=True) if not x.waiting])
         places = iter(locators)
         return [_stored(x, next(places)) if isinstance(x, Intake) else x for x in answers]
 
@@ -262,19 +268,19 @@ class Ledger:
                 max_row_bytes=self._settings.max_row_bytes,
                 vocab_size=self._settings.vocab_size,
             )
-            if intake.group["explorer"] != offer.explorer:
-                raise FrameRejected(f"foreign_explorer: group {intake.group['id']} was appended by explorer {offer.explorer}")
+            if intake.explorer != offer.explorer:
+                raise FrameRejected(f"foreign_explorer: group {intake.id} was appended by explorer {offer.explorer}")
         except BufferFailed as e:
             return e
         return intake
 
     def _admit(self, x: Intake, known: dict[str, str]) -> Intake | Stored | BufferFailed:
-        name, content = x.group["id"], x.group["content_hash"]
+        name, content = x.id, x.content_hash
         if (old := known.get(name)) is not None:
             if old == content:
                 return Stored(AppendResult(appended=0, duplicates=len(x.rows)))
             return IdConflict(f"group {name} is stored with other content ({old}, now {content}); ids are never used again")
-        if (x.group["batch"], x.group["explorer"]) in self._closed:
+        if (x.batch, x.explorer) in self._closed:
             return FrameRejected(f"closed_batch: group {name} came after its batch was closed")
         known[name] = content
         return x
@@ -283,11 +289,11 @@ class Ledger:
         counts = Counter(str(x).split(":")[0] for x in answers if isinstance(x, FrameRejected))
         counts.update("id_conflict" for x in answers if isinstance(x, IdConflict))
         counts.update("fenced" for x in answers if isinstance(x, Fenced))
-        rows: list[dict[str, object]] = [{"lineage": self.lineage, "reason": reason, "count": n} for reason, n in counts.items()]
         put_many(
             tx,
             rejections,
-            rows,
+            ("lineage", "reason", "count"),
+            [(self.lineage, reason, n) for reason, n in counts.items()],
             again='ON CONFLICT (lineage, reason) DO UPDATE SET "count" = rejections."count" + excluded."count"',
         )
 
@@ -298,9 +304,8 @@ class Ledger:
         def work(tx: Connection) -> int:
             self.fence(lineage)
             fault("buffer.close_batch")
-            values = {"accepted": accepted, "wanted": wanted, "reasons": json.dumps(reasons, sort_keys=True)}
-            again = "ON CONFLICT (lineage, explorer, batch) DO UPDATE SET " + ", ".join(f"{k} = excluded.{k}" for k in values)
-            put_many(tx, batches, [{"lineage": lineage, "explorer": explorer, "batch": batch, **values}], again=again)
+            row = (lineage, explorer, batch, accepted, wanted, json.dumps(reasons, sort_keys=True))
+            put_many(tx, batches, _BATCH_COLUMNS, [row], again=_BATCH_AGAIN)
             good = and_(g.batch == batch, g.explorer == explorer, g.accepted, g.num_eligible > 0, g.held)
             return tx.scalar(select(func.count()).where(good)) or 0
 
@@ -373,11 +378,10 @@ class Ledger:
     def _lease_rows(self, tx: Connection, step: int, ids: Sequence[str]) -> None:
         """From here on their rewards stand, see `rft.buffer.views`."""
         now = time.time()
-        rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "created": now} for x in ids]
         again = (
             "ON CONFLICT (experience) DO UPDATE SET lineage = excluded.lineage, step = excluded.step, created = excluded.created"
         )
-        put_many(tx, leases, rows, again=again)
+        put_many(tx, leases, _USE_COLUMNS, [(x, self.lineage, step, now) for x in ids], again=again)
 
     def damaged(self, choice: Choice) -> dict[str, str]:
         """Groups of a lease whose payload is gone or changed: {id: what is wrong}."""
@@ -395,10 +399,10 @@ class Ledger:
             self.fence(lineage)
             fault("buffer.use.before")
             now = time.time()
-            put_many(tx, uses, [{"experience": x, "lineage": lineage, "step": step, "created": now} for x in ids])
+            put_many(tx, uses, _USE_COLUMNS, [(x, lineage, step, now) for x in ids])
             if mixed is not None:
-                of = {"source": mixed.name, "lineage": lineage, "step": step}
-                put_many(tx, mixed_uses, [{**of, "experience": x} for x in mixed.ids(step)])
+                columns = ("source", "experience", "lineage", "step")
+                put_many(tx, mixed_uses, columns, [(mixed.name, x, lineage, step) for x in mixed.ids(step)])
             move(tx, used, "used")
 
         self._run(work)
@@ -416,8 +420,8 @@ class Ledger:
 
     def _explain(self, tx: Connection, step: int, ids: Sequence[str], reason: str) -> None:
         reason = clean(reason)
-        rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "reason": reason} for x in ids]
-        put_many(tx, explanations, rows, again="ON CONFLICT DO NOTHING")
+        columns = ("experience", "lineage", "step", "reason")
+        put_many(tx, explanations, columns, [(x, self.lineage, step, reason) for x in ids], again="ON CONFLICT DO NOTHING")
         move(tx, ids, "explained", explained=reason)
 
     def settled(self, lineage: int, step: int) -> str | None:
@@ -523,26 +527,17 @@ class Ledger:
 
 
 def _checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
-    row: dict[str, object] = {
-        "lineage": version.lineage,
-        "step": version.step,
-        **{name: getattr(stated, name) for name in ("num_uses", "digest", "cursor")},
-        "created": time.time(),
-    }
+    columns = ("lineage", "step", "num_uses", "digest", "cursor", "created")
+    row = (version.lineage, version.step, stated.num_uses, stated.digest, stated.cursor, time.time())
     again = "num_uses = excluded.num_uses, digest = excluded.digest, cursor = excluded.cursor, created = excluded.created"
-    put_many(tx, checkpoints, [row], again=f"ON CONFLICT (lineage, step) DO UPDATE SET {again}")
+    put_many(tx, checkpoints, columns, [row], again=f"ON CONFLICT (lineage, step) DO UPDATE SET {again}")
 
 
 def _stored(x: Intake, locator: str) -> Stored:
-    g = x.group
-    key = (g["batch"], g["explorer"])
-    waiting = [
-        Row(r["id"], r["position"], r["oldest_step"], reward=r["reward"])
-        for r in sorted(x.rows, key=lambda r: r["id"])
-        if r["dropped"] is None
-    ]
-    group = Group(g["id"], g["batch"], g["explorer"], g["task"], locator, waiting, num_bytes=g["num_bytes"]) if waiting else None
-    return Stored(AppendResult(appended=len(x.rows), duplicates=0), key, group)
+    group = None
+    if x.waiting:
+        group = Group(x.id, x.batch, x.explorer, x.task, locator, x.waiting, num_bytes=len(x.frame))
+    return Stored(AppendResult(appended=len(x.rows), duplicates=0), (x.batch, x.explorer), group)
 
 
 def _place(part: tuple[tuple[Group, list[Row]], bytes]) -> tuple[int, int, int]:

@@ -7,6 +7,9 @@ The one exception among facts is `experiences.reward`: a person may change it un
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -206,20 +209,24 @@ def put_meta(tx: Connection, key: str, value: str) -> None:
 _PUT_META = text("INSERT INTO meta (key, value) VALUES (:key, :value) ON CONFLICT (key) DO UPDATE SET value = excluded.value")
 
 
-def put_many(tx: Connection, table: Table, rows: list[dict[str, object]], *, again: str = "") -> None:
-    """One statement for many rows, which all have the same columns in the same order.  `again`: an ON CONFLICT clause.
+def put_many(tx: Connection, table: Table, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]], *, again: str = "") -> None:
+    """One statement for many rows.  `again`: an ON CONFLICT clause.
 
     It goes to the driver as it is: building each row through Core costs more than storing it.
     """
     if not rows:
         return
-    sql = _SQL.get((table.name, again, tx.dialect.name))
-    if sql is None:
-        place = "?" if tx.dialect.paramstyle == "qmark" else "%s"
-        names = ", ".join(f'"{c}"' for c in rows[0])
-        sql = f"INSERT INTO {table.name} ({names}) VALUES ({', '.join([place] * len(rows[0]))}) {again}"
-        _SQL[table.name, again, tx.dialect.name] = sql
-    tx.exec_driver_sql(sql, [tuple(row.values()) for row in rows])
+    key = (table.name, columns, again, tx.dialect.paramstyle)
+    if (sql := _SQL.get(key)) is None:
+        names = ", ".join(f'"{c}"' for c in columns)
+        places = ", ".join([place(tx)] * len(columns))
+        sql = _SQL[key] = f"INSERT INTO {table.name} ({names}) VALUES ({places}) {again}"
+    tx.exec_driver_sql(sql, list(rows))
 
 
-_SQL: dict[tuple[str, str, str], str] = {}
+def place(tx: Connection) -> str:
+    """The driver's mark for a bound value."""
+    return "?" if tx.dialect.paramstyle == "qmark" else "%s"
+
+
+_SQL: dict[tuple[str, tuple[str, ...], str, str], str] = {}

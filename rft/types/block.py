@@ -32,7 +32,7 @@ _DTYPES = {
     "token_rewards": np.float32,
     "teacher_logprobs": np.float32,
 }
-_SIZES = {np.dtype(t).str: np.dtype(t).itemsize for t in _DTYPES.values()}
+_BY_NAME = {np.dtype(t).str: np.dtype(t) for t in _DTYPES.values()}
 _FIELDS = [(name, np.dtype(t).str) for name, t in _DTYPES.items()]
 _PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
 
@@ -195,11 +195,12 @@ class _Row:
         if kind is not np.ndarray or not isinstance(spec, list) or len(spec) != 3:
             raise TypeError(f"cannot make {kind.__name__} from {spec!r}")
         dtype, length, offset = spec
-        if dtype not in _SIZES or type(length) is not int or type(offset) is not int:
+        if dtype not in _BY_NAME or type(length) is not int or type(offset) is not int:
             raise TypeError(f"not an array of a frame: {spec!r}")
-        if length < 0 or offset < 0 or offset + length * _SIZES[dtype] > len(self.arrays):
+        found = _BY_NAME[dtype]
+        if length < 0 or offset < 0 or offset + length * found.itemsize > len(self.arrays):
             raise _CutShort(f"experience frame is cut short: an array of {length} {dtype} at byte {offset} of {len(self.arrays)}")
-        return np.frombuffer(self.arrays, dtype, length, offset)
+        return np.frombuffer(self.arrays, found, length, offset)
 
 
 def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:

@@ -33,7 +33,7 @@ class SqlStorage:
             return [str(x) for x in connection.scalars(statement, [{"block": b} for b in blocks])]
         last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # nobody else writes
         numbers = range(last + 1, last + 1 + len(blocks))
-        put_many(connection, payloads, [{"id": n, "block": b} for n, b in zip(numbers, blocks, strict=True)])
+        put_many(connection, payloads, ("id", "block"), list(zip(numbers, blocks, strict=True)))
         return [str(n) for n in numbers]
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
