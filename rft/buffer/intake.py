@@ -19,7 +19,8 @@ import xxhash
 from rft.buffer.order import Row
 from rft.buffer.views import MAX_REWARD
 from rft.errors import Fenced, FrameRejected
-from rft.types.block import Content, contents, decode
+from rft.types.block import Content
+from rft.types.block import read as read_block
 from rft.types.experience import Experience
 from rft.types.ids import GroupId, Version
 
@@ -121,8 +122,7 @@ def batch_of(frame: bytes) -> int | None:
 
 def _decode(frame: bytes) -> tuple[list[Experience], list[Content]]:
     try:
-        held = contents(frame)  # refuses what is no block
-        return decode(frame), held
+        return read_block(frame)
     except msgspec.ValidationError as e:  # a value that `Experience` refuses; its message begins with the field
         raise FrameRejected(f"invalid_{_field(str(e))}: {e}") from e
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgspec.MsgspecError) as e:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
 
 import msgspec
 from sqlalchemy import Connection, and_, exists, func, insert, or_, select, update
@@ -27,6 +27,7 @@ from rft.buffer.mix import counted as counted_mixed
 from rft.buffer.order import DAMAGED, DROPPED, Choice, Group, Row
 from rft.buffer.outcomes import outcomes, same_tasksets
 from rft.buffer.schema import (
+    ask,
     batches,
     checkpoints,
     experiences,
@@ -54,6 +55,12 @@ _BATCH_COLUMNS = ("lineage", "explorer", "batch", "accepted", "wanted", "reasons
 _BATCH_AGAIN = "ON CONFLICT (lineage, explorer, batch) DO UPDATE SET " + ", ".join(
     f"{c} = excluded.{c}" for c in ("accepted", "wanted", "reasons")
 )
+_COUNT_GOOD = "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND num_eligible > 0 AND held"
+_HEADERS = "SELECT id, group_id, reward, content_hash, run, step, num_response_tokens FROM experiences WHERE group_id IN (??) ORDER BY id"
+
+
+_Member = tuple[float, int, int, int]  # reward, run, step, response tokens
+_id = attrgetter("id")
 
 
 class Offer(msgspec.Struct):
@@ -234,7 +241,9 @@ class Ledger:
             fault("buffer.append.before")
             known: dict[str, str] = {}
             for part in parts(names):
-                known.update(r for r in tx.execute(select(groups.c.id, groups.c.content_hash).where(groups.c.id.in_(part))))
+                known.update(
+                    (x, content) for x, content in ask(tx, "SELECT id, content_hash FROM groups WHERE id IN (??)", many=part)
+                )
             answers = [x if isinstance(x, BufferFailed) else self._admit(x, known) for x in ready]
             new = [x for x in answers if isinstance(x, Intake)]
             self._storage.drop(self._garbage, tx)
@@ -299,15 +308,13 @@ class Ledger:
 
     def close_batch(self, lineage: int, explorer: int, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]) -> int:
         """How many groups of the batch can be (or were) trained, as the ledger knows it."""
-        g = groups.c
 
         def work(tx: Connection) -> int:
             self.fence(lineage)
             fault("buffer.close_batch")
             row = (lineage, explorer, batch, accepted, wanted, json.dumps(reasons, sort_keys=True))
             put_many(tx, batches, _BATCH_COLUMNS, [row], again=_BATCH_AGAIN)
-            good = and_(g.batch == batch, g.explorer == explorer, g.accepted, g.num_eligible > 0, g.held)
-            return tx.scalar(select(func.count()).where(good)) or 0
+            return int(ask(tx, _COUNT_GOOD, (batch, explorer)).scalar_one())
 
         count = self._run(work)
         self._closed.add((batch, explorer))
@@ -340,33 +347,30 @@ class Ledger:
     def lease(self, lineage: int, step: int, choice: Choice, mixed: Mix | None = None) -> tuple[bytes, tuple[GroupStats, ...]]:
         """Payload and frozen statistics of the chosen rows, and behind them those of `mixed`; rows left out for good are explained."""
         names = [g.id for g, _ in choice.picked]
-        e = experiences.c
-        columns = (e.id, e.group_id, e.reward, e.content_hash, e.run, e.step, e.num_response_tokens)
 
-        def work(tx: Connection) -> tuple[bytes, dict[str, list[Any]]]:
+        def work(tx: Connection) -> tuple[bytes, dict[str, list[_Member]]]:
             self.fence(lineage)
             fault("buffer.lease")
             for reason, dropped in choice.dropped.items():
                 self._explain(tx, step, [r.id for _, rows in dropped for r in rows], reason)
             blocks = self._storage.get([g.locator for g, _ in choice.picked], tx)
-            headers = [  # locked, where the database locks rows: an edit of a reward comes before this lease or is refused
-                header
-                for part in parts(names)
-                for header in tx.execute(select(*columns).where(e.group_id.in_(part)).order_by(e.id).with_for_update())
-            ]
-            rewards = {h.id: h.reward for h in headers}
-            hashes = {h.id: h.content_hash for h in headers}
+            # locked, where the database locks rows: an edit of a reward comes before this lease or is refused
+            locked = _HEADERS if tx.dialect.name == "sqlite" else f"{_HEADERS} FOR UPDATE"
+            rewards: dict[str, float | None] = {}
+            hashes: dict[str, str] = {}
+            scored: dict[str, list[_Member]] = {}
+            for part in parts(names):
+                for name, of, reward, content, run, turn, length in ask(tx, locked, many=part).all():
+                    rewards[name], hashes[name] = reward, content
+                    if reward is not None:
+                        scored.setdefault(of, []).append((reward, run, turn, length))
             chosen = []
             for (group, rows), block in sorted(zip(choice.picked, blocks, strict=True), key=_place):
+                rows = sorted(rows, key=_id)
                 _verify(group, rows, block, hashes)
-                rows = sorted(rows, key=lambda r: r.id)
                 # the ledger's rewards hold, so that a row and its group's statistics never disagree
                 chosen.append((block, [r.position for r in rows], [rewards[r.id] for r in rows]))
             self._lease_rows(tx, step, [r.id for _, rows in choice.picked for r in rows])
-            scored: dict[str, list[Any]] = {}
-            for h in headers:
-                if h.reward is not None:
-                    scored.setdefault(h.group_id, []).append(h)
             return bundle([*chosen, *further]), scored
 
         further = [(block, range(len(rewards)), rewards) for block, rewards in ([mixed.block(step)] if mixed else [])]
@@ -557,18 +561,10 @@ def _verify(group: Group, rows: Sequence[Row], block: bytes, hashes: Mapping[str
             raise PayloadDamaged(f"payload {group.locator} does not hold {row.id} as it was stored. {REMEDY}")
 
 
-def _statistics(name: str, members: Sequence[Any]) -> GroupStats:
-    """`members`: headers of the scored ones."""
-    rewards = [h.reward for h in members]
+def _statistics(name: str, members: Sequence[_Member]) -> GroupStats:
+    """Of the scored members."""
+    rewards, runs, steps, lengths = zip(*members, strict=True)
     n = len(rewards)
     mean = sum(rewards) / n
     std = (sum((r - mean) ** 2 for r in rewards) / (n - 1)) ** 0.5 if n > 1 else 0.0
-    return GroupStats(
-        group=name,
-        rewards=tuple(rewards),
-        mean=mean,
-        std=std,
-        runs=tuple(h.run for h in members),
-        steps=tuple(h.step for h in members),
-        lengths=tuple(h.num_response_tokens for h in members),
-    )
+    return GroupStats(group=name, rewards=rewards, mean=mean, std=std, runs=runs, steps=steps, lengths=lengths)

@@ -227,8 +227,8 @@ def check(x: Experience) -> None:
     if n:
         _check_values(x, whole=whole)
     _check_reward("reward", x.reward)
-    for part, value in x.reward_parts.items():
-        _check_reward(part, value)
+    for part, score in x.reward_parts.items():
+        _check_reward(part, score)
     if x.status == "failed":
         if not x.reason:
             raise ValueError("reason: a failed run must say why it failed")
@@ -259,7 +259,7 @@ def _one_span(x: Experience) -> bool:
     start, end = span.start, span.end
     if not 0 <= start <= end <= len(x.tokens):
         return False
-    return np.count_nonzero(x.loss_mask) == end - start == np.count_nonzero(x.loss_mask[start:end])
+    return bool(np.count_nonzero(x.loss_mask) == end - start == np.count_nonzero(x.loss_mask[start:end]))
 
 
 def _check_values(x: Experience, *, whole: bool) -> None:

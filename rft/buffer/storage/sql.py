@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, insert
 
 from rft.buffer.base import REMEDY, storage
-from rft.buffer.schema import payloads, put_many
+from rft.buffer.schema import ask, payloads, put_many
 from rft.buffer.settings import BufferSettings
 from rft.errors import PayloadDamaged
 from rft.faults import fault
@@ -40,7 +40,7 @@ class SqlStorage:
         found: dict[str, bytes] = {}
         for start in range(0, len(locators), _PART):
             part = [int(x) for x in locators[start : start + _PART]]
-            for number, block in connection.execute(select(payloads).where(payloads.c.id.in_(part))):
+            for number, block in ask(connection, "SELECT id, block FROM payloads WHERE id IN (??)", many=part).all():
                 found[str(number)] = block
         if missing := [x for x in locators if x not in found]:
             raise PayloadDamaged(f"payload {missing[0]} is not in table payloads ({len(missing)} missing). {REMEDY}")
