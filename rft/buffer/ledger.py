@@ -254,7 +254,7 @@ class Ledger:
             fault("buffer.append.stored")
             return answers, locators
 
-        answers, locators = self._run(work)
+        answers, locators = self._run(work, size=sum(len(x.frame) for x in ready if isinstance(x, Intake)))
         self._garbage = []
         fault("buffer.append.after")
         if not self._storage.durable:
