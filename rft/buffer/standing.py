@@ -18,7 +18,8 @@ from rft.buffer.schema import ask, experiences, groups, leases, uses
 from rft.errors import BufferFailed
 
 _PART = 500  # bound values of one IN (...)
-_MOVE = "UPDATE experiences SET state = ?, explained = ? WHERE state = 'available' AND id IN (??)"
+# by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
+_MOVE = "UPDATE experiences SET state = ?, explained = ? WHERE id IN (??) AND (state = 'available') IS TRUE"
 TRANSITIONS: dict[str, frozenset[str]] = {
     "available": frozenset({"leased", "explained"}),
     "leased": frozenset({"available", "used", "explained"}),
