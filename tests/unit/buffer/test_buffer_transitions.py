@@ -63,7 +63,7 @@ async def test_what_each_step_asks_reads_its_own_rows_only(sql: str, index: str,
     buffer = Buffer(BufferSettings(folder=tmp_path))
     await buffer.open()
     await buffer.close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "buffer.db")) as raw:
+    with contextlib.closing(sqlite3.connect(tmp_path / "experience_buffer.db")) as raw:
         whole = sql.replace("(??)", f"({', '.join(['?'] * 64)})")
         plan = [row[3] for row in raw.execute(f"EXPLAIN QUERY PLAN {whole}", ["x"] * whole.count("?"))]
     assert any(index in line for line in plan), plan
