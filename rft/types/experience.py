@@ -20,7 +20,7 @@ INT32, BOOL, FLOAT32 = np.dtype(np.int32), np.dtype(np.bool_), np.dtype(np.float
 LOGPROB_SLACK = 1e-4  # engines may report a log-prob this far above 0; it is clipped and counted
 
 
-class SamplingRecord(Struct, frozen=True, kw_only=True):
+class SamplingRecord(Struct, frozen=True, kw_only=True, gc=False):
     """How the tokens [start, end) of an experience were drawn."""
 
     start: int
