@@ -103,7 +103,9 @@ class Database:
         return self._connection
 
     def run(self, work: Callable[[Connection], R], *, size: int = 0) -> R:
-        """`work` in one transaction, which writes payload of about `size` bytes.  Where the connection is lost or a lock cannot be had, it is repeated as the settings say.
+        """`work` in one transaction, which writes payload of about `size` bytes.
+
+        Where the connection is lost or a lock cannot be had, it is repeated as the settings say.
 
         `work` may run several times; only one of them is committed.  Raises BufferFailed: then nothing of it is stored, or the message
         says that this is not known.
