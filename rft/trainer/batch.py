@@ -73,9 +73,8 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
         """Column `name` of every row, [L] or one value for all its tokens."""
         values = [default if (v := getattr(r, name)) is None else v for r in rows]
         if any(isinstance(v, np.ndarray) for v in values):
-            return tensor(
-                [np.broadcast_to(v, n) if np.ndim(v) == 0 else v for v, n in zip(values, lengths, strict=True)], np.float32
-            )
+            each = [v if isinstance(v, np.ndarray) else np.full(n, v, np.float32) for v, n in zip(values, lengths, strict=True)]
+            return tensor(each, np.float32)
         return torch.from_numpy(np.repeat(np.asarray(values, np.float32), lengths)).to(device)
 
     return MicroBatch(
