@@ -102,8 +102,10 @@ class Database:
             raise BufferFailed(f"the buffer {self.place} is closed")
         return self._connection
 
-    def run(self, work: Callable[[Connection], R]) -> R:
-        """`work` in one transaction.  Where the connection is lost or a lock cannot be had, it is repeated as the settings say.
+    def run(self, work: Callable[[Connection], R], *, size: int = 0) -> R:
+        """`work` in one transaction, which writes payload of about `size` bytes.
+
+        Where the connection is lost or a lock cannot be had, it is repeated as the settings say.
 
         `work` may run several times; only one of them is committed.  Raises BufferFailed: then nothing of it is stored, or the message
         says that this is not known.
@@ -124,7 +126,7 @@ class Database:
                     results = [work(tx)]
                     mark = self._mark(tx)
                 if self._checkpointer is not None:
-                    self._checkpointer.written()
+                    self._checkpointer.written(size)
                 return results[0]
             except (SQLAlchemyError, OSError) as e:
                 if self._stop.is_set() or not pauses or not self._passing(e):

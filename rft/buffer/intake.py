@@ -9,27 +9,61 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
+from rft.buffer.order import Row
 from rft.buffer.views import MAX_REWARD
 from rft.errors import Fenced, FrameRejected
-from rft.types.block import Content, contents, decode
+from rft.types.block import Content
+from rft.types.block import read as read_block
 from rft.types.experience import Experience
-from rft.types.ids import GroupId
+from rft.types.ids import GroupId, Version
 
 Ancestry = Mapping[int, int]  # lineage -> newest step of it that counts
 MAX_INTEGER = 2**31 - 1  # of the ledger's columns
 
 
+GROUP_COLUMNS = (
+    *(
+        "id",
+        "lineage",
+        "explorer",
+        "batch",
+        "task",
+        "accepted",
+        "reason",
+        "num_rows",
+        "num_eligible",
+        "content_hash",
+        "num_bytes",
+    ),
+    *("created", "held"),
+)
+MADE_COLUMNS = (*("num_turns", "top_p", "top_k", "min_p", "seed", "logprob_mode", "engine", "has_logprobs", "version_spans"),)
+COLUMNS = (  # of table experiences, as `_values` gives them
+    *("id", "group_id", "position", "lineage", "explorer", "batch", "task", "run", "attempt", "step", "taskset", "task_index"),
+    *("workflow", "oldest_lineage", "oldest_step", "newest_lineage", "newest_step", "reward", "reward_parts", "num_tokens"),
+    *("num_response_tokens", "status", "reason", "finish_reason", "temperature", "is_expert", "clipped_logprobs", "prompt_text"),
+    *("response_text", "content_hash", "created", "dropped", "state", "explained", *MADE_COLUMNS),
+)
+
+
 class Intake(msgspec.Struct, frozen=True):
     """One group, ready to be stored."""
 
-    group: dict[str, Any]  # columns of table groups, without the locator
-    rows: list[dict[str, Any]]  # columns of table experiences
+    id: str
+    batch: int
+    explorer: int
+    task: int
+    content_hash: str
+    group: tuple[Any, ...]  # GROUP_COLUMNS
+    rows: list[tuple[Any, ...]]  # COLUMNS
+    waiting: list[Row]  # those that can be trained, by their ids
     frame: bytes
 
 
@@ -60,28 +94,21 @@ def read(
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
             raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
     name, now, why = str(group), time.time(), clean(reason)
-    columns = []
+    values, waiting, lines = [], [], []
     for position, (row, content) in enumerate(zip(rows, held, strict=True)):
         if content.size > max_row_bytes:
             raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {max_row_bytes}")
-        columns.append(_columns(row, name, position, content.hash, now, _dropped(row) if accepted else why))
-    whole = xxhash.xxh3_128_hexdigest("\n".join(f"{c['id']}@{c['content_hash']}" for c in columns).encode())
-    header = {
-        "id": name,
-        "lineage": group.lineage,
-        "explorer": group.explorer,
-        "batch": group.batch,
-        "task": group.task,
-        "accepted": accepted,
-        "reason": "" if accepted else why,
-        "num_rows": len(rows),
-        "num_eligible": sum(c["dropped"] is None for c in columns),
-        "content_hash": whole,
-        "num_bytes": len(frame),
-        "created": now,
-        "held": True,
-    }
-    return Intake(header, columns, frame)
+        of, dropped, oldest = str(row.id), _dropped(row) if accepted else why, row.oldest_version
+        values.append(_values(row, of, name, position, content.hash, now, dropped, oldest))
+        lines.append(f"{of}@{content.hash}")
+        if dropped is None:
+            waiting.append(Row(of, position, oldest.step if oldest else None, reward=row.reward))
+    whole = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+    numbers = (group.lineage, group.explorer, group.batch, group.task)
+    refused = "" if accepted else why
+    header = (name, *numbers, accepted, refused, len(rows), len(waiting), whole, len(frame), now, True)
+    waiting.sort(key=attrgetter("id"))
+    return Intake(name, group.batch, group.explorer, group.task, whole, header, values, waiting, frame)
 
 
 def batch_of(frame: bytes) -> int | None:
@@ -95,8 +122,7 @@ def batch_of(frame: bytes) -> int | None:
 
 def _decode(frame: bytes) -> tuple[list[Experience], list[Content]]:
     try:
-        held = contents(frame)  # refuses what is no block
-        return decode(frame), held
+        return read_block(frame)
     except msgspec.ValidationError as e:  # a value that `Experience` refuses; its message begins with the field
         raise FrameRejected(f"invalid_{_field(str(e))}: {e}") from e
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
@@ -146,63 +172,69 @@ def clean(value: str) -> str:
     return value.replace("\0", "\ufffd") if "\0" in value else value
 
 
-def made(row: Experience) -> dict[str, Any]:
-    """Columns that say how a row was made; those of sampling are of its first model call."""
+def made(row: Experience) -> tuple[Any, ...]:
+    """MADE_COLUMNS, which say how a row was made; those of sampling are of its first model call."""
     first = row.sampling[0] if row.sampling else None
-    return {
-        "num_turns": len(row.sampling),
-        "top_p": first.sampling.top_p if first else None,
-        "top_k": first.sampling.top_k if first else None,
-        "min_p": first.sampling.min_p if first else None,
-        "seed": first.sampling.seed if first else None,
-        "logprob_mode": first.logprob_mode if first else None,
-        "engine": clean(first.engine) if first else None,
-        "has_logprobs": row.has_logprobs,
-        "version_spans": msgspec.json.encode(
-            [[s.version.lineage, s.version.step, s.start, s.end] for s in row.version_spans]
-        ).decode(),
-    }
+    spans = _json([(s.version.lineage, s.version.step, s.start, s.end) for s in row.version_spans]).decode()
+    if first is None:
+        return (0, None, None, None, None, None, None, row.has_logprobs, spans)
+    given = first.sampling
+    drawn = (given.top_p, given.top_k, given.min_p, given.seed, first.logprob_mode, clean(first.engine))
+    return (len(row.sampling), *drawn, row.has_logprobs, spans)
 
 
-def _columns(row: Experience, group: str, position: int, content_hash: str, now: float, dropped: str | None) -> dict[str, Any]:
-    oldest, newest = row.oldest_version, row.newest_version
-    return {
-        "id": str(row.id),
-        "group_id": group,
-        "position": position,
-        "lineage": row.id.lineage,
-        "explorer": row.id.explorer,
-        "batch": row.id.batch,
-        "task": row.id.task,
-        "run": row.id.run,
-        "attempt": row.id.attempt,
-        "step": row.id.step,
-        "taskset": clean(row.taskset),
-        "task_index": row.task_index,
-        "workflow": clean(row.workflow),
-        "oldest_lineage": oldest.lineage if oldest else None,
-        "oldest_step": oldest.step if oldest else None,
-        "newest_lineage": newest.lineage if newest else None,
-        "newest_step": newest.step if newest else None,
-        "reward": row.reward,
-        "reward_parts": msgspec.json.encode(row.reward_parts, order="sorted").decode(),
-        "num_tokens": row.num_tokens,
-        "num_response_tokens": row.num_response_tokens,
-        "status": row.status,
-        "reason": clean(row.reason),
-        "finish_reason": clean(row.finish_reason),
-        "temperature": row.temperature,
-        "is_expert": row.is_expert,
-        "clipped_logprobs": row.clipped_logprobs,
-        "prompt_text": clean(row.prompt_text),
-        "response_text": clean(row.response_text),
-        "content_hash": content_hash,
-        "created": now,
-        **made(row),
-        "dropped": dropped,
-        "state": "available" if dropped is None else "explained",
-        "explained": dropped,
-    }
+def _values(
+    row: Experience,
+    name: str,
+    group: str,
+    position: int,
+    content_hash: str,
+    now: float,
+    dropped: str | None,
+    oldest: Version | None,
+) -> tuple[Any, ...]:
+    of, newest = row.id, row.newest_version
+    return (
+        name,
+        group,
+        position,
+        of.lineage,
+        of.explorer,
+        of.batch,
+        of.task,
+        of.run,
+        of.attempt,
+        of.step,
+        clean(row.taskset),
+        row.task_index,
+        clean(row.workflow),
+        oldest.lineage if oldest else None,
+        oldest.step if oldest else None,
+        newest.lineage if newest else None,
+        newest.step if newest else None,
+        row.reward,
+        _json_sorted(row.reward_parts).decode(),
+        len(row.tokens),
+        row.num_response_tokens,
+        row.status,
+        clean(row.reason),
+        clean(row.finish_reason),
+        row.temperature,
+        row.is_expert,
+        row.clipped_logprobs,
+        clean(row.prompt_text),
+        clean(row.response_text),
+        content_hash,
+        now,
+        dropped,
+        "available" if dropped is None else "explained",
+        dropped,
+        *made(row),
+    )
+
+
+_json = msgspec.json.Encoder().encode
+_json_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 def _dropped(row: Experience) -> str | None:

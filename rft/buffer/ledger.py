@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
 
 import msgspec
 from sqlalchemy import Connection, and_, exists, func, insert, or_, select, update
@@ -20,13 +20,14 @@ from rft.buffer.ancestry import chain, counted_uses, digest
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.count import count
 from rft.buffer.database import Database
-from rft.buffer.intake import Intake, clean, read
+from rft.buffer.intake import COLUMNS, GROUP_COLUMNS, Intake, clean, read
 from rft.buffer.migrate import prepare
 from rft.buffer.mix import Mix, remember
 from rft.buffer.mix import counted as counted_mixed
 from rft.buffer.order import DAMAGED, DROPPED, Choice, Group, Row
 from rft.buffer.outcomes import outcomes, same_tasksets
 from rft.buffer.schema import (
+    ask,
     batches,
     checkpoints,
     experiences,
@@ -48,6 +49,18 @@ from rft.types.ids import Version
 from rft.types.ports import AppendResult, Consumption, GroupStats, HeldGroup, TaskOutcome
 
 log = logging.getLogger(__name__)
+_GROUP_COLUMNS = (*GROUP_COLUMNS, "locator")
+_USE_COLUMNS = ("experience", "lineage", "step", "created")  # of leases, too
+_BATCH_COLUMNS = ("lineage", "explorer", "batch", "accepted", "wanted", "reasons")
+_BATCH_AGAIN = "ON CONFLICT (lineage, explorer, batch) DO UPDATE SET " + ", ".join(
+    f"{c} = excluded.{c}" for c in ("accepted", "wanted", "reasons")
+)
+_COUNT_GOOD = "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND num_eligible > 0 AND held"
+_HEADERS = "SELECT id, group_id, reward, content_hash, run, step, num_response_tokens FROM experiences WHERE group_id IN (??) ORDER BY id"
+
+
+_Member = tuple[float, int, int, int]  # reward, run, step, response tokens
+_id = attrgetter("id")
 
 
 class Offer(msgspec.Struct):
@@ -222,30 +235,32 @@ class Ledger:
     def append(self, offers: Sequence[Offer]) -> list[Stored | BufferFailed]:
         """All offers in one transaction; each is stored, a repetition, or refused by itself."""
         ready: list[Intake | BufferFailed] = [self._read(offer) for offer in offers]
-        names = [x.group["id"] for x in ready if isinstance(x, Intake)]
+        names = [x.id for x in ready if isinstance(x, Intake)]
 
         def work(tx: Connection) -> tuple[list[Intake | Stored | BufferFailed], list[str]]:
             fault("buffer.append.before")
             known: dict[str, str] = {}
             for part in parts(names):
-                known.update(r for r in tx.execute(select(groups.c.id, groups.c.content_hash).where(groups.c.id.in_(part))))
+                known.update(
+                    (x, content) for x, content in ask(tx, "SELECT id, content_hash FROM groups WHERE id IN (??)", many=part)
+                )
             answers = [x if isinstance(x, BufferFailed) else self._admit(x, known) for x in ready]
             new = [x for x in answers if isinstance(x, Intake)]
             self._storage.drop(self._garbage, tx)
             self._garbage = locators = self._storage.put([x.frame for x in new], tx) if new else []
-            put_many(tx, groups, [{**x.group, "locator": at} for x, at in zip(new, locators, strict=True)])
-            put_many(tx, experiences, [row for x in new for row in x.rows])
+            put_many(tx, groups, _GROUP_COLUMNS, [(*x.group, at) for x, at in zip(new, locators, strict=True)])
+            put_many(tx, experiences, COLUMNS, [row for x in new for row in x.rows])
             self._count_rejections(tx, answers)
             fault("buffer.append.stored")
             return answers, locators
 
-        answers, locators = self._run(work)
+        answers, locators = self._run(work, size=sum(len(x.frame) for x in ready if isinstance(x, Intake)))
         self._garbage = []
         fault("buffer.append.after")
         if not self._storage.durable:
             self._blocks.update(locators)
             new = [x for x in answers if isinstance(x, Intake)]
-            self._forget([at for x, at in zip(new, locators, strict=True) if not x.group["num_eligible"]])
+            self._forget([at for x, at in zip(new, locators, strict=True) if not x.waiting])
         places = iter(locators)
         return [_stored(x, next(places)) if isinstance(x, Intake) else x for x in answers]
 
@@ -262,19 +277,19 @@ class Ledger:
                 max_row_bytes=self._settings.max_row_bytes,
                 vocab_size=self._settings.vocab_size,
             )
-            if intake.group["explorer"] != offer.explorer:
-                raise FrameRejected(f"foreign_explorer: group {intake.group['id']} was appended by explorer {offer.explorer}")
+            if intake.explorer != offer.explorer:
+                raise FrameRejected(f"foreign_explorer: group {intake.id} was appended by explorer {offer.explorer}")
         except BufferFailed as e:
             return e
         return intake
 
     def _admit(self, x: Intake, known: dict[str, str]) -> Intake | Stored | BufferFailed:
-        name, content = x.group["id"], x.group["content_hash"]
+        name, content = x.id, x.content_hash
         if (old := known.get(name)) is not None:
             if old == content:
                 return Stored(AppendResult(appended=0, duplicates=len(x.rows)))
             return IdConflict(f"group {name} is stored with other content ({old}, now {content}); ids are never used again")
-        if (x.group["batch"], x.group["explorer"]) in self._closed:
+        if (x.batch, x.explorer) in self._closed:
             return FrameRejected(f"closed_batch: group {name} came after its batch was closed")
         known[name] = content
         return x
@@ -283,26 +298,23 @@ class Ledger:
         counts = Counter(str(x).split(":")[0] for x in answers if isinstance(x, FrameRejected))
         counts.update("id_conflict" for x in answers if isinstance(x, IdConflict))
         counts.update("fenced" for x in answers if isinstance(x, Fenced))
-        rows: list[dict[str, object]] = [{"lineage": self.lineage, "reason": reason, "count": n} for reason, n in counts.items()]
         put_many(
             tx,
             rejections,
-            rows,
+            ("lineage", "reason", "count"),
+            [(self.lineage, reason, n) for reason, n in counts.items()],
             again='ON CONFLICT (lineage, reason) DO UPDATE SET "count" = rejections."count" + excluded."count"',
         )
 
     def close_batch(self, lineage: int, explorer: int, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]) -> int:
         """How many groups of the batch can be (or were) trained, as the ledger knows it."""
-        g = groups.c
 
         def work(tx: Connection) -> int:
             self.fence(lineage)
             fault("buffer.close_batch")
-            values = {"accepted": accepted, "wanted": wanted, "reasons": json.dumps(reasons, sort_keys=True)}
-            again = "ON CONFLICT (lineage, explorer, batch) DO UPDATE SET " + ", ".join(f"{k} = excluded.{k}" for k in values)
-            put_many(tx, batches, [{"lineage": lineage, "explorer": explorer, "batch": batch, **values}], again=again)
-            good = and_(g.batch == batch, g.explorer == explorer, g.accepted, g.num_eligible > 0, g.held)
-            return tx.scalar(select(func.count()).where(good)) or 0
+            row = (lineage, explorer, batch, accepted, wanted, json.dumps(reasons, sort_keys=True))
+            put_many(tx, batches, _BATCH_COLUMNS, [row], again=_BATCH_AGAIN)
+            return int(ask(tx, _COUNT_GOOD, (batch, explorer)).scalar_one())
 
         count = self._run(work)
         self._closed.add((batch, explorer))
@@ -335,33 +347,30 @@ class Ledger:
     def lease(self, lineage: int, step: int, choice: Choice, mixed: Mix | None = None) -> tuple[bytes, tuple[GroupStats, ...]]:
         """Payload and frozen statistics of the chosen rows, and behind them those of `mixed`; rows left out for good are explained."""
         names = [g.id for g, _ in choice.picked]
-        e = experiences.c
-        columns = (e.id, e.group_id, e.reward, e.content_hash, e.run, e.step, e.num_response_tokens)
 
-        def work(tx: Connection) -> tuple[bytes, dict[str, list[Any]]]:
+        def work(tx: Connection) -> tuple[bytes, dict[str, list[_Member]]]:
             self.fence(lineage)
             fault("buffer.lease")
             for reason, dropped in choice.dropped.items():
                 self._explain(tx, step, [r.id for _, rows in dropped for r in rows], reason)
             blocks = self._storage.get([g.locator for g, _ in choice.picked], tx)
-            headers = [  # locked, where the database locks rows: an edit of a reward comes before this lease or is refused
-                header
-                for part in parts(names)
-                for header in tx.execute(select(*columns).where(e.group_id.in_(part)).order_by(e.id).with_for_update())
-            ]
-            rewards = {h.id: h.reward for h in headers}
-            hashes = {h.id: h.content_hash for h in headers}
+            # locked, where the database locks rows: an edit of a reward comes before this lease or is refused
+            locked = _HEADERS if tx.dialect.name == "sqlite" else f"{_HEADERS} FOR UPDATE"
+            rewards: dict[str, float | None] = {}
+            hashes: dict[str, str] = {}
+            scored: dict[str, list[_Member]] = {}
+            for part in parts(names):
+                for name, of, reward, content, run, turn, length in ask(tx, locked, many=part).all():
+                    rewards[name], hashes[name] = reward, content
+                    if reward is not None:
+                        scored.setdefault(of, []).append((reward, run, turn, length))
             chosen = []
             for (group, rows), block in sorted(zip(choice.picked, blocks, strict=True), key=_place):
+                rows = sorted(rows, key=_id)
                 _verify(group, rows, block, hashes)
-                rows = sorted(rows, key=lambda r: r.id)
                 # the ledger's rewards hold, so that a row and its group's statistics never disagree
                 chosen.append((block, [r.position for r in rows], [rewards[r.id] for r in rows]))
             self._lease_rows(tx, step, [r.id for _, rows in choice.picked for r in rows])
-            scored: dict[str, list[Any]] = {}
-            for h in headers:
-                if h.reward is not None:
-                    scored.setdefault(h.group_id, []).append(h)
             return bundle([*chosen, *further]), scored
 
         further = [(block, range(len(rewards)), rewards) for block, rewards in ([mixed.block(step)] if mixed else [])]
@@ -373,11 +382,10 @@ class Ledger:
     def _lease_rows(self, tx: Connection, step: int, ids: Sequence[str]) -> None:
         """From here on their rewards stand, see `rft.buffer.views`."""
         now = time.time()
-        rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "created": now} for x in ids]
         again = (
             "ON CONFLICT (experience) DO UPDATE SET lineage = excluded.lineage, step = excluded.step, created = excluded.created"
         )
-        put_many(tx, leases, rows, again=again)
+        put_many(tx, leases, _USE_COLUMNS, [(x, self.lineage, step, now) for x in ids], again=again)
 
     def damaged(self, choice: Choice) -> dict[str, str]:
         """Groups of a lease whose payload is gone or changed: {id: what is wrong}."""
@@ -395,10 +403,10 @@ class Ledger:
             self.fence(lineage)
             fault("buffer.use.before")
             now = time.time()
-            put_many(tx, uses, [{"experience": x, "lineage": lineage, "step": step, "created": now} for x in ids])
+            put_many(tx, uses, _USE_COLUMNS, [(x, lineage, step, now) for x in ids])
             if mixed is not None:
-                of = {"source": mixed.name, "lineage": lineage, "step": step}
-                put_many(tx, mixed_uses, [{**of, "experience": x} for x in mixed.ids(step)])
+                columns = ("source", "experience", "lineage", "step")
+                put_many(tx, mixed_uses, columns, [(mixed.name, x, lineage, step) for x in mixed.ids(step)])
             move(tx, used, "used")
 
         self._run(work)
@@ -416,8 +424,8 @@ class Ledger:
 
     def _explain(self, tx: Connection, step: int, ids: Sequence[str], reason: str) -> None:
         reason = clean(reason)
-        rows: list[dict[str, object]] = [{"experience": x, "lineage": self.lineage, "step": step, "reason": reason} for x in ids]
-        put_many(tx, explanations, rows, again="ON CONFLICT DO NOTHING")
+        columns = ("experience", "lineage", "step", "reason")
+        put_many(tx, explanations, columns, [(x, self.lineage, step, reason) for x in ids], again="ON CONFLICT DO NOTHING")
         move(tx, ids, "explained", explained=reason)
 
     def settled(self, lineage: int, step: int) -> str | None:
@@ -523,26 +531,17 @@ class Ledger:
 
 
 def _checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
-    row: dict[str, object] = {
-        "lineage": version.lineage,
-        "step": version.step,
-        **{name: getattr(stated, name) for name in ("num_uses", "digest", "cursor")},
-        "created": time.time(),
-    }
+    columns = ("lineage", "step", "num_uses", "digest", "cursor", "created")
+    row = (version.lineage, version.step, stated.num_uses, stated.digest, stated.cursor, time.time())
     again = "num_uses = excluded.num_uses, digest = excluded.digest, cursor = excluded.cursor, created = excluded.created"
-    put_many(tx, checkpoints, [row], again=f"ON CONFLICT (lineage, step) DO UPDATE SET {again}")
+    put_many(tx, checkpoints, columns, [row], again=f"ON CONFLICT (lineage, step) DO UPDATE SET {again}")
 
 
 def _stored(x: Intake, locator: str) -> Stored:
-    g = x.group
-    key = (g["batch"], g["explorer"])
-    waiting = [
-        Row(r["id"], r["position"], r["oldest_step"], reward=r["reward"])
-        for r in sorted(x.rows, key=lambda r: r["id"])
-        if r["dropped"] is None
-    ]
-    group = Group(g["id"], g["batch"], g["explorer"], g["task"], locator, waiting, num_bytes=g["num_bytes"]) if waiting else None
-    return Stored(AppendResult(appended=len(x.rows), duplicates=0), key, group)
+    group = None
+    if x.waiting:
+        group = Group(x.id, x.batch, x.explorer, x.task, locator, x.waiting, num_bytes=len(x.frame))
+    return Stored(AppendResult(appended=len(x.rows), duplicates=0), (x.batch, x.explorer), group)
 
 
 def _place(part: tuple[tuple[Group, list[Row]], bytes]) -> tuple[int, int, int]:
@@ -562,18 +561,10 @@ def _verify(group: Group, rows: Sequence[Row], block: bytes, hashes: Mapping[str
             raise PayloadDamaged(f"payload {group.locator} does not hold {row.id} as it was stored. {REMEDY}")
 
 
-def _statistics(name: str, members: Sequence[Any]) -> GroupStats:
-    """`members`: headers of the scored ones."""
-    rewards = [h.reward for h in members]
+def _statistics(name: str, members: Sequence[_Member]) -> GroupStats:
+    """Of the scored members."""
+    rewards, runs, steps, lengths = zip(*members, strict=True)
     n = len(rewards)
     mean = sum(rewards) / n
     std = (sum((r - mean) ** 2 for r in rewards) / (n - 1)) ** 0.5 if n > 1 else 0.0
-    return GroupStats(
-        group=name,
-        rewards=tuple(rewards),
-        mean=mean,
-        std=std,
-        runs=tuple(h.run for h in members),
-        steps=tuple(h.step for h in members),
-        lengths=tuple(h.num_response_tokens for h in members),
-    )
+    return GroupStats(group=name, rewards=rewards, mean=mean, std=std, runs=runs, steps=steps, lengths=lengths)

@@ -16,7 +16,7 @@ from sqlalchemy.schema import CreateColumn
 
 from rft.buffer import views
 from rft.buffer.base import Storage
-from rft.buffer.intake import made
+from rft.buffer.intake import MADE_COLUMNS, made
 from rft.buffer.place import Place
 from rft.buffer.schema import FORMAT, experiences, groups, meta, metadata, put_meta
 from rft.buffer.settings import BufferSettings
@@ -108,7 +108,9 @@ def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
         return False
     tx.execute(update(groups).where(groups.c.id == group).values(num_bytes=len(block)))
     for row in rows:
-        tx.execute(update(experiences).where(experiences.c.id == str(row.id)).values(**made(row)))
+        tx.execute(
+            update(experiences).where(experiences.c.id == str(row.id)).values(**dict(zip(MADE_COLUMNS, made(row), strict=True)))
+        )
     return True
 
 

@@ -23,7 +23,10 @@ DAMAGED = "payload_damaged"
 DROPPED = ("stale", "evicted", DAMAGED)  # reasons by which a lease explains rows that it does not take
 
 
-class Row(Struct, gc=False):  # there may be very many, and they refer to nothing that could form a circle
+# of these three there may be very many; none refers to itself by a circle, so the garbage collector need not walk over them
+
+
+class Row(Struct, gc=False):
     id: str
     position: int  # in the group's block
     oldest_step: int | None
@@ -31,8 +34,7 @@ class Row(Struct, gc=False):  # there may be very many, and they refer to nothin
     reward: float | None = None  # as it came; an edit before the lease is seen by the lease, not here
 
 
-@dataclass(slots=True)
-class Group:
+class Group(Struct, gc=False):
     """An accepted group with rows that wait or are leased."""
 
     id: str
@@ -64,8 +66,7 @@ class Closed:
         return max(0, self.wanted - self.accepted)
 
 
-@dataclass(slots=True)
-class Portion:
+class Portion(Struct, gc=False):
     """Rows of one group that a selector hands out together; without a group it stands for `gaps` missing ones of a batch."""
 
     group: Group | None

@@ -24,6 +24,7 @@ from rft.logs import learn_secrets
 
 LEDGER_SUFFIX = ".db"
 POINTER_SUFFIX = ".ledger.json"
+LOG_BYTES = 256 << 20  # of SQLite's write-ahead log, at which a commit moves it into the file
 LOCK_WAIT_S = 30  # how long a statement waits for somebody else's transaction
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _DRIVER = "postgresql+psycopg"
@@ -161,10 +162,11 @@ def _sqlite(where: Place, durability: str, read_only: bool) -> Engine:
     def prepare(raw: Any, _: object) -> None:
         raw.isolation_level = None  # transactions are begun below, not by the driver
         if not read_only:
-            raw.execute("PRAGMA page_size = 8192")  # of a new file; the least is written with it
+            raw.execute("PRAGMA page_size = 16384")  # of a new file; the least is written with it
             raw.execute("PRAGMA journal_mode = WAL")
             raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
-            raw.execute("PRAGMA wal_autocheckpoint = 16000")  # pages; before that the `Checkpointer` has done it
+            pages = LOG_BYTES // raw.execute("PRAGMA page_size").fetchone()[0]
+            raw.execute(f"PRAGMA wal_autocheckpoint = {pages}")  # before that the `Checkpointer` has done it
             raw.execute("PRAGMA cache_size = -16384")  # KiB; a transaction that does not fit is written twice
             raw.execute("PRAGMA temp_store = MEMORY")
 

@@ -7,11 +7,15 @@ The one exception among facts is `experiences.reward`: a person may change it un
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
     Connection,
+    CursorResult,
     Float,
     Index,
     Integer,
@@ -206,20 +210,40 @@ def put_meta(tx: Connection, key: str, value: str) -> None:
 _PUT_META = text("INSERT INTO meta (key, value) VALUES (:key, :value) ON CONFLICT (key) DO UPDATE SET value = excluded.value")
 
 
-def put_many(tx: Connection, table: Table, rows: list[dict[str, object]], *, again: str = "") -> None:
-    """One statement for many rows, which all have the same columns in the same order.  `again`: an ON CONFLICT clause.
+def put_many(tx: Connection, table: Table, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]], *, again: str = "") -> None:
+    """One statement for many rows.  `again`: an ON CONFLICT clause.
 
     It goes to the driver as it is: building each row through Core costs more than storing it.
     """
     if not rows:
         return
-    sql = _SQL.get((table.name, again, tx.dialect.name))
-    if sql is None:
-        place = "?" if tx.dialect.paramstyle == "qmark" else "%s"
-        names = ", ".join(f'"{c}"' for c in rows[0])
-        sql = f"INSERT INTO {table.name} ({names}) VALUES ({', '.join([place] * len(rows[0]))}) {again}"
-        _SQL[table.name, again, tx.dialect.name] = sql
-    tx.exec_driver_sql(sql, [tuple(row.values()) for row in rows])
+    key = (table.name, columns, again, tx.dialect.paramstyle)
+    if (sql := _SQL.get(key)) is None:
+        names = ", ".join(f'"{c}"' for c in columns)
+        places = ", ".join([place(tx)] * len(columns))
+        sql = _SQL[key] = f"INSERT INTO {table.name} ({names}) VALUES ({places}) {again}"
+    tx.exec_driver_sql(sql, list(rows))
 
 
-_SQL: dict[tuple[str, str, str], str] = {}
+def ask(tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[Any] = ()) -> CursorResult[*tuple[Any, ...]]:
+    """A statement as it is written, with "?" for each of `values`, and "(??)" for all of `many`, which come last.
+
+    For what every train step asks: putting such a statement together through Core costs more than its answer.
+    """
+    mark = place(tx)
+    key = (sql, len(many), mark)
+    if (whole := _ASKED.get(key)) is None:
+        if len(_ASKED) >= _MOST_ASKED:
+            _ASKED.clear()
+        whole = _ASKED[key] = sql.replace("(??)", f"({', '.join('?' * len(many))})").replace("?", mark)
+    return tx.exec_driver_sql(whole, (*values, *many))
+
+
+def place(tx: Connection) -> str:
+    """The driver's mark for a bound value."""
+    return "?" if tx.dialect.paramstyle == "qmark" else "%s"
+
+
+_ASKED: dict[tuple[str, int, str], str] = {}
+_MOST_ASKED = 1000
+_SQL: dict[tuple[str, tuple[str, ...], str, str], str] = {}

@@ -20,7 +20,7 @@ from rft.types.experience import Demonstration, Experience
 
 
 class Demonstrations:
-    """Token sequences to imitate, see `rft.taskset.demonstrations`.  They have no reward and no log-probs of a sampling policy."""
+    """Token sequences to imitate, see `rft.taskset.given`.  They have no reward and no log-probs of a sampling policy."""
 
     def __init__(self, rows: Sequence[Demonstration], *, taskset: str) -> None:
         self._rows = [_expert(x, i, taskset) for i, x in enumerate(rows)]

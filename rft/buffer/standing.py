@@ -14,10 +14,12 @@ from sqlalchemy import Connection, Exists, and_, delete, exists, func, insert, n
 
 from rft.buffer.ancestry import counted_uses, orphaned_groups, states
 from rft.buffer.order import DAMAGED, Group, Row
-from rft.buffer.schema import experiences, groups, leases, uses
+from rft.buffer.schema import ask, experiences, groups, leases, uses
 from rft.errors import BufferFailed
 
 _PART = 500  # bound values of one IN (...)
+# by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
+_MOVE = "UPDATE experiences SET state = ?, explained = ? WHERE id IN (??) AND (state = 'available') IS TRUE"
 TRANSITIONS: dict[str, frozenset[str]] = {
     "available": frozenset({"leased", "explained"}),
     "leased": frozenset({"available", "used", "explained"}),
@@ -34,8 +36,7 @@ def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None =
     """
     e = experiences.c
     for part in parts(ids):
-        waits = and_(e.id.in_(part), e.state == "available")
-        if tx.execute(update(experiences).where(waits).values(state=to, explained=explained)).rowcount == len(part):
+        if ask(tx, _MOVE, (to, explained), many=part).rowcount == len(part):
             continue
         found = {r.id: r.state for r in tx.execute(select(e.id, e.state).where(e.id.in_(part)))}
         wrong = [x for x in part if found.get(x) != to]

@@ -62,6 +62,8 @@ def prepare(settings: TaskPipelineSettings) -> Prepared:
     output = Path(settings.output)
     if output.exists():
         return Prepared(_read(output, fingerprint), (), fingerprint, reused=True)
+    if (kept := _KEPT.get(fingerprint)) is not None:
+        return kept
     rows = [dict(row) for source in sources for row in source.rows]
     places = [source.where(i) for source in sources for i in range(len(source.rows))]
     steps = [("inputs", len(rows))]
@@ -77,7 +79,10 @@ def prepare(settings: TaskPipelineSettings) -> Prepared:
     if not rows:
         told = " → ".join(f"{what} {count}" for what, count in steps)
         raise ConfigError(f"no row is left: {told}.  Widen the bounds of the operator that takes the last ones out", key=KEY)
-    return Prepared(rows, tuple(steps), fingerprint)
+    found = Prepared(rows, tuple(steps), fingerprint)
+    _KEPT.clear()
+    _KEPT[fingerprint] = found
+    return found
 
 
 def write(settings: TaskPipelineSettings) -> Prepared:
@@ -90,7 +95,11 @@ def write(settings: TaskPipelineSettings) -> Prepared:
         note = {"fingerprint": found.fingerprint, "rows": len(found.rows), "xxh3": xxhash.xxh3_128_hexdigest(data)}
         _put(_note(output), json.dumps({**note, "steps": found.steps}, indent=1).encode())
         _put(output, data)
+        _KEPT.clear()
     return found
+
+
+_KEPT: dict[str, Prepared] = {}  # what a check has made, until the run that it comes before writes it; by its fingerprint
 
 
 def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any]]:

@@ -48,7 +48,8 @@ class MicroBatch:
 def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> MicroBatch:
     """The micro-batch of `rows`, on `device`.  `share`: prefixes are computed once (`rft.trainer.prefix`), else rows are padded."""
     inputs = [r.tokens[: r.input_length] for r in rows]
-    trained = [np.flatnonzero(r.loss_mask) for r in rows]
+    trained = [r.loss_mask.nonzero()[0] for r in rows]
+    lengths = [len(at) for at in trained]
 
     def tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device)
@@ -70,10 +71,11 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
 
     def spread(name: str, default: float) -> torch.Tensor:
         """Column `name` of every row, [L] or one value for all its tokens."""
-        values = [getattr(r, name) for r in rows]
-        return tensor(
-            [np.broadcast_to(default if v is None else v, len(at)) for v, at in zip(values, trained, strict=True)], np.float32
-        )
+        values = [default if (v := getattr(r, name)) is None else v for r in rows]
+        if any(isinstance(v, np.ndarray) for v in values):
+            each = [v if isinstance(v, np.ndarray) else np.full(n, v, np.float32) for v, n in zip(values, lengths, strict=True)]
+            return tensor(each, np.float32)
+        return torch.from_numpy(np.repeat(np.asarray(values, np.float32), lengths)).to(device)
 
     return MicroBatch(
         input_ids=ids,
@@ -87,7 +89,7 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
         advantages=spread("advantages", 0.0),
         mask=spread("keep", 1.0).bool(),
         is_expert=spread("is_expert", 0.0).bool(),
-        row=tensor([np.full(len(at), i) for i, at in enumerate(trained)], np.int64),
+        row=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
         num_rows=len(rows),
         given={name: spread(name, 0.0) for name in GIVEN if getattr(rows[0], name) is not None},
         extra={name: tensor([r.extra[name] for r in rows], np.float32) for name in rows[0].extra},

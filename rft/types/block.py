@@ -10,7 +10,8 @@ from a good one, without taking it apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +33,7 @@ _DTYPES = {
     "token_rewards": np.float32,
     "teacher_logprobs": np.float32,
 }
-_SIZES = {np.dtype(t).str: np.dtype(t).itemsize for t in _DTYPES.values()}
+_BY_NAME = {np.dtype(t).str: np.dtype(t) for t in _DTYPES.values()}
 _FIELDS = [(name, np.dtype(t).str) for name, t in _DTYPES.items()]
 _PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
 
@@ -80,24 +81,25 @@ def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None) ->
     `Experience` refuses, IndexError for a position that the block has not.
     """
     view = memoryview(frame)
-    try:
+    with _told():
         if view[:4] == BUNDLE_MAGIC:
             return _decode_bundle(view)
-        row = _Row()
         if view[:4] == OLD_MAGIC:
+            row = _Row()
             heads, row.arrays = _old_heads(view)
             return [row.decode(heads[i]) for i in (range(len(heads)) if positions is None else positions)]
         rows = _rows(view)
-        found = []
-        for head, row.arrays in rows if positions is None else [rows[i] for i in positions]:
-            found.append(row.decode(head))
-        return found
-    except msgspec.ValidationError:
-        raise
-    except msgspec.MsgspecError as e:
-        raise ValueError(f"experience frame has a damaged header: {e}") from e
-    except _CutShort as e:
-        raise ValueError(str(e)) from None
+        return _decode_rows(rows if positions is None else [rows[i] for i in positions])
+
+
+def read(block: bytes) -> tuple[list[Experience], list[Content]]:
+    """`decode` and `contents` of a whole block, which is taken apart once."""
+    view = memoryview(block)
+    if view[:4] == OLD_MAGIC:
+        return decode(block), contents(block)
+    with _told():
+        rows = _rows(view)
+        return _decode_rows(rows), [_content(head, arrays) for head, arrays in rows]
 
 
 def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Content]:
@@ -112,15 +114,36 @@ def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) 
         rows = _rows(view)
     except msgspec.MsgspecError as e:
         raise ValueError(f"experience frame has a damaged header: {e}") from e
-    found = []
-    for head, arrays in rows if positions is None else [rows[i] for i in positions]:
-        hashed = xxhash.xxh3_128(head)
-        hashed.update(arrays)
-        found.append(Content(hashed.hexdigest(), len(head) + len(arrays)))
-    return found
+    return [_content(head, arrays) for head, arrays in (rows if positions is None else [rows[i] for i in positions])]
 
 
 # ---------------------------------------------------------------- inside
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with a frame, as ValueError."""
+    try:
+        yield
+    except msgspec.ValidationError:
+        raise
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"experience frame has a damaged header: {e}") from e
+    except _CutShort as e:
+        raise ValueError(str(e)) from None
+
+
+def _content(head: memoryview, arrays: memoryview) -> Content:
+    hashed = xxhash.xxh3_128(head)
+    hashed.update(arrays)
+    return Content(hashed.hexdigest(), len(head) + len(arrays))
+
+
+def _decode_rows(rows: Sequence[tuple[memoryview, memoryview]]) -> list[Experience]:
+    row, found = _Row(), []
+    for head, row.arrays in rows:
+        found.append(row.decode(head))
+    return found
 
 
 def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
@@ -195,11 +218,12 @@ class _Row:
         if kind is not np.ndarray or not isinstance(spec, list) or len(spec) != 3:
             raise TypeError(f"cannot make {kind.__name__} from {spec!r}")
         dtype, length, offset = spec
-        if dtype not in _SIZES or type(length) is not int or type(offset) is not int:
+        if dtype not in _BY_NAME or type(length) is not int or type(offset) is not int:
             raise TypeError(f"not an array of a frame: {spec!r}")
-        if length < 0 or offset < 0 or offset + length * _SIZES[dtype] > len(self.arrays):
+        found = _BY_NAME[dtype]
+        if length < 0 or offset < 0 or offset + length * found.itemsize > len(self.arrays):
             raise _CutShort(f"experience frame is cut short: an array of {length} {dtype} at byte {offset} of {len(self.arrays)}")
-        return np.frombuffer(self.arrays, dtype, length, offset)
+        return np.frombuffer(self.arrays, found, length, offset)
 
 
 def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:

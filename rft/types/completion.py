@@ -13,7 +13,7 @@ from rft.types.task import SamplingArgs
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class VersionSpan(Struct, frozen=True, array_like=True):
+class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) were written by `version`.  Indexes count the tokens of the record that holds the span."""
 
     version: Version

@@ -7,7 +7,7 @@ from typing import Self
 from msgspec import Struct
 
 
-class Version(Struct, frozen=True, order=True, array_like=True):
+class Version(Struct, frozen=True, order=True, array_like=True, gc=False):
     """One complete set of weights: the `step`-th optimizer step of trainer start `lineage`.
 
     Example: `Version(2, 30)` prints as "2:30".  `Version(1, 0)` are the weights a fresh run starts from.
@@ -29,7 +29,7 @@ class Version(Struct, frozen=True, order=True, array_like=True):
         return cls(int(lineage), int(step))
 
 
-class GroupId(Struct, frozen=True, order=True, array_like=True):
+class GroupId(Struct, frozen=True, order=True, array_like=True, gc=False):
     """All runs of one task in one explore batch.  `explorer` numbers the explorer processes."""
 
     lineage: int
@@ -48,7 +48,7 @@ class GroupId(Struct, frozen=True, order=True, array_like=True):
         return ExperienceId(self.lineage, self.explorer, self.batch, self.task, run, attempt, step)
 
 
-class ExperienceId(Struct, frozen=True, order=True, array_like=True):
+class ExperienceId(Struct, frozen=True, order=True, array_like=True, gc=False):
     """lineage.explorer.batch.task.run.attempt.step, e.g. "0001.00.00000012.000003.0007.00.0000"."""
 
     lineage: int

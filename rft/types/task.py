@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct, field
 
 
-class SamplingArgs(Struct, frozen=True, kw_only=True):
+class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
     """How tokens are drawn.  The defaults sample the policy itself, which is what on-policy losses need."""
 
     temperature: float = 1.0

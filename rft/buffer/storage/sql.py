@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, delete, insert
 
 from rft.buffer.base import REMEDY, storage
-from rft.buffer.schema import payloads, put_many
+from rft.buffer.schema import ask, payloads, put_many
 from rft.buffer.settings import BufferSettings
 from rft.errors import PayloadDamaged
 from rft.faults import fault
@@ -33,14 +33,14 @@ class SqlStorage:
             return [str(x) for x in connection.scalars(statement, [{"block": b} for b in blocks])]
         last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # nobody else writes
         numbers = range(last + 1, last + 1 + len(blocks))
-        put_many(connection, payloads, [{"id": n, "block": b} for n, b in zip(numbers, blocks, strict=True)])
+        put_many(connection, payloads, ("id", "block"), list(zip(numbers, blocks, strict=True)))
         return [str(n) for n in numbers]
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
         found: dict[str, bytes] = {}
         for start in range(0, len(locators), _PART):
             part = [int(x) for x in locators[start : start + _PART]]
-            for number, block in connection.execute(select(payloads).where(payloads.c.id.in_(part))):
+            for number, block in ask(connection, "SELECT id, block FROM payloads WHERE id IN (??)", many=part).all():
                 found[str(number)] = block
         if missing := [x for x in locators if x not in found]:
             raise PayloadDamaged(f"payload {missing[0]} is not in table payloads ({len(missing)} missing). {REMEDY}")

@@ -29,7 +29,7 @@ class Told(logging.Handler):
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setattr(checkpointer, "EVERY_S", 0.0)
+    monkeypatch.setattr(checkpointer, "QUIET_S", 0.05)
     logger, handler = logging.getLogger(checkpointer.__name__), Told()
     before = logger.level
     logger.setLevel(logging.DEBUG)  # not the attribute: loggers remember what is enabled
@@ -47,7 +47,7 @@ def test_what_was_written_gets_into_the_file_while_the_owner_stays_connected(tmp
     moving = Checkpointer(path)
     owner.execute("CREATE TABLE t (x)")
     owner.execute("INSERT INTO t VALUES (7)")
-    moving.written()
+    moving.written(0)
     assert told.event.wait(30)
     moving.close()
     shutil.copy(path, tmp_path / "alone.db")  # without its log
@@ -62,8 +62,21 @@ def test_a_failure_is_told_and_the_next_write_tries_again(tmp_path: Path, told: 
     path.write_bytes(b"this is no database at all, but longer than its header would be" * 20)
     moving = Checkpointer(path)
     for _ in range(2):
-        moving.written()
+        moving.written(0)
         assert told.event.wait(30)
         told.event.clear()
     moving.close()
     assert told.level_told == logging.WARNING
+
+
+def test_an_owner_that_is_never_quiet_is_not_put_off_for_ever(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer, "QUIET_S", 3600.0)
+    monkeypatch.setattr(checkpointer, "MUCH_BYTES", 1 << 20)
+    moving = Checkpointer(tmp_path / "a.db")
+    moving.written((1 << 20) - 1)
+    assert not told.event.wait(0.1)
+    moving.written(1)
+    assert told.event.wait(30)
+    moving.close()

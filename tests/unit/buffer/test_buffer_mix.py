@@ -16,11 +16,6 @@ from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings, MixSettings
 from rft.buffer.sources import Demonstrations, StoredRows
 from rft.errors import BufferFailed, ConfigError
-from rft.taskset.base import open_taskset
-from rft.taskset.chatfiles import open_chat
-from rft.taskset.demonstrations import demonstrations
-from rft.taskset.settings import FormatSettings, TasksetSettings
-from rft.testing import tiny
 from rft.testing.storage_contract import fill, group
 from rft.types.block import decode, encode
 from rft.types.experience import Demonstration, Experience
@@ -167,22 +162,6 @@ async def test_rows_that_another_run_stored(tmp_path: Path) -> None:
     source.close()
 
 
-def test_demonstrations_of_a_data_set(tmp_path: Path) -> None:
-    chat = open_chat(str(tiny.make(tmp_path / "model")))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "3", "answer": "7"}\n{"prompt": "4", "answer": "8"}\n')
-    settings = TasksetSettings(
-        name="sft", path=str(tmp_path / "rows.jsonl"), workflow="simple_workflow", format=FormatSettings(response_key="answer")
-    )
-    first, second = demonstrations(open_taskset(settings), chat, max_tokens=64)
-    answer = first.tokens[first.loss_mask]
-    assert first.loss_mask.sum() < len(first.loss_mask)
-    assert not first.loss_mask[0]
-    assert chat.encode_each(["7"])[0][0] in answer
-    assert not np.array_equal(first.tokens, second.tokens)
-    assert first.messages[-1] == {"role": "assistant", "content": "7"}
-    prompt = chat.render([{"role": "user", "content": "3"}], [], template=None)
-    assert first.tokens[~first.loss_mask].tolist() == chat.encode_each([prompt])[0]
-    (row,) = Demonstrations([first], taskset="sft").read([0])
+def test_a_demonstration_has_neither_reward_nor_version() -> None:
+    (row,) = shown(1).read([0])
     assert (row.is_expert, row.has_logprobs, row.reward, row.oldest_version) == (True, False, None, None)
-    with pytest.raises(ConfigError, match=r"row 0 of sft has \d+ \+ \d+ tokens; an answer is needed, and at most 2 in all"):
-        list(demonstrations(open_taskset(settings), chat, max_tokens=2))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, select, update
 
+from rft.buffer import ledger, standing
 from rft.buffer.buffer import Buffer
 from rft.buffer.schema import experiences
 from rft.buffer.settings import BufferSettings
@@ -45,3 +48,22 @@ async def test_a_stored_state_changes_only_as_the_table_says(state: str, to: str
 
 def test_the_table_names_every_state() -> None:
     assert {to for found in TRANSITIONS.values() for to in found} <= set(STATES) == {"available", "leased", "used", "explained"}
+
+
+@pytest.mark.parametrize(
+    ("sql", "index"),
+    [
+        (standing._MOVE, "sqlite_autoindex_experiences_1 (id=?)"),
+        (ledger._HEADERS, "ix_experiences_group (group_id=?)"),
+        (ledger._COUNT_GOOD, "ix_groups_batch (batch=? AND explorer=?)"),
+    ],
+)
+async def test_what_each_step_asks_reads_its_own_rows_only(sql: str, index: str, tmp_path: Path) -> None:
+    """However many others there are: an index of ids, not of all rows that are available."""
+    buffer = Buffer(BufferSettings(folder=tmp_path))
+    await buffer.open()
+    await buffer.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "experience_buffer.db")) as raw:
+        whole = sql.replace("(??)", f"({', '.join(['?'] * 64)})")
+        plan = [row[3] for row in raw.execute(f"EXPLAIN QUERY PLAN {whole}", ["x"] * whole.count("?"))]
+    assert any(index in line for line in plan), plan

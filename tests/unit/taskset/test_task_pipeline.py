@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rft.errors import ConfigError
-from rft.taskset import parallel
+from rft.taskset import parallel, pipeline
 from rft.taskset.base import open_taskset
 from rft.taskset.operators import RowOperator, SetOperator, task_operator
 from rft.taskset.pipeline import prepare, write
@@ -23,6 +23,11 @@ ROWS = [
     {"prompt": "Name a prime.", "pass_rate": 0.5, "quality": 1.0, "kind": "other"},
 ]
 WEIGHTS = {"difficulty": -0.7, "diversity": 0.8, "usage_frequency": -0.5, "quality": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setattr(pipeline, "_KEPT", {})
 
 
 @pytest.fixture
@@ -169,6 +174,14 @@ def test_the_result_is_written_once_and_reused(make, tmp_path):
     )
 
 
+def test_a_run_writes_what_its_check_has_made(make, monkeypatch):
+    settings = make(("deduplicate", {}))
+    found = prepare(settings)
+    monkeypatch.setattr(pipeline, "_step", None)  # nothing is made again
+    assert write(settings) is found
+    assert not pipeline._KEPT
+
+
 def test_what_was_made_from_something_else_is_never_overwritten(make, tmp_path):
     settings = make(("deduplicate", {}))
     write(settings)
@@ -217,6 +230,7 @@ def test_several_processes_give_the_same(make, tmp_path, monkeypatch):
     own = make((f"{tmp_path}/plugins/mine.py:Tag", {}), num_process=2)
     found = prepare(own)
     assert [r["tag"] for r in found.rows] == [len(r["prompt"]) for r in ROWS if r["quality"] > 0.4]
+    pipeline._KEPT.clear()
     assert found == prepare(replace(own, num_process=1))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*ROWS, {"prompt": "boom", "quality": 1}]))
     with pytest.raises(ConfigError, match=r"mine\.py:Tag: .*rows\.jsonl:6: ValueError: boom"):
