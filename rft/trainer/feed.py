@@ -96,22 +96,18 @@ def make(
             row for row in made if not row.is_expert and (critic_budget.rows is not None or row.keep is None or row.keep.any())
         ]
         critic = _shares(taught, plan(taught, world_size, critic_budget), taught, lease.step, None)
-    tokens = sum(map(_counted, made))
+    tokens = sum(row.counted for row in made)
     staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
     metrics = _metrics(given, prepared, staleness, tokens) | {"experience/skipped_rows": float(len(made) - len(kept))}
     metrics |= _values(made, prepared, critic is not None)
     return Feed(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, metrics)
 
 
-def _counted(row: TrainRow) -> int:
-    return int(row.loss_mask.sum() if row.keep is None else row.keep.sum())
-
-
 def _shares(
     every: Sequence[TrainRow], cut: list[list[list[int]]], rows: Sequence[TrainRow], step: int, kl_coef: float | None
 ) -> list[RankBatch]:
     """What each rank computes of `rows`; denominators are those of `every` row."""
-    counted = [(_counted(row), row.is_expert) for row in every]
+    counted = [(row.counted, row.is_expert) for row in every]
     return [
         RankBatch(
             step=step,

@@ -29,6 +29,7 @@ from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.build import build
 from rft.algorithm.correction import LIMIT, NEAR
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
+from rft.faults import fault
 from rft.trainer import batch as batches
 from rft.trainer import model as models
 from rft.trainer import optim, profiling, saving, sharding, tensors
@@ -67,7 +68,7 @@ class StepResult(Struct, kw_only=True):
 
     sums: dict[str, float]
     maxima: dict[str, float]
-    trained_tokens: int  # tokens whose loss was computed
+    trained_tokens: int  # tokens that count in the losses that were computed
     computed_positions: int  # positions the model computed, shared prefixes once
     updates: int  # of the weights
     skipped: int  # passes whose gradient was not finite; they change nothing
@@ -149,7 +150,9 @@ class Learner:
                 accumulate(batch.micro_batches[i], batch, totals)
             added, largest = totals.numbers()  # waits for the device
             computed = time.perf_counter()
+            fault("trainer.update.before")
             norms.append(update(lr))
+            fault("trainer.update.after")
             seconds["forward_backward"] += computed - began
             seconds["update"] += time.perf_counter() - computed
             for name, value in added.items():
@@ -181,7 +184,7 @@ class Learner:
         out = self.critic.loss(micro, self._denominators(batch), self.algorithm.loss_agg_mode, idle=not rows)
         out.loss.backward()
         if rows:
-            totals.add(out.sums, out.maxima, micro)
+            totals.add(out.sums, out.maxima, rows, micro)
 
     def _denominators(self, batch: RankBatch) -> Denominators:
         s = self.settings
@@ -217,7 +220,7 @@ class Learner:
         out.loss.backward()
         sampled = micro.mask & ~micro.is_expert if needs.samples != "none" else torch.zeros_like(micro.mask)
         sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, sampled)
-        totals.add({**out.sums, **sums}, {**out.maxima, **maxima}, micro)
+        totals.add({**out.sums, **sums}, {**out.maxima, **maxima}, rows, micro)
 
     def _old_logprobs(self, micro: batches.MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
         """Of the policy that the ratio is taken against: the sampler's, or the trainer's own before the step."""
@@ -419,12 +422,18 @@ class _Totals:
         self.tokens = 0
         self.positions = 0
 
-    def add(self, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], micro: batches.MicroBatch) -> None:
+    def add(
+        self,
+        sums: dict[str, torch.Tensor],
+        maxima: dict[str, torch.Tensor],
+        rows: Sequence[TrainRow],
+        micro: batches.MicroBatch,
+    ) -> None:
         for name, value in sums.items():
             self.sums[name].append(value)
         for name, value in maxima.items():
             self.maxima[name].append(value)
-        self.tokens += len(micro.targets)
+        self.tokens += sum(row.counted for row in rows)  # known on the host: reading the mask would wait for the device
         self.positions += micro.computed
 
     def numbers(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -46,6 +46,11 @@ class TrainRow(Struct, frozen=True, kw_only=True):
         """Tokens the model has to read: all before the last trained one."""
         return int(np.flatnonzero(self.loss_mask)[-1])
 
+    @property
+    def counted(self) -> int:
+        """Trained tokens that count in the loss."""
+        return int((self.loss_mask if self.keep is None else self.keep).sum())
+
 
 class RankBatch(Struct, frozen=True, kw_only=True):
     """What one rank computes in train step `step`, with the denominators of the whole step."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rft.errors import CheckpointInvalid
+from rft.faults import fault
 from rft.trainer import optim, shards, tensors
 from rft.trainer.model import Policy
 from rft.trainer.settings import LearnerSettings
@@ -88,6 +89,7 @@ def write(taken: Taken, folder: Path, settings: LearnerSettings, rank: int) -> d
     written: dict[str, str] = {}
     for kind, pieces in taken.pieces.items():
         written |= shards.write(folder, kind, pieces, step=taken.step)
+        fault("checkpoint.files")
     if rank == 0:
         written[STATE] = _put(folder / STATE, json.dumps(taken.page, indent=1).encode())
         for path in side_files(settings, folder / PRETRAINED):

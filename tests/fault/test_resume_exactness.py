@@ -1,0 +1,110 @@
+"""kill -9 anywhere between and inside a step's phases, the same command again: the final weights are those of a run without faults, bit for bit.
+
+Fault points are those of `rft.faults.TRAINER_POINTS`; one run is killed at ten of them, one after the other, drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rft.faults import TRAINER_POINTS
+from rft.launch.execute import execute
+from rft.monitor.read import read, series
+from rft.testing.command import rft
+from rft.trainer import manifest as manifests
+
+CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
+CHILD = Path(__file__).parent / "resume_child.py"
+SEVERAL = ("checkpoint.files", "trainer.update.before", "trainer.update.after")  # reached more than once in a step or a save
+PARITY = """
+def parity(task, transcript):  # earned by half of all answers from the first step on, so that every step moves the weights
+    return float(int(transcript.turns[-1].completion.tokens[-1]) % 2)
+"""
+KINDS = {
+    "grpo": (),
+    "all that has a state": (
+        *("algorithm.algorithm_type=ppo", "trainer.ppo_epochs=2", "trainer.shuffle_minibatches=true", "trainer.critic_warmup=2"),
+        *("algorithm.kl_penalty_fn=k1", "algorithm.kl_penalty_fn_args={adaptive: true, target_kl: 0.001, horizon: 100}"),
+        *("algorithm.entropy_loss_fn_args.entropy_coef=0.01", "trainer.checkpoint.async_save=true"),
+        *("algorithm.optimizer.lr_scheduler_type=cosine", "algorithm.optimizer.lr_warmup_steps=5"),
+    ),
+}
+
+
+def changes(root: Path, model: Path, steps: int, kind: str) -> list[str]:
+    reward = root / "parity.py"
+    reward.write_text(PARITY)
+    return [
+        *(f"model.model_path={model}", f"checkpoint_root_dir={root}", f"trainer.total_steps={steps}", "deterministic=true"),
+        *("buffer.batch_size=2", "algorithm.repeat_times=4", "trainer.save_interval=3", "trainer.max_checkpoints_to_keep=2"),
+        *("trainer.cpu_threads=1", f"buffer.explorer_input.default_reward_fn_type={reward}:parity", *KINDS[kind]),
+    ]
+
+
+def folder(root: Path) -> Path:
+    return root / "project" / "group" / "name"
+
+
+def hashes(root: Path, steps: int) -> dict[str, str]:
+    """sha256 of what the last checkpoint holds of the trainer, weights and optimizer averages among it."""
+    newest = manifests.latest(folder(root) / "checkpoints")
+    assert newest is not None and newest.version.step == steps
+    return {name: hashlib.sha256((newest.folder / name).read_bytes()).hexdigest() for name in newest.files if "trainer" in name}
+
+
+def uninterrupted(root: Path, model: Path, steps: int, kind: str) -> dict[str, str]:
+    root.mkdir()
+    execute(CONFIG, changes(root, model, steps, kind), in_process=True)
+    return hashes(root, steps)
+
+
+def killed(root: Path, model: Path, steps: int, kind: str, faults: list[str]) -> list[dict[str, object]]:
+    """What became of each attempt."""
+    root.mkdir()
+    plan = {"config": str(CONFIG), "changes": changes(root, model, steps, kind), "faults": faults}
+    (root / "plan.json").write_text(json.dumps(plan))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(CHILD), str(root / "plan.json")], capture_output=True, text=True, check=False, timeout=500, env=env
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    attempts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert attempts[-1]["code"] == 0, done.stderr[-4000:]
+    return attempts
+
+
+def accounted(root: Path, steps: int) -> None:
+    done = rft("buffer", "audit", folder(root), "--json")
+    account = json.loads(done.output)
+    assert done.code == 0 and account["balanced"] and account["used_twice"] == 0 and account["used"] == steps * 2 * 4, account
+    trained = [step for step, _ in series(read(folder(root) / "metrics.jsonl"), "actor/lr")]
+    assert trained[-1] == steps and set(trained) == set(range(1, steps + 1))
+
+
+def test_killed_in_mid_step_and_in_mid_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    faults = ["trainer.update.after:5", "checkpoint.files:2"]  # in step 5; between weights and optimizer of step 6
+    attempts = killed(tmp_path / "killed", tiny_model, 7, "grpo", faults)
+    assert [a["code"] for a in attempts] == [-9, -9, 0], attempts
+    assert hashes(tmp_path / "killed", 7) == uninterrupted(tmp_path / "whole", tiny_model, 7, "grpo")
+    accounted(tmp_path / "killed", 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_ten_random_kills(tiny_model: Path, tmp_path: Path, kind: str, seed: int) -> None:
+    dice = random.Random(seed)
+    points = dice.sample(TRAINER_POINTS, 10)
+    faults = [f"{p}:{dice.randint(1, 2 if p.startswith('checkpoint') and p not in SEVERAL else 4)}" for p in points]
+    attempts = killed(tmp_path / "killed", tiny_model, 30, kind, faults)
+    assert [a["code"] for a in attempts] == [-9] * 10 + [0], attempts
+    assert hashes(tmp_path / "killed", 30) == uninterrupted(tmp_path / "whole", tiny_model, 30, kind)
+    accounted(tmp_path / "killed", 30)
