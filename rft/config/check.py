@@ -17,7 +17,7 @@ import msgspec
 
 from rft import plugins
 from rft.algorithm.catalog import needs
-from rft.config import given, modelfiles
+from rft.config import adapter, given, modelfiles
 from rft.config.active import NotActive
 from rft.config.advice import advise
 from rft.config.load import load
@@ -204,6 +204,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
     else:
         _model_fits(model, plan, problems)
         _critic_fits(model, plan, problems)
+        adapter.fits(plan.learner, model.tensors, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
     found, counts = given.look(plan, problems) if not problems.errors else ([], {})
     if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
@@ -250,7 +251,9 @@ def _memory(
     critic = plan.learner.critic.model_path
     other = modelfiles.sizes(critic) if critic not in ("", plan.learner.model_path) else None
     valued = shape(*other) if other is not None else None
-    roles = estimate(plan, known, critic=valued, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
+    lora = plan.learner.lora
+    trained = None if lora is None else adapter.parameters(lora, known, sizes[1])
+    roles = estimate(plan, known, critic=valued, trained=trained, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
     for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
         problems.warn(text)

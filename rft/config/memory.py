@@ -85,19 +85,22 @@ def estimate(
     shape: ModelShape,
     *,
     critic: ModelShape | None = None,
+    trained: int | None = None,
     prompt_tokens: int | None = None,
     gpu_memory: int | None = None,
 ) -> tuple[RoleMemory, ...]:
     """Peak memory of every role.  `prompt_tokens`: the longest prompt there is, where the tasks were looked at; else the longest allowed.
 
-    `critic`: its sizes, where they are not the policy's.
+    `critic`: its sizes, where they are not the policy's.  `trained`: parameters of the adapter that is trained; None: the whole model.
     `gpu_memory`: bytes of each GPU; without it a GPU engine's share of the device stays open.
     """
     prompt = min(
         prompt_tokens or plan.engines[0].max_model_len, plan.engines[0].max_prompt_tokens or plan.engines[0].max_model_len
     )
     engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines if explores(plan.mode))
-    ranks = tuple(trainer(plan, rank, shape, prompt, critic) for rank in range(plan.learner.world_size) if trains(plan.mode))
+    ranks = tuple(
+        trainer(plan, rank, shape, prompt, critic, trained) for rank in range(plan.learner.world_size) if trains(plan.mode)
+    )
     sent = shape.parameters * BYTES[plan.learner.dtype]
     rest = [
         Term("explorer, buffer, coordinator", 3 * PART_PROCESS, f"3 processes of {PART_PROCESS // MIB} MiB"),
@@ -202,25 +205,30 @@ def _response(plan: Plan) -> int:
 # ---------------------------------------------------------------- trainer
 
 
-def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: ModelShape | None = None) -> RoleMemory:
+def trainer(
+    plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: ModelShape | None = None, trained: int | None = None
+) -> RoleMemory:
     """One rank: float32 weights, gradients and AdamW moments in W shards, and what one micro-batch needs.
 
     Policy and critic are trained one after the other; what stays of the critic meanwhile are its weights and moments.
+    With an adapter of `trained` parameters the weights have neither gradients nor moments, and are the reference model too.
     """
     s, critic = plan.learner, critic or shape
     world, item, sharded = s.world_size, BYTES[s.dtype], s.world_size > 1 or s.dtype != "float32"
     shards = _shards(s)
     share = 0 if s.offload_policy else shape.parameters * 4 // shards
+    own = share if trained is None else 0 if s.offload_policy else trained * 4 // shards  # what is trained
     moments = {"sgd": int(s.optim.momentum > 0), "adagrad": 1}.get(s.optim.optimizer_type, 2)
     needed = needs(s.algorithm)
     micro = micro_batch(plan, prompt)
     forward, backward = _logits(shape, s, micro, entropy=needed.entropy, reference=needed.reference)
-    saved, head = activations(shape, s, micro), shape.embedding * (item if sharded else 4)
+    saved = activations(shape, s, micro)
+    head = shape.embedding * (item if sharded else 4) if trained is None else 0
     # What the backward pass adds to weights and moments falls from the activations' share and rises to the gradients': the peak is
     # at one of its ends.  A tied embedding has two gradients of its size before they are added.  From the second micro-batch on the
     # gradients are there all the time.
-    begins = saved + max(forward, backward + head) + (0 if micro.alone else share)
-    ends = share + (head if shape.tied or sharded else 0)
+    begins = saved + max(forward, backward + head) + (0 if micro.alone else own)
+    ends = own + (head if shape.tied or sharded else 0)
     valued = _critic_step(plan, critic, prompt) if needed.critic else 0
     values = (critic.parameters - (0 if critic.tied else critic.embedding)) * 4 // shards  # without the output layer
     values = 0 if s.critic.offload_policy else values
@@ -229,20 +237,28 @@ def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: Model
         if s.device == "cuda"
         else Term("process", TRAINER_PROCESS, "constant"),
         Term("weights", share, f"{_count(shape.parameters, 4)} / {shards} rank(s)"),
-        Term(f"{_NAMES[s.optim.optimizer_type]} moments", moments * share, f"{_COUNTS[moments]} for every weight"),
-        Term("reference model", (0 if s.ref_offload else share) if needed.reference else 0, "frozen float32 weights"),
+        Term("adapter", own if trained is not None else 0, f"{_count(trained or 0, 4)} / {shards} rank(s)"),
+        Term(f"{_NAMES[s.optim.optimizer_type]} moments", moments * own, f"{_COUNTS[moments]} for every weight that is trained"),
+        Term("reference model", _reference(s, share, own) if needed.reference else 0, "frozen float32 weights"),
         Term("critic", 3 * values if needed.critic else 0, "weights and AdamW moments of a second model"),
-        Term("weights of the window's start", share if s.algorithm.proximal_window and s.device == "cpu" else 0, "a copy"),
+        Term("weights of the window's start", own if s.algorithm.proximal_window and s.device == "cpu" else 0, "a copy"),
         Term("gathered layers", _gathered(shape, s, item) if sharded else 0, "FSDP2: embeddings and two layers whole"),
         Term(
             "micro-batch, or gradients",
             max(begins, ends, valued),
             (f"the critic's {_size(valued)}, more than the " if valued > max(begins, ends) else "")
             + f"larger of {_size(begins)} ({micro.rows} rows, {micro.positions} positions: layers {_size(saved)}, logits "
-            f"{_size(max(forward, backward))}{'' if micro.alone else f', gradients {_size(share)}'}) and {_size(ends)}",
+            f"{_size(max(forward, backward))}{'' if micro.alone else f', gradients {_size(own)}'}) and {_size(ends)}",
         ),
     ]
     return RoleMemory(role=f"trainer-{rank}", device=s.device, terms=tuple(t for t in terms if t.nbytes))
+
+
+def _reference(s: LearnerSettings, share: int, own: int) -> int:
+    """Another model; with an adapter the same one, and where that came from a folder a copy of it."""
+    if s.lora is not None:
+        return own if s.lora.path is not None else 0
+    return 0 if s.ref_offload else share
 
 
 def _shards(s: LearnerSettings) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rft.config import spread
+from rft.config import adapter, spread
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
 from rft.config.schema.algorithm import OptimizerConfig, ScheduleConfig
@@ -258,6 +258,7 @@ def learner(
     return LearnerSettings(
         model_path=find(config.model.model_path),
         tokenizer_path=None if config.model.tokenizer_path is None else find(config.model.tokenizer_path),
+        lora=adapter.lora(config, find, p),
         device=device,
         dtype=dtype,
         world_size=world,

@@ -84,12 +84,13 @@ class Critic:
             settings,
             model_path=c.model_path or settings.model_path,
             optim=c.optim,
+            lora=None,  # the critic is trained whole
             gradient_checkpointing=c.gradient_checkpointing,
             offload_policy=c.offload_policy,
         )
         self._cliprange = c.cliprange_value
         self.model = load(self.settings)
-        self.optimizer = optim.make(self.model.names(), c.optim)
+        self.optimizer = optim.make(self.model.trainable(), c.optim)
         self.heads_per_key = models.heads_per_key(self.model)
 
     def loss(self, micro: MicroBatch, denominators: Denominators, agg_mode: AggMode, *, idle: bool) -> LossOutput:

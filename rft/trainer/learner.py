@@ -13,7 +13,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,12 +99,13 @@ class Learner:
         if self._grouped:
             sharding.join(settings, rank, rendezvous)
         with self._memory("loading the model"):
-            self.policy = models.load(settings)
-            self.reference = models.load(settings, trained=False) if self.algorithm.needs.reference else None
+            refers, lora = self.algorithm.needs.reference, settings.lora
+            self.policy = models.load(settings, anchored=refers and lora is not None and lora.path is not None)
+            self.reference = models.load(settings, trained=False) if refers and lora is None else None
             self.critic = Critic(settings) if self.algorithm.needs.critic else None
         self._window: dict[str, torch.Tensor] | None = None  # the weights of the proximal policy, on the host
         self._window_is_now = False
-        self.optimizer = optim.make(self.policy.names(), settings.optim)
+        self.optimizer = optim.make(self.policy.trainable(), settings.optim)
         self._taken: saving.Taken | None = None
         self._heads_per_key = models.heads_per_key(self.policy)
         self._compute_dtype = sharding.DTYPES[settings.dtype]
@@ -195,6 +196,7 @@ class Learner:
         """Add the gradient of one micro-batch."""
         micro = self._micro_batch(rows)
         needs = self.algorithm.needs
+        reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
         logprobs, entropy = self.policy(micro, needs.entropy)
         if not rows:
             (logprobs * 0).sum().backward()
@@ -207,7 +209,7 @@ class Learner:
             row=micro.row,
             num_rows=micro.num_rows,
             denominators=self._denominators(batch),
-            ref_logprobs=micro.given.get("ref", self._reference_logprobs(micro)),
+            ref_logprobs=micro.given.get("ref", reference),
             entropy=entropy,
             rollout_logprobs=micro.rollout_logprobs,
             weights=micro.given.get("weights"),
@@ -229,11 +231,11 @@ class Learner:
         # where it is not given, there is one update per step, and the policy before it is the one at hand
         return micro.given.get("old", logprobs.detach())
 
-    def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor | None:
-        if self.reference is None or "ref" in micro.given:
-            return None
-        with torch.no_grad():
-            logprobs: torch.Tensor = self.reference(micro)[0]
+    def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor:
+        """Of the reference model: another one, or the policy without what its adapter has learnt."""
+        adapter = self.policy.adapter
+        with torch.no_grad(), adapter.reference() if adapter is not None else nullcontext():
+            logprobs: torch.Tensor = (self.reference or self.policy)(micro)[0]
         return logprobs
 
     def _update(self, lr: float) -> float:
@@ -263,7 +265,7 @@ class Learner:
     def remember(self) -> None:
         """Keep a copy of the weights in host memory: the proximal policy until this is called again.  This rank's part of them."""
         with torch.no_grad():
-            self._window = {name: tensors.local(p).to("cpu", copy=True) for name, p in self._trainable().items()}
+            self._window = {name: tensors.local(p).to("cpu", copy=True) for name, p in self.policy.trainable().items()}
         self._window_is_now = True
 
     @contextmanager
@@ -273,7 +275,7 @@ class Learner:
             return
         if self._window is None:
             raise RunFailed("the trainer has no weights of the window's start; remember() comes with every published version")
-        names = self._trainable()
+        names = self.policy.trainable()
         now = {name: tensors.local(p).to("cpu", copy=True) for name, p in names.items()}
         for name, p in names.items():
             tensors.local(p).copy_(self._window[name])
@@ -283,9 +285,6 @@ class Learner:
             self.policy.to_shards()
             for name, p in names.items():
                 tensors.local(p).copy_(now[name])
-
-    def _trainable(self) -> dict[str, torch.nn.Parameter]:
-        return {name: p for name, p in self.policy.names().items() if p.requires_grad}
 
     def _scores(self, micro: batches.MicroBatch, what: Sequence[Computed]) -> dict[Computed, torch.Tensor]:
         found: dict[Computed, torch.Tensor] = {}
@@ -299,8 +298,7 @@ class Learner:
             if entropy is not None:
                 found["entropy"] = entropy
         if "ref" in what:
-            assert self.reference is not None, "`needs` says so"
-            found["ref"] = self.reference(micro)[0]
+            found["ref"] = self._reference_logprobs(micro)
         if "values" in what:
             assert self.critic is not None, "`needs` says so"
             found["values"] = self.critic.model(micro)
@@ -377,7 +375,7 @@ class Learner:
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self.policy.names().items():
-            yield name, tensors.full(p)
+            yield name, self.policy.whole(name, p)
 
     def _write(self, path: Path, given: Iterator[tuple[str, torch.Tensor]], specs: dict[str, Any]) -> None:
         tensors.write(path if self.rank == 0 else None, specs, given)

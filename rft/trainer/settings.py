@@ -71,6 +71,19 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """The adapter that is trained instead of the whole model.  None: a new one's default, or what the adapter in `path` has."""
+
+    name: str = "lora"  # of its folder in checkpoints
+    path: str | None = None  # folder of the adapter to begin with; None = a new one
+    base_name: str = ""  # what adapter_config.json calls the base model
+    rank: int | None = None
+    alpha: float | None = None
+    target_modules: str | tuple[str, ...] | None = None  # names; as one text a regular expression, or "all-linear"
+    exclude_modules: str | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfilerSettings:
     """Which train steps are traced, on which ranks, and where the files go."""
 
@@ -86,6 +99,7 @@ class LearnerSettings:
 
     model_path: str
     tokenizer_path: str | None = None  # folder whose tokenizer goes into exported models; None = model_path
+    lora: LoraSettings | None = None  # None: the whole model is trained
     device: str = "cpu"
     dtype: str = "float32"
     world_size: int = 1

@@ -147,6 +147,7 @@ SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and w
         for name in OFF_POLICY
     },
     "trainer.trainer_type": "has one value",
+    "model.lora_configs[0].lora_dtype": "has two names of one value",
     f"{IN}.eval_tasksets[0].data_selector.kwargs": "the selectors that evaluation takes have no arguments",
     "data_processor.task_pipeline.config_path": "names a file, see test_config_tasksets.py",
     **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),
