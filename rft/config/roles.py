@@ -193,6 +193,7 @@ def engines(
             block_size=e.block_size,
             cpu_threads=threads,
             seed=seed + i,
+            deterministic=config.deterministic,
             trust_remote_code=model.trust_remote_code,
             chat_template=template,
             chat_template_kwargs={} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking},

@@ -1,8 +1,8 @@
-"""Plays one run again and again in forked children of one process, each of which a fault may kill, until it is done.  Used by tests.
+"""Plays runs in forked children of one process, each again and again with other faults that may kill it, until it is done.  Used by tests.
 
-    python resume_child.py PLAN.json      {"config": ..., "changes": [...], "faults": ["trainer.used:2", ...]}
+    python resume_child.py PLANS.json      [{"name": ..., "config": ..., "changes": [...], "faults": ["trainer.used:2", ...]}, ...]
 
-Prints one line of JSON for each attempt: its fault, and how it ended (-9: killed).  Importing torch costs more than such a run does,
+Prints one line of JSON for each attempt: the run's name, its fault, and how it ended (-9: killed).  Importing torch costs more than such a run does,
 so children inherit it; nothing has been computed before they are forked.
 """
 
@@ -41,12 +41,12 @@ def attempt(config: Path, changes: list[str], fault: str) -> int:
 
 
 def main() -> None:
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    for fault in [*plan["faults"], ""]:
-        code = attempt(Path(plan["config"]), plan["changes"], fault)
-        print(json.dumps({"fault": fault, "code": code}), flush=True)
-        if code != -9:
-            return
+    for plan in json.loads(Path(sys.argv[1]).read_text()):
+        for fault in [*plan["faults"], ""]:
+            code = attempt(Path(plan["config"]), plan["changes"], fault)
+            print(json.dumps({"name": plan["name"], "fault": fault, "code": code}), flush=True)
+            if code != -9:
+                break
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from rft.faults import TRAINER_POINTS
-from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.testing.command import rft
 from rft.trainer import manifest as manifests
@@ -60,25 +59,23 @@ def hashes(root: Path, steps: int) -> dict[str, str]:
     return {name: hashlib.sha256((newest.folder / name).read_bytes()).hexdigest() for name in newest.files if "trainer" in name}
 
 
-def uninterrupted(root: Path, model: Path, steps: int, kind: str) -> dict[str, str]:
-    root.mkdir()
-    execute(CONFIG, changes(root, model, steps, kind), in_process=True)
-    return hashes(root, steps)
-
-
-def killed(root: Path, model: Path, steps: int, kind: str, faults: list[str]) -> list[dict[str, object]]:
-    """What became of each attempt."""
-    root.mkdir()
-    plan = {"config": str(CONFIG), "changes": changes(root, model, steps, kind), "faults": faults}
-    (root / "plan.json").write_text(json.dumps(plan))
+def play(root: Path, model: Path, steps: int, kind: str, faults: list[str]) -> None:
+    """The run `whole` without faults and the run `killed` with them, each of which kills it once."""
+    plans = []
+    for name, given in (("whole", []), ("killed", faults)):
+        (root / name).mkdir()
+        plan = {"name": name, "config": str(CONFIG), "changes": changes(root / name, model, steps, kind), "faults": given}
+        plans.append(plan)
+    (root / "plans.json").write_text(json.dumps(plans))
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(CHILD), str(root / "plan.json")], capture_output=True, text=True, check=False, timeout=500, env=env
+        [sys.executable, str(CHILD), str(root / "plans.json")], capture_output=True, text=True, check=False, timeout=500, env=env
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    attempts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert attempts[-1]["code"] == 0, done.stderr[-4000:]
-    return attempts
+    ended = [(a["name"], a["code"]) for a in map(json.loads, done.stdout.splitlines())]
+    assert ended == [("whole", 0), *[("killed", -9)] * len(faults), ("killed", 0)], done.stdout + done.stderr[-4000:]
+    assert hashes(root / "killed", steps) == hashes(root / "whole", steps)
+    accounted(root / "killed", steps)
 
 
 def accounted(root: Path, steps: int) -> None:
@@ -91,10 +88,7 @@ def accounted(root: Path, steps: int) -> None:
 
 def test_killed_in_mid_step_and_in_mid_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
     faults = ["trainer.update.after:5", "checkpoint.files:2"]  # in step 5; between weights and optimizer of step 6
-    attempts = killed(tmp_path / "killed", tiny_model, 7, "grpo", faults)
-    assert [a["code"] for a in attempts] == [-9, -9, 0], attempts
-    assert hashes(tmp_path / "killed", 7) == uninterrupted(tmp_path / "whole", tiny_model, 7, "grpo")
-    accounted(tmp_path / "killed", 7)
+    play(tmp_path, tiny_model, 7, "grpo", faults)
 
 
 @pytest.mark.slow
@@ -104,7 +98,4 @@ def test_ten_random_kills(tiny_model: Path, tmp_path: Path, kind: str, seed: int
     dice = random.Random(seed)
     points = dice.sample(TRAINER_POINTS, 10)
     faults = [f"{p}:{dice.randint(1, 2 if p.startswith('checkpoint') and p not in SEVERAL else 4)}" for p in points]
-    attempts = killed(tmp_path / "killed", tiny_model, 30, kind, faults)
-    assert [a["code"] for a in attempts] == [-9] * 10 + [0], attempts
-    assert hashes(tmp_path / "killed", 30) == uninterrupted(tmp_path / "whole", tiny_model, 30, kind)
-    accounted(tmp_path / "killed", 30)
+    play(tmp_path, tiny_model, 30, kind, faults)
