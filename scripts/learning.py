@@ -232,7 +232,9 @@ GOALS = {
         Goal("jsd", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("jsd")),
     )
 }
-HEAD = "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached |\n|---|---|---|---|---|---|---|---|---|"
+HEAD = (
+    "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached |\n|---|---|---|---|---|---|---|---|---|"
+)
 INTRODUCTION = """# Does it learn?
 
 Written by `python scripts/learning.py --write`. Models of 0.3 million random parameters and the task of `examples/tiny`, copying the digit that \

@@ -17,7 +17,7 @@ import msgspec
 
 from rft import plugins
 from rft.algorithm.catalog import needs
-from rft.config import adapter, given, modelfiles
+from rft.config import adapter, given, modelfiles, wants
 from rft.config.active import NotActive
 from rft.config.advice import advise
 from rft.config.load import load
@@ -207,6 +207,11 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         adapter.fits(plan.learner, model.tensors, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
     found, counts = given.look(plan, problems) if not problems.errors else ([], {})
+    wants.look(
+        plan,
+        {t.settings.name: {t.settings.workflow, *t.workflows()} - {""} for t in seen.opened if not t.settings.is_eval},
+        problems,
+    )
     if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
         problems.error("resume_from_path", "is not a folder", given=str(plan.resume_from_path))
     if not problems.errors:

@@ -41,7 +41,6 @@ _ENGINE_TYPES = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    "algorithm.kl_penalty_fn": {"full": "needs the whole vocabulary's log-probs of two models; use k1 or low_var_kl"},
     f"{_ENGINE}.engine_type": _ENGINE_TYPES,
     "explorer.auxiliary_models[[]*].engine_type": _ENGINE_TYPES,
     f"{_ENGINE}.device": _DEVICES,

@@ -242,6 +242,11 @@ def trainer(
         Term("reference model", _reference(s, share, own) if needed.reference else 0, "frozen float32 weights"),
         Term("critic", 3 * values if needed.critic else 0, "weights and AdamW moments of a second model"),
         Term("weights of the window's start", own if s.algorithm.proximal_window and s.device == "cpu" else 0, "a copy"),
+        Term(
+            "a checkpoint while it is written",
+            _written(plan, share, own, moments, values if needed.critic else 0),
+            "a copy on the host",
+        ),
         Term("gathered layers", _gathered(shape, s, item) if sharded else 0, "FSDP2: embeddings and two layers whole"),
         Term(
             "micro-batch, or gradients",
@@ -259,6 +264,16 @@ def _reference(s: LearnerSettings, share: int, own: int) -> int:
     if s.lora is not None:
         return own if s.lora.path is not None else 0
     return 0 if s.ref_offload else share
+
+
+def _written(plan: Plan, share: int, own: int, moments: int, values: int) -> int:
+    """What is copied so that steps may go on meanwhile; in a GPU's role nothing, for it lies on the host.  `values`: a critic's weights."""
+    s, t = plan.learner, plan.trainer
+    later = t.async_save and 0 < t.save_interval < t.total_steps and t.save_hf_checkpoint != "always"
+    if not later or s.device != "cpu":
+        return 0
+    weights = (share if s.lora is None else own) + values if "model" in s.save_contents else 0
+    return weights + (moments * own + 2 * values if "optimizer" in s.save_contents else 0)
 
 
 def _shards(s: LearnerSettings) -> int:

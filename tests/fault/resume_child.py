@@ -2,8 +2,8 @@
 
     python resume_child.py PLANS.json      [{"name": ..., "config": ..., "changes": [...], "faults": ["trainer.used:2", ...]}, ...]
 
-Prints one line of JSON for each attempt: the run's name, its fault, and how it ended (-9: killed).  Importing torch costs more than such a run does,
-so children inherit it; nothing has been computed before they are forked.
+Prints one line of JSON for each attempt: the run's name, its fault, and how it ended (-9: killed).  Importing torch costs more than
+such a run does, so children inherit it; nothing has been computed before they are forked.
 """
 
 from __future__ import annotations

@@ -122,6 +122,7 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     f"{REPLAY}.priority_fn_args": {"decay": 1.0},
     "algorithm.policy_loss_fn": "gspo",
     "algorithm.kl_loss_fn": "k1",
+    "algorithm.kl_penalty_fn": "k1",
     "algorithm.kl_loss_fn_args": {"kl_coef": 0.5},
     "algorithm.kl_penalty_fn_args": {"kl_coef": 0.5},
     "algorithm.sample_strategy": "group_best",

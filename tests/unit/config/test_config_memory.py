@@ -141,6 +141,26 @@ def test_reference_model_and_ranks() -> None:
     assert term(two, "gathered layers") == (802 + 2 * sizes.block) * 4 + sizes.block * 8
 
 
+def test_the_copy_of_a_checkpoint_that_is_written_aside() -> None:
+    sizes, name = shape(LLAMA), "a checkpoint while it is written"
+    on = ("trainer.checkpoint.async_save=true", "trainer.save_interval=2", "buffer.total_steps=10")
+
+    def found(*overrides: str) -> int:
+        return sum(t.nbytes for t in trainer(plan(*STEP, *on, *overrides), 0, sizes, 10).terms if t.name == name)
+
+    assert found() == 3 * sizes.parameters * 4  # weights and two moments
+    assert found("trainer.world_size=2") == 3 * sizes.parameters * 2
+    assert found("trainer.checkpoint.save_contents=[model]") == sizes.parameters * 4
+    assert found("algorithm.algorithm_type=ppo", "algorithm.repeat_times=8") > found()
+    off = (
+        "trainer.checkpoint.async_save=false",
+        "trainer.save_interval=0",
+        "trainer.save_hf_checkpoint=always",
+        "trainer.total_steps=2",
+    )
+    assert [found(o) for o in off] == [0] * 4
+
+
 # ---------------------------------------------------------------- engines
 
 GPU = Facts(cpus=16, gpus=8)
