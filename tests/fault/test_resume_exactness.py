@@ -6,12 +6,14 @@ Fault points are those of `rft.faults.TRAINER_POINTS`; one run is killed at ten 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,10 @@ from rft.testing.command import rft
 from rft.trainer import manifest as manifests
 
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
+spec = importlib.util.spec_from_file_location("runs", CONFIG.parent / "runs.py")
+assert spec is not None and spec.loader is not None
+runs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runs)
 CHILD = Path(__file__).parent / "resume_child.py"
 SEVERAL = ("checkpoint.files", "trainer.update.before", "trainer.update.after")  # reached more than once in a step or a save
 PARITY = """
@@ -86,6 +92,31 @@ def accounted(root: Path, steps: int) -> None:
 def test_killed_in_mid_step_and_in_mid_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
     faults = ["trainer.update.after:5", "checkpoint.files:2"]  # in step 5; between weights and optimizer of step 6
     play(tmp_path, tiny_model, 7, "grpo", faults)
+
+
+@pytest.mark.slow
+def test_two_ranks_on_ray_that_write_their_checkpoints_aside(tiny_model: Path, tmp_path: Path) -> None:
+    """Both ranks of the trainer are killed between the files of a checkpoint that is written while steps go on."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+
+    def run(name: str, **environment: str) -> Any:
+        more = ("trainer.world_size=2", "trainer.checkpoint.async_save=true")
+        given = changes(tmp_path / name, tiny_model, 7, "grpo")
+        run = runs.Run("run", "-c", str(CONFIG), *given, *more, env=environment)
+        return run.end(), run.output
+
+    code, output = run("whole")
+    assert code == 0, output
+    code, output = run("killed", RFT_FAULT="checkpoint.files:2")
+    assert code == 4 and "trainer-" in output and "died" in output, output
+    assert manifests.committed(folder(tmp_path / "killed") / "checkpoints") == []
+    code, output = run("killed")
+    assert code == 0, output
+    files = hashes(tmp_path / "whole", 7)
+    assert {f"trainer/model-0000{rank}-of-00002.safetensors" for rank in (1, 2)} <= set(files)
+    assert hashes(tmp_path / "killed", 7) == files
+    accounted(tmp_path / "killed", 7)
 
 
 @pytest.mark.slow
