@@ -32,6 +32,7 @@ from rft.config.stages import rekey
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
 from rft.taskset.settings import TasksetSettings
+from rft.types import rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,10 +309,18 @@ def _storage_is_there(plan: Plan, problems: Problems) -> None:
 
 def _model_fits(model: Any, plan: Plan, problems: Problems) -> None:
     problems.warnings.extend(model.warnings)
-    longest = model.config.get("max_position_embeddings")
     wanted = plan.engines[0].max_model_len
-    if isinstance(longest, int) and wanted > longest:
-        problems.error("model.max_model_len", f"is {wanted} tokens, but the model knows {longest} positions", given=wanted)
+    try:
+        longest = rotary.positions(model.config, plan.learner.override_config)
+    except ConfigError as e:
+        problems.take(e)
+        longest = None
+    if longest is not None and wanted > longest:
+        problems.error(
+            "model.max_model_len",
+            f"is {wanted} tokens, but the model knows {longest} positions; see model.rope_scaling",
+            given=wanted,
+        )
     heads = model.config.get("num_key_value_heads") or model.config.get("num_attention_heads")
     tp = plan.engines[0].tensor_parallel_size
     if isinstance(heads, int) and tp > 1 and (model.config.get("num_attention_heads") or heads) % tp:

@@ -31,6 +31,9 @@ RAY_AND_LAUNCHER = 1300 * MIB
 CUDA_CONTEXT = 600 * MIB
 NCCL = 400 * MIB
 
+# As rft.trainer.logprobs cuts: logits of a tile, its least width, float32 sums of a token.
+CPU_TILE, GPU_TILE, LEAST_WIDTH, SUMS = 1 << 20, 1 << 26, 512, 8
+
 PREFILL_TOKENS = 4096  # of one forward of the transformers engine
 _NAMES = {"adamw": "AdamW", "nadam": "NAdam", "radam": "RAdam", "adagrad": "Adagrad", "sgd": "SGD"}
 _COUNTS = ("none", "one", "two")
@@ -221,7 +224,7 @@ def trainer(
     moments = {"sgd": int(s.optim.momentum > 0), "adagrad": 1}.get(s.optim.optimizer_type, 2)
     needed = needs(s.algorithm)
     micro = micro_batch(plan, prompt)
-    forward, backward = _logits(shape, s, micro, entropy=needed.entropy, reference=needed.reference)
+    forward, backward = logits(shape, s, micro, entropy=needed.entropy, reference=needed.reference)
     saved = activations(shape, s, micro)
     head = shape.embedding * (item if sharded else 4) if trained is None else 0
     # What the backward pass adds to weights and moments falls from the activations' share and rises to the gradients': the peak is
@@ -331,11 +334,12 @@ def activations(shape: ModelShape, s: LearnerSettings, micro: MicroBatch) -> int
     """Bytes that the layers keep for the backward pass: counted from a Llama layer of transformers, everything each operation saves.
 
     Two norms keep their float32 input and their product; linear layers their inputs; the MLP gate, its activation, up and their
-    product; attention queries, keys, values and its result, keys and values once more for every query head at the root of a prompt.
+    product, where the layer is one of `rft.trainer.lean` two norms their input, the MLP gate and up; attention queries, keys, values and its result, keys and values once more for every query head at the root of a prompt.
     With gradient checkpointing: every layer's input, and one layer whole while it is computed again.
     """
-    item, wide = BYTES[s.dtype], 4 if shape.gated else 2
-    norms = 2 * shape.hidden * 4 + 4 * shape.hidden * item
+    item, lean = BYTES[s.dtype], shape.lean and not (s.compile or s.use_liger)
+    wide = 4 if shape.gated and not lean else 2
+    norms = 4 * shape.hidden * item + (0 if lean else 2 * shape.hidden * 4)
     if s.share_prompts:
         own = micro.positions - micro.rooted
         attention = shape.queries * (micro.positions + 3 * micro.rooted + 2 * own) + 2 * shape.keys * micro.keys
@@ -348,18 +352,16 @@ def activations(shape: ModelShape, s: LearnerSettings, micro: MicroBatch) -> int
     return shape.layers * layer
 
 
-def _logits(shape: ModelShape, s: LearnerSettings, micro: MicroBatch, *, entropy: bool, reference: bool) -> tuple[int, int]:
-    """(most in the forward pass, most in the backward pass) of the chunked log-probs."""
-    item, chunk = BYTES[s.dtype], min(s.logprob_chunk_tokens, micro.trained)
-    line = shape.vocab * 4
-    # a chunk's logits become log-probs while the log-probs of the chunk before are still there
-    pair = chunk * line * 2 + (chunk * shape.vocab * item if item < 4 else 0) + (2 * chunk * line if entropy else 0)
-    rest = micro.trained % chunk or chunk
-    before = chunk * line if micro.trained > chunk else 0
-    kept = rest * line
-    forward = before + pair
-    backward = kept + pair if before else kept * (2 if entropy else 1)
-    return max(forward, kept + pair if reference else 0), backward
+def logits(shape: ModelShape, s: LearnerSettings, micro: MicroBatch, *, entropy: bool, reference: bool) -> tuple[int, int]:
+    """(most in the forward pass, most in the backward pass) of log-probs by tiles (rft.trainer.logprobs), weight gradients apart."""
+    item, tokens = BYTES[s.dtype], max(1, min(s.logprob_chunk_tokens, micro.trained))
+    size = CPU_TILE if s.device == "cpu" else GPU_TILE
+    tile = tokens * min(shape.vocab, max(LEAST_WIDTH, size // tokens))
+    # logits, and in the type they are computed in; with entropies their exponentials too
+    tiles = tile * (4 * (2 if entropy else 1) + (item if item < 4 else 0))
+    sums = (SUMS + (1 if reference else 0)) * 4 * micro.trained
+    hidden = micro.trained * shape.hidden * item
+    return tiles + sums + 2 * hidden, tiles + sums + 2 * hidden + micro.trained * shape.hidden * 4
 
 
 def _gathered(shape: ModelShape, s: LearnerSettings, item: int) -> int:

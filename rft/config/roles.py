@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rft.config import adapter, spread
+from rft.config import adapter, forwards, spread
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
 from rft.config.schema.algorithm import OptimizerConfig, ScheduleConfig
@@ -206,7 +206,7 @@ def engines(
 
 def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
     """`model.override_config` has to hold for the engine too, or its log-probs would be another model's."""
-    override, given = config.model.override_config, dict(config.explorer.rollout_model.extra_engine_args)
+    override, given = spread.overrides(config), dict(config.explorer.rollout_model.extra_engine_args)
     if not override:
         return given
     return {"hf_overrides": dict(override), **given} if engine_type == "vllm" else {**override, **given}
@@ -284,6 +284,7 @@ def learner(
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
         deterministic=config.deterministic,
+        **forwards.learner(config, budget, lengths[0], p),
         **spread.learner(config, run_dir, device, world, p),
     )
 

@@ -25,6 +25,7 @@ from rft.engine.base import engine, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError, is_out_of_memory
+from rft.types import rotary
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
@@ -446,7 +447,7 @@ def _load_model(settings: EngineSettings) -> Any:
             dtype=getattr(torch, settings.dtype),
             attn_implementation=kvcache.ATTENTION,
             trust_remote_code=settings.trust_remote_code,
-            **settings.extra_engine_args,
+            **rotary.applied_to(settings.model_path, settings.extra_engine_args),
         )
     except (OSError, ValueError, TypeError) as e:
         raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e

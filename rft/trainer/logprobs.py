@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,6 +80,22 @@ class _Sums:
     square_mean: torch.Tensor  # sum z' exp 2z'
 
 
+class _Tile(NamedTuple):
+    """What the logits of C tokens and W entries are made of."""
+
+    hidden: torch.Tensor  # [C, H]
+    weight: torch.Tensor  # [W, H]
+    bias: torch.Tensor | None  # [W]
+    inverse: torch.Tensor | None  # [C]
+    local: torch.Tensor  # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
+
+    def logits(self, dtype: torch.dtype) -> torch.Tensor:
+        made = self.hidden @ self.weight.t()
+        if self.bias is not None and self.inverse is not None:
+            made += self.bias * self.inverse[:, None].to(self.bias.dtype)
+        return made.to(dtype)
+
+
 @dataclass(frozen=True)
 class _Given:
     """The arguments, and how they are cut."""
@@ -104,9 +120,8 @@ class _Given:
         tile = CPU_TILE if self.hidden.device.type == "cpu" else GPU_TILE
         return _cut(len(self.weight), max(LEAST_WIDTH, tile // min(self.chunk, max(1, len(self.hidden)))))
 
-    def tile(self, tokens: slice, entries: slice) -> tuple[torch.Tensor | None, ...]:
-        """What a tile is made of: hidden states, weights, bias, 1 / temperature, targets counted from its first entry."""
-        return (
+    def tile(self, tokens: slice, entries: slice) -> _Tile:
+        return _Tile(
             self.hidden[tokens],
             self.weight[entries],
             None if self.bias is None else self.bias[entries],
@@ -157,10 +172,10 @@ class _TokenLogprobs(torch.autograd.Function):
         pull = _compiled(_pull) if ctx.fused else _pull
         grad_hidden = torch.zeros_like(hidden, dtype=given.dtype)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.empty_like(bias) if bias is not None else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for entries in given.entries():  # the outer loop, so that a part of the weight's gradient is complete when it is left
             of_weight = torch.zeros_like(weight[entries], dtype=given.dtype) if grad_weight is not None else None
-            of_bias = None if bias is None else torch.zeros_like(bias[entries], dtype=given.dtype)
+            of_bias = torch.zeros_like(bias[entries], dtype=given.dtype) if grad_bias is not None else None
             for tokens in given.tokens():
                 more = (entropies[tokens], grads[1][tokens]) if ctx.entropy else None
                 dz = pull(given.tile(tokens, entries), norm[tokens], grads[0][tokens], more)
@@ -169,28 +184,18 @@ class _TokenLogprobs(torch.autograd.Function):
                     _add_product(of_weight, dz.t(), hidden[tokens])
                 if of_bias is not None:
                     of_bias += inverse[tokens].to(given.dtype) @ dz.to(given.dtype)
-            if grad_weight is not None:
+            if grad_weight is not None and of_weight is not None:
                 grad_weight[entries] = of_weight
-            if grad_bias is not None:
+            if grad_bias is not None and of_bias is not None:
                 grad_bias[entries] = of_bias
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
 
 
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inverse: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    logits = hidden @ weight.t()
-    if bias is not None and inverse is not None:
-        logits += bias * inverse[:, None].to(bias.dtype)
-    return logits.to(dtype)
-
-
-def _see(tile: tuple[Any, ...], seen: tuple[torch.Tensor, ...], order: int) -> tuple[torch.Tensor, ...]:
+def _see(tile: _Tile, seen: tuple[torch.Tensor, ...], order: int) -> tuple[torch.Tensor, ...]:
     """The fields of `_Sums` with this tile's logits added."""
-    *made_of, local = tile
     before, total, picked, mean, squares, square_mean = seen
-    z = _logits(*made_of, before.dtype)
-    at, inside = _where(local, z.shape[1])
+    z = tile.logits(before.dtype)
+    at, inside = _where(tile.local, z.shape[1])
     picked = torch.where(inside, z.gather(1, at[:, None])[:, 0], picked)
     top = torch.maximum(before, z.amax(-1))
     lower = before - top
@@ -208,12 +213,9 @@ def _see(tile: tuple[Any, ...], seen: tuple[torch.Tensor, ...], order: int) -> t
     return top, new_total, picked, new_mean, squares * fade.square() + e.sum(-1), new_square_mean
 
 
-def _pull(
-    tile: tuple[Any, ...], norm: torch.Tensor, grad: torch.Tensor, more: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
+def _pull(tile: _Tile, norm: torch.Tensor, grad: torch.Tensor, more: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     """The gradient of a tile's logits, in the hidden states' type.  `more`: entropies and their gradient."""
-    *made_of, local = tile
-    z = _logits(*made_of, norm.dtype)
+    z = tile.logits(norm.dtype)
     z.sub_(norm[:, None])
     # d logp[target] / dz = [target] - p;   d entropy / dz = -p (logp + entropy)
     if more is None:
@@ -222,9 +224,9 @@ def _pull(
         entropy, grad_entropy = more
         p = z.exp()
         dz = z.mul_(-grad_entropy[:, None]).sub_((grad + grad_entropy * entropy)[:, None]).mul_(p)
-    at, inside = _where(local, z.shape[1])
+    at, inside = _where(tile.local, z.shape[1])
     dz.scatter_add_(1, at[:, None], torch.where(inside, grad, 0.0)[:, None])
-    return dz.to(made_of[0].dtype)
+    return dz.to(tile.hidden.dtype)
 
 
 def _where(local: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

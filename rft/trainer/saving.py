@@ -24,6 +24,7 @@ from rft.trainer.lora import Adapter
 from rft.trainer.model import Policy
 from rft.trainer.settings import LearnerSettings
 from rft.trainer.tensors import Piece
+from rft.types import rotary
 
 STATE = "state.json"
 ADAPTERS = "adapters"  # holds a folder, named like the adapter, that peft reads
@@ -167,7 +168,7 @@ def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
     shutil.copyfile(source / "config.json", target / "config.json")
     if settings.override_config:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        _put(target / "config.json", json.dumps(config | settings.override_config, indent=2).encode())
+        _put(target / "config.json", json.dumps(rotary.replaced(config, settings.override_config), indent=2).encode())
     return sorted(target.iterdir())
 
 

@@ -98,11 +98,11 @@ class ModelConfig(Section):
         None, "At most one adapter.  Engines get the weights with the adapter added.  Null or []: the whole model is trained."
     )
     rope_scaling: dict[str, Any] | None = key(
-        None, "Rotary embeddings beyond the trained length.", later=Later("put it into config.json in a copy of the model")
+        None,
+        "Rotary embeddings beyond the trained length, for trainer, engines and exported models: rope_type and what it needs, "
+        "e.g. {rope_type: yarn, factor: 4.0}.  Null: the model's own.",
     )
-    rope_theta: float | None = key(
-        None, "Base of the rotary embeddings.", gt=0, later=Later("put it into config.json in a copy of the model")
-    )
+    rope_theta: float | None = key(None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0)
     external_model: ExternalModelConfig = section(
         ExternalModelConfig, "A model behind a server.", later=Later("name a local model in model_path")
     )

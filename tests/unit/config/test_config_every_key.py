@@ -108,6 +108,9 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.profiler.all_ranks": {"trainer.world_size": 2},
     "trainer.enable_activation_offload": {"trainer.enable_gradient_checkpointing": True},
     "trainer.ref.param_offload": GPUS,
+    "trainer.ref.use_dynamic_bsz": {"trainer.ref.log_prob_micro_batch_size_per_gpu": 4},
+    "trainer.use_fused_kernels": {**GPUS, "trainer.fused_kernel_backend": "triton"},
+    "trainer.fused_kernel_backend": {**GPUS, "trainer.use_fused_kernels": True},
     "explorer.rollout_model.device": GPUS,
     "explorer.rollout_model.enforce_eager": GPUS,
 }
@@ -115,6 +118,7 @@ DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage
 VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
     f"{DATA}.data_selector.selector_type": "shuffle",
     "algorithm.algorithm_type": "dr_grpo",
+    "model.rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "algorithm.advantage_fn_args": {"norm_by_std": False},
     "algorithm.policy_loss_fn_args": {"clip_range": 0.3},
     "algorithm.advantage_fn": "rloo",

@@ -28,6 +28,7 @@ def waiting(*overrides: str) -> dict[str, tuple[object, bool]]:
     return {n.key: (n.value, n.harmless) for n in plan(*overrides).not_active}
 
 
+ALWAYS = ("use_remove_padding", "balance_batch", "entropy_chunking", "entropy_checkpointing")
 ACTIVE, REFUSED, IDLE = "active", "a run is refused", "a run warns"
 KEYS = [  # key, good value, bad value, what a run does with the good one
     ("model.tokenizer_path", "tok", "[1]", ACTIVE),
@@ -37,8 +38,8 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("model.enable_prompt_truncation", "true", "maybe", ACTIVE),
     ("model.enable_prompt_truncation", "false", "maybe", ACTIVE),
     ("model.prompt_truncation_side", "Left", "up", ACTIVE),
-    ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn", REFUSED),
-    ("model.rope_theta", "1e6", "0", REFUSED),
+    ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn", ACTIVE),
+    ("model.rope_theta", "1e6", "0", ACTIVE),
     ("model.external_model.enable", "true", "maybe", REFUSED),
     ("model.external_model.model_name", "gpt", "[1]", REFUSED),
     ("algorithm.loss_scale_factor", "512", "0", ACTIVE),
@@ -54,23 +55,21 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("trainer.ppo_epochs", "2", "0", ACTIVE),
     ("trainer.shuffle_minibatches", "true", "maybe", ACTIVE),
     ("trainer.data_seed", "7", "-1", ACTIVE),
-    *((f"trainer.{name}", "true", "maybe", ACTIVE) for name in ("use_remove_padding", "balance_batch", "entropy_chunking")),
-    *((f"trainer.{name}", "false", "maybe", IDLE) for name in ("use_remove_padding", "balance_batch", "entropy_chunking")),
+    *((f"trainer.{name}", "true", "maybe", ACTIVE) for name in ALWAYS),
+    *((f"trainer.{name}", "false", "maybe", IDLE) for name in ALWAYS),
     ("trainer.fix_actor_microbatch_loss_scale", "true", "1.5", ACTIVE),
     ("trainer.fix_actor_microbatch_loss_scale", "false", "1.5", IDLE),
-    *(
-        (f"trainer.{name}", "true", "maybe", IDLE)
-        for name in (*("use_fused_kernels", "enable_preview", "entropy_checkpointing"),)
-    ),
+    ("trainer.enable_preview", "true", "maybe", IDLE),
+    ("trainer.use_fused_kernels", "true", "maybe", ACTIVE),
     *(
         (f"trainer.{name}", "true", "maybe", ACTIVE)
         for name in ("param_offload", "optimizer_offload", "grad_offload", "offload_policy", "use_liger", "use_torch_compile")
     ),
-    ("trainer.fused_kernel_backend", "triton", "cuda", IDLE),
+    ("trainer.fused_kernel_backend", "triton", "cuda", ACTIVE),
     ("trainer.ulysses_sequence_parallel_size", "1", "0", ACTIVE),
     ("trainer.fsdp_size", "1", "-2", ACTIVE),
-    ("trainer.log_prob_micro_batch_size_per_gpu", "4", "0", IDLE),
-    ("trainer.log_prob_max_token_len_per_gpu", "4096", "0", IDLE),
+    ("trainer.log_prob_micro_batch_size_per_gpu", "4", "0", ACTIVE),
+    ("trainer.log_prob_max_token_len_per_gpu", "4096", "0", ACTIVE),
     ("trainer.save_strategy", "single_thread", "double", IDLE),
     ("trainer.checkpoint.save_contents", "[model, hf_model]", "[weights]", ACTIVE),
     ("trainer.checkpoint.load_contents", "[model]", "[weights]", ACTIVE),
@@ -93,9 +92,9 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("trainer.critic.ppo_epochs", "2", "0", ACTIVE),
     ("trainer.ref.param_offload", "true", "maybe", ACTIVE),
     ("trainer.ref.reshard_after_forward", "false", "maybe", ACTIVE),
-    ("trainer.ref.log_prob_micro_batch_size_per_gpu", "16", "0", IDLE),
-    ("trainer.ref.use_dynamic_bsz", "true", "maybe", IDLE),
-    ("trainer.ref.max_token_len_per_gpu", "4096", "0", IDLE),
+    ("trainer.ref.log_prob_micro_batch_size_per_gpu", "16", "0", ACTIVE),
+    ("trainer.ref.use_dynamic_bsz", "true", "maybe", ACTIVE),
+    ("trainer.ref.max_token_len_per_gpu", "4096", "0", ACTIVE),
     ("trainer.profiler.steps", "[1, 5]", "[first]", ACTIVE),
     ("trainer.profiler.discrete", "true", "maybe", ACTIVE),
     ("trainer.profiler.all_ranks", "true", "maybe", ACTIVE),
