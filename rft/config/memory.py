@@ -334,7 +334,8 @@ def activations(shape: ModelShape, s: LearnerSettings, micro: MicroBatch) -> int
     """Bytes that the layers keep for the backward pass: counted from a Llama layer of transformers, everything each operation saves.
 
     Two norms keep their float32 input and their product; linear layers their inputs; the MLP gate, its activation, up and their
-    product, where the layer is one of `rft.trainer.lean` two norms their input, the MLP gate and up; attention queries, keys, values and its result, keys and values once more for every query head at the root of a prompt.
+    product (of a layer that `rft.trainer.lean` knows two norms their input, the MLP gate and up); attention queries, keys, values and
+    its result, keys and values once more for every query head at the root of a prompt.
     With gradient checkpointing: every layer's input, and one layer whole while it is computed again.
     """
     item, lean = BYTES[s.dtype], shape.lean and not (s.compile or s.use_liger)

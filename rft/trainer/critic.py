@@ -125,7 +125,8 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad: float, 
     norm = tensors.full(torch.nn.utils.get_total_norm(grads, foreach=True))
     value = norm.item()
     if np.isfinite(value):
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm, foreach=True)
+        if value + 1e-6 > clip_grad:  # else the factor is 1, and multiplying by it takes two passes over all gradients
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm, foreach=True)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
