@@ -6,6 +6,7 @@ Invariant: denominators count every trained token of the lease, also of rows who
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from rft.types.block import decode
 from rft.types.experience import Experience
 from rft.types.ports import Lease
 
+log = logging.getLogger(__name__)
 _SUMMARY: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max, "min": np.min}
 
 
@@ -57,6 +59,8 @@ def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> Read
         check(x, samples)
         if not x.is_expert and str(x.group) not in known:
             raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {x.group}")
+    if samples != "none":
+        _say_if_certain(lease.step, experiences)
     if pairs:
         _check_pairs(experiences)
     return Read(lease, experiences, [train_row(x, pairs) for x in experiences])
@@ -194,6 +198,18 @@ def check(row: Experience, samples: Sampled = "all") -> None:
             )
         if record.logprob_mode != "processed":
             raise RunFailed(f"{where} has {record.logprob_mode} log-probs; training needs those of the processed distribution")
+
+
+def _say_if_certain(step: int, rows: Sequence[Experience]) -> None:
+    """A sampler may have been certain of every token of a step, but hardly ever is; then log-probs were not reported."""
+    sampled = [row for row in rows if row.has_logprobs and not row.is_expert]
+    if sampled and not any(row.logprobs.any() for row in sampled):
+        log.warning(
+            "step %d: every log-prob of the policy that sampled its %d rows is 0, as if it had been certain of each token.  If it was not, "
+            "what made the rows does not report log-probs: it has to write has_logprobs false, and only losses that need none can use them",
+            step,
+            len(sampled),
+        )
 
 
 def _check_pairs(rows: Sequence[Experience]) -> None:
