@@ -104,6 +104,8 @@ def make(
     staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
     metrics = _metrics(given, prepared, staleness, tokens) | {"experience/skipped_rows": float(len(made) - len(kept))}
     metrics |= _values(made, prepared, critic is not None)
+    loads = [sum(len(row.tokens) for micro in share.micro_batches for row in micro) for share in shares]
+    metrics |= {"perf/rank_tokens/max": float(max(loads)), "perf/rank_tokens/min": float(min(loads))}
     return Feed(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, metrics)
 
 
@@ -158,6 +160,11 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
         "experience/response_tokens": float(tokens),
         "experience/response_length/mean": float(np.mean(lengths)) if lengths else 0.0,
         "experience/response_length/max": float(max(lengths, default=0)),
+        "experience/response_length/min": float(min(lengths, default=0)),
+        "experience/prompt_length/mean": float(np.mean([r.num_tokens - r.num_response_tokens for r in rows])) if rows else 0.0,
+        "experience/prompt_length/max": float(max((r.num_tokens - r.num_response_tokens for r in rows), default=0)),
+        "experience/truncated_ratio": float(np.mean([r.status == "truncated" for r in rows])) if rows else 0.0,
+        "experience/tokens": float(sum(r.num_tokens for r in rows)),
     }
     if staleness:  # rows that somebody sampled
         found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}

@@ -169,16 +169,19 @@ class Trainer:
         with self._timed("train"):
             needs = ranks.algorithm.needs
             given = feeds.read(lease, samples=needs.samples, pairs=needs.pairs)
-            feed = feeds.make(
-                given,
-                ranks.algorithm,
-                ranks.budget,
-                world_size=ranks.world_size,
-                computed=await ranks.prepare(given.rows),
-                seed=ranks.settings.seed,
-                critic_budget=ranks.critic_budget,
-                kl_coefs=ranks.kl_coefs,
-            )
+            with self._timed("train/before"):
+                computed = await ranks.prepare(given.rows)
+            with self._timed("train/advantages"):
+                feed = feeds.make(
+                    given,
+                    ranks.algorithm,
+                    ranks.budget,
+                    world_size=ranks.world_size,
+                    computed=computed,
+                    seed=ranks.settings.seed,
+                    critic_budget=ranks.critic_budget,
+                    kl_coefs=ranks.kl_coefs,
+                )
             self._kl_coefs = ranks.kl_coefs
             if feed.tokens:
                 report = await ranks.step(feed.shares, feed.critic)
