@@ -83,7 +83,7 @@ class Trainer(GRPOTrainer):
         inputs = {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]}
         each = self.args.steps_per_generation / self.current_gradient_accumulation_steps
         inputs["num_items_in_batch"] = torch.tensor(self.rollouts.trained * each)
-        loss = super()._compute_loss(model, inputs)
+        loss: torch.Tensor = super()._compute_loss(model, inputs)
         self.loss += loss.item()
         return loss
 
