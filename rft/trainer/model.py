@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rft.errors import ConfigError, SetupError
-from rft.trainer import attention, loading, lora, sharding, tensors, ulysses
+from rft.trainer import attention, lean, loading, lora, sharding, tensors, ulysses
 from rft.trainer.batch import MicroBatch
 from rft.trainer.logprobs import token_logprobs, token_statistics
 from rft.trainer.settings import LearnerSettings
@@ -32,7 +32,7 @@ class Policy(nn.Module):
     def __init__(self, lm: Any, chunk_tokens: int) -> None:
         super().__init__()
         self.lm = lm
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.fused = chunk_tokens, False
         self.sequence: ulysses.Group | None = None  # ranks that share each micro-batch
         self.adapter: lora.Adapter | None = None  # what is trained instead of the whole model
 
@@ -47,9 +47,9 @@ class Policy(nn.Module):
         given = (hidden, head.weight, mine.targets, mine.temperatures)
         found: tuple[torch.Tensor | None, ...]
         if statistics:
-            found = token_statistics(*given, bias=head.bias, chunk_tokens=self.chunk_tokens)
+            found = token_statistics(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, fused=self.fused)
         else:
-            found = token_logprobs(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, entropy=entropy)
+            found = token_logprobs(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, entropy=entropy, fused=self.fused)
         return found if share is None else tuple(None if x is None else share.gather(x) for x in found)
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
@@ -141,10 +141,12 @@ def place(
         policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
     if settings.use_liger:
         loading.use_liger(policy.lm, settings.device)
+    elif trained and not settings.compile:  # a compiler joins these operations itself
+        lean.apply(policy.lm)
     policy.train(trained).requires_grad_(trained)
     if policy.adapter is not None:
         lora.freeze(policy, policy.adapter)
-    policy.sequence = ulysses.group(settings)
+    policy.sequence, policy.fused = ulysses.group(settings), settings.fused_logprobs
     if settings.compile:
         _compile(policy, settings)
     if sharding.sharded(settings):
