@@ -108,7 +108,7 @@ def form(settings: LoraSettings, linear: Mapping[str, tuple[int, int]], model_pa
         return _there(settings, Path(settings.path), linear, model_path)
     made = Form(
         rank=settings.rank or RANK,
-        alpha=settings.alpha or ALPHA,
+        alpha=float(settings.alpha or ALPHA),
         modules=choose(linear, settings.target_modules or ALL_LINEAR, settings.exclude_modules),
         base_name=settings.base_name or model_path,
     )
