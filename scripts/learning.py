@@ -237,10 +237,10 @@ HEAD = (
 )
 INTRODUCTION = """# Does it learn?
 
-Written by `python scripts/learning.py --write`. Models of 0.3 million random parameters and the task of `examples/tiny`, copying the digit that \
-is shown; each algorithm with its own defaults and the learning rate of its example, 1e-3. PPO makes four updates of each batch. A \
-teacher is such a model after supervised fine-tuning, from other random weights than the student's. Everything is measured on rows that were \
-never trained. A seed is that of the weights, the data and the sampling.
+Written by `python scripts/learning.py --write`. Models of 0.3 million random parameters and the task of `examples/tiny`, copying the digit
+that is shown; each algorithm with its own defaults and the learning rate of its example, 1e-3. PPO makes four updates of each batch. A
+teacher is such a model after supervised fine-tuning, from other random weights than the student's. Everything is measured on rows that
+were never trained. A seed is that of the weights, the data and the sampling.
 """
 
 
