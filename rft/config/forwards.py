@@ -13,8 +13,9 @@ from rft.trainer.settings import ForwardSettings
 
 
 def learner(config: RunConfig, budget: int, longest: int, p: Problems) -> dict[str, Any]:
-    """Fields of `LearnerSettings`.  `budget`: tokens of a training micro-batch; `longest`: of an experience."""
+    """Fields of `LearnerSettings`.  `budget`: tokens of a training micro-batch on one rank; `longest`: of an experience."""
     t, r = config.trainer, config.trainer.ref
+    longest = -(-longest // t.ulysses_sequence_parallel_size)  # the ranks' budgets are added
     training = ForwardSettings(
         max_token_len_per_gpu=budget, micro_batch_size=None if t.use_dynamic_bsz else t.micro_batch_size_per_gpu
     )
@@ -38,7 +39,9 @@ def _cut(
         if rows is not None:
             p.warn(f"{keys[0]} has no effect: micro-batches are cut by tokens (use_dynamic_bsz: true)")
         if tokens is not None and tokens < longest:
-            p.error(keys[1], f"is {tokens} tokens; the longest experience may have {longest} (max_model_len)", given=tokens)
+            p.error(
+                keys[1], f"is {tokens} tokens; the longest experience may have {longest} on a rank (max_model_len)", given=tokens
+            )
     elif tokens is not None:
         p.warn(f"{keys[1]} has no effect: micro-batches are cut by rows (use_dynamic_bsz: false)")
     return ForwardSettings(

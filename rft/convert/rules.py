@@ -153,7 +153,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.log_prob_micro_batch_size": do.micro(
         ROLLOUT, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "trainer.log_prob_micro_batch_size_per_gpu"
     ),
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": derived("is the actor's; cutting log-probs differently changes nothing"),
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": derived("is the actor's", "trainer.use_dynamic_bsz"),
     f"{ROLLOUT}.mode": always(
         "generation is always asynchronous", "async", "sync", otherwise="generation is asynchronous; write async or sync"
     ),
