@@ -161,7 +161,7 @@ def trainer_step(quick: bool) -> harness.Result:
     sgemm = max(before["sgemm_gflops"], after["sgemm_gflops"])  # of a machine that others may use too
     share = [needed / s / 1e9 / sgemm for s in mine]
     kept = ours.reports[1:]
-    split = {part: round(statistics.median(r["phases"][part] for r in kept), 3) for part in kept[0]["phases"]}
+    split = {part: round(statistics.median(r["phases"][part] for r in kept), 3) for part in kept[0]["phases"] if part != "wait_s"}
     return harness.Result(
         "trainer_step",
         [
