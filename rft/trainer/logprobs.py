@@ -174,17 +174,19 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         for entries in given.entries():  # the outer loop, so that a part of the weight's gradient is complete when it is left
-            of_weight = torch.zeros_like(weight[entries], dtype=given.dtype) if grad_weight is not None else None
+            of_weight = grad_weight[entries] if grad_weight is not None else None
+            if of_weight is not None and of_weight.dtype != given.dtype:
+                of_weight = torch.zeros_like(of_weight, dtype=given.dtype)
             of_bias = torch.zeros_like(bias[entries], dtype=given.dtype) if grad_bias is not None else None
             for tokens in given.tokens():
                 more = (entropies[tokens], grads[1][tokens]) if ctx.entropy else None
                 dz = pull(given.tile(tokens, entries), norm[tokens], grads[0][tokens], more)
                 _add_product(grad_hidden[tokens], dz, weight[entries])
                 if of_weight is not None:
-                    _add_product(of_weight, dz.t(), hidden[tokens])
+                    _add_product(of_weight, dz.t(), hidden[tokens], first=tokens.start == 0)
                 if of_bias is not None:
                     of_bias += inverse[tokens].to(given.dtype) @ dz.to(given.dtype)
-            if grad_weight is not None and of_weight is not None:
+            if grad_weight is not None and of_weight is not None and of_weight.dtype != grad_weight.dtype:
                 grad_weight[entries] = of_weight
             if grad_bias is not None and of_bias is not None:
                 grad_bias[entries] = of_bias
@@ -234,10 +236,10 @@ def _where(local: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
     return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 
-def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """into += a @ b; sums of products of a shorter type are added in the type of `into`."""
+def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, first: bool = False) -> None:
+    """into += a @ b; sums of products of a shorter type are added in the type of `into`.  `first`: nothing was added to it yet."""
     if into.dtype == a.dtype:
-        into.addmm_(a, b)
+        into.addmm_(a, b, beta=0 if first else 1)  # with 0 what stands there is not read
     else:
         into.add_(a @ b)
 
