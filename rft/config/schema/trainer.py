@@ -189,7 +189,7 @@ class TrainerConfig(Section):
         True,
         "Batches are packed without padding.",
         on_resume="safe",
-        later=Later("batches are always packed", harmless=True, values=(False,)),
+        later=Later("share_prompts: true packs, false pads", harmless=True, values=(False,)),
     )
     balance_batch: bool = key(
         True,
