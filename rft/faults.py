@@ -2,7 +2,7 @@
 
 `RFT_FAULT=point[:nth][=action][,point ...]`.  nth: without a number the point fires every time it is reached, with `:n` only the
 n-th time (from 1) in each process, with `:n-m` from the n-th to the m-th, with `:n-` from the n-th on.  action: what happens there,
-one of ACTIONS; points of BUFFER_POINTS kill the process unless another one is written, the others fail in their own way.
+one of ACTIONS; points of KILL_POINTS kill the process unless another one is written, the others fail in their own way.
 The one invariant: without the variable `fault` is false and costs one dictionary look-up.
 
 Example: RFT_FAULT=buffer.append.after:3=kill,storage.put:5-9=enospc
@@ -41,6 +41,20 @@ BUFFER_POINTS = (
     "storage.put.torn",  # half of a block's bytes are written
     "storage.put.aside",  # a segment is whole under its temporary name, not renamed
 )
+TRAINER_POINTS = (
+    "trainer.leased",  # a step has its rows, nothing is computed
+    "trainer.update.before",  # gradients are there, weights are those before the step
+    "trainer.update.after",  # weights have changed, the rows do not count as used
+    "trainer.used",  # the rows count as used, the new weights are nowhere but in memory
+    "trainer.staged",  # a version is ready for the engines, none of them serves it
+    "trainer.published",  # every engine serves it
+    "checkpoint.taken",  # what a checkpoint will hold is fixed, none of its files is written
+    "checkpoint.files",  # some of its files are written
+    "checkpoint.renamed",  # all files are in place, the manifest is not
+    "checkpoint.committed",  # the manifest is in place, older checkpoints are still there
+    "checkpoint.removing",  # an older one has lost its manifest, not its files
+)
+KILL_POINTS = (*BUFFER_POINTS, *TRAINER_POINTS)
 _ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "eio": errno.EIO}
 ACTIONS = ("kill", "stop", *_ERRORS)  # SIGKILL or SIGSTOP of this process, or an OSError with that number
 _ENTRY = re.compile(r"(?P<point>[^\s:=,]+)(:(?P<first>\d+)(?P<range>-(?P<last>\d*))?)?(=(?P<action>\w+))?")
@@ -76,7 +90,7 @@ def planned(point: str) -> bool:
 
 
 def _act(point: str, action: str | None) -> None:
-    action = action or ("kill" if point in BUFFER_POINTS else None)
+    action = action or ("kill" if point in KILL_POINTS else None)
     if action in _ERRORS:
         raise OSError(_ERRORS[action], f"{os.strerror(_ERRORS[action])} ({VARIABLE} at {point})")
     if action is not None:

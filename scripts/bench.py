@@ -17,14 +17,18 @@ from collections.abc import Callable
 
 import bench_harness as harness
 from bench_buffer import buffer_append_durable, buffer_read_collate, buffer_wakeup, priority_read_at_scale
+from bench_logprob import logprob_kernel
 from bench_start import time_to_first
 from bench_step import step_vs_trl
+from bench_trainer import trainer_step
 
 BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
     made.__name__: made
     for made in (
         step_vs_trl,
         time_to_first,
+        trainer_step,
+        logprob_kernel,
         buffer_append_durable,
         buffer_read_collate,
         buffer_wakeup,

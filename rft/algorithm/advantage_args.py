@@ -107,6 +107,10 @@ class GigpoArgs(Args):
     env_state_hash_key: str = Field("env_state_hash", description="entry of the experience's info that names the state")
 
     @property
+    def wants(self) -> tuple[str, ...]:
+        return (f"info.{self.env_state_hash_key}",) if self.omega > 0 else ()
+
+    @property
     def whole_groups(self) -> bool:
         return True
 
@@ -116,22 +120,27 @@ class RemaxArgs(Args):
 
     reads: ClassVar[str] = 'the reward of a greedy run of the task from info["baseline_reward"] of every experience'
 
+    @property
+    def wants(self) -> tuple[str, ...]:
+        return ("info.baseline_reward",)
 
-_TEACHER = "the teacher's log-probs of every experience (teacher_logprobs)"
+
+class _Taught(Args):
+    reads: ClassVar[str] = "the teacher's log-probs of every experience (teacher_logprobs)"
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        return ("teacher_logprobs",)
 
 
-class OnPolicyDistillArgs(Args):
+class OnPolicyDistillArgs(_Taught):
     """Teacher's log-prob less the student's, per token."""
-
-    reads: ClassVar[str] = _TEACHER
 
     kl_coef: float = Field(1.0, ge=0, description="factor of the advantage")
 
 
-class JsdArgs(Args):
+class JsdArgs(_Taught):
     """Generalised Jensen-Shannon divergence between teacher and student, per sampled token (arXiv:2306.13649)."""
-
-    reads: ClassVar[str] = _TEACHER
 
     lambda_coef: float = Field(0.5, ge=0, le=1, description="weight of the teacher in the mixture; 0 and 1 are the two KLs")
     kl_coef: float = Field(1.0, ge=0, description="factor of the advantage")

@@ -18,7 +18,7 @@ class Args(BaseModel):
     """Base of all arguments: unknown keys, wrong types, NaN and infinity are errors, and nothing changes afterwards.
 
     `before` names what the part reads that has to be computed before the step, `reference` says that a loss reads the reference
-    model's log-probs.  Nothing else is computed.  `reads` names what a workflow has to write into its experiences for the part.
+    model's log-probs.  Nothing else is computed.  `reads` says what a workflow has to write into its experiences for the part.
     Of a policy loss, `samples` says which rows need a sampler's log-probs, `pairs` that rows come in pairs, `agg_mode` the aggregation
     it is defined with, and `fixed_agg` that it knows no other.
     """
@@ -32,6 +32,11 @@ class Args(BaseModel):
     fixed_agg: ClassVar[bool] = False
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        """What has to stand in every experience, for which a workflow or operator declares `gives`: "info.NAME" or a field's name."""
+        return ()
 
     @property
     def whole_groups(self) -> bool:

@@ -87,11 +87,14 @@ RENAMED: dict[tuple[str, str], str] = {  # older names that people bring along
     ("policy_loss_fn", "vanilla"): "ppo",
     ("kl_loss_fn", "kl"): "k1",
     ("kl_loss_fn", "mse"): "k2",
+    ("kl_penalty_fn", "kl"): "k1",
+    ("kl_penalty_fn", "mse"): "k2",
     ("sample_strategy", "warmup"): "default",
 }
 
 _REFUSED: dict[tuple[str, str], str] = {
     ("kl_loss_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use low_var_kl, k2 or k3",
+    ("kl_penalty_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use k1 or low_var_kl",
 }
 _KEY_HINTS: dict[tuple[str, str], str] = {
     ("policy_loss_fn", "loss_agg_mode"): "set algorithm.loss_agg_mode, which holds for all losses",

@@ -13,6 +13,8 @@ import numpy as np
 from rft.algorithm.advantage_args import JsdArgs, OnPolicyDistillArgs
 from rft.algorithm.base import StepInputs, StepRow, advantage
 
+_LIMIT = 20.0  # of a log ratio before the exponential
+
 
 @advantage("on_policy_distill", args=OnPolicyDistillArgs)
 def on_policy_distill(x: StepInputs, args: OnPolicyDistillArgs) -> list[np.ndarray]:
@@ -25,22 +27,26 @@ def on_policy_distill(x: StepInputs, args: OnPolicyDistillArgs) -> list[np.ndarr
 
 @advantage("jsd", args=JsdArgs)
 def jsd(x: StepInputs, args: JsdArgs) -> list[np.ndarray]:
-    """A = -kl_coef J of each sampled token, with s, t the log-probs of student and teacher / temperature and b = lambda_coef:
+    """With s, t the log-probs of student and teacher / temperature and b = lambda_coef, A = kl_coef times
 
-        m = log((1 - b) e^s + b e^t),   J = b (t - m) + (1 - b) (s - m);   b = 0: J = s - t;   b = 1: J = t - s.
+        0 < b < 1:   (1 - b) (m - s),   m = log((1 - b) e^s + b e^t)
+        b = 0:       t - s
+        b = 1:       e^min(t - s, 20) - 1
 
-    float32 [L_i] per row.  Generalised Jensen-Shannon divergence, arXiv:2306.13649.  Raises ValueError for a row without a teacher's
-    log-probs.
+    The policy gradient is exactly that of -(b KL(teacher || M) + (1 - b) KL(student || M)) with the mixture M = (1 - b) student +
+    b teacher, at 0 of -KL(student || teacher), at 1 of -KL(teacher || student).  float32 [L_i] per row.  Generalised Jensen-Shannon
+    divergence, arXiv:2306.13649.  Raises ValueError for a row without a teacher's log-probs.
     """
 
     def one(teacher: np.ndarray, student: np.ndarray) -> np.ndarray:
         b, t, s = args.lambda_coef, teacher / args.temperature, student / args.temperature
-        if b in (0.0, 1.0):
-            divergence = s - t if b == 0 else t - s
+        if b == 0:
+            score = t - s
+        elif b == 1:
+            score = np.expm1(np.minimum(t - s, _LIMIT))
         else:
-            m = np.logaddexp(math.log1p(-b) + s, math.log(b) + t)
-            divergence = b * (t - m) + (1 - b) * (s - m)
-        given: np.ndarray = (-args.kl_coef * divergence).astype(np.float32)
+            score = (1 - b) * (np.logaddexp(math.log1p(-b) + s, math.log(b) + t) - s)
+        given: np.ndarray = (args.kl_coef * score).astype(np.float32)
         return given
 
     return [one(teacher, student) for teacher, student in map(_both, x.rows)]

@@ -6,7 +6,7 @@ only where it holds exactly.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Protocol, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -25,16 +25,26 @@ class GradientArgs(_Gradient):
     """For losses that are a multiple of the advantage and take no arguments."""
 
 
+class _HasBounds(Protocol):
+    @property
+    def low(self) -> float: ...
+
+
+Clipping = TypeVar("Clipping", bound=_HasBounds)
+
+
+def _below_one(args: Clipping) -> Clipping:
+    if args.low > 1:
+        raise ValueError(f"clip_range {args.low} as the lower bound must be at most 1; set clip_range_low")
+    return args
+
+
 class _Clipped(Args):
     clip_range: float = Field(0.2, ge=0, description="both clip bounds, where the two below are null")
     clip_range_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped at 1 - clip_range_low")
     clip_range_high: float | None = Field(None, ge=0, description="the ratio is clipped at 1 + clip_range_high")
 
-    @model_validator(mode="after")
-    def _bounds(self) -> Self:
-        if self.low > 1:
-            raise ValueError(f"clip_range {self.clip_range} as the lower bound must be at most 1; set clip_range_low")
-        return self
+    _bounds = model_validator(mode="after")(_below_one)
 
     @property
     def low(self) -> float:
@@ -69,11 +79,7 @@ class GspoArgs(_Gradient):
     clip_range_low: float = Field(3e-4, ge=0, le=1, description="the sequence ratio is clipped at 1 - this")
     clip_range_high: float = Field(4e-4, ge=0, description="the sequence ratio is clipped at 1 + this")
 
-    @model_validator(mode="after")
-    def _bounds(self) -> Self:
-        if self.low > 1:
-            raise ValueError(f"clip_range {self.clip_range} as the lower bound must be at most 1; set clip_range_low")
-        return self
+    _bounds = model_validator(mode="after")(_below_one)
 
     @property
     def low(self) -> float:

@@ -22,6 +22,7 @@ State = Literal["ok", "note", "missing"]
 _NEEDED = (
     "torch",
     "transformers",
+    "peft",
     "ray",
     "datasets",
     "sqlalchemy",

@@ -20,18 +20,25 @@ def export(
         str | None, typer.Option(help="metric of metrics.jsonl: the checkpoint where it was highest", show_default=False)
     ] = None,
     lowest: Annotated[bool, typer.Option("--lowest", help="with --best: where it was lowest")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapter, as peft reads it")] = False,
 ) -> None:
-    """Write the verified Hugging Face model of a checkpoint."""
-    print(copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max"))
+    """Write the verified Hugging Face model of a checkpoint; with LoRA the adapter is added to the weights."""
+    print(copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max", adapter=adapter))
 
 
 def copy_model(
-    run_dir: Path, out: Path, step: int | None, *, best: str | None = None, mode: Literal["max", "min"] = "max"
+    run_dir: Path,
+    out: Path,
+    step: int | None,
+    *,
+    best: str | None = None,
+    mode: Literal["max", "min"] = "max",
+    adapter: bool = False,
 ) -> Path:
     """Write to `out`, which must not exist yet; it appears whole or not at all.
 
     The checkpoint's own Hugging Face folder is copied where it has one; else its parts are put together, one tensor in memory at a
-    time.  The folder of a program stands for that of its last finished stage.
+    time.  `adapter`: only what was trained of it.  The folder of a program stands for that of its last finished stage.
     Raises ConfigError for a wrong folder or step, CheckpointInvalid naming the file that is not what the manifest says.
     """
     import os
@@ -46,9 +53,13 @@ def copy_model(
             raise ConfigError(f"{run_dir} is a program of stages, and none of them is done", key="RUN_DIR")
         run_dir = run_dir / done[-1].name
     committed = manifests.committed(run_dir / "checkpoints")
-    folders = {
-        manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in ("huggingface", "trainer/pretrained"))
-    }
+    kinds = ("trainer/adapters",) if adapter else ("huggingface", "trainer/pretrained")
+    folders = {manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in kinds)}
+    if not folders and adapter:
+        raise ConfigError(
+            f"{run_dir} has {len(committed)} checkpoints and none of them holds an adapter; it trained the whole model",
+            key="--adapter",
+        )
     if not folders:
         raise ConfigError(
             f"{run_dir} has {len(committed)} checkpoints and none of them holds a model; "
@@ -67,7 +78,7 @@ def copy_model(
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         aside.mkdir(parents=True)
-        _fill(manifest, aside)
+        _fill(manifest, aside, adapter=adapter)
         aside.rename(out)
     except OSError as e:
         raise SetupError(f"{out} cannot be written: {e.strerror}") from e
@@ -89,17 +100,20 @@ def _best(run_dir: Path, metric: str, mode: Literal["max", "min"], steps: Collec
     return found
 
 
-def _fill(manifest: Manifest, aside: Path) -> None:
+def _fill(manifest: Manifest, aside: Path, *, adapter: bool) -> None:
     import shutil
 
     from rft.errors import CheckpointInvalid
 
-    names = [n for n in manifest.files if n.startswith("huggingface/")]
-    if names:
+    beginning = "trainer/adapters/" if adapter else "huggingface/"
+    names = [n for n in manifest.files if n.startswith(beginning)]
+    if adapter and names:
+        beginning = "/".join(names[0].split("/")[:3])  # the folder has the adapter's name
+    if adapter or names:
         if not any(n.endswith(".safetensors") for n in names):
-            raise CheckpointInvalid(f"{manifest.folder}: its manifest lists no safetensors file below huggingface/")
+            raise CheckpointInvalid(f"{manifest.folder}: its manifest lists no safetensors file below {beginning}")
         for name in names:
-            target = aside / Path(name).relative_to("huggingface")
+            target = aside / Path(name).relative_to(beginning)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(manifest.folder / name, target)
         return

@@ -17,7 +17,7 @@ import msgspec
 
 from rft import plugins
 from rft.algorithm.catalog import needs
-from rft.config import given, modelfiles
+from rft.config import adapter, given, modelfiles, wants
 from rft.config.active import NotActive
 from rft.config.advice import advise
 from rft.config.load import load
@@ -32,6 +32,7 @@ from rft.config.stages import rekey
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
 from rft.taskset.settings import TasksetSettings
+from rft.types import rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +205,14 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
     else:
         _model_fits(model, plan, problems)
         _critic_fits(model, plan, problems)
+        adapter.fits(plan.learner, model.tensors, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
     found, counts = given.look(plan, problems) if not problems.errors else ([], {})
+    wants.look(
+        plan,
+        {t.settings.name: {t.settings.workflow, *t.workflows()} - {""} for t in seen.opened if not t.settings.is_eval},
+        problems,
+    )
     if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
         problems.error("resume_from_path", "is not a folder", given=str(plan.resume_from_path))
     if not problems.errors:
@@ -250,7 +257,9 @@ def _memory(
     critic = plan.learner.critic.model_path
     other = modelfiles.sizes(critic) if critic not in ("", plan.learner.model_path) else None
     valued = shape(*other) if other is not None else None
-    roles = estimate(plan, known, critic=valued, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
+    lora = plan.learner.lora
+    trained = None if lora is None else adapter.parameters(lora, known, sizes[1])
+    roles = estimate(plan, known, critic=valued, trained=trained, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
     for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
         problems.warn(text)
@@ -300,10 +309,18 @@ def _storage_is_there(plan: Plan, problems: Problems) -> None:
 
 def _model_fits(model: Any, plan: Plan, problems: Problems) -> None:
     problems.warnings.extend(model.warnings)
-    longest = model.config.get("max_position_embeddings")
     wanted = plan.engines[0].max_model_len
-    if isinstance(longest, int) and wanted > longest:
-        problems.error("model.max_model_len", f"is {wanted} tokens, but the model knows {longest} positions", given=wanted)
+    try:
+        longest = rotary.positions(model.config, plan.learner.override_config)
+    except ConfigError as e:
+        problems.take(e)
+        longest = None
+    if longest is not None and wanted > longest:
+        problems.error(
+            "model.max_model_len",
+            f"is {wanted} tokens, but the model knows {longest} positions; see model.rope_scaling",
+            given=wanted,
+        )
     heads = model.config.get("num_key_value_heads") or model.config.get("num_attention_heads")
     tp = plan.engines[0].tensor_parallel_size
     if isinstance(heads, int) and tp > 1 and (model.config.get("num_attention_heads") or heads) % tp:

@@ -34,7 +34,7 @@ READ_BY = (  # longest beginning first: who does what with a key
     ("model.critic_model_path", "trainer: critic"),
     ("model.temperature", "explorer: sampling of every taskset; trainer: log-probs at the same temperature"),
     ("model.external_model", "engines of rft bench"),
-    ("model.lora_configs", "trainer and engines"),
+    ("model.lora_configs", "trainer: what is trained"),
     ("model", "engines and trainer"),
     ("cluster", "launcher: placement on machines"),
     ("buffer.explorer_input.eval_tasksets", "explorer: evaluation"),

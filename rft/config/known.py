@@ -13,6 +13,9 @@ INSTEAD: dict[str, str] = {
     "model.tinker*": "Tinker is not offered: training runs on your own machines with the FSDP2 trainer; remove it",
     "model.fully_sharded_loras": "it has no effect; remove it",
     "model.max_cpu_loras": "it has no effect; remove it",
+    "model.lora_configs[[]*].is_dummy": "without path the adapter is a new one; remove it",
+    "model.lora_configs[[]*].lora_dropout": "engines sample without dropout, so there is none in training; remove it",
+    "model.lora_configs[[]*].use_rslora": "write lora_alpha x sqrt(lora_rank) as lora_alpha; an adapter in path brings its own",
     "trainer.megatron*": "Megatron is not offered: use trainer.trainer_strategy: fsdp2",
     "service*": "the Data-Juicer service is not offered: prepare the data beforehand and name the file in a taskset's path",
     "algorithm.enable_router_replay": "MoE router replay is not offered; remove it",
@@ -38,12 +41,15 @@ _ENGINE_TYPES = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    "algorithm.kl_penalty_fn": {"full": "needs the whole vocabulary's log-probs of two models; use k1 or low_var_kl"},
     f"{_ENGINE}.engine_type": _ENGINE_TYPES,
     "explorer.auxiliary_models[[]*].engine_type": _ENGINE_TYPES,
     f"{_ENGINE}.device": _DEVICES,
     "explorer.auxiliary_models[[]*].device": _DEVICES,
     "trainer.device": _DEVICES,
+    "model.lora_configs[[]*].lora_dtype": dict.fromkeys(
+        ("bfloat16", "float16", "bf16", "fp16"),
+        "is not offered: adapters are kept in float32, computed in trainer.param_dtype; use auto",
+    ),
     "trainer.trainer_type": {"tinker": "Tinker is not offered; leave it out"},
     "trainer.trainer_strategy": {"megatron": "Megatron is not offered; use fsdp2"},
 }

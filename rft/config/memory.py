@@ -31,6 +31,9 @@ RAY_AND_LAUNCHER = 1300 * MIB
 CUDA_CONTEXT = 600 * MIB
 NCCL = 400 * MIB
 
+# As rft.trainer.logprobs cuts: logits of a tile, its least width, float32 sums of a token.
+CPU_TILE, GPU_TILE, LEAST_WIDTH, SUMS = 1 << 20, 1 << 26, 512, 8
+
 PREFILL_TOKENS = 4096  # of one forward of the transformers engine
 _NAMES = {"adamw": "AdamW", "nadam": "NAdam", "radam": "RAdam", "adagrad": "Adagrad", "sgd": "SGD"}
 _COUNTS = ("none", "one", "two")
@@ -85,19 +88,22 @@ def estimate(
     shape: ModelShape,
     *,
     critic: ModelShape | None = None,
+    trained: int | None = None,
     prompt_tokens: int | None = None,
     gpu_memory: int | None = None,
 ) -> tuple[RoleMemory, ...]:
     """Peak memory of every role.  `prompt_tokens`: the longest prompt there is, where the tasks were looked at; else the longest allowed.
 
-    `critic`: its sizes, where they are not the policy's.
+    `critic`: its sizes, where they are not the policy's.  `trained`: parameters of the adapter that is trained; None: the whole model.
     `gpu_memory`: bytes of each GPU; without it a GPU engine's share of the device stays open.
     """
     prompt = min(
         prompt_tokens or plan.engines[0].max_model_len, plan.engines[0].max_prompt_tokens or plan.engines[0].max_model_len
     )
     engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines if explores(plan.mode))
-    ranks = tuple(trainer(plan, rank, shape, prompt, critic) for rank in range(plan.learner.world_size) if trains(plan.mode))
+    ranks = tuple(
+        trainer(plan, rank, shape, prompt, critic, trained) for rank in range(plan.learner.world_size) if trains(plan.mode)
+    )
     sent = shape.parameters * BYTES[plan.learner.dtype]
     rest = [
         Term("explorer, buffer, coordinator", 3 * PART_PROCESS, f"3 processes of {PART_PROCESS // MIB} MiB"),
@@ -202,25 +208,30 @@ def _response(plan: Plan) -> int:
 # ---------------------------------------------------------------- trainer
 
 
-def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: ModelShape | None = None) -> RoleMemory:
+def trainer(
+    plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: ModelShape | None = None, trained: int | None = None
+) -> RoleMemory:
     """One rank: float32 weights, gradients and AdamW moments in W shards, and what one micro-batch needs.
 
     Policy and critic are trained one after the other; what stays of the critic meanwhile are its weights and moments.
+    With an adapter of `trained` parameters the weights have neither gradients nor moments, and are the reference model too.
     """
     s, critic = plan.learner, critic or shape
     world, item, sharded = s.world_size, BYTES[s.dtype], s.world_size > 1 or s.dtype != "float32"
     shards = _shards(s)
     share = 0 if s.offload_policy else shape.parameters * 4 // shards
+    own = share if trained is None else 0 if s.offload_policy else trained * 4 // shards  # what is trained
     moments = {"sgd": int(s.optim.momentum > 0), "adagrad": 1}.get(s.optim.optimizer_type, 2)
     needed = needs(s.algorithm)
     micro = micro_batch(plan, prompt)
-    forward, backward = _logits(shape, s, micro, entropy=needed.entropy, reference=needed.reference)
-    saved, head = activations(shape, s, micro), shape.embedding * (item if sharded else 4)
+    forward, backward = logits(shape, s, micro, entropy=needed.entropy, reference=needed.reference)
+    saved = activations(shape, s, micro)
+    head = shape.embedding * (item if sharded else 4) if trained is None else 0
     # What the backward pass adds to weights and moments falls from the activations' share and rises to the gradients': the peak is
     # at one of its ends.  A tied embedding has two gradients of its size before they are added.  From the second micro-batch on the
     # gradients are there all the time.
-    begins = saved + max(forward, backward + head) + (0 if micro.alone else share)
-    ends = share + (head if shape.tied or sharded else 0)
+    begins = saved + max(forward, backward + head) + (0 if micro.alone else own)
+    ends = own + (head if shape.tied or sharded else 0)
     valued = _critic_step(plan, critic, prompt) if needed.critic else 0
     values = (critic.parameters - (0 if critic.tied else critic.embedding)) * 4 // shards  # without the output layer
     values = 0 if s.critic.offload_policy else values
@@ -229,20 +240,43 @@ def trainer(plan: Plan, rank: int, shape: ModelShape, prompt: int, critic: Model
         if s.device == "cuda"
         else Term("process", TRAINER_PROCESS, "constant"),
         Term("weights", share, f"{_count(shape.parameters, 4)} / {shards} rank(s)"),
-        Term(f"{_NAMES[s.optim.optimizer_type]} moments", moments * share, f"{_COUNTS[moments]} for every weight"),
-        Term("reference model", (0 if s.ref_offload else share) if needed.reference else 0, "frozen float32 weights"),
+        Term("adapter", own if trained is not None else 0, f"{_count(trained or 0, 4)} / {shards} rank(s)"),
+        Term(f"{_NAMES[s.optim.optimizer_type]} moments", moments * own, f"{_COUNTS[moments]} for every weight that is trained"),
+        Term("reference model", _reference(s, share, own) if needed.reference else 0, "frozen float32 weights"),
         Term("critic", 3 * values if needed.critic else 0, "weights and AdamW moments of a second model"),
-        Term("weights of the window's start", share if s.algorithm.proximal_window and s.device == "cpu" else 0, "a copy"),
+        Term("weights of the window's start", own if s.algorithm.proximal_window and s.device == "cpu" else 0, "a copy"),
+        Term(
+            "a checkpoint while it is written",
+            _written(plan, share, own, moments, values if needed.critic else 0),
+            "a copy on the host",
+        ),
         Term("gathered layers", _gathered(shape, s, item) if sharded else 0, "FSDP2: embeddings and two layers whole"),
         Term(
             "micro-batch, or gradients",
             max(begins, ends, valued),
             (f"the critic's {_size(valued)}, more than the " if valued > max(begins, ends) else "")
             + f"larger of {_size(begins)} ({micro.rows} rows, {micro.positions} positions: layers {_size(saved)}, logits "
-            f"{_size(max(forward, backward))}{'' if micro.alone else f', gradients {_size(share)}'}) and {_size(ends)}",
+            f"{_size(max(forward, backward))}{'' if micro.alone else f', gradients {_size(own)}'}) and {_size(ends)}",
         ),
     ]
     return RoleMemory(role=f"trainer-{rank}", device=s.device, terms=tuple(t for t in terms if t.nbytes))
+
+
+def _reference(s: LearnerSettings, share: int, own: int) -> int:
+    """Another model; with an adapter the same one, and where that came from a folder a copy of it."""
+    if s.lora is not None:
+        return own if s.lora.path is not None else 0
+    return 0 if s.ref_offload else share
+
+
+def _written(plan: Plan, share: int, own: int, moments: int, values: int) -> int:
+    """What is copied so that steps may go on meanwhile; in a GPU's role nothing, for it lies on the host.  `values`: a critic's weights."""
+    s, t = plan.learner, plan.trainer
+    later = t.async_save and 0 < t.save_interval < t.total_steps and t.save_hf_checkpoint != "always"
+    if not later or s.device != "cpu":
+        return 0
+    weights = (share if s.lora is None else own) + values if "model" in s.save_contents else 0
+    return weights + (moments * own + 2 * values if "optimizer" in s.save_contents else 0)
 
 
 def _shards(s: LearnerSettings) -> int:
@@ -300,11 +334,13 @@ def activations(shape: ModelShape, s: LearnerSettings, micro: MicroBatch) -> int
     """Bytes that the layers keep for the backward pass: counted from a Llama layer of transformers, everything each operation saves.
 
     Two norms keep their float32 input and their product; linear layers their inputs; the MLP gate, its activation, up and their
-    product; attention queries, keys, values and its result, keys and values once more for every query head at the root of a prompt.
+    product (of a layer that `rft.trainer.lean` knows two norms their input, the MLP gate and up); attention queries, keys, values and
+    its result, keys and values once more for every query head at the root of a prompt.
     With gradient checkpointing: every layer's input, and one layer whole while it is computed again.
     """
-    item, wide = BYTES[s.dtype], 4 if shape.gated else 2
-    norms = 2 * shape.hidden * 4 + 4 * shape.hidden * item
+    item, lean = BYTES[s.dtype], shape.lean and not (s.compile or s.use_liger)
+    wide = 4 if shape.gated and not lean else 2
+    norms = 4 * shape.hidden * item + (0 if lean else 2 * shape.hidden * 4)
     if s.share_prompts:
         own = micro.positions - micro.rooted
         attention = shape.queries * (micro.positions + 3 * micro.rooted + 2 * own) + 2 * shape.keys * micro.keys
@@ -317,18 +353,16 @@ def activations(shape: ModelShape, s: LearnerSettings, micro: MicroBatch) -> int
     return shape.layers * layer
 
 
-def _logits(shape: ModelShape, s: LearnerSettings, micro: MicroBatch, *, entropy: bool, reference: bool) -> tuple[int, int]:
-    """(most in the forward pass, most in the backward pass) of the chunked log-probs."""
-    item, chunk = BYTES[s.dtype], min(s.logprob_chunk_tokens, micro.trained)
-    line = shape.vocab * 4
-    # a chunk's logits become log-probs while the log-probs of the chunk before are still there
-    pair = chunk * line * 2 + (chunk * shape.vocab * item if item < 4 else 0) + (2 * chunk * line if entropy else 0)
-    rest = micro.trained % chunk or chunk
-    before = chunk * line if micro.trained > chunk else 0
-    kept = rest * line
-    forward = before + pair
-    backward = kept + pair if before else kept * (2 if entropy else 1)
-    return max(forward, kept + pair if reference else 0), backward
+def logits(shape: ModelShape, s: LearnerSettings, micro: MicroBatch, *, entropy: bool, reference: bool) -> tuple[int, int]:
+    """(most in the forward pass, most in the backward pass) of log-probs by tiles (rft.trainer.logprobs), weight gradients apart."""
+    item, tokens = BYTES[s.dtype], max(1, min(s.logprob_chunk_tokens, micro.trained))
+    size = CPU_TILE if s.device == "cpu" else GPU_TILE
+    tile = tokens * min(shape.vocab, max(LEAST_WIDTH, size // tokens))
+    # logits, and in the type they are computed in; with entropies their exponentials too
+    tiles = tile * (4 * (2 if entropy else 1) + (item if item < 4 else 0))
+    sums = (SUMS + (1 if reference else 0)) * 4 * micro.trained
+    hidden = micro.trained * shape.hidden * item
+    return tiles + sums + 2 * hidden, tiles + sums + 2 * hidden + micro.trained * shape.hidden * 4
 
 
 def _gathered(shape: ModelShape, s: LearnerSettings, item: int) -> int:

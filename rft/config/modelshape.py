@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _PLAIN_MLP = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2"}  # two matrices, no gate
+LEAN = {"exaone4", "granite", "llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3"}  # known to rft.trainer.lean
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -35,6 +36,7 @@ class ModelShape:
     head_dim: int
     mlp: int  # width that one token computes: of the chosen experts together
     gated: bool = True
+    lean: bool = False  # norms and MLPs are Llama's, of which the trainer keeps less
     tied: bool = False
 
     @property
@@ -89,5 +91,6 @@ def shape(config: Mapping[str, Any], tensors: Tensors | None = None) -> ModelSha
         head_dim=head_dim,
         mlp=expert * int(c.get("num_experts_per_tok") or 1) if experts else width,
         gated=gated,
+        lean=c.get("model_type") in LEAN,
         tied=tied,
     )

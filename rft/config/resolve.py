@@ -322,7 +322,7 @@ def _advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problem
             given=algorithm.sample_strategy,
         )
     if reads := getattr(model, "reads", ""):
-        p.note(f"algorithm.advantage_fn {name} reads {reads}; the step fails where it is missing")
+        p.note(f"algorithm.advantage_fn {name} reads {reads}; its workflow or an operator has to declare that with `gives`")
 
 
 def _entry_points() -> bool:

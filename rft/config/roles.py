@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rft.config import spread
+from rft.config import adapter, forwards, spread
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
 from rft.config.schema.algorithm import OptimizerConfig, ScheduleConfig
@@ -193,6 +193,7 @@ def engines(
             block_size=e.block_size,
             cpu_threads=threads,
             seed=seed + i,
+            deterministic=config.deterministic,
             trust_remote_code=model.trust_remote_code,
             chat_template=template,
             chat_template_kwargs={} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking},
@@ -205,7 +206,7 @@ def engines(
 
 def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
     """`model.override_config` has to hold for the engine too, or its log-probs would be another model's."""
-    override, given = config.model.override_config, dict(config.explorer.rollout_model.extra_engine_args)
+    override, given = spread.overrides(config), dict(config.explorer.rollout_model.extra_engine_args)
     if not override:
         return given
     return {"hf_overrides": dict(override), **given} if engine_type == "vllm" else {**override, **given}
@@ -258,6 +259,7 @@ def learner(
     return LearnerSettings(
         model_path=find(config.model.model_path),
         tokenizer_path=None if config.model.tokenizer_path is None else find(config.model.tokenizer_path),
+        lora=adapter.lora(config, find, p),
         device=device,
         dtype=dtype,
         world_size=world,
@@ -282,6 +284,7 @@ def learner(
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed,
         deterministic=config.deterministic,
+        **forwards.learner(config, budget, lengths[0], p),
         **spread.learner(config, run_dir, device, world, p),
     )
 

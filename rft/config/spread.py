@@ -11,6 +11,7 @@ from typing import Any
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
 from rft.trainer.settings import ProfilerSettings
+from rft.types import rotary
 
 _HOST = ("param_offload", "optimizer_offload", "grad_offload")
 
@@ -28,13 +29,28 @@ def learner(config: RunConfig, run_dir: Path, device: str, world: int, p: Proble
             t.reshard_after_forward if t.ref.reshard_after_forward is None else t.ref.reshard_after_forward
         ),
         "external_lib": _library(config, p),
-        "override_config": dict(config.model.override_config),
+        "override_config": overrides(config, p),
         "use_liger": t.use_liger,
+        "fused_logprobs": _fused(config, device, p),
         "compile": t.use_torch_compile,
         "save_contents": t.checkpoint.save_contents,
         "load_contents": _loaded(config, p),
         "profiler": _profiler(config, run_dir, world, p),
     }
+
+
+def overrides(config: RunConfig, p: Problems | None = None) -> dict[str, Any]:
+    """Entries of config.json that are replaced, for trainer and engines; `p` hears what cannot be."""
+    m = config.model
+    written = {"rope_scaling": m.rope_scaling, "rope_theta": m.rope_theta}
+    rope = {name: value for name, value in written.items() if value is not None}
+    if p is not None and rope:
+        if twice := [name for name in ("rope_parameters", *rope) if name in m.override_config]:
+            p.error(f"model.{next(iter(rope))}", f"model.override_config has {twice[0]} too; write one of them", given=written)
+        kind = (m.rope_scaling or {}).get("rope_type", (m.rope_scaling or {}).get("type"))
+        if m.rope_scaling is not None and kind not in rotary.KINDS:
+            p.error("model.rope_scaling", f"needs rope_type: {', '.join(rotary.KINDS[1:])}", given=m.rope_scaling)
+    return {**m.override_config, **rope}
 
 
 def critic_offload(config: RunConfig, device: str, p: Problems) -> bool:
@@ -119,6 +135,25 @@ def _activations(config: RunConfig, device: str, p: Problems) -> bool:
         )
     if device == "cpu":
         p.warn("trainer.enable_activation_offload: no effect on CPU, where everything is in the host's memory")
+    return True
+
+
+def _fused(config: RunConfig, device: str, p: Problems) -> bool:
+    """Whether the work on a tile of logits is compiled: fused_kernel_backend triton, where kernels are asked for."""
+    t = config.trainer
+    if t.fused_kernel_backend == "torch":
+        if t.use_fused_kernels:
+            p.note(
+                "trainer.use_fused_kernels with fused_kernel_backend torch: log-probs and entropies are always computed so, by tiles"
+            )
+        return False
+    if not t.use_fused_kernels:
+        p.warn("trainer.fused_kernel_backend has no effect: use_fused_kernels is false")
+        return False
+    if device == "cpu":
+        p.error(
+            "trainer.fused_kernel_backend", "Triton's kernels run on GPUs; write torch, which works by tiles too", given="triton"
+        )
     return True
 
 

@@ -17,6 +17,7 @@ from rft.convert.names import (
     FORMAT,
     FULL_KL,
     KL,
+    LORA,
     MODEL,
     NO_CRITIC,
     NO_LORA,
@@ -238,7 +239,15 @@ def lora(d: Draft) -> bool:
 
 
 def lora_key(name: str) -> Rule:
-    return only_if(lora, NO_LORA, to(f"model.lora_configs[0].{name}"))
+    return only_if(lora, NO_LORA, to(f"{LORA}.{name}"))
+
+
+def lora_rank(d: Draft, a: Argument) -> Outcome:
+    """Written where it equals our default too: without it there would be no adapter."""
+    if not lora(d):
+        return Outcome("ignored", NO_LORA)
+    d.put(f"{LORA}.lora_rank", d.whole(a.key), a.key)
+    return Outcome("mapped", "", (f"{LORA}.lora_rank",))
 
 
 def model_dtype(d: Draft, a: Argument) -> Outcome:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rft.convert import table
+from rft.convert.actions import lora
 from rft.convert.draft import Draft
-from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ENGINE, OPTIM, ROLLOUT, by_tokens, estimator_name
+from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ENGINE, LORA, LORA_ALPHA, OPTIM, ROLLOUT, by_tokens, estimator_name
 from rft.convert.sizes import has_critic, is_async, micro_batch
 
 Condition = Callable[[Draft], bool]
@@ -74,6 +75,7 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     (f"{OPTIM}.weight_decay", f"{ACTOR}.optim.weight_decay", _always),
     (f"{OPTIM}.betas", ([0.9, 0.999],), _always),
     ("model.model_path", "actor_rollout_ref.model.path", _always),
+    (f"{LORA}.lora_alpha", (LORA_ALPHA,), lora),
     ("model.max_prompt_tokens", "data.max_prompt_length", _always),
     ("model.max_response_tokens", "data.max_response_length", _always),
     ("model.temperature", f"{ROLLOUT}.temperature", _always),

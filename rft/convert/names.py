@@ -32,6 +32,7 @@ DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float3
 FULL_KL = "needs both models' probabilities over the whole vocabulary (veRL does not implement it either); use low_var_kl"
 ONLY_MEGATRON = "belongs to Megatron, which is not offered; FSDP2 has no counterpart"
 NO_CRITIC = "there is no critic with this advantage estimator"
+LORA, LORA_ALPHA = "model.lora_configs[0]", 16  # veRL's default
 NO_LORA = "no adapters: lora_rank is 0"
 RM_SERVED = "the reward model runs behind a serving engine, which schedules by itself"
 RM_OFF = "the reward model is off"

@@ -16,9 +16,9 @@ from rft.convert.names import (
     CRITIC,
     ENGINE,
     FORMAT,
+    LORA,
     MODEL,
     NO_CRITIC,
-    NO_LORA,
     ONLY_MEGATRON,
     OPTIM,
     PASSED,
@@ -72,7 +72,7 @@ RULES: dict[str, Rule] = {
     f"{MODEL}.override_config.moe_config": refused(ONLY_MEGATRON),
     f"{MODEL}.override_config.moe_config.freeze_moe_router": refused(ONLY_MEGATRON),
     f"{MODEL}.custom_chat_template": to("model.custom_chat_template"),
-    f"{MODEL}.lora_rank": only_if(do.lora, NO_LORA, to("model.lora_configs[0].lora_rank")),
+    f"{MODEL}.lora_rank": Rule(do.lora_rank, (f"{LORA}.lora_rank",), native=True),
     f"{MODEL}.lora_alpha": do.lora_key("lora_alpha"),
     f"{MODEL}.target_modules": do.lora_key("target_modules"),
     f"{MODEL}.exclude_modules": do.lora_key("exclude_modules"),
@@ -153,7 +153,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.log_prob_micro_batch_size": do.micro(
         ROLLOUT, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "trainer.log_prob_micro_batch_size_per_gpu"
     ),
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": derived("is the actor's; cutting log-probs differently changes nothing"),
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": derived("is the actor's", "trainer.use_dynamic_bsz"),
     f"{ROLLOUT}.mode": always(
         "generation is always asynchronous", "async", "sync", otherwise="generation is asynchronous; write async or sync"
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rft.convert import actions as do
 from rft.convert import groups, table
 from rft.convert.draft import Draft, Outcome
-from rft.convert.names import NO_LORA, OPTIM
+from rft.convert.names import LORA, LORA_ALPHA, OPTIM
 from rft.convert.rule import Rule, always, derived, ignored, only_if, refused, to, via, write
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def finish(d: Draft) -> None:
         ("trainer.enable_gradient_checkpointing", "model.enable_gradient_checkpointing"),
     ):
         d.fill(target, table.default(key, SECTION), f"veRL's default of {key}")
+    if do.lora(d):
+        d.fill(f"{LORA}.lora_alpha", LORA_ALPHA, "veRL's default of model.lora_alpha")
     d.fill(f"{BUFFER}.data_selector.selector_type", "shuffle", "veRL's sampler shuffles each epoch")
     if d.has("trainer.micro_batch_size_per_gpu"):
         d.fill("trainer.use_dynamic_bsz", False, "data.micro_batch_size_per_gpu: a fixed number of rows")
@@ -205,9 +207,9 @@ RULES: dict[str, Rule] = {
     "model.enable_gradient_checkpointing": to("trainer.enable_gradient_checkpointing"),
     "model.trust_remote_code": to("model.trust_remote_code"),
     "model.use_liger": to("trainer.use_liger"),
-    "model.lora_rank": only_if(do.lora, NO_LORA, to("model.lora_configs[0].lora_rank")),
-    "model.lora_alpha": only_if(do.lora, NO_LORA, to("model.lora_configs[0].lora_alpha")),
-    "model.target_modules": only_if(do.lora, NO_LORA, to("model.lora_configs[0].target_modules")),
+    "model.lora_rank": Rule(do.lora_rank, (f"{LORA}.lora_rank",), native=True),
+    "model.lora_alpha": do.lora_key("lora_alpha"),
+    "model.target_modules": do.lora_key("target_modules"),
     "optim.lr": to(f"{OPTIM}.lr"),
     "optim.betas": to(f"{OPTIM}.betas"),
     "optim.weight_decay": to(f"{OPTIM}.weight_decay"),

@@ -27,6 +27,7 @@ class RowCache:
         self._fresh: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # per layer, of a prefill
         self._at: tuple[torch.Tensor, torch.Tensor] | None = None  # (row numbers, positions) of a decode
         self._length = 0
+        self._alone = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given
@@ -34,10 +35,15 @@ class RowCache:
     def begin_prefill(self) -> None:
         self._fresh, self._at = [], None
 
-    def begin_decode(self, positions: torch.Tensor, length: int) -> None:
-        """`positions` int64 [rows]: where each row's new token goes; `length`: the longest row afterwards."""
-        self._fresh, self._length = None, length
-        self._at = (torch.arange(self.rows, device=self.device), positions)
+    def begin_decode(self, positions: torch.Tensor, length: int, only: int | None = None) -> None:
+        """`positions` int64 [rows]: where each row's new token goes; `length`: the longest row afterwards.
+
+        `only`: the forward is of this row alone, `positions` [1]; its keys are copied, so that not even their place in memory tells
+        of other rows.
+        """
+        self._fresh, self._length, self._alone = None, length, only is not None
+        rows = torch.arange(self.rows, device=self.device)
+        self._at = (rows if only is None else rows[only : only + 1], positions)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -52,6 +58,8 @@ class RowCache:
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         keys[rows, :, positions] = key[:, :, 0]
         values[rows, :, positions] = value[:, :, 0]
+        if self._alone:
+            return keys[rows, :, : self._length], values[rows, :, : self._length]
         return keys[: self.rows, :, : self._length], values[: self.rows, :, : self._length]
 
     def keep(self, source: list[int], lengths: list[int], into: list[int], *, rows: int, capacity: int) -> None:

@@ -38,4 +38,5 @@ class EngineSettings:
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0  # pause, load, resume, health
     request_timeout_s: float = 3600.0  # one generate call, waits while paused included
+    deterministic: bool = False  # transformers: every text is computed alone, so that no rounding tells of its company
     fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused

@@ -25,6 +25,7 @@ from rft.engine.base import engine, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError, is_out_of_memory
+from rft.types import rotary
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
@@ -266,7 +267,7 @@ class TransformersEngine:
             prompts = list({tuple(row.state.prompt): None for row in new})
             longest, count = 0, 0
             for prompt in prompts:
-                if count and max(longest, len(prompt)) * (count + 1) > PREFILL_TOKENS:
+                if count and (self.settings.deterministic or max(longest, len(prompt)) * (count + 1) > PREFILL_TOKENS):
                     break
                 longest, count = max(longest, len(prompt)), count + 1
             chosen = set(prompts[:count])
@@ -292,7 +293,11 @@ class TransformersEngine:
         rows, at = self._rows, 0
         while at < len(rows):
             count, longest = 1, rows[at].cached
-            while at + count < len(rows) and max(longest, rows[at + count].cached) * (count + 1) <= PREFILL_TOKENS:
+            while (
+                not self.settings.deterministic
+                and at + count < len(rows)
+                and max(longest, rows[at + count].cached) * (count + 1) <= PREFILL_TOKENS
+            ):
                 longest, count = max(longest, rows[at + count].cached), count + 1
             batch = rows[at : at + count]
             self._forward([[*row.state.prompt, *row.state.written][: row.cached] for row in batch])
@@ -327,11 +332,21 @@ class TransformersEngine:
         """One token for every row."""
         import torch
 
-        rows = self._rows
+        rows = list(self._rows)
+        if self.settings.deterministic:
+            logits = torch.cat([self._next([row], i) for i, row in enumerate(rows)])
+        else:
+            logits = self._next(rows)
+        self._write(logits, rows)
+
+    def _next(self, rows: list[_Row], only: int | None = None) -> torch.Tensor:
+        """Logits [N, V] after the last token of each of `rows`: all there are, or the one at place `only`."""
+        import torch
+
         cached = torch.tensor([row.cached for row in rows], device=self._device)
         length = int(cached.max()) + 1
         seen = torch.arange(length, device=self._device) <= cached.unsqueeze(1)
-        self._cache.begin_decode(cached, length)
+        self._cache.begin_decode(cached, length, only)
         out = self.model(
             input_ids=torch.tensor([[row.state.written[-1]] for row in rows], device=self._device),
             attention_mask=seen[:, None, None],
@@ -339,7 +354,8 @@ class TransformersEngine:
             past_key_values=self._cache,
             use_cache=True,
         )
-        self._write(out.logits[:, -1], list(rows))
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
 
     def _write(self, logits: torch.Tensor, rows: list[_Row]) -> None:
         """Draw a token for each of `rows` and let those that are complete leave."""
@@ -431,7 +447,7 @@ def _load_model(settings: EngineSettings) -> Any:
             dtype=getattr(torch, settings.dtype),
             attn_implementation=kvcache.ATTENTION,
             trust_remote_code=settings.trust_remote_code,
-            **settings.extra_engine_args,
+            **rotary.applied_to(settings.model_path, settings.extra_engine_args),
         )
     except (OSError, ValueError, TypeError) as e:
         raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e

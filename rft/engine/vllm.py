@@ -23,6 +23,7 @@ from rft.engine.base import engine, not_loaded, worst
 from rft.engine.chat import Chat
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
+from rft.types import rotary
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
@@ -240,7 +241,10 @@ def engine_args(settings: EngineSettings) -> Any:
         raise ConfigError(
             f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs", key="extra_engine_args", given=unknown
         )
-    return AsyncEngineArgs(**{**args, **settings.extra_engine_args})
+    args |= settings.extra_engine_args
+    if isinstance(override := args.get("hf_overrides"), dict):
+        args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
+    return AsyncEngineArgs(**args)
 
 
 def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rft.errors import CheckpointInvalid
+from rft.faults import fault
 from rft.monitor.read import read, series
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -65,7 +66,9 @@ class Checkpoints:
             final.rename(old)
         aside.rename(final)
         manifests.fsync_path(self.folder)
+        fault("checkpoint.renamed")
         manifest = manifests.commit(final, version=version, parent=parent, consumption=consumption, hashes=hashes)
+        fault("checkpoint.committed")
         if old is not None:
             shutil.rmtree(old)
         self._prune()
@@ -82,6 +85,7 @@ class Checkpoints:
                 continue
             log.info("removing old checkpoint %s", folder)
             (folder / manifests.NAME).unlink()  # first, so that a half-removed folder does not look committed
+            fault("checkpoint.removing")
             shutil.rmtree(folder)
 
 

@@ -84,12 +84,13 @@ class Critic:
             settings,
             model_path=c.model_path or settings.model_path,
             optim=c.optim,
+            lora=None,  # the critic is trained whole
             gradient_checkpointing=c.gradient_checkpointing,
             offload_policy=c.offload_policy,
         )
         self._cliprange = c.cliprange_value
         self.model = load(self.settings)
-        self.optimizer = optim.make(self.model.names(), c.optim)
+        self.optimizer = optim.make(self.model.trainable(), c.optim)
         self.heads_per_key = models.heads_per_key(self.model)
 
     def loss(self, micro: MicroBatch, denominators: Denominators, agg_mode: AggMode, *, idle: bool) -> LossOutput:
@@ -124,7 +125,8 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer, clip_grad: float, 
     norm = tensors.full(torch.nn.utils.get_total_norm(grads, foreach=True))
     value = norm.item()
     if np.isfinite(value):
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm, foreach=True)
+        if value + 1e-6 > clip_grad:  # else the factor is 1, and multiplying by it takes two passes over all gradients
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad, norm, foreach=True)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

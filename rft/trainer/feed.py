@@ -6,6 +6,7 @@ Invariant: denominators count every trained token of the lease, also of rows who
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from rft.types.block import decode
 from rft.types.experience import Experience
 from rft.types.ports import Lease
 
+log = logging.getLogger(__name__)
 _SUMMARY: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max, "min": np.min}
 
 
@@ -57,6 +59,8 @@ def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> Read
         check(x, samples)
         if not x.is_expert and str(x.group) not in known:
             raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {x.group}")
+    if samples != "none":
+        _say_if_certain(lease.step, experiences)
     if pairs:
         _check_pairs(experiences)
     return Read(lease, experiences, [train_row(x, pairs) for x in experiences])
@@ -96,22 +100,20 @@ def make(
             row for row in made if not row.is_expert and (critic_budget.rows is not None or row.keep is None or row.keep.any())
         ]
         critic = _shares(taught, plan(taught, world_size, critic_budget), taught, lease.step, None)
-    tokens = sum(map(_counted, made))
+    tokens = sum(row.counted for row in made)
     staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
     metrics = _metrics(given, prepared, staleness, tokens) | {"experience/skipped_rows": float(len(made) - len(kept))}
     metrics |= _values(made, prepared, critic is not None)
+    loads = [sum(len(row.tokens) for micro in share.micro_batches for row in micro) for share in shares]
+    metrics |= {"perf/rank_tokens/max": float(max(loads)), "perf/rank_tokens/min": float(min(loads))}
     return Feed(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, metrics)
-
-
-def _counted(row: TrainRow) -> int:
-    return int(row.loss_mask.sum() if row.keep is None else row.keep.sum())
 
 
 def _shares(
     every: Sequence[TrainRow], cut: list[list[list[int]]], rows: Sequence[TrainRow], step: int, kl_coef: float | None
 ) -> list[RankBatch]:
     """What each rank computes of `rows`; denominators are those of `every` row."""
-    counted = [(_counted(row), row.is_expert) for row in every]
+    counted = [(row.counted, row.is_expert) for row in every]
     return [
         RankBatch(
             step=step,
@@ -158,6 +160,11 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
         "experience/response_tokens": float(tokens),
         "experience/response_length/mean": float(np.mean(lengths)) if lengths else 0.0,
         "experience/response_length/max": float(max(lengths, default=0)),
+        "experience/response_length/min": float(min(lengths, default=0)),
+        "experience/prompt_length/mean": float(np.mean([r.num_tokens - r.num_response_tokens for r in rows])) if rows else 0.0,
+        "experience/prompt_length/max": float(max((r.num_tokens - r.num_response_tokens for r in rows), default=0)),
+        "experience/truncated_ratio": float(np.mean([r.status == "truncated" for r in rows])) if rows else 0.0,
+        "experience/tokens": float(sum(r.num_tokens for r in rows)),
     }
     if staleness:  # rows that somebody sampled
         found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
@@ -198,6 +205,18 @@ def check(row: Experience, samples: Sampled = "all") -> None:
             )
         if record.logprob_mode != "processed":
             raise RunFailed(f"{where} has {record.logprob_mode} log-probs; training needs those of the processed distribution")
+
+
+def _say_if_certain(step: int, rows: Sequence[Experience]) -> None:
+    """A sampler may have been certain of every token of a step, but hardly ever is; then log-probs were not reported."""
+    sampled = [row for row in rows if row.has_logprobs and not row.is_expert]
+    if sampled and not any(row.logprobs.any() for row in sampled):
+        log.warning(
+            "step %d: every log-prob of the policy that sampled its %d rows is 0, as if it had been certain of each token.  If it was not, "
+            "what made the rows does not report log-probs: it has to write has_logprobs false, and only losses that need none can use them",
+            step,
+            len(sampled),
+        )
 
 
 def _check_pairs(rows: Sequence[Experience]) -> None:

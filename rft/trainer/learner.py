@@ -13,7 +13,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.build import build
 from rft.algorithm.correction import LIMIT, NEAR
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
+from rft.faults import fault
 from rft.trainer import batch as batches
 from rft.trainer import model as models
 from rft.trainer import optim, profiling, saving, sharding, tensors
@@ -67,7 +68,7 @@ class StepResult(Struct, kw_only=True):
 
     sums: dict[str, float]
     maxima: dict[str, float]
-    trained_tokens: int  # tokens whose loss was computed
+    trained_tokens: int  # tokens that count in the losses that were computed
     computed_positions: int  # positions the model computed, shared prefixes once
     updates: int  # of the weights
     skipped: int  # passes whose gradient was not finite; they change nothing
@@ -98,12 +99,13 @@ class Learner:
         if self._grouped:
             sharding.join(settings, rank, rendezvous)
         with self._memory("loading the model"):
-            self.policy = models.load(settings)
-            self.reference = models.load(settings, trained=False) if self.algorithm.needs.reference else None
+            refers, lora = self.algorithm.needs.reference, settings.lora
+            self.policy = models.load(settings, anchored=refers and lora is not None and lora.path is not None)
+            self.reference = models.load(settings, trained=False) if refers and lora is None else None
             self.critic = Critic(settings) if self.algorithm.needs.critic else None
         self._window: dict[str, torch.Tensor] | None = None  # the weights of the proximal policy, on the host
         self._window_is_now = False
-        self.optimizer = optim.make(self.policy.names(), settings.optim)
+        self.optimizer = optim.make(self.policy.trainable(), settings.optim)
         self._taken: saving.Taken | None = None
         self._heads_per_key = models.heads_per_key(self.policy)
         self._compute_dtype = sharding.DTYPES[settings.dtype]
@@ -149,7 +151,9 @@ class Learner:
                 accumulate(batch.micro_batches[i], batch, totals)
             added, largest = totals.numbers()  # waits for the device
             computed = time.perf_counter()
+            fault("trainer.update.before")
             norms.append(update(lr))
+            fault("trainer.update.after")
             seconds["forward_backward"] += computed - began
             seconds["update"] += time.perf_counter() - computed
             for name, value in added.items():
@@ -181,7 +185,7 @@ class Learner:
         out = self.critic.loss(micro, self._denominators(batch), self.algorithm.loss_agg_mode, idle=not rows)
         out.loss.backward()
         if rows:
-            totals.add(out.sums, out.maxima, micro)
+            totals.add(out.sums, out.maxima, rows, micro)
 
     def _denominators(self, batch: RankBatch) -> Denominators:
         s = self.settings
@@ -192,6 +196,7 @@ class Learner:
         """Add the gradient of one micro-batch."""
         micro = self._micro_batch(rows)
         needs = self.algorithm.needs
+        reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
         logprobs, entropy = self.policy(micro, needs.entropy)
         if not rows:
             (logprobs * 0).sum().backward()
@@ -204,7 +209,7 @@ class Learner:
             row=micro.row,
             num_rows=micro.num_rows,
             denominators=self._denominators(batch),
-            ref_logprobs=micro.given.get("ref", self._reference_logprobs(micro)),
+            ref_logprobs=micro.given.get("ref", reference),
             entropy=entropy,
             rollout_logprobs=micro.rollout_logprobs,
             weights=micro.given.get("weights"),
@@ -217,7 +222,7 @@ class Learner:
         out.loss.backward()
         sampled = micro.mask & ~micro.is_expert if needs.samples != "none" else torch.zeros_like(micro.mask)
         sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, sampled)
-        totals.add({**out.sums, **sums}, {**out.maxima, **maxima}, micro)
+        totals.add({**out.sums, **sums}, {**out.maxima, **maxima}, rows, micro)
 
     def _old_logprobs(self, micro: batches.MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
         """Of the policy that the ratio is taken against: the sampler's, or the trainer's own before the step."""
@@ -226,11 +231,11 @@ class Learner:
         # where it is not given, there is one update per step, and the policy before it is the one at hand
         return micro.given.get("old", logprobs.detach())
 
-    def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor | None:
-        if self.reference is None or "ref" in micro.given:
-            return None
-        with torch.no_grad():
-            logprobs: torch.Tensor = self.reference(micro)[0]
+    def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor:
+        """Of the reference model: another one, or the policy without what its adapter has learnt."""
+        adapter = self.policy.adapter
+        with torch.no_grad(), adapter.reference() if adapter is not None else nullcontext():
+            logprobs: torch.Tensor = (self.reference or self.policy)(micro)[0]
         return logprobs
 
     def _update(self, lr: float) -> float:
@@ -260,7 +265,7 @@ class Learner:
     def remember(self) -> None:
         """Keep a copy of the weights in host memory: the proximal policy until this is called again.  This rank's part of them."""
         with torch.no_grad():
-            self._window = {name: tensors.local(p).to("cpu", copy=True) for name, p in self._trainable().items()}
+            self._window = {name: tensors.local(p).to("cpu", copy=True) for name, p in self.policy.trainable().items()}
         self._window_is_now = True
 
     @contextmanager
@@ -270,7 +275,7 @@ class Learner:
             return
         if self._window is None:
             raise RunFailed("the trainer has no weights of the window's start; remember() comes with every published version")
-        names = self._trainable()
+        names = self.policy.trainable()
         now = {name: tensors.local(p).to("cpu", copy=True) for name, p in names.items()}
         for name, p in names.items():
             tensors.local(p).copy_(self._window[name])
@@ -280,9 +285,6 @@ class Learner:
             self.policy.to_shards()
             for name, p in names.items():
                 tensors.local(p).copy_(now[name])
-
-    def _trainable(self) -> dict[str, torch.nn.Parameter]:
-        return {name: p for name, p in self.policy.names().items() if p.requires_grad}
 
     def _scores(self, micro: batches.MicroBatch, what: Sequence[Computed]) -> dict[Computed, torch.Tensor]:
         found: dict[Computed, torch.Tensor] = {}
@@ -296,8 +298,7 @@ class Learner:
             if entropy is not None:
                 found["entropy"] = entropy
         if "ref" in what:
-            assert self.reference is not None, "`needs` says so"
-            found["ref"] = self.reference(micro)[0]
+            found["ref"] = self._reference_logprobs(micro)
         if "values" in what:
             assert self.critic is not None, "`needs` says so"
             found["values"] = self.critic.model(micro)
@@ -374,7 +375,7 @@ class Learner:
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self.policy.names().items():
-            yield name, tensors.full(p)
+            yield name, self.policy.whole(name, p)
 
     def _write(self, path: Path, given: Iterator[tuple[str, torch.Tensor]], specs: dict[str, Any]) -> None:
         tensors.write(path if self.rank == 0 else None, specs, given)
@@ -419,12 +420,18 @@ class _Totals:
         self.tokens = 0
         self.positions = 0
 
-    def add(self, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor], micro: batches.MicroBatch) -> None:
+    def add(
+        self,
+        sums: dict[str, torch.Tensor],
+        maxima: dict[str, torch.Tensor],
+        rows: Sequence[TrainRow],
+        micro: batches.MicroBatch,
+    ) -> None:
         for name, value in sums.items():
             self.sums[name].append(value)
         for name, value in maxima.items():
             self.maxima[name].append(value)
-        self.tokens += len(micro.targets)
+        self.tokens += sum(row.counted for row in rows)  # known on the host: reading the mask would wait for the device
         self.positions += micro.computed
 
     def numbers(self) -> tuple[dict[str, float], dict[str, float]]:

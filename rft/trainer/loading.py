@@ -20,6 +20,7 @@ from torch import nn
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.trainer.tensors import Files
+from rft.types import rotary
 
 log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
@@ -42,7 +43,7 @@ def config_of(folder: Path, *, trust_remote_code: bool, override: Mapping[str, A
     if not folder.is_dir():
         raise SetupError(f"{folder}: not a folder; the trainer loads models from local Hugging Face folders")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    for name, value in override.items():
+    for name, value in rotary.applied_to(folder, override).items():
         if not hasattr(config, name):
             raise ConfigError(f"{type(config).__name__} has no entry {name}", key="model.override_config", given=name)
         setattr(config, name, value)

@@ -1,15 +1,23 @@
-"""Log-probs of given tokens from hidden states, without keeping the logits of a whole batch.
+"""Log-probs of given tokens from hidden states, without ever holding the logits of a whole row.
 
-Knows hidden states, the output layer's weight and temperatures; not models or losses.
-Invariant: at most two chunks of logits exist at once, in the forward pass as in the backward pass.  The last chunk's are kept,
-because the backward pass begins with it; earlier ones are computed again.
+Knows hidden states, the output layer's weight and temperatures; not models or losses.  Logits are computed a tile at a time, some
+tokens by some of the vocabulary; the forward pass carries running sums of softmax from tile to tile (arXiv:1805.02867), the backward
+pass computes each tile again.  Tiles are small enough for a processor's cache, where the passes over them cost little.
+Invariant: beside inputs, outputs and gradients there are at most two tiles of logits at the same time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+
+CPU_TILE = 1 << 20  # logits of a tile: 4 MiB in float32 stay in the cache
+GPU_TILE = 1 << 26
+LEAST_WIDTH = 512  # entries of the vocabulary in a tile, whatever the tokens
 
 
 def token_logprobs(
@@ -21,15 +29,17 @@ def token_logprobs(
     bias: torch.Tensor | None = None,
     chunk_tokens: int,
     entropy: bool = False,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(z / temperature)[target] with z = hidden @ weight.T (+ bias), and the entropy of that distribution if asked.
 
     hidden [N, H], weight [V, H], targets int64 [N], temperatures float32 [N]  ->  float32 [N] (and float32 [N]), both with gradient.
-    Natural logarithms.  Softmax is taken in float32 whatever the weights' type.
+    Natural logarithms.  Softmax is taken in float32 whatever the weights' type (in float64 where hidden states are).
+    `chunk_tokens`: tokens of a tile.  `fused`: what is done with a tile is compiled into few kernels (on GPUs Triton's).
     """
     scaled = hidden / temperatures[:, None].to(hidden.dtype)
     inverse = None if bias is None else 1.0 / temperatures
-    logprobs, entropies = _TokenLogprobs.apply(scaled, weight, bias, inverse, targets, chunk_tokens, entropy)
+    logprobs, entropies = _TokenLogprobs.apply(scaled, weight, bias, inverse, targets, chunk_tokens, entropy, fused)
     return logprobs, entropies if entropy else None
 
 
@@ -42,6 +52,7 @@ def token_statistics(
     *,
     bias: torch.Tensor | None = None,
     chunk_tokens: int,
+    fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `token_logprobs` gives, and of the same distribution p over the vocabulary sum p^2 and sum p^2 (H + log p).
 
@@ -49,19 +60,88 @@ def token_statistics(
     """
     scaled = hidden / temperatures[:, None].to(hidden.dtype)
     inverse = None if bias is None else 1.0 / temperatures
-    found = hidden.new_empty(4, hidden.shape[0], dtype=torch.float32)
-    for at in range(0, hidden.shape[0], chunk_tokens):
-        part = slice(at, min(at + chunk_tokens, hidden.shape[0]))
-        logp = _log_softmax(scaled, weight, bias, inverse, part)
-        p = logp.exp()
-        entropy = -(p * logp).sum(-1)
-        squares = p.square_()
-        found[0, part] = logp.gather(1, targets[part, None])[:, 0]
-        found[1, part] = entropy
-        found[2, part] = squares.sum(-1)
-        found[3, part] = (squares * (logp + entropy[:, None])).sum(-1)
-    logprobs, entropies, sums, means = found
-    return logprobs, entropies, sums, means
+    sums = _Given(scaled, weight, bias, inverse, targets, chunk_tokens, fused).sums(order=2)
+    log_total = sums.total.log()
+    entropy = log_total - sums.mean / sums.total
+    squares = sums.squares / sums.total.square()
+    pulled = squares * (entropy - log_total) + sums.square_mean / sums.total.square()
+    return sums.picked - sums.top - log_total, entropy, squares, pulled
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of each token, over the logits z seen so far, with z' = z - top.  All [N]; those that are not asked for stay 0."""
+
+    top: torch.Tensor  # the largest
+    total: torch.Tensor  # sum exp z'
+    picked: torch.Tensor  # z of the target, 0 before it was seen
+    mean: torch.Tensor  # sum z' exp z'
+    squares: torch.Tensor  # sum exp 2z'
+    square_mean: torch.Tensor  # sum z' exp 2z'
+
+
+class _Tile(NamedTuple):
+    """What the logits of C tokens and W entries are made of."""
+
+    hidden: torch.Tensor  # [C, H]
+    weight: torch.Tensor  # [W, H]
+    bias: torch.Tensor | None  # [W]
+    inverse: torch.Tensor | None  # [C]
+    local: torch.Tensor  # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
+
+    def logits(self, dtype: torch.dtype) -> torch.Tensor:
+        made = self.hidden @ self.weight.t()
+        if self.bias is not None and self.inverse is not None:
+            made += self.bias * self.inverse[:, None].to(self.bias.dtype)
+        return made.to(dtype)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The arguments, and how they are cut."""
+
+    hidden: torch.Tensor  # [N, H], divided by the temperature
+    weight: torch.Tensor  # [V, H]
+    bias: torch.Tensor | None  # [V]
+    inverse: torch.Tensor | None  # [N], 1 / temperature, with a bias
+    targets: torch.Tensor  # [N]
+    chunk: int
+    fused: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sums and gradients while they are added."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+    def tokens(self) -> Iterator[slice]:
+        return _cut(len(self.hidden), self.chunk)
+
+    def entries(self) -> Iterator[slice]:
+        tile = CPU_TILE if self.hidden.device.type == "cpu" else GPU_TILE
+        return _cut(len(self.weight), max(LEAST_WIDTH, tile // min(self.chunk, max(1, len(self.hidden)))))
+
+    def tile(self, tokens: slice, entries: slice) -> _Tile:
+        return _Tile(
+            self.hidden[tokens],
+            self.weight[entries],
+            None if self.bias is None else self.bias[entries],
+            None if self.inverse is None else self.inverse[tokens],
+            self.targets[tokens] - entries.start,
+        )
+
+    def sums(self, order: int) -> _Sums:
+        """`order` 0: what log-probs need; 1: also for entropies; 2: all."""
+        see = _compiled(_see) if self.fused else _see
+        found = _Sums(*(self.hidden.new_zeros(len(self.hidden), dtype=self.dtype) for _ in range(6)))
+        found.top.fill_(torch.finfo(self.dtype).min)
+        fields = (found.top, found.total, found.picked, found.mean, found.squares, found.square_mean)
+        for tokens in self.tokens():
+            seen = tuple(f[tokens] for f in fields)
+            for entries in self.entries():
+                seen = see(self.tile(tokens, entries), seen, order)
+            for into, value in zip(fields, seen, strict=True):
+                into[tokens] = value
+        return found
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -75,57 +155,99 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         chunk: int,
         entropy: bool,
+        fused: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = hidden.shape[0]
-        logprobs = hidden.new_empty(count, dtype=torch.float32)
-        entropies = hidden.new_empty(count if entropy else 0, dtype=torch.float32)
-        kept = None
-        for at in range(0, count, chunk):
-            part = slice(at, min(at + chunk, count))
-            kept = _log_softmax(hidden, weight, bias, inverse, part)
-            logprobs[part] = kept.gather(1, targets[part, None])[:, 0]
-            if entropy:
-                entropies[part] = _entropy(kept)
-        saved = kept if any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, weight, bias, inverse, targets, saved, entropies)
-        ctx.chunk, ctx.entropy = chunk, entropy
-        return logprobs, entropies
+        sums = _Given(hidden, weight, bias, inverse, targets, chunk, fused).sums(order=int(entropy))
+        log_total = sums.total.log()
+        norm = sums.top + log_total
+        entropies = log_total - sums.mean / sums.total if entropy else norm[:0]
+        ctx.save_for_backward(hidden, weight, bias, inverse, targets, norm, entropies)
+        ctx.chunk, ctx.entropy, ctx.fused = chunk, entropy, fused
+        return sums.picked - norm, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grads
-        hidden, weight, bias, inverse, targets, kept, entropies = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = grad_bias = None
-        for at in reversed(range(0, hidden.shape[0], ctx.chunk)):
-            part = slice(at, min(at + ctx.chunk, hidden.shape[0]))
-            logp = kept if kept is not None else _log_softmax(hidden, weight, bias, inverse, part)
-            kept = None
-            # d logp[target] / dz = [target] - p;   d entropy / dz = -p (logp + entropy)
-            if ctx.entropy:
-                pull = grad_entropy[part, None] * (logp + entropies[part, None]) + grad_logprobs[part, None]
-                dz = logp.exp_().mul_(pull).neg_()
-            else:
-                dz = logp.exp_().mul_(-grad_logprobs[part, None])
-            dz.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            dz = dz.to(hidden.dtype)
-            torch.mm(dz, weight, out=grad_hidden[part])
-            if ctx.needs_input_grad[1]:
-                grad_weight = dz.t() @ hidden[part] if grad_weight is None else grad_weight.addmm_(dz.t(), hidden[part])
-            if bias is not None:
-                summed = (dz * inverse[part, None].to(dz.dtype)).sum(0)
-                grad_bias = summed if grad_bias is None else grad_bias + summed
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        hidden, weight, bias, inverse, targets, norm, entropies = ctx.saved_tensors
+        given = _Given(hidden, weight, bias, inverse, targets, ctx.chunk, ctx.fused)
+        pull = _compiled(_pull) if ctx.fused else _pull
+        grad_hidden = torch.zeros_like(hidden, dtype=given.dtype)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        for entries in given.entries():  # the outer loop, so that a part of the weight's gradient is complete when it is left
+            of_weight = grad_weight[entries] if grad_weight is not None else None
+            if of_weight is not None and of_weight.dtype != given.dtype:
+                of_weight = torch.zeros_like(of_weight, dtype=given.dtype)
+            of_bias = torch.zeros_like(bias[entries], dtype=given.dtype) if grad_bias is not None else None
+            for tokens in given.tokens():
+                more = (entropies[tokens], grads[1][tokens]) if ctx.entropy else None
+                dz = pull(given.tile(tokens, entries), norm[tokens], grads[0][tokens], more)
+                _add_product(grad_hidden[tokens], dz, weight[entries])
+                if of_weight is not None:
+                    _add_product(of_weight, dz.t(), hidden[tokens], first=tokens.start == 0)
+                if of_bias is not None:
+                    of_bias += inverse[tokens].to(given.dtype) @ dz.to(given.dtype)
+            if grad_weight is not None and of_weight is not None and of_weight.dtype != grad_weight.dtype:
+                grad_weight[entries] = of_weight
+            if grad_bias is not None and of_bias is not None:
+                grad_bias[entries] = of_bias
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
 
 
-def _log_softmax(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inverse: torch.Tensor | None, part: slice
-) -> torch.Tensor:
-    logits = hidden[part] @ weight.t()
-    if bias is not None and inverse is not None:
-        logits += bias * inverse[part, None].to(bias.dtype)
-    return torch.log_softmax(logits.float(), -1)
+def _see(tile: _Tile, seen: tuple[torch.Tensor, ...], order: int) -> tuple[torch.Tensor, ...]:
+    """The fields of `_Sums` with this tile's logits added."""
+    before, total, picked, mean, squares, square_mean = seen
+    z = tile.logits(before.dtype)
+    at, inside = _where(tile.local, z.shape[1])
+    picked = torch.where(inside, z.gather(1, at[:, None])[:, 0], picked)
+    top = torch.maximum(before, z.amax(-1))
+    lower = before - top
+    fade = lower.exp()
+    z.sub_(top[:, None])
+    if order == 0:
+        return top, total * fade + z.exp_().sum(-1), picked, mean, squares, square_mean
+    e = z.exp()
+    new_total = total * fade + e.sum(-1)
+    if order == 1:
+        return top, new_total, picked, (mean + total * lower) * fade + e.mul_(z).sum(-1), squares, square_mean
+    new_mean = (mean + total * lower) * fade + (e * z).sum(-1)
+    e.square_()
+    new_square_mean = (square_mean + squares * lower) * fade.square() + (e * z).sum(-1)
+    return top, new_total, picked, new_mean, squares * fade.square() + e.sum(-1), new_square_mean
 
 
-def _entropy(logp: torch.Tensor) -> torch.Tensor:
-    return -(logp.exp() * logp).sum(-1)
+def _pull(tile: _Tile, norm: torch.Tensor, grad: torch.Tensor, more: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """The gradient of a tile's logits, in the hidden states' type.  `more`: entropies and their gradient."""
+    z = tile.logits(norm.dtype)
+    z.sub_(norm[:, None])
+    # d logp[target] / dz = [target] - p;   d entropy / dz = -p (logp + entropy)
+    if more is None:
+        dz = z.exp_().mul_(-grad[:, None])
+    else:
+        entropy, grad_entropy = more
+        p = z.exp()
+        dz = z.mul_(-grad_entropy[:, None]).sub_((grad + grad_entropy * entropy)[:, None]).mul_(p)
+    at, inside = _where(tile.local, z.shape[1])
+    dz.scatter_add_(1, at[:, None], torch.where(inside, grad, 0.0)[:, None])
+    return dz.to(tile.hidden.dtype)
+
+
+def _where(local: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column of each target, whether it is in this tile at all)."""
+    return local.clamp(0, width - 1), (local >= 0) & (local < width)
+
+
+def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, first: bool = False) -> None:
+    """into += a @ b; sums of products of a shorter type are added in the type of `into`.  `first`: nothing was added to it yet."""
+    if into.dtype == a.dtype:
+        into.addmm_(a, b, beta=0 if first else 1)  # with 0 what stands there is not read
+    else:
+        into.add_(a @ b)
+
+
+def _cut(count: int, size: int) -> Iterator[slice]:
+    return (slice(at, min(at + size, count)) for at in range(0, count, size))
+
+
+@functools.cache
+def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(work, dynamic=True)

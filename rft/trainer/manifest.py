@@ -1,7 +1,8 @@
 """What a checkpoint says about itself, and how to find the newest one that is whole.  Torch-free.
 
 `checkpoints/global_step_N/` holds `trainer/`, perhaps `huggingface/`, and `manifest.json`, which is renamed into place last: a folder
-without it does not count.  Invariant: `latest` returns only checkpoints whose every file has the size and sha256 of its manifest.
+without it does not count.  Invariant: `latest` returns only checkpoints whose every file has the size and sha256 of its manifest, and whose
+manifest has its own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # each rank has a file of its own; 1: one file for all, which is still read
-READS = (1, FORMAT)
+FORMAT = 3  # has a sha256 of itself; before: 2 without, 1 one file for all ranks
+READS = (1, 2, FORMAT)
 NAME = "manifest.json"
 _FOLDER = re.compile(r"global_step_(\d+)")
 
@@ -53,6 +54,7 @@ class _Stored(Struct, kw_only=True):
     consumption: Consumption
     files: dict[str, FileFact]
     time: float
+    sha256: str = ""  # of all the above
 
 
 def folder_name(step: int) -> str:
@@ -77,6 +79,7 @@ def commit(
         raise CheckpointInvalid(f"{folder / lost[0]}: was written and is not there; do all ranks share this folder?")
     files = {name: FileFact(p.stat().st_size, known.get(name) or _sha256(p)) for name, p in names.items()}
     stored = _Stored(format=FORMAT, version=version, parent=parent, consumption=consumption, files=files, time=time.time())
+    stored.sha256 = _own_sha256(stored)
     aside = folder / f"{NAME}.tmp"
     with aside.open("wb") as file:
         file.write(json.dumps(msgspec.to_builtins(stored), indent=1).encode())
@@ -95,12 +98,15 @@ def read(folder: Path, *, verify: bool = True) -> Manifest:
         number = msgspec.json.decode(data, type=dict[str, object]).get("format")
         if number not in READS:
             raise CheckpointInvalid(
-                f"{path}: format {number!r}, this version of rft reads {READS[0]} and {READS[1]}; use the version that wrote it"
+                f"{path}: format {number!r}, this version of rft reads {', '.join(map(str, READS))}; use the version that wrote it"
             )
-        found = _manifest(folder, msgspec.json.decode(data, type=_Stored))
+        stored = msgspec.json.decode(data, type=_Stored)
+        if (stored.sha256 or number == FORMAT) and stored.sha256 != _own_sha256(stored):
+            raise CheckpointInvalid(f"{path}: damaged: its sha256 is not the one that it states")
+        found = _manifest(folder, stored)
     except FileNotFoundError:
         raise CheckpointInvalid(f"{path}: missing; the checkpoint was never committed") from None
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise CheckpointInvalid(f"{path}: damaged: {e}") from e
     if verify:
         check_files(found)
@@ -178,6 +184,11 @@ def fsync_path(path: Path) -> None:
 
 def _manifest(folder: Path, s: _Stored) -> Manifest:
     return Manifest(folder=folder, version=s.version, parent=s.parent, consumption=s.consumption, files=s.files, time=s.time)
+
+
+def _own_sha256(stored: _Stored) -> str:
+    """Of the fields in their order, without the hash itself."""
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(stored, sha256=""))).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rft.errors import ConfigError, SetupError
-from rft.trainer import attention, loading, sharding, ulysses
+from rft.trainer import attention, lean, loading, lora, sharding, tensors, ulysses
 from rft.trainer.batch import MicroBatch
 from rft.trainer.logprobs import token_logprobs, token_statistics
 from rft.trainer.settings import LearnerSettings
@@ -32,8 +32,9 @@ class Policy(nn.Module):
     def __init__(self, lm: Any, chunk_tokens: int) -> None:
         super().__init__()
         self.lm = lm
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.fused = chunk_tokens, False
         self.sequence: ulysses.Group | None = None  # ranks that share each micro-batch
+        self.adapter: lora.Adapter | None = None  # what is trained instead of the whole model
 
     def forward(self, batch: MicroBatch, entropy: bool = False, statistics: bool = False) -> tuple[torch.Tensor | None, ...]:
         """Log-probs float32 [N] of `batch`'s trained tokens, and their entropies if asked.  The output layer sees N positions only.
@@ -46,9 +47,9 @@ class Policy(nn.Module):
         given = (hidden, head.weight, mine.targets, mine.temperatures)
         found: tuple[torch.Tensor | None, ...]
         if statistics:
-            found = token_statistics(*given, bias=head.bias, chunk_tokens=self.chunk_tokens)
+            found = token_statistics(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, fused=self.fused)
         else:
-            found = token_logprobs(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, entropy=entropy)
+            found = token_logprobs(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, entropy=entropy, fused=self.fused)
         return found if share is None else tuple(None if x is None else share.gather(x) for x in found)
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
@@ -75,24 +76,38 @@ class Policy(nn.Module):
                     module.reshard()
 
     def names(self) -> dict[str, nn.Parameter]:
-        """Parameters by Hugging Face name; tied ones once."""
-        return {name.removeprefix("lm."): p for name, p in self.named_parameters()}
+        """Parameters by Hugging Face name, without an adapter's; tied ones once."""
+        return {name: p for n, p in self.named_parameters() if (name := self._name(n)) is not None}
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimizer changes: the adapter's parameters by their name in its file, else all of `names`."""
+        return self.names() if self.adapter is None else self.adapter.parameters()
+
+    def whole(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """One of `names` for others to use: whole, and with the adapter added.  A collective where it is sharded."""
+        return tensors.full(parameter) if self.adapter is None else self.adapter.merged(name, parameter)
 
     def buffer_names(self) -> dict[str, torch.Tensor]:
         """Buffers by Hugging Face name."""
-        return {name.removeprefix("lm."): b for name, b in self.named_buffers()}
+        return {name: b for n, b in self.named_buffers() if (name := self._name(n)) is not None}
 
     def tied(self) -> dict[str, str]:
         """Names that are not in `names()`, each with the name of the same tensor that is."""
-        kept = {id(p): name for name, p in self.named_parameters()}
-        every = {name: kept[id(p)] for name, p in self.named_parameters(remove_duplicate=False)}
-        return {n.removeprefix("lm."): k.removeprefix("lm.") for n, k in every.items() if n != k}
+        kept = {id(p): name for name, p in self.names().items()}
+        every = {self._name(name): p for name, p in self.named_parameters(remove_duplicate=False)}
+        return {n: kept[id(p)] for n, p in every.items() if n is not None and n != kept[id(p)]}
+
+    def _name(self, name: str) -> str | None:
+        """The Hugging Face name; None for an adapter's."""
+        name = name.removeprefix("lm.")
+        return name if self.adapter is None else lora.base_name(name)
 
 
-def load(settings: LearnerSettings, *, trained: bool = True) -> Policy:
+def load(settings: LearnerSettings, *, trained: bool = True, anchored: bool = False) -> Policy:
     """The model of `settings.model_path` with float32 parameters, on its device, sharded if need be.  Collective.
 
-    Each rank reads its own part of the weights.  `trained` False: a frozen copy (the reference model).
+    Each rank reads its own part of the weights.  `trained` False: a frozen copy (the reference model).  `anchored`: an adapter that is
+    read from a folder stays in the model as it was, too.
     """
     folder = Path(settings.model_path)
     if not trained:
@@ -109,7 +124,12 @@ def load(settings: LearnerSettings, *, trained: bool = True) -> Policy:
     by_name = loading.readable_by_name(policy.names(), policy.tied(), folder)
     if not by_name:
         policy = Policy(plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens)
-    return place(policy, settings, trained=trained, fill=folder if by_name else None)
+    if settings.lora is not None:
+        policy.adapter = lora.wrap(policy.lm, settings.lora, settings.model_path, anchored=anchored)
+    place(policy, settings, trained=trained, fill=folder if by_name else None)
+    if policy.adapter is not None:
+        policy.adapter.fill(settings.seed)
+    return policy
 
 
 def place(
@@ -121,8 +141,12 @@ def place(
         policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
     if settings.use_liger:
         loading.use_liger(policy.lm, settings.device)
+    elif trained and not settings.compile:  # a compiler joins these operations itself
+        lean.apply(policy.lm)
     policy.train(trained).requires_grad_(trained)
-    policy.sequence = ulysses.group(settings)
+    if policy.adapter is not None:
+        lora.freeze(policy, policy.adapter)
+    policy.sequence, policy.fused = ulysses.group(settings), settings.fused_logprobs
     if settings.compile:
         _compile(policy, settings)
     if sharding.sharded(settings):

@@ -49,6 +49,11 @@ class TrainRow(Struct, frozen=True, kw_only=True):
             raise ValueError("no token of this row is trained")
         return last
 
+    @property
+    def counted(self) -> int:
+        """Trained tokens that count in the loss."""
+        return int((self.loss_mask if self.keep is None else self.keep).sum())
+
 
 class RankBatch(Struct, frozen=True, kw_only=True):
     """What one rank computes in train step `step`, with the denominators of the whole step."""
@@ -69,6 +74,7 @@ class Budget:
     tokens: int
     share_prompts: bool = True
     rows: int | None = None  # fixed micro-batches
+    key: str = field(default="trainer.max_token_len_per_gpu", compare=False)  # what may be raised
 
     def cost(self, rows: Sequence[TrainRow]) -> int:
         """Positions the model computes for these rows: distinct prefixes when shared, else the padded rectangle."""
@@ -112,6 +118,13 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
     packed = [_first_fit(mine, rows, budget) for mine in ranks]
     count = max(map(len, packed), default=0)
     return [mine + [[] for _ in range(count - len(mine))] for mine in packed]
+
+
+def spread(count: int, world_size: int, size: int) -> list[list[list[int]]]:
+    """For each rank its micro-batches of `size` of `count` rows, the last one with what is left, where nothing has to divide."""
+    each = -(-count // world_size)
+    shares = [range(rank * each, min((rank + 1) * each, count)) for rank in range(world_size)]
+    return [[list(share[at : at + size]) for at in range(0, each, size)] for share in shares]
 
 
 def _fixed(count: int, world_size: int, size: int) -> list[list[list[int]]]:
@@ -165,7 +178,7 @@ def _checked(cost: int, budget: Budget, what: str = "row") -> int:
     if cost > budget.tokens:
         raise ConfigError(
             f"one {what} alone has {cost} tokens, more than the {budget.tokens} of a micro-batch.  Raise it, or lower the response length.",
-            key="trainer.max_token_len_per_gpu",
+            key=budget.key,
             given=budget.tokens,
         )
     return cost

@@ -7,6 +7,7 @@ Knows neither Ray nor buffers.  Invariant: collective calls reach every rank in 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 from rft.algorithm.argbase import Computed
 from rft.algorithm.catalog import controllers
 from rft.errors import CheckpointInvalid, ConfigError
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
 
@@ -95,7 +96,20 @@ class Ranks:
         c = self.settings.critic
         if not c.use_dynamic_bsz and c.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.critic.micro_batch_size_per_gpu")
-        return Budget(c.max_token_len_per_gpu, self.settings.share_prompts, None if c.use_dynamic_bsz else c.micro_batch_size)
+        rows = None if c.use_dynamic_bsz else c.micro_batch_size
+        return Budget(c.max_token_len_per_gpu, self.settings.share_prompts, rows, "trainer.critic.max_token_len_per_gpu")
+
+    def forward_budget(self, what: Computed) -> Budget:
+        """Of a forward pass that computes `what`, of any number of rows."""
+        s, c = self.settings, self.settings.critic
+        if what == "values":
+            rows = None if c.use_dynamic_bsz else c.forward_micro_batch_size
+            return Budget(c.forward_max_token_len_per_gpu, s.share_prompts, rows, "trainer.critic.forward_max_token_len_per_gpu")
+        own = (s.ref or s.log_prob) if what == "ref" else s.log_prob
+        if own is None:
+            return self.budget
+        key = "trainer.ref.max_token_len_per_gpu" if what == "ref" else "trainer.log_prob_max_token_len_per_gpu"
+        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, own.micro_batch_size, key)
 
     @property
     def before(self) -> frozenset[Computed]:
@@ -104,7 +118,7 @@ class Ranks:
         found = needs.before
         if not s.algorithm.bypass_old_logprobs and (s.ppo_epochs > 1 or s.algorithm.proximal_window):
             found |= {"old"}
-        if needs.reference and s.ppo_epochs > 1:
+        if needs.reference and (s.ppo_epochs > 1 or s.ref is not None):
             found |= {"ref"}
         return found
 
@@ -139,38 +153,22 @@ class Ranks:
 
     async def prepare(self, rows: Sequence[TrainRow]) -> list[Scored]:
         """What is computed `before` a step, for each row; the policy is the proximal one where the algorithm has one."""
-        before, proximal = self.before, self.settings.algorithm.proximal_window
-        found: list[Scored] = [{} for _ in rows]
-        for what in (before - {"values"}, before & {"values"}):
-            if what:
-                for scored, more in zip(found, await self.compute(rows, sorted(what), proximal=proximal), strict=True):
-                    scored.update(more)
-        return found
+        return await self.compute(rows, sorted(self.before), proximal=self.settings.algorithm.proximal_window)
 
     async def compute(self, rows: Sequence[TrainRow], what: Sequence[Computed], *, proximal: bool = False) -> list[Scored]:
         """For each row what was asked for, float32 [L] each, under the weights as they are; `proximal`: see `remember`."""
-        cut = self._cut(rows, "values" in what)
-        results = await self._dealt(
-            "score", [([[rows[i] for i in micro] for micro in mine], tuple(what), proximal) for mine in cut]
-        )
-        found: list[Scored] = [{}] * len(rows)
-        for mine, result in zip(cut, results, strict=True):
-            for micro, scores in zip(mine, result, strict=True):
-                for i, score in zip(micro, scores, strict=True):
-                    found[i] = score
+        together: dict[tuple[Budget, bool], list[Computed]] = defaultdict(list)
+        for name in what:  # the critic may be another model
+            together[self.forward_budget(name), name == "values"].append(name)
+        found: list[Scored] = [{} for _ in rows]
+        for (budget, _), names in together.items():
+            cut = spread(len(rows), self.world_size, budget.rows) if budget.rows else plan(rows, self.world_size, budget)
+            asked = [([[rows[i] for i in micro] for micro in mine], tuple(names), proximal) for mine in cut]
+            for mine, result in zip(cut, await self._dealt("score", asked), strict=True):
+                for micro, scores in zip(mine, result, strict=True):
+                    for i, score in zip(micro, scores, strict=True):
+                        found[i].update(score)
         return found
-
-    def _cut(self, rows: Sequence[TrainRow], values: bool) -> list[list[list[int]]]:
-        """Micro-batches of a forward pass over any number of rows."""
-        s, c = self.settings, self.settings.critic
-        if values and not c.use_dynamic_bsz and (size := c.forward_micro_batch_size):
-            each = -(-len(rows) // self.world_size)
-            steps = -(-each // size) * size
-            shares = [range(rank * each, min((rank + 1) * each, len(rows))) for rank in range(self.world_size)]
-            return [[list(share[at : at + size]) for at in range(0, steps, size)] for share in shares]
-        return plan(
-            rows, self.world_size, Budget(c.forward_max_token_len_per_gpu if values else self.budget.tokens, s.share_prompts)
-        )
 
     async def stage(self, version: Version, transport: Transport) -> WeightManifest:
         first, *_ = await self._all("stage", [(version, transport), *((version, None) for _ in self._remote)])

@@ -18,12 +18,16 @@ from typing import Any
 import torch
 
 from rft.errors import CheckpointInvalid
+from rft.faults import fault
 from rft.trainer import optim, shards, tensors
+from rft.trainer.lora import Adapter
 from rft.trainer.model import Policy
 from rft.trainer.settings import LearnerSettings
 from rft.trainer.tensors import Piece
+from rft.types import rotary
 
 STATE = "state.json"
+ADAPTERS = "adapters"  # holds a folder, named like the adapter, that peft reads
 PRETRAINED = "pretrained"  # config and tokenizer, so that a checkpoint explains itself
 SIDE_FILES = (
     "config.json",
@@ -49,10 +53,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Taken:
-    """What this rank writes: pieces by kind, and the page."""
+    """What this rank writes: pieces by kind, whole adapters, and the page."""
 
     step: int
     pieces: dict[str, list[Piece]]
+    adapters: list[tuple[Adapter, dict[str, torch.Tensor]]]
     page: dict[str, Any]
 
 
@@ -62,9 +67,12 @@ def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy
     `kl_coefs`: factors of the KL terms in the next step.
     """
     pieces: dict[str, list[Piece]] = {}
+    adapters = []
     for part in parts:
-        names = part.policy.names()
-        if "model" in settings.save_contents:
+        names, adapter = part.policy.trainable(), part.policy.adapter
+        if "model" in settings.save_contents and adapter is not None:
+            adapters.append((adapter, adapter.whole()))  # small, so all of it goes into one file, which peft reads
+        elif "model" in settings.save_contents:
             pieces[f"{part.prefix}model"] = shards.take(names, copy=copy)
         if "optimizer" in settings.save_contents and (averages := optim.moments(part.optimizer, names)):
             pieces[f"{part.prefix}optimizer"] = shards.take(averages, copy=copy)
@@ -78,8 +86,9 @@ def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy
         "optimizer": {f"{prefix}optimizer": values for prefix, values in numbers.items()},
         "world_size": settings.world_size,
         "kl_coefs": dict(kl_coefs),
+        "adapter": None if (adapter := parts[0].policy.adapter) is None else adapter.page(),
     }
-    return Taken(step, pieces, page)
+    return Taken(step, pieces, adapters, page)
 
 
 def write(taken: Taken, folder: Path, settings: LearnerSettings, rank: int) -> dict[str, str]:
@@ -88,7 +97,11 @@ def write(taken: Taken, folder: Path, settings: LearnerSettings, rank: int) -> d
     written: dict[str, str] = {}
     for kind, pieces in taken.pieces.items():
         written |= shards.write(folder, kind, pieces, step=taken.step)
+        fault("checkpoint.files")
     if rank == 0:
+        for adapter, values in taken.adapters:
+            for path in adapter.write(folder / ADAPTERS / adapter.settings.name, values):
+                written[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
         written[STATE] = _put(folder / STATE, json.dumps(taken.page, indent=1).encode())
         for path in side_files(settings, folder / PRETRAINED):
             written[f"{PRETRAINED}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -111,9 +124,9 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
     wanted = settings.load_contents or ("model", "optimizer")
     there = shards.kinds(folder)
     for part in parts:
-        names = part.policy.names()
+        names = part.policy.trainable()
         if "model" in wanted:
-            _load_model(folder, part, names)
+            _load_model(folder, part, names, page)
         kind = f"{part.prefix}optimizer"
         if "optimizer" not in wanted or (kind not in there and settings.load_contents is None):
             continue  # nothing was updated yet, or it was not saved and not asked for
@@ -125,7 +138,16 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
             raise CheckpointInvalid(f"{folder}: holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents")
 
 
-def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor]) -> None:
+def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor], page: Mapping[str, Any]) -> None:
+    if (adapter := part.policy.adapter) is not None:
+        adapter.check_page(page.get("adapter"), str(folder / STATE))
+        adapter.load(folder / ADAPTERS / adapter.settings.name)
+        return
+    if (there := page.get("adapter")) is not None and not part.prefix:
+        raise CheckpointInvalid(
+            f"{folder / STATE}: the checkpoint holds the adapter {there.get('name')} of {there.get('base_path')}, and no whole model; "
+            "write its model.lora_configs"
+        )
     exported = folder.parent / "huggingface"
     if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
         from rft.trainer import loading
@@ -146,7 +168,7 @@ def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
     shutil.copyfile(source / "config.json", target / "config.json")
     if settings.override_config:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        _put(target / "config.json", json.dumps(config | settings.override_config, indent=2).encode())
+        _put(target / "config.json", json.dumps(rotary.replaced(config, settings.override_config), indent=2).encode())
     return sorted(target.iterdir())
 
 

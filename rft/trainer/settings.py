@@ -53,6 +53,14 @@ class AlgorithmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForwardSettings:
+    """How rows are cut into micro-batches where a model is only run forward."""
+
+    max_token_len_per_gpu: int = 16384
+    micro_batch_size: int | None = None  # rows; None: by tokens
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticSettings:
     """The value model, where the algorithm has one.  The rest is as for the policy."""
 
@@ -71,6 +79,19 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """The adapter that is trained instead of the whole model.  None: a new one's default, or what the adapter in `path` has."""
+
+    name: str = "lora"  # of its folder in checkpoints
+    path: str | None = None  # folder of the adapter to begin with; None = a new one
+    base_name: str = ""  # what adapter_config.json calls the base model
+    rank: int | None = None
+    alpha: float | None = None
+    target_modules: str | tuple[str, ...] | None = None  # names; as one text a regular expression, or "all-linear"
+    exclude_modules: str | tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfilerSettings:
     """Which train steps are traced, on which ranks, and where the files go."""
 
@@ -86,6 +107,7 @@ class LearnerSettings:
 
     model_path: str
     tokenizer_path: str | None = None  # folder whose tokenizer goes into exported models; None = model_path
+    lora: LoraSettings | None = None  # None: the whole model is trained
     device: str = "cpu"
     dtype: str = "float32"
     world_size: int = 1
@@ -100,10 +122,13 @@ class LearnerSettings:
     max_token_len_per_gpu: int = 16384  # token budget of one micro-batch
     use_dynamic_bsz: bool = True
     micro_batch_size: int | None = None  # rows, used when use_dynamic_bsz is False
+    log_prob: ForwardSettings | None = None  # where the policy is only run forward; None: as in training
+    ref: ForwardSettings | None = None  # the reference model, run before a step; None: with the policy
     max_response_tokens: int = 1024
     loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
     share_prompts: bool = True
-    logprob_chunk_tokens: int = 1024
+    logprob_chunk_tokens: int = 1024  # of a tile of logits
+    fused_logprobs: bool = False  # what is done with a tile is compiled
     gradient_checkpointing: bool = False
     activation_offload: bool = False  # with gradient_checkpointing: what it keeps is kept on the host
     reshard_after_forward: bool = True

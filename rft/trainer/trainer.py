@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from rft.errors import RunFailed, WeightSyncFailed
+from rft.faults import fault
 from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
 from rft.trainer import feed as feeds
@@ -92,6 +93,7 @@ class Trainer:
                 whole = not self._stop.is_set()
                 break
             step += 1
+            fault("trainer.leased")
             feed, report = await self._train(lease)
             if self._must_publish(step):
                 await self._publish(step)
@@ -167,16 +169,19 @@ class Trainer:
         with self._timed("train"):
             needs = ranks.algorithm.needs
             given = feeds.read(lease, samples=needs.samples, pairs=needs.pairs)
-            feed = feeds.make(
-                given,
-                ranks.algorithm,
-                ranks.budget,
-                world_size=ranks.world_size,
-                computed=await ranks.prepare(given.rows),
-                seed=ranks.settings.seed,
-                critic_budget=ranks.critic_budget,
-                kl_coefs=ranks.kl_coefs,
-            )
+            with self._timed("train/before"):
+                computed = await ranks.prepare(given.rows)
+            with self._timed("train/advantages"):
+                feed = feeds.make(
+                    given,
+                    ranks.algorithm,
+                    ranks.budget,
+                    world_size=ranks.world_size,
+                    computed=computed,
+                    seed=ranks.settings.seed,
+                    critic_budget=ranks.critic_budget,
+                    kl_coefs=ranks.kl_coefs,
+                )
             self._kl_coefs = ranks.kl_coefs
             if feed.tokens:
                 report = await ranks.step(feed.shares, feed.critic)
@@ -189,6 +194,7 @@ class Trainer:
             self._nonfinite = 0
             ranks.steer(feed.kl, report, feed.rows, feed.tokens)
             await self._buffer.use(lease.step)
+            fault("trainer.used")
         else:
             self._nonfinite += 1
             log.warning("step %d: gradient norm is %s; its %d rows are skipped", lease.step, report.grad_norm, feed.rows)
@@ -202,6 +208,7 @@ class Trainer:
         version, before = Version(self._lineage, step), self._published
         with self._timed("sync"):
             manifest = await self._ranks.stage(version, self._transport)
+            fault("trainer.staged")
             try:
                 await self._sync.publish(manifest)
             except WeightSyncFailed:
@@ -210,6 +217,7 @@ class Trainer:
         if before is not None:
             self._transport.release(before)
         self._published = version
+        fault("trainer.published")
         await self._ranks.remember()
 
     async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
@@ -218,6 +226,7 @@ class Trainer:
             await self._written()
             consumption = await self._buffer.consumption(step)
             await self._ranks.take(step, copy=not wait)
+            fault("checkpoint.taken")
 
             async def fill(folder: Path) -> dict[str, str]:
                 hashes = await self._ranks.write(folder / "trainer")

@@ -401,14 +401,41 @@ def test_distillation(seed: int) -> None:
     t, s = p.teacher.astype(np.float64), p.sampled.astype(np.float64)
     p.agrees(advantages("on_policy_distill", p.x, kl_coef=0.7).values, 0.7 * (t - s))
     p.agrees(advantages("jsd", p.x, lambda_coef=0.0).values, t - s)
-    p.agrees(advantages("jsd", p.x, lambda_coef=1.0, kl_coef=2.0).values, 2 * (s - t))
+    p.agrees(advantages("jsd", p.x, lambda_coef=1.0, kl_coef=2.0).values, 2 * (np.exp(t - s) - 1))
     for b, temperature in ((0.5, 1.0), (0.2, 2.0)):
         ts, ss = t / temperature, s / temperature
         m = np.log((1 - b) * np.exp(ss) + b * np.exp(ts))
         made = advantages("jsd", p.x, lambda_coef=b, temperature=temperature, kl_coef=3.0)
-        p.agrees(made.values, -3 * (b * (ts - m) + (1 - b) * (ss - m)))
+        p.agrees(made.values, 3 * (1 - b) * (m - ss))
     with pytest.raises(ValueError, match="distillation needs the teacher's log-probs"):
         advantages("jsd", step([row()]))
+
+
+@pytest.mark.parametrize("b", [None, 0.0, 0.2, 0.5, 0.9, 1.0])
+def test_a_students_policy_gradient_is_that_of_the_divergence(b: float | None) -> None:
+    """Over a vocabulary of six: sum of s A d(log s) against finite differences of the divergence itself.  None: on_policy_distill."""
+    rng = np.random.default_rng(5)
+    logits, teacher = rng.normal(size=6) * 1.5, rng.normal(size=6) * 1.5
+    log_softmax = lambda x: x - np.log(np.exp(x).sum())  # noqa: E731
+    t = log_softmax(teacher)
+
+    def divergence(x: np.ndarray) -> float:
+        s = log_softmax(x)
+        if b in (None, 0.0):
+            return float((np.exp(s) * (s - t)).sum())
+        if b == 1.0:
+            return float((np.exp(t) * (t - s)).sum())
+        assert b is not None
+        m = np.log((1 - b) * np.exp(s) + b * np.exp(t))
+        return float(b * (np.exp(t) * (t - m)).sum() + (1 - b) * (np.exp(s) * (s - m)).sum())
+
+    s = log_softmax(logits)
+    x = step([row(0.0, 6, logprobs=s.astype(np.float32), teacher=t.astype(np.float32))])
+    made = advantages("on_policy_distill", x) if b is None else advantages("jsd", x, lambda_coef=b)
+    a = made.values[0].astype(np.float64)
+    policy_gradient = np.exp(s) * (a - (np.exp(s) * a).sum())  # sum over tokens of s A (one-hot - s)
+    slopes = [(divergence(logits + h) - divergence(logits - h)) / 2e-5 for h in np.eye(6) * 1e-5]
+    np.testing.assert_allclose(policy_gradient, -np.array(slopes), rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------- tokens and rows that are left out

@@ -11,6 +11,7 @@ import pytest
 
 from rft.launch import leftovers
 from rft.monitor.read import read, series
+from rft.trainer import manifest as manifests
 
 spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
 runs = importlib.util.module_from_spec(spec)
@@ -26,7 +27,10 @@ def job(tiny_model, tmp_path_factory):
     before = leftovers.snapshot()
     run = runs.Run(
         *runs.arguments(
-            tiny_model, root, "explorer.rollout_model.engine_type=vllm", "trainer.world_size=2", "explorer.eval_on_startup=true"
+            tiny_model,
+            root,
+            *("explorer.rollout_model.engine_type=vllm", "trainer.world_size=2", "explorer.eval_on_startup=true"),
+            *("trainer.save_interval=30", "trainer.checkpoint.async_save=true"),
         )
     )
     run.wait_for("step 2/")
@@ -86,6 +90,17 @@ def test_the_account_balances_from_files_alone(job):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"used 40960\b", done.stdout) or "40960" in done.stdout, done.stdout  # 80 steps x 64 tasks x 8 runs
+
+
+@pytest.mark.vllm
+def test_every_rank_writes_its_part_of_a_checkpoint_while_steps_go_on(job):
+    root, *_ = job
+    for step in (30, 60, 80):
+        found = manifests.read(runs.folder(root) / "checkpoints" / f"global_step_{step}")  # raises where a file is not whole
+        for kind in ("model", "optimizer"):
+            assert {f"trainer/{kind}-0000{rank}-of-00002.safetensors" for rank in (1, 2)} <= set(found.files)
+    waited = dict(series(read(runs.folder(root) / "metrics.jsonl"), "time/checkpoint_s"))
+    assert {30, 60} <= set(waited)
 
 
 @pytest.mark.vllm

@@ -64,7 +64,6 @@ Rejection = Annotated[
     ],
     IgnoreCase,
 ]
-KlPenalty = Literal["none", "k1", "k2", "k3", "abs", "low_var_kl", "corrected_k3"]
 
 
 class RolloutCorrectionConfig(Section):
@@ -134,9 +133,10 @@ class AlgorithmConfig(Section):
         later=_waits("use k3 or low_var_kl", coming("kl_loss_fn")),
     )
     kl_loss_fn_args: Args = key({}, "Single arguments of kl_loss_fn that differ from its defaults.")
-    kl_penalty_fn: Annotated[KlPenalty, renamed(kl="k1", mse="k2")] = key(
+    kl_penalty_fn: str = key(
         "none",
         "KL against the reference model, taken from the rewards of the tokens before the advantages; none: rewards as they are.",
+        later=_waits("use k1", coming("kl_penalty_fn")),
     )
     kl_penalty_fn_args: Args = key({}, "Single arguments of kl_penalty_fn that differ from its defaults.")
     entropy_loss_fn: str | None = key(

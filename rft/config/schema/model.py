@@ -6,20 +6,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rft.config.schema.base import IgnoreCase, Later, Section, key, section
+from rft.config.schema.base import IgnoreCase, Later, Name, Section, key, section
 
 
 class LoraConfig(Section):
     """Low-rank adapters trained instead of the whole model (arXiv:2106.09685)."""
 
-    name: str = key("lora", "Name of the adapter.")
-    path: str | None = key(None, "Folder of an adapter to begin with.  Null: a new one.")
-    base_model_name: str | None = key(None, "Accepted for compatibility; the base is model.model_path.", on_resume="safe")
+    name: Name = key("lora", "Name of the adapter, and of its folder in every checkpoint.")
+    path: str | None = key(
+        None,
+        "Folder of an adapter to begin with, as peft writes it; what is not written below is taken from it, and where an algorithm needs a "
+        "reference model it is the model with this adapter.  Null: a new one, whose reference is the model without it.",
+    )
+    base_model_name: str | None = key(
+        None,
+        "What adapter_config.json calls the base model, in the adapter of `path` and in those that are saved.  Null: model.model_path.",
+    )
     lora_rank: int = key(32, "Rank of the two matrices.", ge=1)
     lora_alpha: float = key(32, "Scale: the product is multiplied by lora_alpha / lora_rank.", gt=0)
-    lora_dtype: str = key("auto", "Accepted for compatibility; adapters are float32.", on_resume="safe")
-    target_modules: str | tuple[str, ...] = key("all-linear", "Names of the layers that get one; all-linear: every linear layer.")
-    exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get none.")
+    lora_dtype: Annotated[Literal["auto", "float32"], IgnoreCase] = key(
+        "auto", "Adapters are kept in float32, and computed in trainer.param_dtype.", on_resume="safe"
+    )
+    target_modules: str | tuple[str, ...] = key(
+        "all-linear",
+        "Names of the layers that get one, as [q_proj, v_proj]; all-linear: every linear layer but the output.  Any other text is a "
+        "regular expression for their full names.",
+    )
+    exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get none, or a regular expression.")
 
 
 class ExternalModelConfig(Section):
@@ -82,14 +95,14 @@ class ModelConfig(Section):
         "both (middle); error: the taskset is refused.",
     )
     lora_configs: Annotated[tuple[LoraConfig, ...], Field(max_length=1)] | None = key(
-        None, "At most one adapter.", later=Later("the whole model is trained; leave it out")
+        None, "At most one adapter.  Engines get the weights with the adapter added.  Null or []: the whole model is trained."
     )
     rope_scaling: dict[str, Any] | None = key(
-        None, "Rotary embeddings beyond the trained length.", later=Later("put it into config.json in a copy of the model")
+        None,
+        "Rotary embeddings beyond the trained length, for trainer, engines and exported models: rope_type and what it needs, "
+        "e.g. {rope_type: yarn, factor: 4.0}.  Null: the model's own.",
     )
-    rope_theta: float | None = key(
-        None, "Base of the rotary embeddings.", gt=0, later=Later("put it into config.json in a copy of the model")
-    )
+    rope_theta: float | None = key(None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0)
     external_model: ExternalModelConfig = section(
         ExternalModelConfig, "A model behind a server.", later=Later("name a local model in model_path")
     )

@@ -12,9 +12,6 @@ Content = Annotated[Literal["model", "optimizer", "extra", "hf_model"], IgnoreCa
 _TOGETHER = "FSDP2 keeps parameters, gradients and optimizer state there together: the same as offload_policy."
 
 
-_AS_POLICY = Later("it is cut into micro-batches as the policy is", harmless=True)
-
-
 class CriticOptimizerConfig(ScheduleConfig):
     """Optimizer of the critic; keys as in algorithm.optimizer."""
 
@@ -49,19 +46,15 @@ class CriticConfig(Section):
 
 
 class RefConfig(Section):
-    """The reference model, where a KL needs one.  Null values are the policy's."""
+    """The reference model, where a KL needs one.  Micro-batches of its own are computed before the step; null: as trainer.log_prob_*."""
 
     param_offload: bool = key(False, "Keep its parameters on the host and fetch them for each layer.", on_resume="safe")
     reshard_after_forward: bool | None = key(None, "Free gathered parameters after the forward pass.", on_resume="safe")
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Rows of one micro-batch.", unit="experiences", on_resume="safe", ge=1, later=_AS_POLICY
+        None, "Rows of one micro-batch, with use_dynamic_bsz: false.", unit="experiences", on_resume="safe", ge=1
     )
-    use_dynamic_bsz: bool | None = key(
-        None, "Micro-batches by token budget instead of by rows.", on_resume="safe", later=_AS_POLICY
-    )
-    max_token_len_per_gpu: int | None = key(
-        None, "Token budget of one micro-batch.", unit="tokens", on_resume="safe", ge=1, later=_AS_POLICY
-    )
+    use_dynamic_bsz: bool | None = key(None, "Micro-batches by token budget instead of by rows.", on_resume="safe")
+    max_token_len_per_gpu: int | None = key(None, "Token budget of one micro-batch.", unit="tokens", on_resume="safe", ge=1)
 
 
 class CheckpointConfig(Section):
@@ -162,7 +155,13 @@ class TrainerConfig(Section):
     )
     reshard_after_forward: bool = key(True, "Free gathered parameters after the forward pass.", on_resume="safe")
     share_prompts: bool = key(True, "Compute a group's common prompt once.", on_resume="safe")
-    logprob_chunk_tokens: int = key(1024, "Tokens whose logits exist at the same time.", unit="tokens", on_resume="safe", ge=1)
+    logprob_chunk_tokens: int = key(
+        1024,
+        "Tokens of a tile of logits; it has as many entries of the vocabulary as make 4 MiB on CPU, 256 MiB on a GPU.",
+        unit="tokens",
+        on_resume="safe",
+        ge=1,
+    )
     attn_implementation: Annotated[Literal["auto", "sdpa", "eager", "flash_attention_2"], IgnoreCase] = key(
         "sdpa",
         "Attention kernel of transformers; share_prompts needs sdpa.  auto: flash attention where it is installed and can be used.",
@@ -190,7 +189,7 @@ class TrainerConfig(Section):
         True,
         "Batches are packed without padding.",
         on_resume="safe",
-        later=Later("batches are always packed", harmless=True, values=(False,)),
+        later=Later("share_prompts: true packs, false pads", harmless=True, values=(False,)),
     )
     balance_batch: bool = key(
         True,
@@ -206,23 +205,22 @@ class TrainerConfig(Section):
     )
     entropy_chunking: bool = key(
         True,
-        "The entropy is computed in chunks of logprob_chunk_tokens.",
+        "The entropy is computed by tiles, beside the log-probs.",
         on_resume="safe",
-        later=Later("it is always computed in chunks", harmless=True, values=(False,)),
+        later=Later("it is always computed by tiles: the whole logits are never there", harmless=True, values=(False,)),
     )
     entropy_checkpointing: bool = key(
-        False,
-        "Compute the entropy again in the backward pass.",
+        True,
+        "The backward pass computes the entropy's tiles again.",
         on_resume="safe",
-        later=Later("only enable_gradient_checkpointing recomputes", harmless=True),
+        later=Later("they are always computed again: none is kept", harmless=True, values=(False,)),
     )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
-        "Rows of one micro-batch when log-probs are only computed.  Null: micro_batch_size_per_gpu.",
+        "Rows of one micro-batch when log-probs are only computed, with use_dynamic_bsz: false.  Null: micro_batch_size_per_gpu.",
         unit="experiences",
         on_resume="safe",
         ge=1,
-        later=Later("micro-batches are those of the training pass", harmless=True),
     )
     log_prob_max_token_len_per_gpu: int | None = key(
         None,
@@ -230,7 +228,6 @@ class TrainerConfig(Section):
         unit="tokens",
         on_resume="safe",
         ge=1,
-        later=Later("the budget is that of the training pass", harmless=True),
     )
     ulysses_sequence_parallel_size: int = key(
         1, "Ranks that share each micro-batch, an equal slice of its positions each.", unit="ranks", on_resume="safe", ge=1
@@ -255,11 +252,11 @@ class TrainerConfig(Section):
     )
     use_torch_compile: bool = key(False, "Compile each layer of the model: a slow first step.", on_resume="safe")
     use_liger: bool = key(False, "Liger's fused layers, on GPUs where liger-kernel is installed.", on_resume="safe")
-    use_fused_kernels: bool = key(
-        False, "Fused log-prob and entropy.", on_resume="safe", later=Later("both are computed in chunks", harmless=True)
-    )
+    use_fused_kernels: bool = key(False, "Fused kernels for log-probs and entropies.", on_resume="safe")
     fused_kernel_backend: Annotated[Literal["torch", "triton"], IgnoreCase] = key(
-        "torch", "How they are fused.", on_resume="safe", later=Later("it belongs to use_fused_kernels", harmless=True)
+        "torch",
+        "torch: tiles of logits, the way that is always taken; triton: the work on a tile compiled into few kernels, on GPUs.",
+        on_resume="safe",
     )
     enable_preview: bool = key(
         False,

@@ -157,3 +157,26 @@ def test_a_loss_named_by_its_place_has_its_extra(tmp_path: Path) -> None:
     x = StepInputs(rows=rows, groups={"g": GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)})
     prepared = build(AlgorithmSettings(policy_loss_fn=f"{file}:loss")).prepare(x)
     assert [e.tolist() for e in prepared.extra["late"]] == [[0, 1, 2]] * 2
+
+
+def test_a_kl_penalty_of_ones_own(tmp_path: Path) -> None:
+    """By file, with arguments of its own; the factor is one of them where it has that, else 1."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import numpy as np\nfrom pydantic import Field\nfrom rft.algorithm.args import Args\n"
+        "class Half(Args):\n    share: float = Field(0.5, gt=0)\n"
+        "def half(x, args):\n    return [args.share * (r.logprobs - r.ref) for r in x.rows]\n"
+        "half.Args = Half\n"
+    )
+    row = StepRow(
+        group="g", run=0, step=0, reward=1.0, logprobs=np.array([-1.0, -2.0], np.float32), ref=np.array([-1.5, -2.0], np.float32)
+    )
+    x = StepInputs(rows=[row], groups={"g": GroupStats(group="g", rewards=(1.0,), mean=1.0, std=0.0)})
+    settings = AlgorithmSettings(advantage_fn="reinforce", kl_penalty_fn=f"{file}:half", kl_penalty_fn_args={"share": 0.25})
+    algorithm = build(settings)
+    assert algorithm.needs.kl_penalty and "ref" in algorithm.needs.before
+    prepared = algorithm.prepare(x)
+    assert prepared.kl == pytest.approx(0.25 * 0.5 / 2)
+    assert prepared.rewards is not None and prepared.rewards[0].tolist() == pytest.approx([-0.125, 1.0])
+    with pytest.raises(ConfigError, match="shar"):
+        build(dataclasses.replace(settings, kl_penalty_fn_args={"shar": 0.25}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import struct
 import subprocess
@@ -313,3 +314,45 @@ def test_command_with_declared_gpus_on_a_machine_without(model: Path) -> None:
     ]
     code, out, _, _ = command(*given)
     assert code == 0 and "engine 1" in out and "trainer 5" in out and "node 0, 1 GPU(s)" in out
+
+
+WRITES = """
+class Greedy:
+    gives = ("info.baseline_reward", "info.room")
+
+    async def run(self, task, ctx):
+        await ctx.chat(task.chat())
+        return ctx.transcript(info={"baseline_reward": 0.5, "room": 1})
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("algorithm_type=remax",),
+            r'remax reads info\["baseline_reward"\] of every experience.*math_workflow.*`gives = \("info',
+        ),
+        (("algorithm_type=gigpo",), r'gigpo reads info\["env_state_hash"\] of every experience'),
+        (("algorithm_type=gigpo", "advantage_fn_args.env_state_hash_key=place"), r'info\["place"\]'),
+        (("algorithm_type=on_policy_distill",), "on_policy_distill reads teacher_logprobs of every experience, which neither"),
+        (
+            ("advantage_fn=jsd",),
+            "jsd reads teacher_logprobs of every experience, which neither a workflow nor an operator can write",
+        ),
+    ],
+)
+def test_what_nobody_provides_is_refused(model: Path, overrides: tuple[str, ...], says: str) -> None:
+    (error,) = run(model, *(f"algorithm.{o}" for o in overrides)).errors
+    assert error.key == "algorithm.advantage_fn" and re.search(says, error.message), error.message
+
+
+def test_a_workflow_says_what_it_provides(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "flows.py"
+    file.write_text(WRITES)
+    flow = f"buffer.explorer_input.default_workflow_type={file}:Greedy"
+    assert run(model, flow, "algorithm.algorithm_type=remax").ok
+    gigpo = ("algorithm.algorithm_type=gigpo", "algorithm.advantage_fn_args.env_state_hash_key=room")
+    assert run(model, flow, *gigpo).ok
+    assert run(model, "algorithm.algorithm_type=gigpo", "algorithm.advantage_fn_args.omega=0.0").ok
+    assert not run(model, *gigpo).ok

@@ -108,6 +108,9 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.profiler.all_ranks": {"trainer.world_size": 2},
     "trainer.enable_activation_offload": {"trainer.enable_gradient_checkpointing": True},
     "trainer.ref.param_offload": GPUS,
+    "trainer.ref.use_dynamic_bsz": {"trainer.ref.log_prob_micro_batch_size_per_gpu": 4},
+    "trainer.use_fused_kernels": {**GPUS, "trainer.fused_kernel_backend": "triton"},
+    "trainer.fused_kernel_backend": {**GPUS, "trainer.use_fused_kernels": True},
     "explorer.rollout_model.device": GPUS,
     "explorer.rollout_model.enforce_eager": GPUS,
 }
@@ -115,6 +118,7 @@ DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage
 VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
     f"{DATA}.data_selector.selector_type": "shuffle",
     "algorithm.algorithm_type": "dr_grpo",
+    "model.rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "algorithm.advantage_fn_args": {"norm_by_std": False},
     "algorithm.policy_loss_fn_args": {"clip_range": 0.3},
     "algorithm.advantage_fn": "rloo",
@@ -122,6 +126,7 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     f"{REPLAY}.priority_fn_args": {"decay": 1.0},
     "algorithm.policy_loss_fn": "gspo",
     "algorithm.kl_loss_fn": "k1",
+    "algorithm.kl_penalty_fn": "k1",
     "algorithm.kl_loss_fn_args": {"kl_coef": 0.5},
     "algorithm.kl_penalty_fn_args": {"kl_coef": 0.5},
     "algorithm.sample_strategy": "group_best",
@@ -147,6 +152,7 @@ SAME_PLAN: dict[str, str] = {  # keys of which no other value is accepted, and w
         for name in OFF_POLICY
     },
     "trainer.trainer_type": "has one value",
+    "model.lora_configs[0].lora_dtype": "has two names of one value",
     f"{IN}.eval_tasksets[0].data_selector.kwargs": "the selectors that evaluation takes have no arguments",
     "data_processor.task_pipeline.config_path": "names a file, see test_config_tasksets.py",
     **dict.fromkeys(SIDES, "with sync_style fixed the two go together, see below"),

@@ -236,6 +236,8 @@ def test_vllm_takes_its_arguments(tmp_path: Path) -> None:
     )
     args = engine_args(other.engines[0])
     assert not args.disable_log_stats and args.enable_log_requests and args.enable_chunked_prefill is False
+    rope = engine_args(plan(model, "model.rope_scaling={rope_type: linear, factor: 2.0}").engines[0]).hf_overrides
+    assert rope == {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
     assert "max_num_batched_tokens" in str(
         messages(f"{ENGINE}.enable_chunked_prefill=false", f"{ENGINE}.max_num_batched_tokens=32")
     )

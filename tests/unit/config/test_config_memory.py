@@ -115,22 +115,42 @@ def test_trainer_that_gradients_decide() -> None:
     rank = trainer(plan(*STEP), 0, sizes, 10)
     weights, head = sizes.parameters * 4, 10_000_000 * 8 * 4
     assert term(rank, "weights") == weights and term(rank, "AdamW moments") == 2 * weights
-    logits = 2 * 32 * 6 * 10_000_000 * 4  # logits and log-probs of 192 tokens, less than a chunk
-    assert term(rank, "micro-batch, or gradients") > logits
-    small = trainer(plan(*STEP, "trainer.logprob_chunk_tokens=1"), 0, sizes, 10)
-    assert term(small, "micro-batch, or gradients") == pytest.approx(weights + head, rel=1e-3)
+    assert term(rank, "micro-batch, or gradients") == pytest.approx(weights + head, rel=1e-3)
     assert rank.nbytes == sum(t.nbytes for t in rank.terms)
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(192, 192 * (2**20 // 192)), (64, 2**20), (8192, 192 * (2**20 // 192))])
+def test_logits_take_a_tile(tokens: int, tile: int) -> None:
+    s = replace(plan(*STEP).learner, logprob_chunk_tokens=tokens)
+    sizes, micro = shape({**LLAMA, "vocab_size": 1_000_000}), micro_batch(plan(*STEP), 10)
+    assert micro.trained == 192
+    forward, backward = memory.logits(sizes, s, micro, entropy=False, reference=False)
+    assert (forward - 4 * tile, backward - forward) == (192 * (8 * 4 + 2 * 8 * 4), 192 * 8 * 4)
+    more, _ = memory.logits(sizes, s, micro, entropy=True, reference=True)
+    assert more - forward == 4 * tile + 4 * 192
+
+
+def test_the_estimate_cuts_as_log_probs_are_cut() -> None:
+    from rft.trainer import logprobs
+
+    assert (memory.CPU_TILE, memory.GPU_TILE, memory.LEAST_WIDTH) == (
+        logprobs.CPU_TILE, logprobs.GPU_TILE, logprobs.LEAST_WIDTH,
+    )  # fmt: skip
 
 
 def test_activations_by_hand() -> None:
     s = plan(*STEP, "trainer.share_prompts=false").learner
     micro = micro_batch(plan(*STEP, "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=32"), 10)  # 2 rows of 16
     assert micro.positions == 32
-    # per position and layer: norms 2 x 8 float32 + 4 x 8, MLP 4 x 16, attention 2 x (8 + 4)
-    layer = 32 * 4 * (16 + 32 + 64 + 24)
+    # per position and layer: norms 4 x 8, MLP 2 x 16, attention 2 x (8 + 4)
+    layer = 32 * 4 * (32 + 32 + 24)
     assert memory.activations(shape(LLAMA), s, micro) == 3 * layer
     again = replace(s, gradient_checkpointing=True)
     assert memory.activations(shape(LLAMA), again, micro) == 3 * 32 * 8 * 4 + layer
+    # where norms and MLP are as transformers has them: norms 2 x 8 float32 more, MLP 4 x 16
+    plain = 32 * 4 * (16 + 32 + 64 + 24)
+    assert memory.activations(shape({**LLAMA, "model_type": "gemma"}), s, micro) == 3 * plain
+    assert memory.activations(shape(LLAMA), replace(s, compile=True), micro) == 3 * plain
 
 
 def test_reference_model_and_ranks() -> None:
@@ -139,6 +159,26 @@ def test_reference_model_and_ranks() -> None:
     two = trainer(plan(*STEP, "trainer.world_size=2"), 1, sizes, 10)
     assert two.role == "trainer-1" and term(two, "weights") == sizes.parameters * 2
     assert term(two, "gathered layers") == (802 + 2 * sizes.block) * 4 + sizes.block * 8
+
+
+def test_the_copy_of_a_checkpoint_that_is_written_aside() -> None:
+    sizes, name = shape(LLAMA), "a checkpoint while it is written"
+    on = ("trainer.checkpoint.async_save=true", "trainer.save_interval=2", "buffer.total_steps=10")
+
+    def found(*overrides: str) -> int:
+        return sum(t.nbytes for t in trainer(plan(*STEP, *on, *overrides), 0, sizes, 10).terms if t.name == name)
+
+    assert found() == 3 * sizes.parameters * 4  # weights and two moments
+    assert found("trainer.world_size=2") == 3 * sizes.parameters * 2
+    assert found("trainer.checkpoint.save_contents=[model]") == sizes.parameters * 4
+    assert found("algorithm.algorithm_type=ppo", "algorithm.repeat_times=8") > found()
+    off = (
+        "trainer.checkpoint.async_save=false",
+        "trainer.save_interval=0",
+        "trainer.save_hf_checkpoint=always",
+        "trainer.total_steps=2",
+    )
+    assert [found(o) for o in off] == [0] * 4
 
 
 # ---------------------------------------------------------------- engines

@@ -186,6 +186,7 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "algorithm.advantage_fn": "a.py:x",
     "algorithm.policy_loss_fn": "a.py:x",
     "algorithm.kl_loss_fn": "k3",
+    "algorithm.kl_penalty_fn": "k3",
     "algorithm.entropy_loss_fn": "none",
     "algorithm.optimizer.warmup_style": "cosine",
     "algorithm.kl_penalty_fn_args": None,

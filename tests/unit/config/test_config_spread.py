@@ -69,6 +69,59 @@ def test_overrides_of_the_model_hold_for_engines_too() -> None:
         assert plan(override, f"explorer.rollout_model.engine_type={kind}").engines[0].extra_engine_args == expected
 
 
+def test_rotary_embeddings_hold_for_trainer_and_engines() -> None:
+    given = ("model.rope_scaling={rope_type: yarn, factor: 4.0}", "model.rope_theta=50000")
+    wanted = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 50000.0}
+    found = plan(*given)
+    assert found.learner.override_config == wanted
+    assert found.engines[0].extra_engine_args == {"hf_overrides": wanted}
+    assert plan(*given, "explorer.rollout_model.engine_type=transformers").engines[0].extra_engine_args == wanted
+    for wrong, said in (
+        (("model.rope_scaling={factor: 4.0}",), r"model\.rope_scaling: needs rope_type: linear, dynamic"),
+        ((given[1], "model.override_config={rope_theta: 1.0}"), r"model\.rope_theta: model\.override_config has rope_theta too"),
+        (
+            (given[0], "model.override_config={rope_parameters: {}}"),
+            r"model\.rope_scaling: model\.override_config has rope_parameters",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            plan(*wrong)
+
+
+def test_fused_kernels_are_for_gpus() -> None:
+    asked = ("trainer.use_fused_kernels=true", "trainer.fused_kernel_backend=triton")
+    assert plan(*asked, *ON_GPUS).learner.fused_logprobs and not plan(*ON_GPUS).learner.fused_logprobs
+    with pytest.raises(ConfigError, match=r"trainer\.fused_kernel_backend: Triton's kernels run on GPUs"):
+        plan(*asked)
+    assert any("has no effect" in w for w in plan(asked[1]).warnings)
+    assert any("always computed so" in n for n in plan(asked[0]).notes)
+
+
+def test_forward_passes_have_their_own_micro_batches() -> None:
+    from rft.trainer.settings import ForwardSettings
+
+    budget = plan().learner.max_token_len_per_gpu
+    assert (plan().learner.log_prob, plan().learner.ref) == (None, None)
+    wide = plan("trainer.log_prob_max_token_len_per_gpu=40000").learner
+    assert wide.log_prob == wide.ref == ForwardSettings(max_token_len_per_gpu=40000)
+    other = plan("trainer.ref.max_token_len_per_gpu=40000").learner
+    assert (other.log_prob, other.ref) == (None, ForwardSettings(max_token_len_per_gpu=40000))
+    rows = ("trainer.use_dynamic_bsz=false", "trainer.micro_batch_size_per_gpu=1")
+    assert (plan(*rows).learner.log_prob, plan(*rows).learner.ref) == (None, None)
+    fixed = plan(*rows, "trainer.log_prob_micro_batch_size_per_gpu=16", "trainer.ref.log_prob_micro_batch_size_per_gpu=8").learner
+    assert fixed.log_prob == ForwardSettings(max_token_len_per_gpu=budget, micro_batch_size=16)
+    assert fixed.ref == ForwardSettings(max_token_len_per_gpu=budget, micro_batch_size=8)
+    tokens = plan(*rows, "trainer.ref.use_dynamic_bsz=true").learner
+    assert tokens.ref == ForwardSettings(max_token_len_per_gpu=budget)
+    for key in ("trainer.log_prob_max_token_len_per_gpu", "trainer.ref.max_token_len_per_gpu"):
+        with pytest.raises(ConfigError, match=rf"{key}: is 5 tokens; the longest experience may have"):
+            plan(f"{key}=5")
+    with pytest.raises(ConfigError, match=r"trainer\.ref\.log_prob_micro_batch_size_per_gpu: is required"):
+        plan("trainer.ref.use_dynamic_bsz=false")
+    for key in ("trainer.log_prob_micro_batch_size_per_gpu", "trainer.ref.log_prob_micro_batch_size_per_gpu"):
+        assert any(w.startswith(f"{key} has no effect") for w in plan(f"{key}=4").warnings)
+
+
 def test_a_library_is_said_aloud() -> None:
     assert any("my.module will be imported" in w for w in plan("model.external_lib=my.module").warnings)
     assert plan().learner.external_lib is None

@@ -125,3 +125,21 @@ def test_every_row_has_a_unit_and_a_meaning() -> None:
         name, unit, reduction, meaning = [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:5]]
         assert unit or name in ("`actor/lr`",) or "ratio" in name or "advantage" in name, line
         assert reduction or meaning, line
+
+
+def test_what_other_tools_show_is_there_under_the_name_that_migration_gives(written: dict[str, set[str]]) -> None:
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8").split("## Names of metrics", 1)[1]
+    rows = re.findall(r"^\| `.*?\| (.+) \|$", text, re.MULTILINE)
+    ours = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    every = set().union(*written.values())
+    assert len(ours) > 40 and [name for name in ours if not any(map(form(name).fullmatch, every))] == []
+
+
+def test_a_run_with_a_critic_tells_all_of_it(written: dict[str, set[str]]) -> None:
+    """What PPO runs show everywhere, under the same names."""
+    losses = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "kl_coef", "entropy", "loss", "grad_norm", "lr")
+    wanted = {f"actor/{name}" for name in losses} | {"advantage/kl", "advantage/kl_coef"}
+    wanted |= {f"critic/{what}/{how}" for what in ("score", "rewards", "advantages", "returns") for how in ("mean", "max", "min")}
+    wanted |= {f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr")}
+    wanted |= {f"training/rollout_probs_diff_{how}" for how in ("mean", "max", "std")} | {"rollout_corr/kl"}
+    assert wanted <= written["trainer"], wanted - written["trainer"]

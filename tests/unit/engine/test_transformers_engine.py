@@ -101,6 +101,30 @@ async def test_equal_batches_are_equal_to_the_bit(subject: Subject) -> None:
         assert a.tokens.tobytes() == b.tokens.tobytes() and a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
+async def test_deterministic_answers_are_equal_to_the_bit_in_any_company(tiny_model: Path, tmp_path: Path) -> None:
+    """Prompts that come alone, late, or among others that end at other times."""
+    from safetensors.numpy import load_file
+
+    settings = EngineSettings(
+        engine_type="transformers", model_path=str(tiny_model), max_model_len=400, max_num_seqs=9, deterministic=True
+    )
+    subject = Subject(await TransformersEngine.start(settings), load_file(tiny_model / "model.safetensors"), TIED, tmp_path)
+    try:
+        await subject.publish(shaken(subject.weights, 3))
+        asked = [ask(f"q{'x' * i}", n=2, max_tokens=5 + 4 * i, seed=i, ignore_eos=True) for i in range(4)]
+        alone = [await subject.engine.generate(request) for request in asked]
+        together = await asyncio.gather(*map(subject.engine.generate, asked))
+        late = asyncio.create_task(subject.engine.generate(ask("other", max_tokens=200, ignore_eos=True)))
+        backwards = await asyncio.gather(*(subject.engine.generate(request) for request in reversed(asked)))
+        late.cancel()
+        for runs in zip(alone, together, reversed(backwards), strict=True):
+            for a, b, c in zip(*runs, strict=True):
+                assert a.tokens.tobytes() == b.tokens.tobytes() == c.tokens.tobytes()
+                assert a.logprobs.tobytes() == b.logprobs.tobytes() == c.logprobs.tobytes()
+    finally:
+        await subject.engine.close()
+
+
 async def test_a_stop_string_ends_and_is_cut_off(subject: Subject) -> None:
     await subject.publish()
     whole = (await subject.engine.generate(ask(max_tokens=60, seed=1, ignore_eos=True)))[0]

@@ -16,7 +16,7 @@ from rft.algorithm.base import Denominators
 from rft.errors import ConfigError
 from rft.trainer import model as models
 from rft.trainer.learner import Learner, StepResult
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
+from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
 
@@ -213,7 +213,9 @@ async def test_values_are_computed_in_micro_batches_of_their_own(size: int, coun
     learner = made(critic={"use_dynamic_bsz": False, "micro_batch_size": 4, "forward_micro_batch_size": size})
     randomise(learner)
     ranks = Ranks(learner)
-    (cut,) = ranks._cut(rows, True)
+    budget = ranks.forward_budget("values")
+    assert budget == Budget(16384, True, size) and ranks.forward_budget("old") == Budget(16384)
+    (cut,) = spread(len(rows), 1, size)
     assert [len(m) for m in cut] == [size] * (len(rows) // size) + ([len(rows) % size] if len(rows) % size else [])
     assert len(cut) == count
     found = await ranks.prepare(rows)

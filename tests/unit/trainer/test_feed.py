@@ -166,3 +166,12 @@ def test_pairs_are_marked_and_checked() -> None:
     ):
         with pytest.raises(RunFailed, match=says):
             feed.read(lease(bad), samples="none", pairs=True)
+
+
+def test_log_probs_that_are_all_zero_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """One certain answer may be; a step of nothing else has none."""
+    certain = np.zeros(5, np.float32)
+    make([experience(0, 0, 1.0), experience(0, 1, 0.0, logprobs=certain)])
+    assert not caplog.records
+    make([experience(0, 0, 1.0, logprobs=certain), experience(0, 1, 0.0, logprobs=certain)], step=4)
+    assert "step 4: every log-prob of the policy that sampled its 2 rows is 0" in caplog.text

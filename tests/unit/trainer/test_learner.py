@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -159,6 +160,27 @@ def test_a_step_that_is_not_finite_changes_not_one_bit(settings: Settings, rows:
     assert not result.finite
     assert all(torch.equal(t, before[n]) for n, t in state(learner).items())
     assert all(p.grad is None for p in learner.policy.parameters())
+
+
+@pytest.mark.parametrize("where", ["one advantage", "log-probs of one row", "one gradient", "one weight's gradient, infinite"])
+def test_nothing_that_is_not_finite_gets_into_weights(
+    where: str, settings: Settings, rows: list[TrainRow], make_batch: Batch
+) -> None:
+    learner = Learner(settings())
+    assert learner.step(make_batch(rows, learner.settings)).finite
+    before, broken = state(learner), rows[-1]
+    if where == "one advantage":
+        advantages = np.array([np.nan, *np.ones(int(broken.loss_mask.sum()) - 1)], np.float32)
+        broken = msgspec.structs.replace(broken, advantages=advantages)
+    elif where == "log-probs of one row":  # divided by a temperature that float32 has no reciprocal of
+        broken = msgspec.structs.replace(broken, temperatures=np.full(len(broken.tokens), 1e-40, np.float32))
+    else:
+        bad = float("nan" if where == "one gradient" else "inf")
+        weight = next(iter(learner.policy.names().values()))
+        weight.register_hook(lambda g: g.index_put((torch.tensor([3]), torch.tensor([1])), torch.tensor(bad)))
+    result = learner.step(make_batch([*rows[:-1], broken], learner.settings, step=2))
+    assert not result.finite and not np.isfinite(result.grad_norm)
+    assert all(torch.equal(t, before[n]) for n, t in state(learner).items())
 
 
 def test_without_rows_momentum_still_moves_the_weights(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:

@@ -76,6 +76,22 @@ def test_scaled_rotary_embeddings_are_right(copied: Path, settings: Settings) ->
     assert all(torch.equal(b, found[n]) for n, b in expected.items())
 
 
+def test_written_rotary_embeddings_reach_model_and_export(settings: Settings, tmp_path: Path) -> None:
+    from rft.engine.settings import EngineSettings
+    from rft.engine.transformers import _load_model
+
+    override = {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    plain, learner = settings(), Learner(settings(override_config=override))
+    found = learner.policy.buffer_names()["model.rotary_emb.inv_freq"]
+    exponents = torch.arange(0, 2 * len(found), 2) / (2 * len(found))
+    torch.testing.assert_close(found, 500.0**-exponents / 2)
+    assert not torch.equal(found, models.load(plain).buffer_names()["model.rotary_emb.inv_freq"])
+    learner.export(str(tmp_path / "out"))
+    for model_path, given in ((tmp_path / "out", {}), (plain.model_path, override)):
+        engine = _load_model(EngineSettings(engine_type="transformers", model_path=str(model_path), extra_engine_args=given))
+        assert torch.equal(engine.model.rotary_emb.inv_freq, found)
+
+
 def test_weights_in_several_files_and_other_dtypes(copied: Path, settings: Settings) -> None:
     weights = load_file(copied / "model.safetensors")
     (copied / "model.safetensors").unlink()

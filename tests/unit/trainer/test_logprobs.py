@@ -1,15 +1,32 @@
+"""Log-probs by tiles against plain log_softmax: values, gradients, and what they take of memory."""
+
 from __future__ import annotations
+
+import shutil
 
 import pytest
 import torch
+from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rft.trainer import logprobs as module
 from rft.trainer.logprobs import token_logprobs, token_statistics
 
+TILES = [(2, 4), (5, 3), (100, 11), (100, 100)]  # tokens, entries of the vocabulary; 7 tokens and 11 entries there are
 
-@pytest.mark.parametrize("chunk", [2, 5, 100])
+
+def tiles(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(module, "CPU_TILE", 1)
+    monkeypatch.setattr(module, "LEAST_WIDTH", width)
+
+
+@pytest.mark.parametrize(("chunk", "width"), TILES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_values_and_gradients_are_those_of_plain_log_softmax(chunk: int, with_bias: bool, entropy: bool) -> None:
+def test_values_and_gradients_are_those_of_plain_log_softmax(
+    chunk: int, width: int, with_bias: bool, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles(monkeypatch, width)
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
     bias = torch.randn(11, requires_grad=True) if with_bias else None
@@ -37,9 +54,79 @@ def test_values_and_gradients_are_those_of_plain_log_softmax(chunk: int, with_bi
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [2, 100])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_in_double_precision_are_finite_differences(entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles(monkeypatch, 4)
+    torch.manual_seed(0)
+    given = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3), (11,))]
+    targets, temperatures = torch.randint(0, 11, (5,)), torch.rand(5, dtype=torch.float64) + 0.5
+
+    def made(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = token_logprobs(hidden, weight, targets, temperatures, bias=bias, chunk_tokens=2, entropy=entropy)
+        return tuple(t for t in found if t is not None)
+
+    assert gradcheck(made, given)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_only_wanted_gradients_are_made(frozen: str) -> None:
+    torch.manual_seed(0)
+    given = {"hidden": torch.randn(6, 4), "weight": torch.randn(9, 4)}
+    for name, tensor in given.items():
+        tensor.requires_grad_(name != frozen)
+    found, _ = token_logprobs(**given, targets=torch.arange(6), temperatures=torch.ones(6), chunk_tokens=4)
+    found.sum().backward()
+    assert {name for name, tensor in given.items() if tensor.grad is not None} == set(given) - {frozen}
+
+
+def test_half_precision_is_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles(monkeypatch, 16)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32), torch.randn(200, 32)
+    targets, ones = torch.randint(0, 200, (64,)), torch.ones(64)
+    grads = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [t.bfloat16().to(dtype).requires_grad_() for t in (hidden, weight)]
+        found, entropy = token_logprobs(*given, targets, ones, chunk_tokens=8, entropy=True)
+        assert found.dtype == torch.float32 and entropy is not None and entropy.dtype == torch.float32
+        grads[dtype] = torch.autograd.grad(found.sum() + entropy.sum(), given)
+    for exact, rounded in zip(grads[torch.float32], grads[torch.bfloat16], strict=True):
+        assert rounded.dtype == torch.bfloat16
+        assert (rounded.float() - exact).norm() < 0.01 * exact.norm()
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_no_row_of_logits_is_ever_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles(monkeypatch, 50)
+    hidden, weight = torch.randn(40, 2, requires_grad=True), torch.randn(1000, 2, requires_grad=True)
+    with _Largest() as seen:
+        found, entropy = token_logprobs(
+            hidden, weight, torch.zeros(40, dtype=torch.int64), torch.ones(40), chunk_tokens=40, entropy=True
+        )
+        assert entropy is not None
+        (found.sum() + entropy.sum()).backward()
+    assert seen.elements == 40 * 50, "a tile of logits; the weight and its gradient have as many"
+
+
+@pytest.mark.parametrize(("chunk", "width"), TILES)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_statistics_are_sums_over_the_vocabulary(chunk: int, with_bias: bool) -> None:
+def test_statistics_are_sums_over_the_vocabulary(
+    chunk: int, width: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles(monkeypatch, width)
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 4), torch.randn(11, 4)
     bias = torch.randn(11) if with_bias else None
@@ -56,3 +143,20 @@ def test_statistics_are_sums_over_the_vocabulary(chunk: int, with_bias: bool) ->
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine.double(), theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_tiles_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles(monkeypatch, 600)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(37, 16, requires_grad=True), torch.randn(1300, 16, requires_grad=True)
+    targets, temperatures = torch.randint(0, 1300, (37,)), torch.rand(37) + 0.5
+    made = []
+    for fused in (False, True):
+        found, entropy = token_logprobs(hidden, weight, targets, temperatures, chunk_tokens=16, entropy=True, fused=fused)
+        assert entropy is not None
+        made.append((found, entropy, *torch.autograd.grad(found.sum() + entropy.sum(), (hidden, weight))))
+    for plain, compiled in zip(*made, strict=True):
+        torch.testing.assert_close(compiled, plain, atol=2e-5, rtol=1e-5)

@@ -7,8 +7,10 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rft.errors import CheckpointInvalid
@@ -24,11 +26,15 @@ async def inline(work, *args):  # type: ignore[no-untyped-def]
     return work(*args)
 
 
-async def save(folder: Path, step: int, *, lineage: int = 1, keep: int = 0) -> manifests.Manifest:
+async def save(
+    folder: Path, step: int, *, lineage: int = 1, keep: int = 0, more: Mapping[str, bytes] | None = None
+) -> manifests.Manifest:
     async def fill(aside: Path) -> dict[str, str]:
         assert aside.name.endswith(".tmp")
         (aside / "trainer").mkdir()
         (aside / "trainer" / "model.safetensors").write_bytes(b"weights of %d" % step)
+        for name, data in (more or {}).items():
+            (aside / name).write_bytes(data)
         return {}
 
     parent = Version(1, 0) if lineage > 1 else None
@@ -40,10 +46,17 @@ async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -
     found = manifests.latest(tmp_path)
     assert found == made
     stored = json.loads((tmp_path / "global_step_3" / "manifest.json").read_text())
-    assert stored["format"] == 2 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
+    assert stored["format"] == 3 and stored["version"] == [2, 3] and stored["parent"] == [1, 0]
     assert stored["consumption"] == {"num_uses": 32, "digest": "ab" * 16, "cursor": 4, "mixed": {}}
     assert stored["files"]["trainer/model.safetensors"]["size"] == 12
     assert manifests.latest(tmp_path / "nothing") is None
+
+
+def _rewrite(path: Path, old: str, new: str, *, last: bool = False) -> None:
+    text = path.read_text()
+    assert old in text
+    at = text.rindex(old) if last else text.index(old)
+    path.write_text(text[:at] + new + text[at + len(old) :])
 
 
 @pytest.mark.parametrize(
@@ -53,9 +66,18 @@ async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -
         (lambda f: f.write_bytes(b"short"), "trainer/model.safetensors: 5 bytes, the manifest says 12"),
         (lambda f: f.unlink(), "trainer/model.safetensors: missing"),
         (lambda f: (f.parent.parent / "manifest.json").write_text("{"), "manifest.json: damaged"),
+        (lambda f: (f.parent.parent / "manifest.json").write_text(""), "manifest.json: damaged"),
+        (
+            lambda f: _rewrite(f.parent.parent / "manifest.json", '"cursor": 4', '"cursor": 5'),
+            "manifest.json: damaged: its sha256",
+        ),
+        (
+            lambda f: _rewrite(f.parent.parent / "manifest.json", '"sha256": "', '"shb256": "', last=True),
+            "manifest.json: damaged",
+        ),
         (
             lambda f: (f.parent.parent / "manifest.json").write_text('{"format": 9}'),
-            "manifest.json: format 9, this version of rft reads 1 and 2",
+            "manifest.json: format 9, this version of rft reads 1, 2, 3",
         ),
     ],
 )
@@ -69,6 +91,35 @@ async def test_damage_names_the_file_and_falls_back(damage, message, tmp_path: P
         found = manifests.latest(tmp_path)
     assert found is not None and found.version == Version(1, 1)
     assert message in caplog.text and "falling back to" in caplog.text
+
+
+@pytest.mark.parametrize("part", ["manifest.json", "trainer/model.safetensors", "trainer/state.json"])
+async def test_one_changed_byte_anywhere_is_seen(part: str, tmp_path: Path) -> None:
+    """At fifty places of each file; one that changes nothing of what a manifest says may pass."""
+    made = await save(tmp_path, 1, more={"trainer/state.json": json.dumps({"step": 1, "updates": 1, "seed": 4}).encode() * 3})
+    whole = (made.folder / part).read_bytes()
+    rng = np.random.default_rng(0)
+    for at in rng.choice(len(whole), min(50, len(whole)), replace=False):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << int(rng.integers(8))
+        (made.folder / part).write_bytes(changed)
+        try:
+            found = manifests.read(made.folder)
+        except CheckpointInvalid as e:
+            assert part in str(e)
+        else:
+            assert part == "manifest.json" and found == made
+    (made.folder / part).write_bytes(whole)
+    assert manifests.read(made.folder) == made
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_a_manifest_of_an_older_version_is_read(number: int, tmp_path: Path) -> None:
+    made = await save(tmp_path, 1)
+    page = json.loads((made.folder / "manifest.json").read_text())
+    del page["sha256"]
+    (made.folder / "manifest.json").write_text(json.dumps(page | {"format": number}))
+    assert manifests.read(made.folder) == made
 
 
 async def test_nothing_whole_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:

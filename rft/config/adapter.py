@@ -1,0 +1,117 @@
+"""`model.lora_configs`: what the trainer gets of it, whether it fits the model on disk, and how many parameters it trains.
+
+Knows names and shapes, no torch.  Invariant: what the trainer would refuse of an adapter is refused here first, where the model's files
+name their layers as the model does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rft.config.modelshape import ModelShape, Tensors
+from rft.config.problems import Problems
+from rft.config.schema.root import RunConfig
+from rft.config.schema.trainer import RefConfig
+from rft.errors import CheckpointInvalid, ConfigError
+from rft.trainer import adapterfiles
+from rft.trainer.adapterfiles import ALL_LINEAR, KEY, RANK
+from rft.trainer.settings import LearnerSettings, LoraSettings
+
+_NOT_LINEAR = re.compile(r"(^|\.)(lm_head|embed\w*|word_embeddings|wte|wpe|score|\w*norm\w*)$")
+
+
+def lora(config: RunConfig, find: Callable[[str], str], p: Problems) -> LoraSettings | None:
+    """The adapter that is trained; None: the whole model."""
+    if not config.model.lora_configs:
+        return None
+    (given,) = config.model.lora_configs
+    saved, written = config.trainer.checkpoint.save_contents, given.model_fields_set
+    if "model" not in saved:
+        p.error(
+            "trainer.checkpoint.save_contents",
+            "needs model: that is the adapter, and from hf_model, where it is added to the weights, it cannot be told again",
+            given=list(saved),
+        )
+    if config.trainer.ref != RefConfig():
+        p.warn(
+            "trainer.ref has no effect: with model.lora_configs the reference is the model that is trained, its adapter switched off"
+        )
+    new = given.path is None
+    return LoraSettings(
+        name=given.name,
+        path=None if given.path is None else find(given.path),
+        base_name=given.base_model_name or config.model.model_path,
+        rank=given.lora_rank if new or "lora_rank" in written else None,
+        alpha=given.lora_alpha if new or "lora_alpha" in written else None,
+        target_modules=_names(given.target_modules, "target_modules", p) if new or "target_modules" in written else None,
+        exclude_modules=None if given.exclude_modules is None else _names(given.exclude_modules, "exclude_modules", p),
+    )
+
+
+def _names(given: str | tuple[str, ...], name: str, p: Problems) -> str | tuple[str, ...]:
+    """One name is a list of one; any other text a regular expression."""
+    if isinstance(given, tuple):
+        if not given or not all(n.strip() for n in given):
+            p.error(f"{KEY}.{name}", "has no names, or an empty one", given=list(given))
+        return given
+    if given.strip().lower() == ALL_LINEAR:
+        return ALL_LINEAR
+    if re.fullmatch(r"\w[\w.]*", given):
+        return (given,)
+    try:
+        re.compile(given)
+    except re.error as e:
+        p.error(f"{KEY}.{name}", f"is neither a name nor a regular expression: {e}", given=given)
+    return given
+
+
+def linear(tensors: Tensors) -> dict[str, tuple[int, int]]:
+    """The layers of a model's files that may have an adapter, (out, in) by name."""
+    found = {n.removesuffix(".weight"): s for n, (_, s) in tensors.items() if n.endswith(".weight") and len(s) == 2}
+    return {name: (shape[0], shape[1]) for name, shape in found.items() if not _NOT_LINEAR.search(name)}
+
+
+def fits(settings: LearnerSettings, tensors: Tensors, problems: Problems) -> None:
+    """Whether the model has the layers that are named, and the adapter to begin with is one of this model."""
+    if settings.lora is None:
+        return
+    try:
+        adapterfiles.form(settings.lora, linear(tensors), settings.model_path)
+    except ConfigError as e:
+        problems.take(e)
+    except CheckpointInvalid as e:
+        problems.error(f"{KEY}.path", str(e), given=settings.lora.path)
+
+
+def parameters(lora: LoraSettings, sizes: ModelShape, tensors: Tensors | None) -> int:
+    """How many are trained.  Without the model's tensors: as many as a Llama's linear layers would have."""
+    known: Mapping[str, tuple[int, int]] = linear(tensors) if tensors else _llama(sizes)
+    rank = lora.rank or RANK
+    if lora.path is not None:
+        try:
+            return sum(math.prod(size) for sides in adapterfiles.read(Path(lora.path))[1].values() for size in sides.values())
+        except CheckpointInvalid:
+            return rank * sum(map(sum, known.values()))
+    try:
+        chosen = adapterfiles.choose(tuple(known), lora.target_modules or ALL_LINEAR, lora.exclude_modules)
+    except ConfigError:
+        chosen = tuple(known)  # told by `fits`, or not to be known without the model
+    return rank * sum(sum(known[name]) for name in chosen)
+
+
+def _llama(sizes: ModelShape) -> dict[str, tuple[int, int]]:
+    hidden, queries, keys, mlp = sizes.hidden, sizes.queries, sizes.keys, sizes.mlp
+    layer = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    if sizes.gated:
+        layer["mlp.gate_proj"] = (mlp, hidden)
+    return {f"model.layers.{i}.{name}": size for i in range(sizes.layers) for name, size in layer.items()}

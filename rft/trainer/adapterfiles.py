@@ -1,0 +1,271 @@
+"""An adapter's folder as peft writes it, and which layers of a model an adapter is for.  Torch-free.
+
+Knows files and names; not what is trained.  Invariant: an adapter that is accepted here is plain LoRA, of one rank, on linear layers
+that the model has, so that its product can be added to their weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rft.errors import CheckpointInvalid, ConfigError
+from rft.trainer.settings import LoraSettings
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+RANK, ALPHA = 32, 32.0
+BASE_HASH = "rft_base_sha256"  # metadata of WEIGHTS: `fingerprint` of the base
+KEY = "model.lora_configs[0]"
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_BLOCK = 16 << 10  # bytes read at each of _PLACES places of a tensor
+_PLACES = 4
+_MAX_HEADER = 100 << 20
+_DEFAULTS: dict[
+    str, tuple[Any, ...]
+] = {  # entries of adapter_config.json that change what is computed: only these values are known
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # the others change the base
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What an adapter adds to the weight of each of `modules`: `scale` x B x A, with A [rank, in] and B [out, rank]."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    modules: tuple[str, ...]
+    base_name: str = ""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def key(module: str, side: str) -> str:
+    """Name in WEIGHTS of A or B of `module`."""
+    return f"{_PREFIX}{module}.lora_{side}.weight"
+
+
+def choose(linear: Collection[str], targets: str | tuple[str, ...], exclude: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Which of the layers `linear` get an adapter.  A name stands for every layer that ends in it; a text is a regular expression.
+
+    Raises ConfigError naming a target or an exclusion that is no layer's.
+    """
+    known = f"there are {', '.join(_ends(linear))}"
+    chosen = set(linear) if targets == ALL_LINEAR else _matching(linear, targets, f"{KEY}.target_modules", known)
+    left = chosen - (_matching(linear, exclude, f"{KEY}.exclude_modules", known) if exclude else set())
+    if not left:
+        raise ConfigError("leaves no layer for the adapter", key=f"{KEY}.exclude_modules", given=exclude)
+    return tuple(name for name in linear if name in left)
+
+
+def _matching(linear: Collection[str], wanted: str | tuple[str, ...], where: str, known: str) -> set[str]:
+    if isinstance(wanted, str):
+        if not (found := {n for n in linear if re.fullmatch(wanted, n)}):
+            raise ConfigError(
+                f"is no name of a linear layer, nor an expression that matches one; {known}", key=where, given=wanted
+            )
+        return found
+    found = set()
+    for name in wanted:
+        if not (fits := {n for n in linear if n == name or n.endswith(f".{name}")}):
+            raise ConfigError(f"{name} is no linear layer of the model; {known}", key=where, given=list(wanted))
+        found |= fits
+    return found
+
+
+def _ends(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def form(settings: LoraSettings, linear: Mapping[str, tuple[int, int]], model_path: str) -> Form:
+    """The adapter of `settings` for a model whose linear layers are `linear`: name -> (out, in).
+
+    Raises ConfigError, with its key, for what does not fit the model, or does not fit the adapter in `settings.path`.
+    """
+    if settings.path is not None:
+        return _there(settings, Path(settings.path), linear, model_path)
+    made = Form(
+        rank=settings.rank or RANK,
+        alpha=float(settings.alpha or ALPHA),
+        modules=choose(linear, settings.target_modules or ALL_LINEAR, settings.exclude_modules),
+        base_name=settings.base_name or model_path,
+    )
+    smallest = min(made.modules, key=lambda n: min(linear[n]))
+    if made.rank > min(linear[smallest]):
+        raise ConfigError(
+            f"is more than the size {min(linear[smallest])} of {smallest}; a lower one is as good",
+            key=f"{KEY}.lora_rank",
+            given=made.rank,
+        )
+    return made
+
+
+def _there(settings: LoraSettings, folder: Path, linear: Mapping[str, tuple[int, int]], model_path: str) -> Form:
+    def wrong(message: str, name: str = "path", given: object = None) -> ConfigError:
+        return ConfigError(message, key=f"{KEY}.{name}", given=str(folder) if given is None else given)
+
+    try:
+        found, shapes, meta = read(folder)
+    except CheckpointInvalid as e:
+        raise wrong(str(e)) from e
+    for module, sides in shapes.items():
+        if module not in linear:
+            raise wrong(f"adapts {module}, which is no linear layer of {model_path}: it belongs to another model")
+        out, into = linear[module]
+        if sides != {"A": (found.rank, into), "B": (out, found.rank)}:
+            raise wrong(
+                f"adapts {module} as {_shown(sides)}, which does not fit the model's [{out}, {into}] at rank {found.rank}"
+            )
+    if BASE_HASH in meta:
+        if meta[BASE_HASH] != fingerprint(Path(model_path)):
+            raise wrong(f"was trained on other weights than those in {model_path}; name its base in model.model_path")
+    elif found.base_name and settings.base_name and Path(found.base_name).name != Path(settings.base_name).name:
+        raise wrong(
+            f"was trained on {found.base_name}, not on {settings.base_name}; if these are the same weights, write that name in "
+            "base_model_name"
+        )
+    for name, written, has in (("lora_rank", settings.rank, found.rank), ("lora_alpha", settings.alpha, found.alpha)):
+        if written is not None and written != has:
+            raise wrong(f"is {written:g}, but the adapter in {folder} has {has:g}; leave it out", name, written)
+    if settings.target_modules is not None or settings.exclude_modules is not None:
+        asked = choose(tuple(linear), settings.target_modules or ALL_LINEAR, settings.exclude_modules)
+        if set(asked) != set(found.modules):
+            differs = sorted(set(asked) ^ set(found.modules))[0]
+            raise wrong(
+                f"names other layers than the adapter in {folder} has, e.g. {differs}; leave it out", "target_modules", asked
+            )
+    return found
+
+
+def _shown(sides: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{side} {list(shape)}" for side, shape in sorted(sides.items()))
+
+
+# ---------------------------------------------------------------- files
+
+
+def read(folder: Path) -> tuple[Form, dict[str, dict[str, tuple[int, ...]]], dict[str, str]]:
+    """(form, shapes by module and side, metadata) of the adapter in `folder`.  Raises CheckpointInvalid naming what cannot be used."""
+    if not folder.is_dir():
+        raise CheckpointInvalid(f"{folder} is not a folder; an adapter is a folder with {CONFIG} and {WEIGHTS}")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        rank, alpha, name = config.get("r"), config.get("lora_alpha"), config.get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as e:
+        raise CheckpointInvalid(f"{folder / CONFIG} cannot be read: {e}") from e
+    for entry, allowed in _DEFAULTS.items():
+        if entry in config and config[entry] not in allowed:
+            raise CheckpointInvalid(f"{folder / CONFIG} has {entry}: {config[entry]!r}; only {allowed[0]!r} is supported")
+    if type(rank) is not int or rank < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
+        raise CheckpointInvalid(f"{folder / CONFIG} has r {rank!r} and lora_alpha {alpha!r}; both must be positive numbers")
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointInvalid(f"{folder} has no {WEIGHTS}; other formats can run code when read, save it as safetensors")
+    header, _ = _header(folder / WEIGHTS)
+    meta = header.pop("__metadata__", None) or {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for tensor, about in header.items():
+        if (m := _TENSOR.fullmatch(tensor)) is None:
+            raise CheckpointInvalid(f"{folder / WEIGHTS} holds {tensor}, which is not of a linear layer's adapter")
+        shapes.setdefault(m["module"], {})[m["side"]] = tuple(about["shape"])
+    if not shapes:
+        raise CheckpointInvalid(f"{folder / WEIGHTS} is empty")
+    found = Form(
+        rank=rank,
+        alpha=float(alpha),
+        rslora=bool(config.get("use_rslora")),
+        modules=tuple(sorted(shapes)),
+        base_name=str(name or ""),
+    )
+    return found, shapes, {str(k): str(v) for k, v in meta.items()}
+
+
+def config_page(adapter: Form, linear: Collection[str]) -> dict[str, Any]:
+    """adapter_config.json of `adapter`.  Layers are named by their last part where that names the same ones."""
+    short = tuple(_ends(adapter.modules))
+    same = set(choose(linear, short, None)) == set(adapter.modules)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base_name,
+        "r": adapter.rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": adapter.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": list(short if same else adapter.modules),
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of the weights in a model folder, whatever files they are cut into: names, types, shapes and samples of every tensor.
+
+    Of each tensor up to 64 KiB are read.  Raises CheckpointInvalid naming a file that cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        paths = sorted({folder / Path(str(name)).name for name in listed})
+    else:
+        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointInvalid(f"{folder}: has no safetensors files")
+    found = {}
+    for path in paths:
+        header, base = _header(path)
+        header.pop("__metadata__", None)
+        with path.open("rb") as file:
+            for name, about in header.items():
+                begin, end = about["data_offsets"]
+                digest = hashlib.sha256(json.dumps([name, about["dtype"], about["shape"]]).encode())
+                size = min(_BLOCK, end - begin)
+                for at in {begin + i * (end - begin - size) // (_PLACES - 1): None for i in range(_PLACES)}:
+                    file.seek(base + at)
+                    digest.update(file.read(size))
+                found[name] = digest.digest()
+    whole = hashlib.sha256()
+    for name in sorted(found):
+        whole.update(found[name])
+    return whole.hexdigest()
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """(the JSON header of a safetensors file, where its data begins)."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size - 8):
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is not a mapping")
+        return header, 8 + length
+    except (OSError, ValueError) as e:
+        raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e

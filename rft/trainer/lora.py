@@ -1,0 +1,203 @@
+"""The adapter inside a model: peft's layers in place of linear ones, their values, and the weights with the adapter added.
+
+Knows peft's LoRA layers and how tensors are cut over ranks; not losses, optimizers or which files a run writes.
+Invariant: the same seed gives every rank, and every number of ranks, the same adapter; the base is never changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rft.errors import CheckpointInvalid, ConfigError
+from rft.trainer import adapterfiles, tensors
+from rft.trainer.adapterfiles import Form
+from rft.trainer.settings import LoraSettings
+from rft.trainer.tensors import Files
+
+TRAINED, ANCHOR = "default", "anchor"  # names of peft's: the adapter, and the frozen copy that a reference model is
+_BASE = ".base_layer."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter in a model.  `layers` are peft's by module name; `linear` all modules that could have one."""
+
+    settings: LoraSettings
+    form: Form
+    layers: Mapping[str, Any]
+    linear: tuple[str, ...]
+    base: str  # fingerprint of the base's weights
+    base_path: str
+    anchored: bool  # the reference model is the adapter as it was at first, not the base
+
+    def parameters(self, which: str = TRAINED) -> dict[str, nn.Parameter]:
+        """By their name in an adapter's file."""
+        sides = (("A", "lora_A"), ("B", "lora_B"))
+        return {
+            adapterfiles.key(name, side): getattr(layer, attribute)[which].weight
+            for name, layer in self.layers.items()
+            for side, attribute in sides
+        }
+
+    def fill(self, seed: int) -> None:
+        """First values: those in the folder `path`, or A uniform in ± 1 / sqrt(its inputs) and B zero."""
+        with torch.no_grad():
+            if self.settings.path is None:
+                for name, p in self.parameters().items():
+                    _fresh(name, p, seed)
+                return
+            files = Files([Path(self.settings.path) / adapterfiles.WEIGHTS])
+            tensors.fill(files, self.parameters())
+            if self.anchored:
+                tensors.fill(files, self.parameters(ANCHOR))
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Meanwhile the model is the reference: without the adapter, or with it as it was at first."""
+        for layer in self.layers.values():
+            if self.anchored:
+                layer._active_adapter = ANCHOR
+            else:
+                layer._disable_adapters = True  # peft's own method would also change what is trained
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer._active_adapter, layer._disable_adapters = TRAINED, False
+
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Weight `name` of the base with the adapter added, whole.  Collective where sharded: each rank computes its own rows."""
+        module, _, kind = name.rpartition(".")
+        layer = self.layers.get(module) if kind == "weight" else None
+        if layer is None:
+            return tensors.full(weight)
+        with torch.no_grad():
+            b, a = tensors.local(layer.lora_B[TRAINED].weight), tensors.full(layer.lora_A[TRAINED].weight)
+            mine = torch.addmm(tensors.local(weight), b, a, alpha=self.form.scale)
+        if not isinstance(weight, DTensor):
+            return mine
+        made = DTensor.from_local(
+            mine, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        return tensors.full(made)
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """A copy of the adapter in host memory.  Collective where sharded."""
+        return {name: tensors.full(p).to("cpu", copy=True) for name, p in self.parameters().items()}
+
+    def page(self) -> dict[str, Any]:
+        """What a checkpoint says about it."""
+        start = None if self.settings.path is None else Path(self.settings.path) / adapterfiles.WEIGHTS
+        return {
+            "name": self.settings.name,
+            "base_path": self.base_path,
+            "base_sha256": self.base,
+            "start_sha256": None if start is None or not self.anchored else _sha256(start),
+        }
+
+    def check_page(self, page: Mapping[str, Any] | None, where: str) -> None:
+        """Raises CheckpointInvalid where a checkpoint's adapter is not one of this base, this name and this beginning."""
+        if page is None:
+            raise CheckpointInvalid(f"{where}: the checkpoint holds a whole model, not an adapter; leave out model.lora_configs")
+        if page.get("base_sha256") != self.base:
+            raise CheckpointInvalid(
+                f"{where}: the adapter is for the weights of {page.get('base_path')} (sha256 {str(page.get('base_sha256'))[:12]}); those "
+                f"in {self.base_path} are others ({self.base[:12]})"
+            )
+        if page.get("name") != self.settings.name:
+            raise CheckpointInvalid(f"{where}: the adapter's name is {page.get('name')}, not {self.settings.name}")
+        if self.anchored and page.get("start_sha256") != (mine := self.page()["start_sha256"]):
+            raise CheckpointInvalid(
+                f"{where}: the adapter in {self.settings.path}, which is the reference model, has changed: sha256 {mine}, was "
+                f"{page.get('start_sha256')}"
+            )
+
+    def load(self, folder: Path) -> None:
+        """Go on from the adapter in `folder`.  Raises CheckpointInvalid where it is another one."""
+        found, _, _ = adapterfiles.read(folder)
+        if (found.rank, found.scale) != (self.form.rank, self.form.scale):
+            raise CheckpointInvalid(
+                f"{folder}: has rank {found.rank} and scale {found.scale:g}, the run {self.form.rank} and {self.form.scale:g}"
+            )
+        with torch.no_grad():
+            tensors.fill(Files([folder / adapterfiles.WEIGHTS]), self.parameters())
+
+    def write(self, folder: Path, values: Mapping[str, torch.Tensor]) -> list[Path]:
+        """Write `values`, as `whole` gave them, so that peft reads them; returns the files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        specs = {name: (t.dtype, tuple(t.shape)) for name, t in values.items()}
+        tensors.write(folder / adapterfiles.WEIGHTS, specs, values.items(), {adapterfiles.BASE_HASH: self.base})
+        page = adapterfiles.config_page(self.form, self.linear)
+        (folder / adapterfiles.CONFIG).write_text(json.dumps(page, indent=2), encoding="utf-8")
+        return [folder / adapterfiles.CONFIG, folder / adapterfiles.WEIGHTS]
+
+
+def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) -> Adapter:
+    """Put the adapter of `settings` into `lm`, with parameters on the meta device.  `anchored`: also its frozen copy.
+
+    Raises ConfigError for what does not fit the model.
+    """
+    import peft
+
+    head = lm.get_output_embeddings()
+    linear = {n: m for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    form = adapterfiles.form(settings, {n: (m.out_features, m.in_features) for n, m in linear.items()}, model_path)
+    config = peft.LoraConfig(
+        r=form.rank,
+        lora_alpha=form.alpha,  # type: ignore[arg-type]  # its scale may be any number
+        use_rslora=form.rslora,
+        lora_dropout=0.0,  # engines sample without dropout
+        bias="none",
+        target_modules=list(form.modules),
+        task_type="CAUSAL_LM",
+    )
+    with torch.device("meta"):
+        peft.inject_adapter_in_model(config, lm, TRAINED, low_cpu_mem_usage=True)
+        layers = {n: lm.get_submodule(n) for n in form.modules}
+        for name, layer in layers.items():
+            if not isinstance(layer, peft.tuners.lora.Linear):
+                raise ConfigError(f"{name} became a {type(layer).__name__}", key=f"{adapterfiles.KEY}.target_modules")
+            if anchored:
+                layer.update_layer(ANCHOR, form.rank, form.alpha, config=config)  # type: ignore[arg-type]
+    base = adapterfiles.fingerprint(Path(model_path))
+    return Adapter(settings, form, layers, tuple(linear), base, model_path, anchored)
+
+
+def base_name(name: str) -> str | None:
+    """The Hugging Face name of a parameter of a model with an adapter; None for one of the adapter's."""
+    return None if ".lora_A." in name or ".lora_B." in name else name.replace(_BASE, ".")
+
+
+def freeze(model: nn.Module, adapter: Adapter) -> None:
+    """Only the adapter is trained."""
+    model.requires_grad_(False)
+    for p in adapter.parameters().values():
+        p.requires_grad_(True)
+
+
+def _fresh(name: str, parameter: torch.Tensor, seed: int) -> None:
+    """This rank's rows of the first value.  The whole of A is drawn everywhere: it is small, and its rows are then the same."""
+    part = tensors.piece(name, parameter)
+    if ".lora_B." in name:
+        part.data.zero_()
+        return
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = parameter.shape[1] ** -0.5
+    drawn = torch.empty(part.shape).uniform_(-bound, bound, generator=generator)
+    part.data.copy_(drawn[part.first : part.first + len(part.data)])
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

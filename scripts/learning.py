@@ -1,0 +1,276 @@
+"""Does it learn?  Tiny models, whole runs in one process, several seeds; each goal is measured on rows that were never trained.
+
+    python scripts/learning.py [--only ppo,sft] [--seeds 3] [--write]
+
+`--write` puts the table into docs/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights, of the
+data and of the sampling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import datetime
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rft.algorithm.catalog import algorithm_defaults
+from rft.config.check import load_plan
+from rft.engine.base import make as make_engine
+from rft.launch.execute import execute
+from rft.monitor.read import read, series
+from rft.sync.transport.memory import MemoryTransport
+from rft.testing import tiny
+from rft.trainer import feed
+from rft.trainer.ranks import Ranks
+from rft.trainer.settings import AlgorithmSettings
+from rft.types.block import encode
+from rft.types.experience import Experience, from_completions
+from rft.types.ids import GroupId, Version
+from rft.types.ports import Engine, GenerateRequest, GroupStats, Lease
+from rft.types.task import SamplingArgs
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "learning.md"
+EXAMPLES = ROOT / "examples"
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A number before the first step and after the last one."""
+
+    before: float
+    after: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What `run(folder, seed)` has to reach."""
+
+    name: str
+    number: str  # what is measured
+    wanted: str
+    reached: Callable[[Learnt], bool]
+    run: Callable[[Path, int], Learnt]
+
+
+def of_run(example: str, folder: Path, seed: int, steps: int, number: str, *changes: str) -> Learnt:
+    """A run of an example; `number` is one of its metrics."""
+    model = tiny.make(folder / "model", seed=seed)
+    overrides = [
+        *(f"model.model_path={model}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
+        *(f"trainer.total_steps={steps}", "trainer.save_hf_checkpoint=never", *changes),
+    ]
+    done = execute(EXAMPLES / example / "config.yaml", overrides, in_process=True)
+    values = dict(series(read(done.run_dir / "metrics.jsonl"), number))
+    return Learnt(values[0], values[steps], steps)
+
+
+EVALUATED = ("explorer.eval_interval=1000", "explorer.eval_on_startup=true")
+ACCURACY = "eval/copy_eval/mean@1"
+
+
+def grpo(folder: Path, seed: int) -> Learnt:
+    return of_run("tiny", folder, seed, 80, ACCURACY, *EVALUATED)
+
+
+def ppo(folder: Path, seed: int) -> Learnt:
+    more = ("algorithm.algorithm_type=ppo", "trainer.ppo_epochs=4", "trainer.critic.optimizer.lr=1e-3")
+    return of_run("tiny", folder, seed, 36, ACCURACY, *EVALUATED, *more)
+
+
+def sft(folder: Path, seed: int) -> Learnt:
+    return of_run("sft_tiny", folder, seed, 40, "eval/sft_tiny_eval/loss", "trainer.eval_interval=1000")
+
+
+def dpo(folder: Path, seed: int) -> Learnt:
+    return of_run("dpo_tiny", folder, seed, 40, "eval/dpo_tiny_eval/accuracy_mean", "trainer.eval_interval=1000")
+
+
+# ---------------------------------------------------------------- a student and its teacher
+
+STUDENT_STEPS = 60
+STUDENT_TASKS = 128  # of a step, each played once by each of two runs
+
+
+def distilled(name: str) -> Callable[[Path, int], Learnt]:
+    """The reverse KL of a random student against a teacher that was fine-tuned from other random weights, exact over the vocabulary."""
+
+    def run(folder: Path, seed: int) -> Learnt:
+        return asyncio.run(_distil(name, folder, seed, _teacher(folder / "teacher", seed + 1000)))
+
+    return run
+
+
+async def _distil(name: str, folder: Path, seed: int, teacher_folder: Path) -> Learnt:
+    """Samples with an engine, as a run does; the teacher's log-probs of these rows are what the algorithm learns from."""
+    from rft.trainer.learner import Learner
+
+    student_folder = tiny.make(folder / "student", seed=seed)
+    _, plan = load_plan(EXAMPLES / "tiny" / "config.yaml", [f"model.model_path={student_folder}", "model.max_response_tokens=2"])
+    d = algorithm_defaults(name)
+    fields = ("advantage_fn", "advantage_fn_args", "policy_loss_fn", "policy_loss_fn_args", "loss_agg_mode", "entropy_loss_fn")
+    parts = AlgorithmSettings(algorithm_type=name, **{field: getattr(d, field) for field in fields})
+    student = dataclasses.replace(plan.learner, algorithm=parts, seed=seed, total_steps=STUDENT_STEPS)
+    ranks = Ranks(Learner(student))
+    teacher = Ranks(Learner(dataclasses.replace(plan.learner, model_path=str(teacher_folder))))
+    engine = await make_engine(dataclasses.replace(plan.engines[0], seed=seed))
+    transport = MemoryTransport(folder / "sync")
+    tasks, held_out = tiny.copy_tasks(seed=seed), tiny.copy_tasks("eval", seed=seed)
+    order = np.random.default_rng(seed)
+    found = []
+    try:
+        for step in range(1, STUDENT_STEPS + 2):
+            await _serve(engine, await ranks.stage(Version(1, step - 1), transport))
+            if step in (1, STUDENT_STEPS + 1):
+                rows = await _sampled(engine, held_out, step, seed)
+                found.append(_reverse_kl(rows, await _exported(ranks, folder / f"student{step}"), teacher_folder))
+            if step > STUDENT_STEPS:
+                break
+            chosen = [tasks[i] for i in order.integers(len(tasks), size=STUDENT_TASKS)]
+            await _learn(ranks, teacher, await _sampled(engine, chosen * 2, step, seed), step)
+    finally:
+        await engine.close()
+        transport.close()
+    return Learnt(found[0], found[1], STUDENT_STEPS)
+
+
+def _teacher(folder: Path, seed: int) -> Path:
+    model = tiny.make(folder / "model", seed=seed)
+    overrides = [f"model.model_path={model}", f"checkpoint_root_dir={folder}", f"seed={seed}", "trainer.eval_interval=1000"]
+    done = execute(EXAMPLES / "sft_tiny" / "config.yaml", overrides, in_process=True)
+    return done.run_dir / "checkpoints" / "global_step_40" / "huggingface"
+
+
+async def _serve(engine: Engine, manifest: Any) -> None:
+    await engine.pause()
+    report = await engine.load(manifest)
+    assert not (report.missing or report.unexpected or report.bad_hash), report
+    await engine.resume()
+
+
+async def _sampled(engine: Engine, tasks: Sequence[dict[str, str]], step: int, seed: int) -> list[Experience]:
+    """The student's answers."""
+
+    async def one(i: int, task: dict[str, str]) -> Experience:
+        sampling = SamplingArgs(temperature=1.0, max_tokens=2, seed=(seed * 1000 + step) * 100_000 + i)
+        request = GenerateRequest(messages=({"role": "user", "content": task["prompt"]},), sampling=sampling)
+        done = await engine.generate(request)
+        id = GroupId(1, 0, step, i).run(0)
+        return from_completions(id, done, taskset="copy", task_index=i, workflow="", reward=0.0)
+
+    return list(await asyncio.gather(*(one(i, task) for i, task in enumerate(tasks))))
+
+
+async def _learn(ranks: Ranks, teacher: Ranks, rows: list[Experience], step: int) -> None:
+    asked = [feed.train_row(row) for row in rows]
+    taught = []
+    for row, scored in zip(rows, await teacher.compute(asked, ("old",)), strict=True):
+        logprobs = np.zeros(len(row.tokens), np.float32)
+        logprobs[row.loss_mask] = scored["old"]
+        taught.append(msgspec.structs.replace(row, teacher_logprobs=logprobs))
+    groups = tuple(GroupStats(group=str(row.group), rewards=(0.0,), mean=0.0, std=0.0) for row in taught)
+    given = feed.read(Lease(step=step, frame=encode(taught), groups=groups))
+    made = feed.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(given.rows))
+    report = await ranks.step(made.shares)
+    assert report.finite, f"step {step}: gradient norm {report.grad_norm}"
+
+
+async def _exported(ranks: Ranks, folder: Path) -> Path:
+    await ranks.export(folder)
+    return folder
+
+
+def _reverse_kl(rows: Sequence[Experience], student: Path, teacher: Path) -> float:
+    """KL(student || teacher) in nats per token that the student wrote, float64, by transformers alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher)]
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
+            at = torch.from_numpy(np.flatnonzero(row.loss_mask) - 1)
+            s, t = (model(ids).logits[0, at].log_softmax(-1) for model in models)
+            total += float((s.exp() * (s - t)).sum())
+            count += len(at)
+    return total / count
+
+
+# ---------------------------------------------------------------- goals
+
+
+def _gain(least: float) -> Callable[[Learnt], bool]:
+    return lambda x: x.after >= x.before + least
+
+
+def _falls(share: float) -> Callable[[Learnt], bool]:
+    return lambda x: x.after <= x.before * (1 - share)
+
+
+GOALS = {
+    goal.name: goal
+    for goal in (
+        Goal("grpo", "held-out accuracy", "+0.3", _gain(0.3), grpo),
+        Goal("ppo", "held-out accuracy", "+0.3", _gain(0.3), ppo),
+        Goal("sft", "held-out negative log-likelihood, nats per token", "−30 %", _falls(0.3), sft),
+        Goal("dpo", "held-out accuracy of pairs", "≥ 0.9", lambda x: x.after >= 0.9, dpo),
+        Goal("on_policy_distill", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("on_policy_distill")),
+        Goal("jsd", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("jsd")),
+    )
+}
+HEAD = (
+    "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached |\n|---|---|---|---|---|---|---|---|---|"
+)
+INTRODUCTION = """# Does it learn?
+
+Written by `python scripts/learning.py --write`. Models of 0.3 million random parameters and the task of `examples/tiny`, copying the digit
+that is shown; each algorithm with its own defaults and the learning rate of its example, 1e-3. PPO makes four updates of each batch. A
+teacher is such a model after supervised fine-tuning, from other random weights than the student's. Everything is measured on rows that
+were never trained. A seed is that of the weights, the data and the sampling.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(GOALS), help="algorithms, separated by commas")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args()
+    lines, missed = [], 0
+    for name in options.only.split(","):
+        goal = GOALS[name]
+        for seed in range(options.seeds):
+            began = time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
+                x = goal.run(Path(folder), seed)
+            missed += not (reached := goal.reached(x))
+            seconds = time.monotonic() - began
+            lines.append(
+                f"| {name} | {goal.number} | {goal.wanted} | {seed} | {x.before:.3f} | {x.after:.3f} | {x.steps} | {seconds:.0f} | "
+                f"{'yes' if reached else 'no'} |"
+            )
+            print(lines[-1], flush=True)
+    table = "\n".join([HEAD, *lines])
+    about = f"{datetime.date.today()}, Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores."
+    if options.write:
+        PAGE.write_text(f"{INTRODUCTION}\n{about}\n\n{table}\n", encoding="utf-8")
+    print(f"\n{about}\n\n{table}")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""A run that trains an adapter, end to end in one process: engines sample with it, and a resumed run goes on with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from rft.cli.export import copy_model
+from rft.launch.execute import execute
+from rft.monitor.read import read, series
+from rft.trainer import adapterfiles
+
+TINY = Path(__file__).parent / "tiny_config.yaml"
+
+
+def test_an_adapter_is_learnt_published_saved_and_resumed(tiny_model: Path, tmp_path: Path) -> None:
+    given = [
+        f"model.model_path={tiny_model}",
+        f"checkpoint_root_dir={tmp_path}",
+        "model.lora_configs=[{name: small, lora_rank: 4, target_modules: [q_proj, o_proj, down_proj]}]",
+        "algorithm.kl_loss_fn=k2",
+        "algorithm.optimizer.lr=0.01",
+        "trainer.checkpoint.save_contents=[model, optimizer, extra]",
+    ]
+    first = execute(TINY, given, in_process=True)
+    again = execute(TINY, [*given, "trainer.total_steps=3"], in_process=True)
+    assert again.resumed_from is not None and again.resumed_from.step == 2 and again.version.step == 3
+    metrics = read(first.run_dir / "metrics.jsonl")
+    canary = dict(series(metrics, "sync/canary_max_abs"))
+    assert set(canary) == {0, 1, 2, 3} and max(canary.values()) < 1e-5, "engines have base + adapter, the trainer computes both"
+    assert dict(series(metrics, "actor/kl"))[1] == 0.0, "a new adapter is the base"
+    assert dict(series(metrics, "actor/kl"))[3] > 0.0
+    adapter = copy_model(first.run_dir, tmp_path / "adapter", None, adapter=True)
+    form, _, _ = adapterfiles.read(adapter)
+    assert len(form.modules) == 6 and form.base_name == str(tiny_model)
+    parts, base = load_file(adapter / adapterfiles.WEIGHTS), load_file(tiny_model / "model.safetensors")
+    merged = load_file(copy_model(first.run_dir, tmp_path / "model", None) / "model.safetensors")
+    for name, weight in base.items():
+        module = name.removesuffix(".weight")
+        if module in form.modules:
+            a, b = (parts[adapterfiles.key(module, side)] for side in "AB")
+            assert not torch.equal(merged[name], weight)
+            weight = weight + form.scale * b @ a
+        assert torch.allclose(merged[name], weight, atol=1e-6), name

@@ -1,0 +1,197 @@
+"""`model.lora_configs`: what reaches the trainer, what is refused before anything starts, and how much memory it saves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rft.config import adapter
+from rft.config.check import Report, check
+from rft.config.load import load
+from rft.config.memory import RoleMemory, estimate
+from rft.config.modelfiles import look
+from rft.config.modelshape import shape
+from rft.config.plan import Facts, Plan
+from rft.config.resolve import resolve
+from rft.convert.launch import Argument, Launch
+from rft.convert.verl import Conversion, convert
+from rft.errors import ConfigError
+from rft.trainer import adapterfiles
+from rft.trainer.settings import LoraSettings
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "examples" / "tiny" / "config.yaml"
+SHORT = Path(__file__).parent / "data" / "good" / "short.yaml"
+KEY = "model.lora_configs"
+
+
+def plan(*overrides: str) -> Plan:
+    return resolve(load(SHORT, overrides), Facts(cpus=2, gpus=0))
+
+
+def lora(text: str) -> LoraSettings:
+    found = plan(f"{KEY}=[{text}]").learner.lora
+    assert found is not None
+    return found
+
+
+def test_what_is_written_reaches_the_trainer() -> None:
+    assert plan().learner.lora is None
+    new = lora("{}")
+    assert (new.name, new.rank, new.alpha, new.target_modules, new.exclude_modules) == ("lora", 32, 32, "all-linear", None)
+    assert new.base_name == plan().learner.model_path and new.path is None
+    own = lora("{name: mine, lora_rank: 8, lora_alpha: 16, target_modules: [q_proj, v_proj], exclude_modules: down_proj}")
+    assert (own.name, own.rank, own.alpha) == ("mine", 8, 16)
+    assert (own.target_modules, own.exclude_modules) == (("q_proj", "v_proj"), ("down_proj",))
+    assert lora("{target_modules: All-Linear}").target_modules == "all-linear"
+    assert lora("{target_modules: '.*\\.1\\..*'}").target_modules == ".*\\.1\\..*"
+
+
+def test_of_an_adapter_in_a_folder_only_what_is_written_is_asked(tmp_path: Path) -> None:
+    there = lora(f"{{path: {tmp_path}, base_model_name: org/Base}}")
+    assert there == LoraSettings(path=str(tmp_path), base_name="org/Base")
+    assert lora(f"{{path: {tmp_path}, lora_rank: 32}}").rank == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message"),
+    [
+        ("{lora_rank: 0}", "lora_rank", "at least 1"),
+        ("{lora_alpha: 0}", "lora_alpha", "more than 0|greater than 0|above 0"),
+        ("{name: a/b}", "name", "."),
+        ("{lora_dtype: bfloat16}", "lora_dtype", "kept in float32, computed in trainer.param_dtype"),
+        ("{target_modules: []}", "target_modules", "no names"),
+        ("{target_modules: ['']}", "target_modules", "no names, or an empty one"),
+        ("{target_modules: '(q_proj'}", "target_modules", "neither a name nor a regular expression"),
+        ("{is_dummy: true}", "is_dummy", "without path the adapter is a new one"),
+        ("{lora_dropout: 0.1}", "lora_dropout", "engines sample without dropout"),
+        ("{use_rslora: true}", "use_rslora", "lora_alpha x sqrt"),
+    ],
+)
+def test_bad_values_are_refused(text: str, key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan(f"{KEY}=[{text}]")
+    errors = getattr(caught.value, "errors", [caught.value])
+    assert [e.key for e in errors] == [f"{KEY}[0].{key}"]
+
+
+def test_what_a_checkpoint_must_hold() -> None:
+    with pytest.raises(ConfigError, match=r"save_contents: .*from hf_model.*cannot be told again"):
+        plan(f"{KEY}=[{{}}]", "trainer.checkpoint.save_contents=[hf_model, optimizer]")
+    warned = plan(f"{KEY}=[{{}}]", "trainer.ref.param_offload=true").warnings
+    assert any("the reference is the model that is trained, its adapter switched off" in w for w in warned)
+
+
+# ---------------------------------------------------------------- with the model's files
+
+
+def checked(model: Path, text: str) -> Report:
+    return check(TINY, (f"model.model_path={model}", f"{KEY}=[{text}]"), facts=Facts(cpus=2, gpus=0))
+
+
+def peft_folder(folder: Path, modules: dict[str, tuple[int, int]], rank: int = 2, **entries: Any) -> Path:
+    folder.mkdir()
+    found = {}
+    for name, (out, into) in modules.items():
+        found[adapterfiles.key(name, "A")] = np.zeros((rank, into), np.float32)
+        found[adapterfiles.key(name, "B")] = np.zeros((out, rank), np.float32)
+    save_file(found, folder / adapterfiles.WEIGHTS)
+    page = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": None, **entries}
+    (folder / adapterfiles.CONFIG).write_text(json.dumps(page))
+    return folder
+
+
+def test_check_knows_the_models_layers(tiny_model: Path) -> None:
+    assert not checked(tiny_model, "{target_modules: [q_proj, mlp.up_proj]}").errors
+    (error,) = checked(tiny_model, "{target_modules: [q_proj, query_key_value]}").errors
+    assert (
+        error.key == f"{KEY}[0].target_modules"
+        and "query_key_value is no linear layer of the model; there are down_proj" in str(error)
+    )
+    (error,) = checked(tiny_model, "{exclude_modules: [lm_head]}").errors
+    assert error.key == f"{KEY}[0].exclude_modules"
+    (error,) = checked(tiny_model, "{lora_rank: 1000}").errors
+    assert error.key == f"{KEY}[0].lora_rank" and "is more than the size" in str(error)
+
+
+def test_check_looks_into_an_adapters_folder(tiny_model: Path, tmp_path: Path) -> None:
+    (error,) = checked(tiny_model, f"{{path: {tmp_path / 'nowhere'}}}").errors
+    assert error.key == f"{KEY}[0].path" and "is not a folder; an adapter is a folder with adapter_config.json" in str(error)
+    linear = adapter.linear(look(str(tiny_model)).tensors)
+    assert len(linear) == 14 and not any("embed" in n or "norm" in n or "lm_head" in n for n in linear)
+    good = peft_folder(tmp_path / "good", linear)
+    assert not checked(tiny_model, f"{{path: {good}}}").errors
+    wide = peft_folder(tmp_path / "wide", {n: (o, i + 1) for n, (o, i) in linear.items()})
+    other = peft_folder(tmp_path / "other", linear, base_model_name_or_path="org/Other")
+    for folder, text in ((wide, "which does not fit the model's"), (other, "was trained on org/Other, not on")):
+        (error,) = checked(tiny_model, f"{{path: {folder}}}").errors
+        assert error.key == f"{KEY}[0].path" and text in str(error)
+    assert not checked(tiny_model, f"{{path: {other}, base_model_name: org/Other}}").errors
+    (error,) = checked(tiny_model, f"{{path: {good}, lora_rank: 16}}").errors
+    assert error.key == f"{KEY}[0].lora_rank" and "has 2; leave it out" in str(error)
+    shutil.rmtree(good)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def term(role: RoleMemory, name: str) -> int:
+    return next((t.nbytes for t in role.terms if t.name == name), 0)
+
+
+def test_an_adapter_takes_no_moments_of_the_base(tiny_model: Path) -> None:
+    files = look(str(tiny_model))
+    sizes = shape(files.config, files.tensors)
+    settings = LoraSettings(rank=4, target_modules="all-linear")
+    trained = adapter.parameters(settings, sizes, files.tensors)
+    assert trained == 4 * sum(o + i for o, i in adapter.linear(files.tensors).values())
+    assert trained == adapter.parameters(settings, sizes, None), "from the sizes alone too"
+    kl = ("algorithm.kl_loss_fn=k2",)
+    (_, whole, _) = estimate(plan(*kl), sizes)
+    (_, rank, _) = estimate(plan(*kl, f"{KEY}=[{{lora_rank: 4}}]"), sizes, trained=trained)
+    weights = sizes.parameters * 4
+    assert term(rank, "weights") == term(whole, "weights") == weights
+    assert (term(rank, "adapter"), term(rank, "AdamW moments")) == (4 * trained, 8 * trained)
+    assert (term(whole, "adapter"), term(whole, "AdamW moments")) == (0, 2 * weights)
+    assert (term(rank, "reference model"), term(whole, "reference model")) == (0, weights)
+    assert whole.nbytes - rank.nbytes > 2.5 * weights
+
+
+def test_the_estimate_counts_an_adapter_that_is_there(tiny_model: Path, tmp_path: Path) -> None:
+    files = look(str(tiny_model))
+    sizes = shape(files.config, files.tensors)
+    modules = {n: s for n, s in adapter.linear(files.tensors).items() if n.endswith("q_proj")}
+    there = LoraSettings(path=str(peft_folder(tmp_path / "there", modules)))
+    trained = adapter.parameters(there, sizes, files.tensors)
+    assert trained == 2 * sum(o + i for o, i in modules.values())
+    made = plan("algorithm.kl_loss_fn=k2", f"{KEY}=[{{path: {there.path}}}]")
+    assert term(estimate(made, sizes, trained=trained)[1], "reference model") == 4 * trained, "its first values are kept"
+
+
+# ---------------------------------------------------------------- from veRL
+
+
+def converted(program: str, **arguments: Any) -> Conversion:
+    given = tuple(Argument(k.replace("__", "."), v, str(v), i) for i, (k, v) in enumerate(arguments.items(), 1))
+    return convert(Launch(program, given, False, path="x.sh"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("program", ["main_ppo", "sft", "yaml"])
+def test_verls_lora_keys_are_ours(program: str) -> None:
+    at = "model__" if program == "sft" else "actor_rollout_ref__model__"
+    others = {"actor_rollout_ref__rollout__n": 5} if program == "yaml" else {}
+    found = converted(program, **others, **{f"{at}lora_rank": 32})
+    (entry,) = found.values["model"]["lora_configs"]
+    assert (entry["lora_rank"], entry["lora_alpha"]) == (32, 16), "a rank of 32 is ours too, but says that there is an adapter"
+    assert not [n for n in found.not_active if "lora" in n]
+    alpha = {f"{at}lora_rank": 32, f"{at}lora_alpha": 32, f"{at}target_modules": ["q_proj", "v_proj"]}
+    (entry,) = converted(program, **others, **alpha).values["model"]["lora_configs"]
+    assert entry.get("lora_alpha", 32) == 32 and entry["target_modules"] == ["q_proj", "v_proj"]
+    none = converted(program, **others, **{f"{at}lora_rank": 0, f"{at}lora_alpha": 16})
+    assert "lora_configs" not in none.values["model"]
