@@ -87,7 +87,7 @@ class _Tile(NamedTuple):
     weight: torch.Tensor  # [W, H]
     bias: torch.Tensor | None  # [W]
     inverse: torch.Tensor | None  # [C]
-    local: torch.Tensor  # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
+    at: torch.Tensor  # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
 
     def logits(self, dtype: torch.dtype) -> torch.Tensor:
         made = self.hidden @ self.weight.t()
@@ -197,7 +197,7 @@ def _see(tile: _Tile, seen: tuple[torch.Tensor, ...], order: int) -> tuple[torch
     """The fields of `_Sums` with this tile's logits added."""
     before, total, picked, mean, squares, square_mean = seen
     z = tile.logits(before.dtype)
-    at, inside = _where(tile.local, z.shape[1])
+    at, inside = _where(tile.at, z.shape[1])
     picked = torch.where(inside, z.gather(1, at[:, None])[:, 0], picked)
     top = torch.maximum(before, z.amax(-1))
     lower = before - top
@@ -226,14 +226,14 @@ def _pull(tile: _Tile, norm: torch.Tensor, grad: torch.Tensor, more: tuple[torch
         entropy, grad_entropy = more
         p = z.exp()
         dz = z.mul_(-grad_entropy[:, None]).sub_((grad + grad_entropy * entropy)[:, None]).mul_(p)
-    at, inside = _where(tile.local, z.shape[1])
+    at, inside = _where(tile.at, z.shape[1])
     dz.scatter_add_(1, at[:, None], torch.where(inside, grad, 0.0)[:, None])
     return dz.to(tile.hidden.dtype)
 
 
-def _where(local: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _where(target: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(column of each target, whether it is in this tile at all)."""
-    return local.clamp(0, width - 1), (local >= 0) & (local < width)
+    return target.clamp(0, width - 1), (target >= 0) & (target < width)
 
 
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, first: bool = False) -> None:
