@@ -44,6 +44,16 @@ def not_loaded(name: str) -> EngineFailed:
     return EngineFailed(f"{name}: no weights were loaded yet; an engine serves only versions that were published to it")
 
 
+def no_logprobs(name: str, kind: str) -> ValueError:
+    """What an engine raises that cannot score given tokens."""
+    return ValueError(f"{name}: engine_type {kind} gives no log-probs of given tokens; use vllm or transformers for a teacher")
+
+
+def no_scores(name: str) -> ValueError:
+    """What an engine raises whose model writes text and gives no score."""
+    return ValueError(f"{name}: this model writes text; a reward model is an auxiliary model with task: score")
+
+
 def prompt_limit(settings: EngineSettings) -> int:
     """The longest prompt, in tokens: one token of the context must stay free for an answer."""
     room = settings.max_model_len - 1

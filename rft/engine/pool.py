@@ -7,16 +7,19 @@ request goes to the engine with the fewest completions under way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from rft.engine.base import worst
 from rft.errors import EngineFailed
 from rft.types.completion import Completion
 from rft.types.metrics import Metric
-from rft.types.ports import Engine, GenerateRequest, LoadReport, WeightManifest
+from rft.types.ports import Engine, GenerateRequest, LoadReport, ScoreRow, WeightManifest
+
+T = TypeVar("T")
 
 
 class EnginePool:
@@ -44,6 +47,23 @@ class EnginePool:
             home[1] -= 1
             if home[1] == 0:
                 self._homes.pop(prompt, None)
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        return await self._least(lambda e: e.logprobs(row))
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        return await self._least(lambda e: e.classify(messages))
+
+    async def _least(self, call: Callable[[Engine], Awaitable[T]]) -> T:
+        """One call to the engine with the fewest requests under way."""
+        index = min(range(len(self.engines)), key=self._under_way.__getitem__)
+        self._under_way[index] += 1
+        try:
+            return await call(self.engines[index])
+        except EngineFailed as e:
+            raise EngineFailed(f"engine {index} of {len(self.engines)}: {e}") from e
+        finally:
+            self._under_way[index] -= 1
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._each(*(e.pause(clear_cache=clear_cache) for e in self.engines))

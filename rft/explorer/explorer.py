@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from rft.buffer.operators.pipeline import OperatorFailed, Pipeline
@@ -32,6 +32,7 @@ from rft.types.ids import GroupId, Version
 from rft.types.metrics import Metric, MetricRecord, Role
 from rft.types.ports import BufferWriter, ChatModel, ExploreGate, HeldGroup, MetricSink, TaskOutcome
 from rft.types.task import Task
+from rft.workflow.base import NO_MODELS
 from rft.workflow.build import Recipes
 from rft.workflow.group import Group, judge, run_group
 from rft.workflow.run import Limits
@@ -53,12 +54,13 @@ class Explorer:
         sink: MetricSink,
         lineage: int,
         cursor: int = 0,
+        models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
         """Opens the tasksets and finds every workflow and reward they name.  Raises ConfigError, PluginError."""
         load_all(settings.plugin_dirs)
         self.settings = settings
         self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
-        self._lineage, self._cursor = lineage, cursor
+        self._lineage, self._cursor, self._models = lineage, cursor, models
         self.order = Order(
             [open_taskset(t) for t in settings.tasksets], settings.batch_size, settings.seed, lag=settings.feedback_lag
         )
@@ -108,13 +110,15 @@ class Explorer:
 
     async def _run(self) -> None:
         try:
-            await self._pipeline.prepare({ROLLOUT_MODEL: self._model})
+            await self._recipes.prepare(self._models)
+            await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
             reason = await self._explore()
         except BaseException as error:
-            try:
-                await self._pipeline.close()
-            except RftError as e:
-                log.error("while closing the experience pipeline: %s", e)
+            for close in (self._pipeline.close, self._recipes.close):
+                try:
+                    await close()
+                except RftError as e:
+                    log.error("while closing: %s", e)
             if isinstance(error, BaseExceptionGroup):
                 raise _first(error) from None
             raise
@@ -123,6 +127,7 @@ class Explorer:
         version = await self._gate.final()
         if self.settings.eval_at_end:
             await self._evaluate(version)
+        await self._recipes.close()
 
     async def _explore(self) -> str:
         """The loop.  Returns why it ended."""
@@ -233,12 +238,13 @@ class Explorer:
         s = self.settings
         return await run_group(
             task,
-            self._recipes.of(task),
+            await self._recipes.get(task),
             self._model,
             GroupId(self._lineage, s.index, batch.number, number),
             limits=self._limits,
             slot=slot,
             seed=(lambda run: seed_for(s.seed, batch.number, number, run)) if s.deterministic else None,
+            models=self._models,
         )
 
     def _task(self, batch: Batch, tasks: list[Task], number: int) -> Task:
@@ -265,6 +271,7 @@ class Explorer:
                 slot=self._eval_slot,
                 explorer=s.index,
                 seed=s.seed if s.deterministic else None,
+                models=self._models,
             )
             played_s = time.monotonic() - began
             for used in sorted({v for g in groups for v in g.versions}):

@@ -35,18 +35,20 @@ class Completion(Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...]
     sampling: SamplingArgs
     engine: str = ""  # which engine, e.g. "vllm-0"
+    reasoning: str = ""  # what a reasoning parser cut out of `text`
+    tool_calls: tuple[dict[str, Any], ...] = ()  # what a tool-call parser found, in OpenAI's form
+    usage: tuple[int, int] | None = None  # tokens of prompt and answer as a server counted them, where the tokens are not known
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to go on with: `messages.append(completion.message)`."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        return made | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
 
     @property
     def version(self) -> Version:
         """The oldest version that wrote a token of this completion."""
         return min(s.version for s in self.version_spans)
-
-
-class Turn(Struct, frozen=True, kw_only=True):
-    """One model call: the messages given and what came back."""
-
-    messages: tuple[dict[str, Any], ...]
-    completion: Completion
 
 
 class Score(Struct, frozen=True, kw_only=True):
@@ -56,10 +58,26 @@ class Score(Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = field(default_factory=dict)
 
 
+class Turn(Struct, frozen=True, kw_only=True):
+    """One model call: the messages given and what came back."""
+
+    messages: tuple[dict[str, Any], ...]
+    completion: Completion
+    score: Score | None = None  # of this call alone, where the workflow gives one (`ctx.score_step`)
+    info: dict[str, Any] = field(default_factory=dict)
+    teacher_logprobs: np.ndarray | None = None  # float32 [R] of another model for the same tokens
+
+
+Layout = Literal["joined", "steps", "chains"]
+"""How the calls of a run become experiences: one sequence of all; one for each call; one for each chain of calls in which every
+prompt begins with the tokens of the call before."""
+
+
 class Transcript(Struct, frozen=True, kw_only=True):
     """Everything one run said and heard, in order; single-turn runs have one turn."""
 
     turns: tuple[Turn, ...]
+    layout: Layout = "joined"
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     score: Score | None = None  # set by workflows that score themselves; else the task's reward is called
