@@ -39,6 +39,10 @@ class PromptTooLong(ValueError):
         return (PromptTooLong, (self.tokens, self.limit))
 
 
+class TokensDiffer(ValueError):
+    """tokenization_check: strict, and the tokens of several turns are not those of the whole chat; raised before anything is generated."""
+
+
 def not_loaded(name: str) -> EngineFailed:
     """What an engine raises when it is asked before its first load."""
     return EngineFailed(f"{name}: no weights were loaded yet; an engine serves only versions that were published to it")

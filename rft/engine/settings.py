@@ -32,6 +32,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tokenization_check: str = "off"  # off | warn | strict: compare the tokens of several turns with the whole chat's
     log_requests: bool = False  # vllm
     log_stats: bool = False  # vllm: at every pause
     extra_engine_args: dict[str, Any] = field(default_factory=dict)

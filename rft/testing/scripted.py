@@ -140,7 +140,7 @@ class ScriptedEngine:
             raise self._failures.popleft()
         if not request.prompt_tokens and not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
-        prompt = np.array(request.prompt_tokens, np.int32) if request.prompt_tokens else encode(request.messages, request.tools)
+        prompt = _prompt(request)
         check_prompt(len(prompt), self.settings)
         texts = [self._next(request) for _ in range(request.n)]
         await self._count(request.n)
@@ -257,6 +257,15 @@ class ScriptedEngine:
     def _check_alive(self) -> None:
         if self._dead:
             raise EngineFailed(f"{self.settings.name}: {self._dead}")
+
+
+def _prompt(request: GenerateRequest) -> np.ndarray:
+    if request.prompt_tokens:
+        return np.array(request.prompt_tokens, np.int32)
+    if request.prefix_tokens is None:
+        return encode(request.messages, request.tools)
+    end = [] if request.prefix_tokens[-1] == END else [END]
+    return np.concatenate([request.prefix_tokens, end, encode(request.messages[request.prefix_messages :])]).astype(np.int32)
 
 
 def echo(messages: list[dict[str, Any]]) -> str:
