@@ -52,10 +52,14 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """Result of a reward: `value` is what is trained on, `parts` are logged by name.  None = unscored, never trained."""
+    """Result of a reward: `value` is what is trained on, `parts` are logged by name.  None = unscored, never trained.
+
+    `reason`: why it is so, in words for people; kept as the experience's info `reward_reason`.
+    """
 
     value: float | None
     parts: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
 
 
 class Turn(Struct, frozen=True, kw_only=True):

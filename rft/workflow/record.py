@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from rft.types.completion import Score, Transcript, Turn
+from rft.logs import redact
 from rft.types.experience import Experience, from_completions
 from rft.types.ids import GroupId
 from rft.types.task import Task
@@ -40,7 +41,7 @@ def experiences(
             tools=task.tools,
             prompt_text=_prompt_text(turns[0]),
             metrics={name: float(value) for name, value in transcript.metrics.items()},
-            info={**transcript.info, **last.info},
+            info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
         )
         rows.append(_taught(row, turns))
     return tuple(rows)
