@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 import time
+import types
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, trainer_environment
+from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed, RunFailed
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster
@@ -30,6 +33,7 @@ from rft.trainer import manifest as manifests
 from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
+RESTARTS = 3  # of one engine that dies
 
 
 async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
@@ -115,7 +119,12 @@ class _Parts:
         """Start every part, the slow ones side by side; take the next lineage; connect the coordinator."""
         plan = self.plan
         engines = plan.engines if plan.trainer.given is None else ()
-        places = await reserve(placement(engines, plan.learner, self.cluster.gpus_per_node()))
+        others = [(m, i, e) for m, model in enumerate(plan.auxiliary) for i, e in enumerate(model.engines)]
+        others = [(m, i, e) for m, i, e in others if e.external is None and plan.trainer.given is None]
+        seated = [e.name for _, _, e in others if e.gpus]
+        places = await reserve(
+            placement(engines, plan.learner, self.cluster.gpus_per_node(), [e.gpus for _, _, e in others if e.gpus])
+        )
         world = plan.learner.world_size
         rendezvous = str(self.rundir.path / f".rendezvous-{self.rundir.run_id}") if world > 1 else None
         starting: list[Coroutine[Any, Any, None]] = []
@@ -126,9 +135,10 @@ class _Parts:
             ]
         for i, settings in enumerate(engines):
             seat = places.options("engine", i)
-            starting.append(
-                self._part(f"engine-{i}", "engine", plan, i, env=cpu_environment(settings), error=EngineFailed, **seat)
-            )
+            starting.append(self._engine(f"engine-{i}", settings, "engine", plan, i, **seat))
+        for m, i, settings in others:
+            seat = places.options("auxiliary", seated.index(settings.name)) if settings.gpus else {}
+            starting.append(self._engine(settings.name, settings, "auxiliary_engine", plan, m, i, **seat))
         for rank in range(world):
             seat = places.options("trainer", rank)
             env = trainer_environment(plan.learner.cpu_threads)
@@ -157,7 +167,7 @@ class _Parts:
         explorer, buffer = p["explorer"], p["buffer"].bind(start.lineage)
         await drive.work(
             trainer.run(others, buffer, coordinator, coordinator, start),
-            explorer.run(self.engines, buffer, coordinator, coordinator, start),
+            explorer.run(self.engines, self.auxiliary, buffer, coordinator, coordinator, start),
             (trainer, explorer),
             coordinator,  # type: ignore[arg-type]  # a proxy has every method of its part
             on_record,
@@ -167,6 +177,15 @@ class _Parts:
     @property
     def engines(self) -> list[Proxy]:
         return [self.proxies[f"engine-{i}"] for i in range(len(self.plan.engines))]
+
+    @property
+    def auxiliary(self) -> list[list[Proxy]]:
+        """Of every auxiliary model its engines; none for those that the explorer asks over the network."""
+        return [[self.proxies[e.name] for e in model.engines if e.external is None] for model in self.plan.auxiliary]
+
+    async def _engine(self, name: str, settings: EngineSettings, factory: str, *args: Any, **seat: Any) -> None:
+        env = cpu_environment(settings)
+        await self._part(name, factory, *args, env=env, error=EngineFailed, max_restarts=RESTARTS, **seat)
 
     async def _part(
         self,
@@ -182,12 +201,14 @@ class _Parts:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10000, **options}
         if env:
             options["runtime_env"] = {"env_vars": env}
-        titled = type(name.replace("-", "_"), (Host,), {})  # `ps` shows the class: ray::engine_0
-        handle = ray.remote(titled).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level, learnt_secrets())
+        again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
+        titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
+        made = (name, str(self.rundir.logs), self.plan.log_level, learnt_secrets(), factory, args)
+        handle = ray.remote(titled).options(**options).remote(*made)
         self.handles[name] = handle
         deadline_s = self.plan.cluster.actor_start_timeout_s
         self.pids[name] = (await guarded(handle.facts.remote(), name, error, deadline_s))["pid"]
-        await guarded(handle.start.remote(factory, *args), name, error, deadline_s)
+        await guarded(handle.start.remote(), name, error, deadline_s)
         self.proxies[name] = Proxy(handle, name, error)
         log.info("%s is up (pid %d)", name, self.pids[name])
 
@@ -203,7 +224,13 @@ class _Parts:
             path.unlink(missing_ok=True)
 
     async def _close(self) -> None:
-        closing = [n for n in self.proxies if n.startswith(("engine", "trainer", "coordinator"))]
+        closing = [n for n in self.proxies if n.startswith(("engine", "aux-", "trainer", "coordinator"))]
         await asyncio.gather(*(drive.quietly(self.proxies[n].close()) for n in closing))
         if "buffer" in self.proxies:
             await drive.quietly(self.proxies["buffer"].close())
+
+
+def _copy(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function as another object, which may be marked without marking it for every part."""
+    assert isinstance(method, types.FunctionType)
+    return types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
