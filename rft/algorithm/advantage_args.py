@@ -114,7 +114,7 @@ class GigpoArgs(Args):
 class RemaxArgs(Args):
     """Return less the reward of a greedy run (arXiv:2310.10505)."""
 
-    reads: ClassVar[str] = 'the reward of a greedy run of the task from info["baseline_reward"] of every experience'
+    baseline: ClassVar[bool] = True
 
 
 _TEACHER = "the teacher's log-probs of every experience (teacher_logprobs)"

@@ -10,6 +10,8 @@ from rft.types.experience import Experience
 from rft.types.metrics import Metric, reduce
 from rft.workflow.group import Group
 
+_ENDED = ("group_timeout", "hopeless", "over_rollout")
+
 
 def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
     """Names as in docs/metrics, of groups as they were played.
@@ -25,6 +27,9 @@ def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
         "rollout/runs": float(len(runs)),
         "rollout/failed": float(sum(run.failed for run in runs)),
         "rollout/retries": float(sum(run.attempts - 1 for run in runs)),
+        "rollout/timeouts": float(sum(run.ended == "timeout" for run in runs)),
+        **{f"rollout/ended/{why}": float(sum(run.ended == why for run in runs)) for why in _ENDED},
+        "rollout/groups/partial": float(sum(g.accepted and any(run.failed for run in g.runs) for g in groups)),
         "rollout/time/batch": wall_s,
     }
     if runs:

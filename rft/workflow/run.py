@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -41,6 +41,15 @@ class RunError(Exception):
     """A run ended without a usable result; the message is the record's reason."""
 
 
+class RunTimeout(RunError):
+    """It passed its deadline."""
+
+
+Ended = Literal["", "timeout", "group_timeout", "hopeless", "over_rollout"]
+"""What ended a run before its time: its own deadline, that of its group, a group that cannot be trained any more, a batch that waits
+no longer for its slowest tasks."""
+
+
 @dataclass(frozen=True)
 class Played:
     """One run with what it took.  `run_s` is playing, `reward_s` scoring, both of the last attempt.
@@ -53,6 +62,7 @@ class Played:
     run_s: float
     reward_s: float
     attempts: int
+    ended: Ended = ""
 
     @property
     def failed(self) -> bool:
@@ -61,10 +71,22 @@ class Played:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may take: seconds per attempt (playing, and again scoring) and how often it is tried again after a failure."""
+    """What a run may take: seconds per attempt (playing, and again scoring) and how often it is tried again after a failure.
+
+    `max_group_s`: seconds for all runs of a task together, from the moment the first of them begins.  `whole_groups`: a group that
+    misses a run is not trained; else half of its runs, and at least two, are enough.  `stop_hopeless`: once too many runs of a group
+    have failed, its others are ended.
+    """
 
     max_timeout_s: float
     max_retry_times: int = 0
+    max_group_s: float | None = None
+    whole_groups: bool = False
+    stop_hopeless: bool = False
+
+    def needed(self, num_runs: int) -> int:
+        """How many runs of a group must be trainable."""
+        return num_runs if self.whole_groups else max(min(2, num_runs), -(-num_runs // 2))
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,7 @@ class Run:
     run_s: float
     transcript: Transcript | None = None
     error: Exception | None = None
+    ended: Ended = ""
 
 
 async def play_one(
@@ -96,7 +119,7 @@ async def play_one(
         except Exception as e:  # user code may raise anything; it becomes a record
             log.debug("run %s failed", group.run(run, attempt), exc_info=True)
             if isinstance(e, PromptTooLong) or attempt >= limits.max_retry_times:
-                return Run(run, attempt, time.monotonic() - began, error=e)
+                return Run(run, attempt, time.monotonic() - began, error=e, ended=ended_by(e))
         attempt += 1
 
 
@@ -111,7 +134,7 @@ async def score_one(task: Task, recipe: Recipe, run: Run, *, limits: Limits, gro
         raise
     except Exception as e:
         log.debug("reward of run %s failed", group.run(run.number, run.attempt), exc_info=True)
-        run = replace(run, error=e)
+        run = replace(run, error=e, ended=ended_by(e))
         return record(task, recipe, run, None, group, time.monotonic() - began)
     return record(task, recipe, run, verdict, group, time.monotonic() - began)
 
@@ -145,12 +168,16 @@ def record(task: Task, recipe: Recipe, run: Run, verdict: Score | None, group: G
     if error is None and run.transcript is not None:
         try:
             rows = experiences(task, recipe.name, run.transcript, verdict, group, run.number, run.attempt)
-            return Played(rows, value(run.transcript, verdict), run.run_s, reward_s, run.attempt + 1)
+            return Played(rows, value(run.transcript, verdict), run.run_s, reward_s, run.attempt + 1, run.ended)
         except Exception as e:  # what a workflow recorded may not fit together
             error = e
     assert error is not None, "a run without a transcript has an error"
     row = _failed(task, recipe, group, run.number, run.attempt, error)
-    return Played((row,), None, run.run_s, reward_s, run.attempt + 1)
+    return Played((row,), None, run.run_s, reward_s, run.attempt + 1, run.ended)
+
+
+def ended_by(error: Exception) -> Ended:
+    return "timeout" if isinstance(error, RunTimeout) else ""
 
 
 async def play_together(task: Task, recipe: Recipe, contexts: Sequence[RunContext], *, limits: Limits) -> list[Run]:
@@ -165,7 +192,7 @@ async def play_together(task: Task, recipe: Recipe, contexts: Sequence[RunContex
         raise
     except Exception as e:
         log.debug("runs of %s failed", contexts[0].request_id, exc_info=True)
-        return [Run(c.run, 0, took(), error=e) for c in contexts]
+        return [Run(c.run, 0, took(), error=e, ended=ended_by(e)) for c in contexts]
     runs = []
     for ctx, transcript in zip(contexts, got, strict=True):
         try:
@@ -202,7 +229,7 @@ async def _within(work: Any, timeout_s: float, what: str) -> Any:
             job.add_done_callback(_forget)
         elif not job.cancelled() and isinstance(error := job.exception(), RftError):
             raise error
-        raise RunError(f"timeout: {what} took longer than {timeout_s:g} s")
+        raise RunTimeout(f"timeout: {what} took longer than {timeout_s:g} s")
     finally:
         if not job.done():
             job.cancel()  # the caller was cancelled
