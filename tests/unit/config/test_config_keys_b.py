@@ -70,12 +70,12 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("data_processor.task_pipeline", "null", "3", RUNS),
     ("data_processor.task_pipeline.num_process", "3", "0", RUNS),  # the others: test_config_tasksets.py
     ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", REFUSED),
-    ("explorer.over_rollout.wait_after_min", "5", "-1", WARNS),
-    ("explorer.over_rollout.return_partial_tasks", "true", "maybe", WARNS),
-    ("explorer.dynamic_timeout.enable", "true", "maybe", REFUSED),
-    ("explorer.dynamic_timeout.warmup_min_steps", "2", "-1", WARNS),
-    ("explorer.dynamic_timeout.ratio", "2.5", "0", WARNS),
-    ("explorer.eval_in_background", "true", "maybe", WARNS),
+    ("explorer.over_rollout.wait_after_min", "5", "-1", RUNS),
+    ("explorer.over_rollout.return_partial_tasks", "true", "maybe", RUNS),
+    ("explorer.dynamic_timeout.enable", "true", "maybe", RUNS),
+    ("explorer.dynamic_timeout.warmup_min_steps", "2", "-1", RUNS),
+    ("explorer.dynamic_timeout.ratio", "2.5", "0", RUNS),
+    ("explorer.eval_in_background", "true", "maybe", RUNS),
     ("explorer.bench_on_latest_checkpoint", "true", "maybe", WARNS),
     ("explorer.max_inflight_batches", "4", "0", WARNS),
     ("explorer.env_vars", "{SANDBOX: http://h}", "{SANDBOX: 1}", RUNS),
@@ -84,7 +84,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.service_status_check_interval", "5", "0", WARNS),
     ("explorer.min_running_model_num", "2", "-1", WARNS),
     ("explorer.db_url", "sqlite:///x.db", "[1]", WARNS),
-    ("explorer.runner_state_report_interval", "10", "-1", WARNS),
+    ("explorer.runner_state_report_interval", "10", "-1", RUNS),
     ("explorer.runner_per_model", "8", "0", RUNS),
     ("explorer.runner_num", "8", "0", RUNS),
     ("explorer.runner_prepare_concurrency", "8", "0", RUNS),
@@ -160,8 +160,8 @@ def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
         f"model.model_path={tiny.make(tmp_path / 'model')}",
         f"buffer.explorer_input.taskset.path={HERE / 'data' / 'rows.jsonl'}",
     ]
-    with pytest.raises(ConfigError, match=r"explorer\.dynamic_timeout\.enable: accepted by `rft check`, not active yet"):
-        load_plan(FILE, [*model, "explorer.dynamic_timeout.enable=true"], facts=Facts(cpus=4, gpus=0))
+    with pytest.raises(ConfigError, match=r"mode: accepted by `rft check`, not active yet"):
+        load_plan(FILE, [*model, "mode=colocate"], facts=Facts(cpus=4, gpus=0))
     _, made = load_plan(FILE, [*model, "synchronizer.sync_method=nccl"], facts=Facts(cpus=4, gpus=0))
     assert any("synchronizer.sync_method has no effect yet: the same weights go through memory" in w for w in made.warnings)
 
@@ -281,11 +281,37 @@ def test_transport_and_style_that_come_later_leave_a_plan() -> None:
     assert plan(f"{ENGINE}.engine_type=external").engines[0].engine_type == "vllm"
 
 
-def test_over_rollout_needs_another_style() -> None:
-    assert "sync_style fixed waits" in messages("explorer.over_rollout.ratio=0.2")["explorer.over_rollout.ratio"]
-    used = waiting("explorer.over_rollout.ratio=0.2", "synchronizer.sync_style=dynamic_by_explorer")
-    assert used == {"explorer.over_rollout.ratio": False, "synchronizer.sync_style": False}
+def test_over_rollout_needs_steps_that_may_be_short() -> None:
+    assert "on_short_batch: stop that ends the run" in messages("explorer.over_rollout.ratio=0.2")["explorer.over_rollout.ratio"]
+    made = plan(
+        "explorer.over_rollout={ratio: 0.2, wait_after_min: 5, return_partial_tasks: true}", "buffer.on_short_batch=train"
+    )
+    assert (made.explorer.over_rollout, made.explorer.wait_after_s, made.explorer.keep_partial) == (0.2, 5.0, True)
     assert messages("explorer.over_rollout.ratio=1")
+    unread = plan("explorer.over_rollout.wait_after_min=5", "explorer.dynamic_timeout.ratio=2").warnings
+    assert any("explorer.over_rollout.wait_after_min has no effect" in w for w in unread)
+    assert any("explorer.dynamic_timeout.ratio has no effect" in w for w in unread)
+
+
+def test_limits_of_runs_and_groups_reach_the_explorer() -> None:
+    plain = plan().explorer
+    assert (plain.max_group_timeout_s, plain.whole_groups, plain.stop_hopeless, plain.timeout_ratio) == (None, False, True, None)
+    made = plan(
+        "explorer.max_group_timeout=60",
+        "explorer.group_policy=DROP",
+        "explorer.stop_hopeless_groups=false",
+        "explorer.dynamic_timeout={enable: true, ratio: 2, warmup_min_steps: 3}",
+        "explorer.eval_in_background=true",
+        "explorer.runner_state_report_interval=10",
+    ).explorer
+    assert (made.max_group_timeout_s, made.whole_groups, made.stop_hopeless) == (60.0, True, False)
+    assert (made.timeout_ratio, made.timeout_warmup, made.eval_in_background, made.report_interval_s) == (2.0, 3, True, 10.0)
+    refused = messages("deterministic=true", "explorer.eval_in_background=true", "explorer.dynamic_timeout.enable=true")
+    assert {"explorer.eval_in_background", "explorer.dynamic_timeout.enable"} <= set(refused)
+
+
+def test_remax_asks_the_explorer_for_a_greedy_run() -> None:
+    assert plan("algorithm.algorithm_type=remax").explorer.baseline and not plan().explorer.baseline
 
 
 def test_evaluation_goes_with_every_style() -> None:

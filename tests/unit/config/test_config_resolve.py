@@ -271,6 +271,7 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "model.prompt_truncation_side": None,
     "data_processor.experience_pipeline.input_save_path": None,
     "explorer.over_rollout.ratio": None,
+    "explorer.dynamic_timeout.ratio": None,  # see test_config_keys_b.py
     "explorer.runner_per_model": None,
     "explorer.runner_num": None,
     "explorer.runner_prepare_concurrency": None,
