@@ -30,8 +30,4 @@ LATER_OUTSIDE: dict[str, str] = {
     ),
     f"{_TASKSET}.workflow_args.max_turns": _TURNS,
     f"{_TASKSET}.workflow_args.tool_config_path": _TURNS,
-    **dict.fromkeys(
-        [f"{_TASKSET}.reward_fn_args.{a}" for a in ("sandbox_url", "sandbox_max_concurrent", "sandbox_memory_mb")],
-        "rewards that run programs come later; every reward accepts it and none uses it",
-    ),
 }

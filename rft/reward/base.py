@@ -7,7 +7,7 @@ A reward is a function or an object with `__call__`; a class is constructed with
 One with `whole_group = True` is called once for all runs of a task, with a list of transcripts, and returns a list.  One with
 `async def prepare(models)` is given the auxiliary models by name before the first run.
 It returns a number, a `Score`, or a dict of parts whose sum is the value.  One that cannot score raises.  A function with veRL's
-parameter names is taken as it is (`rft.reward.functions`).
+or TRL's parameter names is taken as it is (`rft.reward.functions`, `rft.reward.lists`).
 """
 
 from __future__ import annotations

@@ -41,9 +41,12 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerPool:
-    """At most `size` processes running `python -m module`.  Usable from any thread and any event loop."""
+    """At most `size` processes running `python -m module`.  Usable from any thread and any event loop.
 
-    def __init__(self, name: str, module: str, *, size: int | None = None) -> None:
+    `memo`: equal requests have equal answers, and are answered from memory.
+    """
+
+    def __init__(self, name: str, module: str, *, size: int | None = None, memo: bool = True) -> None:
         self.name = name
         self.calls = self.memo_hits = self.timeouts = self.restarts = 0
         self._module = module
@@ -51,13 +54,14 @@ class WorkerPool:
         self._threads: ThreadPoolExecutor | None = None
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
+        self._remembers = memo
         self._memo: OrderedDict[bytes, Any] = OrderedDict()
         self._closing = False
         self._lock = threading.Lock()
         _POOLS.add(self)
 
     async def call(self, request: dict[str, Any], timeout_s: float) -> Any:
-        """The worker's answer to `request`; equal requests are answered from memory.
+        """The worker's answer to `request`, from memory if an equal one was answered.
 
         Raises TimeoutError after `timeout_s` of computing (the worker is killed), WorkerError with its traceback, or WorkerDied.
         """
@@ -73,6 +77,8 @@ class WorkerPool:
                 self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=f"reward-{self.name}")
             job = self._threads.submit(self._call, frame, timeout_s)
         answer = await asyncio.wrap_future(job)
+        if not self._remembers:
+            return answer
         with self._lock:
             self._memo[key] = answer
             if len(self._memo) > _MEMO:
