@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rft.engine.base import TokensDiffer, check_prompt, prompt_limit
+from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, prompt_limit
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.types.ports import GenerateRequest
@@ -59,6 +60,18 @@ class Chat:
         ids = cut(ids, prompt_limit(self.settings), request.prompt_truncation)
         check_prompt(len(ids), self.settings)
         return ids
+
+    def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation that is over, for a model that judges it.  Raises PromptTooLong, ValueError."""
+        if self._no_template:
+            raise ValueError(self._no_template)
+        given = [dict(m) for m in messages]
+        kwargs = self.settings.chat_template_kwargs
+        ids = self.tokenizer.apply_chat_template(given, chat_template=self.template, tokenize=True, return_dict=False, **kwargs)
+        limit = min(self.settings.max_model_len, self.settings.max_prompt_tokens or self.settings.max_model_len)
+        if len(ids) > limit:
+            raise PromptTooLong(len(ids), limit)
+        return list(ids)
 
     def _render(self, request: GenerateRequest, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
         return self.tokenizer.apply_chat_template(

@@ -32,8 +32,8 @@ THINK = (  # shows the thinking of the last answer only, and opens the next one'
 GEMMA = (  # has no system role: its text begins the first message of the user
     "{% if messages[0].role == 'system' %}{% set head = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
     "{% else %}{% set head = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ (head if loop.first else '') + m.content | trim }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+    "{% for m in rest %}<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ (head if loop.first else '') + m.content"
+    " | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
 BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 SILENT = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
