@@ -319,6 +319,8 @@ def _keys(config: RunConfig, plan: Plan) -> dict[str, str]:
     """Name of each taskset → its configuration key, in the order in which `resolve` makes them."""
     given, base = config.buffer.explorer_input, "buffer.explorer_input"
     train = [f"{base}.taskset"] if given.taskset is not None else [f"{base}.tasksets[{i}]" for i in range(len(given.tasksets))]
+    if config.mode == "bench":
+        train = []  # they are not played
     keys = [*train, *(f"{base}.eval_tasksets[{i}]" for i in range(len(given.eval_tasksets)))]
     return dict(zip((t.name for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)), keys, strict=True))
 

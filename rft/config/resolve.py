@@ -57,6 +57,8 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     if data is not None:
         train, evals, num_explore, rows = (), (), None, None
         groups, num_train = given.steps(config, data, num_batches, p)
+    elif config.mode == "bench":
+        train, num_explore, num_train, groups, rows = (), 0, 0, 1, None
     else:
         num_explore, num_train = steps.steps(config, train, num_batches, p)
         groups, rows = steps.batch(config, train, compares, p)

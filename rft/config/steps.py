@@ -205,7 +205,9 @@ def explorer(
     ):
         if on and config.deterministic:
             p.error(f"explorer.{name}", "depends on how long runs take; leave it out, or deterministic: true", given=True)
-    if not evals and config.mode != "train":
+    if not evals and config.mode == "bench":
+        p.error("buffer.explorer_input.eval_tasksets", "is empty; mode bench plays these tasks under every checkpoint")
+    elif not evals and config.mode != "train":
         p.note("no eval_tasksets: nothing is evaluated")
     return ExplorerSettings(
         tasksets=train,
@@ -226,6 +228,7 @@ def explorer(
         keep_partial=e.over_rollout.return_partial_tasks,
         baseline=baseline,
         eval_in_background=e.eval_in_background,
+        bench_latest=e.bench_on_latest_checkpoint,
         report_interval_s=e.runner_state_report_interval,
         max_refill=config.buffer.max_refill,
         on_short_batch=config.buffer.on_short_batch,

@@ -65,6 +65,8 @@ class Evaluator:
                 for used in sorted({v for g in groups for v in g.versions}):
                     await self._proven(used)
             values = eval_metrics(f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s)
+            if self._proven is None:  # weights that stay as they are have no version of their own
+                values = {k: v for k, v in values.items() if "/model_version/" not in k}
             await self._sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=values))
             if self.settings.eval_samples != 0:
                 rows = sample_rows(groups, self.settings.eval_samples)

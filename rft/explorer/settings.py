@@ -37,6 +37,7 @@ class ExplorerSettings:
     eval_on_startup: bool = True
     eval_at_end: bool = True
     eval_in_background: bool = False  # explore on meanwhile
+    bench_latest: bool = False  # mode bench: the newest checkpoint alone
     eval_samples: int | None = 64  # answers of each evaluation that are handed on; None = all, 0 = none
     max_concurrent_runs: int = 256
     report_interval_s: float = 0.0  # how often the log says what every batch does; 0 = never

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 
 from rft.config.plan import Facts, Plan
 from rft.errors import ConfigError, SetupError
-from rft.launch import drive, parts
+from rft.launch import bench, drive, parts
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.rundir import RunDir
 from rft.trainer import manifest as manifests
@@ -95,6 +95,30 @@ async def _explore_and_train(
                 on_record,
                 signals,
             )
+
+
+async def evaluate(plan: Plan, rundir: RunDir) -> bench.Results:
+    """`mode: bench` in this process.  Raises as `run` does."""
+    results: bench.Results = []
+    async with AsyncExitStack() as started:
+        beside: list[list[Engine]] = []
+        for m, model in enumerate(plan.auxiliary):
+            beside.append([await parts.auxiliary_engine(plan, m, i) for i, e in enumerate(model.engines) if e.external is None])
+            for e in beside[-1]:
+                started.push_async_callback(e.close)
+        explorer, observer = await parts.explorer(plan), await parts.observer(plan)
+        started.push_async_callback(observer.close)
+        with Signals() as signals:
+            for target in bench.targets(plan):
+                with bench.plan_for(plan, target) as served:
+                    async with AsyncExitStack() as opened:
+                        made: list[Engine] = []
+                        for i in range(len(served.engines)):
+                            made.append(await signals.guard(parts.engine(served, i)))
+                            opened.push_async_callback(made[-1].close)
+                        told = await signals.guard(explorer.bench(made, beside, observer, target.version))
+                results.append((target.version, told))
+    return results
 
 
 async def _train_given(

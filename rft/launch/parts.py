@@ -248,6 +248,22 @@ class ExplorerPart:
             )
             await self._explorer.run()
 
+    async def bench(
+        self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], sink: Any, version: Version
+    ) -> dict[str, float]:
+        """Evaluates the weights that the engines serve; what was reported."""
+        from rft.engine.pool import EnginePool
+        from rft.explorer.bench import bench
+
+        async with AsyncExitStack() as clients:
+            return await bench(
+                self.plan.explorer,
+                cast(ChatModel, EnginePool(engines)),
+                cast(MetricSink, sink),
+                version,
+                models=await _models(self.plan, auxiliary, clients),
+            )
+
     async def stop(self) -> None:
         if self._explorer is not None:
             await self._explorer.stop()

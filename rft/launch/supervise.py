@@ -14,14 +14,14 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, trainer_environment
 from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed, RunFailed
-from rft.launch import drive, leftovers
+from rft.launch import bench, drive, leftovers
 from rft.launch.cluster import Cluster
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.parts import Start
@@ -69,6 +69,27 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     last = manifests.latest(rundir.checkpoints)
     assert last is not None, "a run that ends without an error has a final checkpoint"
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
+
+
+async def evaluate(plan: Plan, rundir: RunDir) -> bench.Results:
+    """`mode: bench`.  Raises as `run` does."""
+    with Signals() as signals:
+        targets = bench.targets(plan)
+        run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
+        ended = threading.Event()
+        try:
+            cluster = await signals.guard(_connect(plan.cluster, ended))
+        except BaseException:
+            _clean(run_id)
+            raise
+        parts = _Parts(plan, rundir, cluster)
+        try:
+            return await signals.guard(parts.evaluate(targets))
+        finally:
+            await parts.end(graceful=False)
+            await asyncio.to_thread(cluster.close)
+            ended.set()
+            _clean(run_id)
 
 
 async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster:
@@ -173,6 +194,33 @@ class _Parts:
             on_record,
             signals,
         )
+
+    async def evaluate(self, targets: Sequence[bench.Target]) -> bench.Results:
+        """Plays the evaluation tasksets under all targets, each with fresh engines in the same seats."""
+        import ray
+
+        plan = self.plan
+        others = [(m, i, e) for m, model in enumerate(plan.auxiliary) for i, e in enumerate(model.engines) if e.external is None]
+        seated = [e.name for _, _, e in others if e.gpus]
+        gpus = [e.gpus for _, _, e in others if e.gpus]
+        places = await reserve(placement(plan.engines, None, self.cluster.gpus_per_node(), gpus))
+        await self._part("coordinator", "observer", plan)
+        await self._part("explorer", "explorer", plan, env=plan.explorer.env_vars)
+        for m, i, settings in others:
+            seat = places.options("auxiliary", seated.index(settings.name)) if settings.gpus else {}
+            await self._engine(settings.name, settings, "auxiliary_engine", plan, m, i, **seat)
+        p, results = self.proxies, []
+        for target in targets:
+            with bench.plan_for(plan, target) as served:
+                for i, settings in enumerate(served.engines):
+                    await self._engine(f"engine-{i}", settings, "engine", served, i, **places.options("engine", i))
+                told = await p["explorer"].bench(self.engines, self.auxiliary, p["coordinator"], target.version)
+            results.append((target.version, told))
+            for i in range(len(plan.engines)):
+                await drive.quietly(self.proxies.pop(f"engine-{i}").close())
+                ray.kill(self.handles.pop(f"engine-{i}"), no_restart=True)
+        await drive.quietly(p["coordinator"].close())
+        return results
 
     @property
     def engines(self) -> list[Proxy]:

@@ -215,9 +215,10 @@ class ExplorerConfig(Section):
         on_resume="safe",
     )
     bench_on_latest_checkpoint: bool = key(
-        False, "bench: only the last checkpoint instead of all.", on_resume="safe",
-        later=Later("belongs to mode: bench, which comes later", True),
-    )  # fmt: skip
+        False,
+        "bench: only the last checkpoint instead of all.  The base model is evaluated too where eval_on_startup is true.",
+        on_resume="safe",
+    )
     max_timeout: float = key(1800.0, "How long one run of a task may take.", unit="s", on_resume="safe", gt=0)
     max_group_timeout: float | None = key(
         None,
