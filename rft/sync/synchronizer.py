@@ -221,6 +221,7 @@ class Synchronizer:
                 await self._restart(index)
             except Exception as e:  # whatever the launcher's side raises
                 raise _Rejected(f"engine {index} could not be restarted: {type(e).__name__}: {e}") from e
+            log.warning("engine %d was restarted", index)
             self._dead.discard(index)
 
     @property
