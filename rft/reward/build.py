@@ -16,8 +16,8 @@ from rft.reward.base import Reward
 def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
     """The reward called `name`, or the one of the data source `name`.
 
-    A class is constructed with `args`, a function gets them as keyword arguments; the arguments of the overlong penalty and
-    of the reward manager are taken by every reward.  Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
+    A class is constructed with `args`, a function gets them as keyword arguments.  Those of the overlong penalty and of the reward
+    manager are taken by every reward.  Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
     """
     if ":" not in name and name not in REGISTRY.names("reward") and (ours := sources.reward_of(name)) is not None:
         name = ours

@@ -77,6 +77,11 @@ class CodeReward:
         why = "" if verdict.right else f"{verdict.reason}: {verdict.detail}"
         return Score(value=value, parts={"tests_passed": share}, reason=why)
 
+    def gold_answer(self, task: Task) -> str | None:
+        """A solution that came with the row, so that `rft check` can try the tests."""
+        columns = (task.row.get(name) for name in ("canonical_solution", "solution"))
+        return next((text for text in columns if isinstance(text, str) and text.strip()), None)
+
     async def prepare(self, models: Any) -> None:
         """Refuses the machine before the first run is played, if it cannot keep programs in."""
         if isinstance(self.sandbox, Sandbox):

@@ -70,7 +70,9 @@ def adapt(fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs,
 def _home(fn: Callable[..., Any], key: str) -> tuple[str, str]:
     """(file, module) where a worker process finds the function; one of them is empty."""
     if "<" in fn.__qualname__:
-        raise ConfigError("reward_manager prime: the function must stand at the top of its file, where a process can import it", key=key)
+        raise ConfigError(
+            "reward_manager prime: the function must stand at the top of its file, where a process can import it", key=key
+        )
     file = getattr(sys.modules.get(fn.__module__), "__file__", None)
     return (str(file), "") if fn.__module__.startswith("rft_plugin_") else ("", fn.__module__)
 

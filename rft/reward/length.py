@@ -10,7 +10,7 @@ from rft.types.task import Task
 
 
 class LengthArgs(BaseModel):
-    """Lengths in tokens.  `most` null: no upper end.  `slope`: what an answer of twice `most`, or of nothing where `least` is asked, costs."""
+    """Lengths in tokens.  `most` null: no upper end.  `slope`: what twice `most`, or nothing where `least` is asked, costs."""
 
     model_config = ConfigDict(extra="forbid")
     least: int = Field(0, ge=0)

@@ -54,7 +54,9 @@ class ListReward:
         given = {**(_batch(task, transcripts) if self._batch else _trl(task, transcripts)), **self._args}
         given = {n: v for n, v in given.items() if self._any or n in self._named}
         if missing := sorted(self._needed - given.keys()):
-            raise ValueError(f"reward {self._name!r} wants {', '.join(missing)}; the rows of {task.taskset} have {', '.join(task.row)}")
+            raise ValueError(
+                f"reward {self._name!r} wants {', '.join(missing)}; the rows of {task.taskset} have {', '.join(task.row)}"
+            )
         fn = self._fn
         work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), "reward", error=error)
         results = await within(work, self._manager)

@@ -1,4 +1,4 @@
-"""veRL's reward managers by name: how a function that scores is called.  docs/howto/rewards.md says where ours differ.
+"""veRL's reward managers by name: how a function that scores is called.  docs/howto/reward.md says where ours differ.
 
     naive   one call for each answer, in a thread
     dapo    as naive, and a plain number is also the part `acc`; the penalty for long answers is `enable_overlong_penalty`

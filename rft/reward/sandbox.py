@@ -27,7 +27,9 @@ from rft.reward.box import jobs
 from rft.reward.box.host import LEVELS, Limits, SandboxError, SandboxUnavailable, Server
 from rft.reward.box.jobs import BrokenTests, Verdict
 
-__all__ = ["BrokenTests", "Calls", "Checks", "Judge", "Limits", "Pairs", "Sandbox", "SandboxError", "SandboxUnavailable", "Tests", "Verdict"]
+__all__ = [
+    "BrokenTests", "Calls", "Checks", "Judge", "Limits", "Pairs", "Sandbox", "SandboxError", "SandboxUnavailable", "Tests", "Verdict",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 _MEMO = 16384
@@ -144,7 +146,7 @@ class Sandbox:
 
 def open_server(levels: Sequence[str], python: str) -> Server:
     """A server of the first level that works here, as a program inside it shows.  Raises SandboxUnavailable."""
-    faults = []
+    faults: list[str] = []
     for level in levels:
         server = Server(level, python)
         try:

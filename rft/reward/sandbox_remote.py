@@ -40,7 +40,10 @@ if True:
 
 
 class RemoteSandbox:
-    """`url`: the service's address for running code.  At most `max_concurrent` requests at a time; one takes `grace_s` more than its program."""
+    """`url`: the service's address for running code.  At most `max_concurrent` requests at a time.
+
+    A request may take `grace_s` longer than compiling and running its program.
+    """
 
     def __init__(self, url: str, *, max_concurrent: int = 64, grace_s: float = 10.0, first_wait_s: float = _FIRST_WAIT_S) -> None:
         if not url.startswith(("http://", "https://")):
@@ -145,5 +148,7 @@ def _compared(output: str, wanted: Any, called: bool) -> Ran:
             value = json.loads(got) if found else None
         except (ValueError, RecursionError):
             return Ran("error", "the result is no JSON", b"")
-        right = bool(found) and (same(value, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and same(value, wanted[0])))
+        right = bool(found) and (
+            same(value, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and same(value, wanted[0]))
+        )
     return Ran("" if right else "wrong_answer", "" if right else f"gave {got.strip()[:200]!r}", b"")

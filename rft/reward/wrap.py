@@ -21,6 +21,8 @@ class Over:
     def __init__(self, inner: Reward, change: Change) -> None:
         self._inner, self._change = inner, change
         self.whole_group = bool(getattr(inner, "whole_group", False))
+        if callable(gold := getattr(inner, "gold_answer", None)):
+            self.gold_answer = gold
 
     async def __call__(self, task: Task, given: Any) -> Any:
         if not self.whole_group:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rft.types.completion import Score, Transcript, Turn
 from rft.logs import redact
+from rft.types.completion import Score, Transcript, Turn
 from rft.types.experience import Experience, from_completions
 from rft.types.ids import GroupId
 from rft.types.task import Task

@@ -15,10 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rft.errors import SetupError
 from rft.reward.box import wire
@@ -235,7 +233,3 @@ def _sites() -> list[str]:
 
 def remaining(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
-
-
-def names(levels: Sequence[str]) -> str:
-    return ", ".join(levels)

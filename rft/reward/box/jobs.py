@@ -88,7 +88,14 @@ def judge_calls(
 
 
 def judge_tests(
-    server: Server, program: str, tests: Sequence[str], limits: Limits, *, entry_point: str = "", prompt: str = "", all: bool = False
+    server: Server,
+    program: str,
+    tests: Sequence[str],
+    limits: Limits,
+    *,
+    entry_point: str = "",
+    prompt: str = "",
+    all: bool = False,
 ) -> Verdict:
     """Each test is code with asserts; one that defines `check` has it called with the function `entry_point`.
 
@@ -134,7 +141,11 @@ def run(server: Server, program: str, stdin: bytes, limits: Limits) -> Ran:
         output, errors, stopped = _talk(box, stdin, deadline, limits)
         status = box.end()
         if stopped:
-            return Ran(stopped, f"more than {limits.output_kb} KB" if stopped == "output" else f"no end after {limits.timeout_s:g} s", b"")
+            return Ran(
+                stopped,
+                f"more than {limits.output_kb} KB" if stopped == "output" else f"no end after {limits.timeout_s:g} s",
+                b"",
+            )
     if status == 0:
         return Ran("", "", output)
     return _ended(status, _last_line(errors), limits)
@@ -155,7 +166,8 @@ def same_output(got: str, wanted: str) -> bool:
     """Line by line, blanks at the ends aside; numbers with a point or exponent to a relative 1e-6."""
     mine, theirs = ([line.split() for line in text.strip().splitlines()] for text in (got, wanted))
     return len(mine) == len(theirs) and all(
-        len(a) == len(b) and all(x == y or _close(x, y) for x, y in zip(a, b, strict=True)) for a, b in zip(mine, theirs, strict=True)
+        len(a) == len(b) and all(x == y or _close(x, y) for x, y in zip(a, b, strict=True))
+        for a, b in zip(mine, theirs, strict=True)
     )
 
 

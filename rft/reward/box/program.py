@@ -75,7 +75,9 @@ def _answer(link: socket.socket, order: Any, names: dict[str, Any], held: list[A
         if isinstance(target, str) and target not in names:
             raise NameError(f"name {target!r} is not defined")
         thing = names[target] if isinstance(target, str) else held[target]
-        if verb == "attr":
+        if verb == "get":
+            reply = {"value": wire.encode(thing, hold)}
+        elif verb == "attr":
             reply = {"value": wire.encode(getattr(thing, order[2]), hold)}
         else:
             args = [given(a) for a in order[2]]

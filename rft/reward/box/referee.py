@@ -175,8 +175,9 @@ def _give(value: Any) -> Any:
 
 
 def _refer(value: Any) -> Any:
-    if isinstance(value, Stand) and isinstance(value._target, int):
-        return ["h", value._target, "object"]
+    if isinstance(value, Stand):
+        known = isinstance(value._target, int)
+        return ["h", value._target, "object"] if known else value._link.ask(["get", value._target]).get("value")
     if isinstance(value, wire.Handle):
         return ["h", value.id, value.kind]
     raise NameError(f"tests can hand over plain data only, not {type(value).__name__}")

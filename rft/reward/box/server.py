@@ -164,14 +164,19 @@ def _child(order: dict[str, Any], fds: dict[str, int], level: str, parent: int) 
 def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | None]:
     """0, 1, 2 are what was given or nothing, 3 and 4 the sockets; all others are closed."""
     nothing = os.open("/dev/null", os.O_RDWR)
-    order = [fds.get("stdin", nothing), fds.get("stdout", nothing), fds.get("stderr", nothing), fds["channel"], fds.get("link", nothing)]
+    order = [
+        fds.get("stdin", nothing),
+        fds.get("stdout", nothing),
+        fds.get("stderr", nothing),
+        fds["channel"],
+        fds.get("link", nothing),
+    ]
     high = [os.dup2(fd, 100 + i) for i, fd in enumerate(order)]
     for i, fd in enumerate(high):
         os.dup2(fd, i, inheritable=i < 3)
     os.closerange(5, 1024)
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115, PTH123  # type: ignore[misc]
-    for fd, name in ((1, "stdout"), (2, "stderr")):
-        stream = io.TextIOWrapper(open(fd, "wb", closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115, PTH123
+    for fd, name, mode in ((0, "stdin", "rb"), (1, "stdout", "wb"), (2, "stderr", "wb")):
+        stream = io.TextIOWrapper(open(fd, mode, closefd=False), encoding="utf-8", errors="replace")  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     return socket.socket(fileno=3), socket.socket(fileno=4) if "link" in fds else None
@@ -179,7 +184,10 @@ def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | No
 
 def _limit(order: dict[str, Any], level: str) -> None:
     memory, file = order["memory_mb"] << 20, order["file_mb"] << 20
-    own_user, own_space = os.geteuid() == 0, level == "namespaces"  # else the account's other processes count, and none may be started
+    own_user, own_space = (
+        os.geteuid() == 0,
+        level == "namespaces",
+    )  # else the account's other processes count, and none may be started
     tasks = 64 + order["processes"] if own_user else 512 if own_space else resource.RLIM_INFINITY
     for what, most in (
         (resource.RLIMIT_CPU, order["cpu_s"]),

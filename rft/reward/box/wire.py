@@ -81,9 +81,9 @@ def encode(value: Any, hold: Callable[[Any], Any]) -> Any:
         return value
     if kind.__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), hold)
-    for base, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "f"), (deque, "q")):
+    for base, tag, items in _BASES:
         if isinstance(value, base):
-            return [tag, [encode(v, hold) for v in base.__iter__(value)]]
+            return [tag, [encode(v, hold) for v in items(value)]]
     if isinstance(value, dict):
         return ["d", [[encode(k, hold), encode(v, hold)] for k, v in dict.items(value)]]
     if isinstance(value, Mapping):
@@ -92,6 +92,12 @@ def encode(value: Any, hold: Callable[[Any], Any]) -> Any:
         return ["i", [encode(v, hold) for v in _first(value)]]
     plain = _scalar(value)
     return plain if plain is not None else hold(value)
+
+
+_BASES: tuple[tuple[type, str, Callable[[Any], Iterator[Any]]], ...] = (
+    (list, "l", list.__iter__), (tuple, "t", tuple.__iter__), (set, "s", set.__iter__), (frozenset, "f", frozenset.__iter__),
+    (deque, "q", deque.__iter__),
+)  # fmt: skip
 
 
 def _scalar(value: Any) -> Any:
@@ -127,7 +133,7 @@ def decode(message: Any) -> Any:
     """The value.  Raises Unreadable for what `encode` would not have made."""
     try:
         return _decode(message)
-    except (TypeError, ValueError, IndexError, RecursionError, ArithmeticError) as e:
+    except (TypeError, ValueError, LookupError, RecursionError, ArithmeticError) as e:
         raise Unreadable(f"no value: {type(e).__name__}") from None
 
 

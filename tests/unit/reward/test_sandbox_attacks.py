@@ -21,7 +21,7 @@ from rft.reward.box.host import LEVELS, Limits, SandboxUnavailable, Server
 from rft.reward.box.jobs import Verdict
 from rft.reward.sandbox import open_server
 
-LIMITS = Limits(timeout_s=0.6, memory_mb=256, output_kb=64, file_mb=4)
+LIMITS = Limits(timeout_s=0.4, memory_mb=256, output_kb=64, file_mb=4)
 TESTS = ["def check(candidate):\n    assert candidate(3) == 10\n    assert candidate([1, 2]) == {'a': (1, 2)}"]
 WRONG = {"wrong_answer"}
 ENDED = {"exit", "error", "killed", "crash"}
@@ -43,7 +43,8 @@ ATTACKS: dict[str, tuple[str, set[str]]] = {
         "def f(x): return 'daemon'",
         WRONG,
     ),
-    "threads": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", {"error", "memory"}),
+    "threads": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", {"error", "memory",
+    "timeout"}),
     "100 GB": ("x = bytearray(100 << 30)", {"memory"}),
     "100 GB, little by little": ("def f(x):\n    a = []\n    while True: a.append(bytes(1 << 20))", {"memory"}),
     "network": ("import socket\nsocket.create_connection(('127.0.0.1', PORT), 5).send(b'hello')", {"error"}),
@@ -123,7 +124,7 @@ ATTACKS: dict[str, tuple[str, set[str]]] = {
     "another program": ("import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 0'])", {"error"}),
     "raised limits": ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", {"error"}),
     "crash": ("import ctypes\nctypes.string_at(0)", {"crash"}),
-    "deep recursion": ("import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(x): return f(x)", {"crash", "error", "memory"}),
+    "deep recursion": ("import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(x): return f(x)", {"crash", "error", "memory", "timeout"}),
     "shared memory": (
         "from multiprocessing import shared_memory\nshared_memory.SharedMemory(name='rft-escape', create=True, size=10)", {"error"},
     ),
@@ -183,11 +184,24 @@ def _secret_is_open(server: Server, name: str) -> bool:
     return server.level == "seccomp" and os.geteuid() != 0 and name in ("read a secret", "read ~/.ssh")
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-@pytest.mark.parametrize("way", ["tests", "pairs"])
+WAYS = [("tests", name) for name in ATTACKS] + [
+    ("pairs", name) for name in ("infinite loop", "print a verdict", "sys.exit(0)", "flood", "flood of errors", "read a secret",
+    "kill everybody")
+]  # fmt: skip
+
+
+SAME = {  # at every level the same code stands against them
+    "100 GB", "100 GB, little by little", "print a verdict", "claim to be loaded", "sys.exit(0)", "os._exit(0)",
+    "SystemExit in the function",
+    "patched builtins", "agrees with everything", "search memory for the result", "crash", "deep recursion", "flood", "flood of errors",
+    "endless answer", "huge answer", "answer without bottom", "sleep", "loop in the function", "raised limits", "another program",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "name"), WAYS)
 def test_attack(name: str, way: str, server: Server, listener: Any, place: Path) -> None:
-    if way == "pairs" and server.level != LEVELS[0]:
-        pytest.skip("once is enough")
+    if server.level != LEVELS[0] and (way == "pairs" or name in SAME):
+        pytest.skip("the same at every level")
     port, tcp, udp = listener
     body, reasons = ATTACKS[name]
     program = _names(place, port) + body
