@@ -61,6 +61,11 @@ class RunContext:
         self.seed = seed
         self.models = models
 
+    @property
+    def policy(self) -> ChatModel:
+        """The policy's engine itself; its calls are not recorded (`chat` is)."""
+        return self._model
+
     def model(self, name: str) -> ChatModel:
         """The auxiliary model `name`.  Raises KeyError that lists what there is."""
         if name not in self.models:

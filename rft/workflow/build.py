@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from rft.reward.build import build as build_reward
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, Workflow
+from rft.workflow.isolated import Place
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Recipe:
     make: Callable[[], Workflow]
     blocking: bool  # `run` is an ordinary function
     reward: Reward | None
+    place: Place | None = None  # where its runs are forked, if the class says `isolated`
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
     plays_group: bool = False  # it has `run_group(task, contexts)`: one object plays all runs of a task
 
     @property
@@ -64,7 +67,10 @@ class Recipes:
         await asyncio.shield(ready[1])
 
     async def close(self) -> None:
-        """Closes the rewards that were prepared, last first."""
+        """Closes the rewards that were prepared, last first, and the processes that isolated runs are forked from."""
+        for recipe in self._built.values():
+            if recipe.place is not None:
+                recipe.place.close()
         while self._ready:
             _, (reward, _) = self._ready.popitem()
             if callable(close := getattr(reward, "close", None)):
@@ -91,4 +97,8 @@ def _build(task: Task) -> Recipe:
     keywords = checked_args(plugin, task.workflow_args, key=f"{where}.workflow_args")
     reward = None if task.reward is None else build_reward(task.reward, task.reward_args, key=f"{where}.reward_fn_args")
     blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
-    return Recipe(task.workflow, lambda: cls(**keywords), blocking, reward, plays_group)
+    wanted = getattr(cls, "isolated", False)
+    place = None if wanted is False else Place(cls, wanted, key=f"{where}.workflow")
+    return Recipe(
+        task.workflow, lambda: cls(**keywords), blocking, reward, place=place, keywords=keywords, plays_group=plays_group
+    )

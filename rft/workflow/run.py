@@ -28,6 +28,7 @@ from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.workflow.base import RunContext
 from rft.workflow.build import Recipe
+from rft.workflow.isolated import IsolatedRunFailed, Place
 from rft.workflow.record import cut, experiences, value
 
 log = logging.getLogger(__name__)
@@ -205,12 +206,27 @@ async def play_together(task: Task, recipe: Recipe, contexts: Sequence[RunContex
 
 async def _play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
     try:
+        if recipe.place is not None:
+            return await _isolated(recipe, recipe.place, task, ctx)
         if recipe.blocking:
             return await _blocking(recipe, task, ctx)
         made: Any = recipe.make()
         return await (made.run(task, ctx) if isinstance(ctx, RunContext) else made.run_group(task, list(ctx)))
     except SystemExit as e:
         raise RunError(f"workflow {recipe.name} called sys.exit({e.code!r})") from e
+
+
+async def _isolated(recipe: Recipe, place: Place, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
+    """In a process of its own; what is raised there is told with its own traceback."""
+    several = [ctx] if isinstance(ctx, RunContext) else ctx
+    try:
+        done = await place.play(task, recipe.keywords, several, together=recipe.plays_group)
+    except IsolatedRunFailed as e:
+        first, _, rest = str(e).partition("\n")
+        error = RunError(first)
+        error.add_note(rest)
+        raise error from None
+    return done[0] if isinstance(ctx, RunContext) else done
 
 
 async def _within(work: Any, timeout_s: float, what: str) -> Any:
