@@ -46,6 +46,9 @@ class WeightedReward:
         self._made: dict[str, Reward] = {
             name: build(part.reward, part.args, key=f"rewards.{name}.args") for name, part in self._parts.items()
         }
+        golds = (gold for made in self._made.values() if callable(gold := getattr(made, "gold_answer", None)))
+        if (gold := next(golds, None)) is not None:  # what `rft check` may score
+            self.gold_answer = gold
         self.whole_group = any(_of_groups(made) for made in self._made.values())
 
     async def __call__(self, task: Task, given: Any) -> Any:

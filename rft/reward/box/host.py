@@ -23,6 +23,7 @@ from rft.reward.box import wire
 
 LEVELS = ("namespaces", "seccomp")
 START_S = 60.0  # a fork on a machine that is busy; and the server's first imports
+_HANGING_UP_S = 1.0
 END_S = 20.0  # for the kernel to take away a killed program
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from rft.reward.box.server import main; main(sys.argv[1:])"
 
@@ -87,6 +88,11 @@ class Box:
         if (status := self.wait(END_S)) is None:
             raise SandboxError(f"a killed program was still there after {END_S:g} s")
         return status
+
+    def ended(self) -> int:
+        """The status of a process that has hung up: it is about to end by itself, and only else killed."""
+        status = self.wait(_HANGING_UP_S)
+        return self.end() if status is None else status
 
     def close(self) -> None:
         self.leash.close()

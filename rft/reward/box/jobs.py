@@ -80,7 +80,7 @@ def judge_calls(
                 box.end()
                 return Ran("timeout", f"no answer after {limits.timeout_s:g} s", b"")
             except (wire.Closed, wire.Unreadable, OSError) as e:
-                return _ended(box.end(), str(e), limits)
+                return _ended(box.ended(), str(e), limits)
             right = wire.same(got, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and wire.same(got, wanted[0]))
             return Ran("" if right else "wrong_answer", "" if right else f"{function} gave {_short(got)}", b"")
 
@@ -118,7 +118,7 @@ def judge_tests(
         except TimeoutError:
             return Verdict(0, len(tests), "timeout", f"no verdict after {limits.timeout_s:g} s")
         except (wire.Closed, OSError):
-            status = referee.end()
+            status = referee.ended()
             if status in (_XCPU, _KILLED):
                 return Verdict(0, len(tests), "timeout", "the tests used up their processor time")
             raise SandboxError(f"the tests' process ended without a verdict (status {status})") from None
@@ -126,7 +126,7 @@ def judge_tests(
             raise BrokenTests(f"the tests cannot be run: {said['broken']}")
         reason, detail = said["reason"], said["detail"]
         if reason == "gone":
-            ended = _ended(box.end(), detail, limits)
+            ended = _ended(box.ended(), detail, limits)
             reason, detail = ended.reason, ended.detail
         elif "MemoryError" in detail:
             reason = "memory"
@@ -203,7 +203,7 @@ def _load(box: Box, program: str, limits: Limits) -> tuple[Ran | None, float]:
     except TimeoutError:
         return Ran("timeout", f"loading took longer than {limits.timeout_s:g} s", b""), deadline
     except (wire.Closed, wire.Unreadable, OSError):
-        return _ended(box.end(), "it ended while it was loaded", limits), deadline
+        return _ended(box.ended(), "it ended while it was loaded", limits), deadline
     if said == {"loaded": True}:
         return None, deadline
     error = str(said.get("error") if isinstance(said, dict) else said)[:500]
