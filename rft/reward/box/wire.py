@@ -177,10 +177,17 @@ def same(got: Any, wanted: Any) -> bool:
     if isinstance(got, bool) or isinstance(wanted, bool):
         return got is wanted
     if isinstance(got, int | float) and isinstance(wanted, int | float):
-        return got == wanted or (isinstance(got + wanted, float) and math.isclose(got, wanted, rel_tol=1e-9, abs_tol=1e-12))
+        return got == wanted or (float in (type(got), type(wanted)) and _close(got, wanted))
     if isinstance(got, list | tuple) and isinstance(wanted, list | tuple):
         return len(got) == len(wanted) and all(map(same, got, wanted))
     if isinstance(got, dict) and isinstance(wanted, dict):
         mine, theirs = ({str(k): v for k, v in d.items()} for d in (got, wanted))
         return mine.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in mine.items())
     return type(got) is type(wanted) and bool(got == wanted)
+
+
+def _close(a: float, b: float) -> bool:
+    try:
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    except OverflowError:  # an int beyond all floats
+        return False

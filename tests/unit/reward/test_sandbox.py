@@ -113,6 +113,17 @@ def test_calls_and_shares(server: Server) -> None:
     assert jobs.judge_tests(server, "def g(x): return x", asserts, LIMITS).passed == 1
 
 
+@pytest.mark.parametrize(
+    ("got", "wanted", "equal"),
+    [
+        (0.1 + 0.2, 0.3, True), (1, 1.0, True), (10**400, 1.5, False), (float("nan"), 1.0, False), (True, 1, False), ((1, [2]), [1, (2,)], True),
+        ({1: "a"}, {"1": "a"}, True), ({1: "a"}, {"2": "a"}, False), ("1", 1, False), ({1}, {1}, True), ({1}, [1], False), (None, None, True),
+    ],
+)  # fmt: skip
+def test_equal_values(got: Any, wanted: Any, equal: bool) -> None:
+    assert wire.same(got, wanted) is equal
+
+
 def test_tests_that_are_wrong_say_nothing_about_the_program(server: Server) -> None:
     for test, why in [
         ("assert f(1) == (", "SyntaxError"), ("import no_such_module", "No module named"), ("def check(c):\n    x += c(1)",

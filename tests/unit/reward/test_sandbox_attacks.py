@@ -22,6 +22,7 @@ from rft.reward.box.jobs import Verdict
 from rft.reward.sandbox import open_server
 
 LIMITS = Limits(timeout_s=0.4, memory_mb=256, output_kb=64, file_mb=4)
+BUSY_S = 10.0  # for setting up boxes on a machine that does much else
 TESTS = ["def check(candidate):\n    assert candidate(3) == 10\n    assert candidate([1, 2]) == {'a': (1, 2)}"]
 WRONG = {"wrong_answer"}
 ENDED = {"exit", "error", "killed", "crash"}
@@ -113,12 +114,14 @@ ATTACKS: dict[str, tuple[str, set[str]]] = {
     ),
     "memory of another process": ("import os\nopen(f'/proc/{os.getppid()}/mem', 'r+b').read(1)", {"error"}),
     "trace another process": (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nif libc.ptrace(16, CALLER, 0, 0): raise OSError(ctypes.get_errno(), 'ptrace')",
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.ptrace(16, CALLER, 0, 0): raise OSError(ctypes.get_errno(), 'ptrace')",
         {"error"},
     ),
     "become root": ("import os\nos.setuid(0)", {"error"}),
     "new namespaces": (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nif libc.unshare(0x10020000): raise OSError(ctypes.get_errno(), 'unshare')",
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "if libc.unshare(0x10020000): raise OSError(ctypes.get_errno(), 'unshare')",
         {"error"},
     ),
     "another program": ("import os\nos.execv('/bin/sh', ['sh', '-c', 'exit 0'])", {"error"}),
@@ -218,7 +221,7 @@ def test_attack(name: str, way: str, server: Server, listener: Any, place: Path)
     if not _secret_is_open(server, name):
         assert verdict.reason in reasons, verdict
     assert verdict.detail and "s3cret" not in verdict.detail.replace("s3cret-10", "")
-    assert took < LIMITS.timeout_s + 1 + 2, verdict  # the last: setting up boxes on a busy machine
+    assert took < LIMITS.timeout_s + 1 + BUSY_S, verdict
     assert not (place / "mark").exists() and not Path("/rft-escape").exists() and not Path("/dev/shm/rft-escape").exists()
     for sock in (tcp, udp):
         with pytest.raises(BlockingIOError):
@@ -254,7 +257,8 @@ def test_a_box_dies_with_its_caller(tmp_path: Path) -> None:
     """kill -9 of the process that judges: the program, which would run on, ends as well."""
     read, write = os.pipe()
     caller = (
-        "import sys\nfrom rft.reward.box import jobs\nfrom rft.reward.box.host import Limits\nfrom rft.reward.sandbox import open_server, LEVELS\n"
+        "import sys\nfrom rft.reward.box import jobs\nfrom rft.reward.box.host import Limits\n"
+        "from rft.reward.sandbox import open_server, LEVELS\n"
         "s = open_server(LEVELS, sys.executable)\nprint('up', flush=True)\n"
         "jobs.run(s, 'import time; time.sleep(1000)', b'', Limits(timeout_s=1000))\n"
     )
