@@ -7,6 +7,7 @@ Invariant: a run gives at least one experience, whose id carries the attempt it 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import time
@@ -20,7 +21,7 @@ import msgspec
 from rft.engine.base import PromptTooLong
 from rft.errors import RftError
 from rft.logs import redact
-from rft.reward.base import score, score_group
+from rft.reward.base import checked, score_group
 from rft.threads import in_thread
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.experience import Experience, failed
@@ -324,7 +325,7 @@ def check_transcript(transcript: Any, recipe: Recipe) -> None:
 async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: float) -> Score | None:
     """The score of the whole run; None where its calls have their own."""
     if transcript.score is not None:
-        return await score(lambda _task, done: done.score, task, transcript)
+        return checked(transcript.score)
     own = [any(t.score is not None for t in turns) for turns in cut(transcript)]
     if any(own):
         if not all(own):
@@ -332,9 +333,12 @@ async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: 
         return None
     if recipe.reward is None:
         raise RunError(f"workflow {recipe.name} gave no score and taskset {task.taskset} names no reward")
-    reward = recipe.reward
-    got: Score = await _within(score(reward, task, transcript), timeout_s, f"reward {task.reward}")
-    return got
+    result = recipe.reward(
+        task, transcript
+    )  # an ordinary function has no deadline to wait for: it is done, or it holds up everybody
+    if inspect.isawaitable(result):
+        result = await _within(result, timeout_s, f"reward {task.reward}")
+    return checked(result)
 
 
 def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:
