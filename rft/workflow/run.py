@@ -7,6 +7,7 @@ Invariant: a run gives at least one experience, whose id carries the attempt it 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
@@ -112,7 +113,7 @@ async def play_one(
         began = time.monotonic()
         try:
             transcript = await _within(
-                _play(recipe, task, context(run, attempt)), limits.max_timeout_s, f"workflow {recipe.name}"
+                _play(recipe, _own(task), context(run, attempt)), limits.max_timeout_s, f"workflow {recipe.name}"
             )
             check_transcript(transcript, recipe)
             return Run(run, attempt, time.monotonic() - began, transcript)
@@ -187,7 +188,7 @@ async def play_together(task: Task, recipe: Recipe, contexts: Sequence[RunContex
     began = time.monotonic()
     took = lambda: time.monotonic() - began  # noqa: E731
     try:
-        got = await _within(_play(recipe, task, contexts), limits.max_timeout_s, f"workflow {recipe.name}")
+        got = await _within(_play(recipe, _own(task), contexts), limits.max_timeout_s, f"workflow {recipe.name}")
         if not isinstance(got, list | tuple) or len(got) != len(contexts):
             raise RunError(f"workflow {recipe.name}: run_group must return a list of {len(contexts)} transcripts")
     except RftError:
@@ -215,6 +216,11 @@ async def _play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContex
         return await (made.run(task, ctx) if isinstance(ctx, RunContext) else made.run_group(task, list(ctx)))
     except SystemExit as e:
         raise RunError(f"workflow {recipe.name} called sys.exit({e.code!r})") from e
+
+
+def _own(task: Task) -> Task:
+    """The task with a row of its own, so that a workflow that changes it changes nothing for other runs and for the reward."""
+    return msgspec.structs.replace(task, row=copy.deepcopy(task.row)) if task.row else task
 
 
 async def _isolated(recipe: Recipe, place: Place, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
