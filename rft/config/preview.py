@@ -256,7 +256,11 @@ async def _scores(task: Task, reward: Any, answers: list[str]) -> list[float]:
             result = await asyncio.wait_for(score(reward, task, said), REWARD_TIMEOUT_S)
         return result.value if result.value is not None else float("-inf")
 
-    return [await one(text) for text in (*answers, "")]
+    try:
+        return [await one(text) for text in (*answers, "")]
+    finally:
+        if callable(close := getattr(reward, "close", None)):
+            await close()
 
 
 def _said(task: Task, text: str) -> Transcript:

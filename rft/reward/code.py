@@ -87,6 +87,9 @@ class CodeReward:
         if isinstance(self.sandbox, Sandbox):
             await asyncio.to_thread(self.sandbox.level)
 
+    async def close(self) -> None:
+        await asyncio.to_thread(self.sandbox.close)
+
     async def _judge(self, program: str, checks: Checks) -> Verdict:
         verdict = await self.sandbox.judge(program, checks, self.limits)
         if verdict.right or not self.args.continuous:

@@ -8,12 +8,10 @@ program from the network, from its limits' other side or from outliving its run 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
+from rft.reward import pool
 from rft.reward.box import jobs
 from rft.reward.box.host import LEVELS, Limits, SandboxError, SandboxUnavailable, Server
 from rft.reward.box.jobs import BrokenTests, Verdict
@@ -33,7 +32,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _MEMO = 16384
-_SANDBOXES: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 _SELF_TEST = """
 import socket, wave, json
 try:
@@ -77,12 +75,18 @@ class Judge(Protocol):
 
     async def judge(self, program: str, checks: Checks, limits: Limits, *, all: bool = False) -> Verdict: ...
 
+    def close(self) -> None:
+        """Waits for what is under way and ends everything.  The next call starts anew."""
+        ...
+
 
 class Sandbox:
-    """On this machine, at most `size` programs at a time.  Usable from any thread and any event loop.
+    """On this machine, at most `size` programs at a time.  Usable from any thread and any event loop; ended by `pool.close_all`.
 
     `levels`: which ways of closing a program off are accepted, best first.
     """
+
+    name = "sandbox"  # in the metrics reward/sandbox/calls, memo_hits, timeouts, restarts
 
     def __init__(self, *, size: int | None = None, levels: Sequence[str] = LEVELS, python: str = sys.executable) -> None:
         self._size = size if size is not None else max(2, min(16, os.cpu_count() or 1))
@@ -92,24 +96,29 @@ class Sandbox:
         self._memo: OrderedDict[bytes, Verdict] = OrderedDict()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
-        _SANDBOXES.add(self)
+        self.calls = self.memo_hits = self.timeouts = self.restarts = 0
+        pool.register(self)
 
     async def judge(self, program: str, checks: Checks, limits: Limits, *, all: bool = False) -> Verdict:
         """The verdict on `program`; see `Judge`."""
         key = xxhash.xxh3_128_digest(msgspec.msgpack.encode([program, type(checks).__name__, checks, limits, all]))
         with self._lock:
+            self.calls += 1
             if (known := self._memo.get(key)) is not None:
+                self.memo_hits += 1
                 self._memo.move_to_end(key)
                 return known
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._size, thread_name_prefix="sandbox")
             job = self._threads.submit(self._judge, program, checks, limits, all)
         verdict = await asyncio.wrap_future(job)
-        if verdict.reason not in ("timeout", "killed"):
-            with self._lock:
-                self._memo[key] = verdict
-                if len(self._memo) > _MEMO:
-                    self._memo.popitem(last=False)
+        with self._lock:
+            if verdict.reason in ("timeout", "killed"):
+                self.timeouts += 1
+                return verdict
+            self._memo[key] = verdict
+            if len(self._memo) > _MEMO:
+                self._memo.popitem(last=False)
         return verdict
 
     def level(self) -> str:
@@ -118,6 +127,7 @@ class Sandbox:
 
     def _judge(self, program: str, checks: Checks, limits: Limits, all: bool) -> Verdict:
         server = self._open()
+        self.restarts = max(0, server.starts - 1)
         if isinstance(checks, Pairs):
             return jobs.judge_pairs(server, program, checks.pairs, limits, all=all)
         if isinstance(checks, Calls):
@@ -133,7 +143,7 @@ class Sandbox:
             return self._server
 
     def close(self) -> None:
-        """Ends everything.  The next call starts anew."""
+        """See `Judge`."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
@@ -172,12 +182,3 @@ def open_server(levels: Sequence[str], python: str) -> Server:
         "--security-opt seccomp=unconfined), and a Python that other users can read.  Or name a remote sandbox in "
         "reward_fn_args.sandbox_url"
     )
-
-
-def close_all() -> None:
-    """Ends the sandboxes of this process."""
-    for sandbox in list(_SANDBOXES):
-        sandbox.close()
-
-
-atexit.register(close_all)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rft.errors import ConfigError
@@ -49,7 +50,9 @@ class RemoteSandbox:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"sandbox_url is {url!r}; it begins with http:// or https://", given=url)
         self._url, self._grace_s, self._first_wait_s = url, grace_s, first_wait_s
-        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="sandbox-remote")
+        self._max_concurrent = max_concurrent
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
 
     async def judge(self, program: str, checks: Checks, limits: Limits, *, all: bool = False) -> Verdict:
         """As `rft.reward.sandbox.Judge`; tests that are code are refused, since there they would run beside the program."""
@@ -90,7 +93,7 @@ class RemoteSandbox:
         body = json.dumps(request).encode()
         why = ""
         for attempt in range(ATTEMPTS):
-            status, answer, retry_after = await asyncio.wrap_future(self._threads.submit(self._post, body, limits.timeout_s))
+            status, answer, retry_after = await asyncio.wrap_future(self._submit(body, limits.timeout_s))
             if status == 200:
                 ran, why = _read(answer)
                 if ran is not None:
@@ -103,6 +106,12 @@ class RemoteSandbox:
                 wait = min(_LONGEST_WAIT_S, self._first_wait_s * 2**attempt * random.uniform(0.5, 1.5))
                 await asyncio.sleep(max(wait, min(retry_after, _LONGEST_WAIT_S)))
         raise SandboxError(f"the sandbox at {self._url} gave no result: {why}")
+
+    def _submit(self, body: bytes, timeout_s: float) -> Future[tuple[int, bytes, float]]:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="sandbox-remote")
+            return self._threads.submit(self._post, body, timeout_s)
 
     def _post(self, body: bytes, timeout_s: float) -> tuple[int, bytes, float]:
         """(HTTP status or 0, body or what went wrong, seconds that the service asks to wait)."""
@@ -118,7 +127,11 @@ class RemoteSandbox:
             return 0, f"{type(e).__name__}: {e}".encode(), 0.0
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """See `rft.reward.sandbox.Judge`."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True, cancel_futures=True)
 
 
 def _read(answer: bytes) -> tuple[Ran | None, str]:

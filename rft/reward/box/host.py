@@ -111,6 +111,7 @@ class Server:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count()
+        self.starts = 0
 
     @property
     def pid(self) -> int | None:
@@ -205,6 +206,7 @@ class Server:
             raise SandboxError(said["error"])
         ours.settimeout(None)
         self._control = ours
+        self.starts += 1
         return ours
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from rft.reward.box import jobs, wire
 from rft.reward.box.host import LEVELS, Box, Limits, SandboxError, Server
+from rft.reward.pool import counts
 from rft.reward.sandbox import BrokenTests, Calls, Pairs, Sandbox, SandboxUnavailable, Tests, open_server
 
 LIMITS = Limits(timeout_s=20)
@@ -116,8 +117,10 @@ def test_calls_and_shares(server: Server) -> None:
 @pytest.mark.parametrize(
     ("got", "wanted", "equal"),
     [
-        (0.1 + 0.2, 0.3, True), (1, 1.0, True), (10**400, 1.5, False), (float("nan"), 1.0, False), (True, 1, False), ((1, [2]), [1, (2,)], True),
-        ({1: "a"}, {"1": "a"}, True), ({1: "a"}, {"2": "a"}, False), ("1", 1, False), ({1}, {1}, True), ({1}, [1], False), (None, None, True),
+        (0.1 + 0.2, 0.3, True), (1, 1.0, True), (10**400, 1.5, False), (float("nan"), 1.0, False), (True, 1, False),
+        ((1, [2]), [1, (2,)], True),
+        ({1: "a"}, {"1": "a"}, True), ({1: "a"}, {"2": "a"}, False), ("1", 1, False), ({1}, {1}, True),
+        ({1}, [1], False), (None, None, True),
     ],
 )  # fmt: skip
 def test_equal_values(got: Any, wanted: Any, equal: bool) -> None:
@@ -216,6 +219,7 @@ async def test_the_server_is_started_again(sandbox: Sandbox) -> None:
     assert (await sandbox.judge("print(2)", Pairs([("", "2")]), LIMITS)).right
     assert (await sandbox.judge("def f(x): return x", Tests(["assert f(1) == 1"]), LIMITS)).right
     assert (await sandbox.judge("def f(x): return x", Calls("f", [([1], 1)]), LIMITS)).right
+    assert counts()["sandbox/restarts"] == 1 and counts()["sandbox/calls"] == 4
 
 
 def test_a_machine_without_protection_is_refused(tmp_path: Path) -> None:
