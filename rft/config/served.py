@@ -59,11 +59,6 @@ def engines(
             "in explorer.auxiliary_models",
             given="external",
         )
-    if e.external_model_config is not None:
-        p.warn(
-            f"{key}.external_model_config ({', '.join(sorted(e.external_model_config.model_fields_set)) or 'empty'}) has no effect: the "
-            "policy is a local model; write it below explorer.auxiliary_models"
-        )
     if e.ignore_eos:
         p.warn(f"{key}.ignore_eos: every response is written up to max_tokens, in training and evaluation")
     template = model.custom_chat_template

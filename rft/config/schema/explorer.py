@@ -130,6 +130,14 @@ class ServedModelConfig(Section):
 class InferenceModelConfig(ServedModelConfig):
     """The engines of the policy.  Null values are chosen for the device or taken from `model`."""
 
+    external_model_config: ExternalModelConfig | None = key(
+        None,
+        "For auxiliary models.",
+        later=Later(
+            "the policy is a local model, whose tokens and weights are known; name a server in explorer.auxiliary_models"
+        ),
+    )
+
     tokenization_check: Annotated[Literal["strict", "warn", "off"], IgnoreCase] = key(
         "off",
         "Compare the tokens of several turns with those of the whole chat tokenized at once: end the run (strict), count and warn once "

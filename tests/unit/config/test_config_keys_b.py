@@ -69,7 +69,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", REFUSED),
     ("data_processor.task_pipeline", "null", "3", RUNS),
     ("data_processor.task_pipeline.num_process", "3", "0", RUNS),  # the others: test_config_tasksets.py
-    ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", REFUSED),
+    ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", RUNS),
     ("explorer.over_rollout.wait_after_min", "5", "-1", RUNS),
     ("explorer.over_rollout.return_partial_tasks", "true", "maybe", RUNS),
     ("explorer.dynamic_timeout.enable", "true", "maybe", RUNS),
@@ -93,11 +93,10 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.concurrent_mode", "Multi-Threading", "threads", RUNS),
     ("ignore_validator_suggestions", "true", "maybe", RUNS),
     (f"{ENGINE}.name", "policy", "a/b", RUNS),
-    (f"{ENGINE}.engine_type", "OpenAI", "mystery", REFUSED),
     (f"{ENGINE}.engine_type", "vllm_async", "mystery", RUNS),
     (f"{ENGINE}.external_model_config", "{enable: true}", "{enable: 3}", REFUSED),
-    (f"{ENGINE}.data_parallel_size", "2", "0", REFUSED),
-    (f"{ENGINE}.pipeline_parallel_size", "2", "0", REFUSED),
+    (f"{ENGINE}.data_parallel_size", "2", "0", RUNS),
+    (f"{ENGINE}.pipeline_parallel_size", "2", "0", RUNS),
     (f"{ENGINE}.ignore_eos", "true", "maybe", RUNS),
     (f"{ENGINE}.enable_chunked_prefill", "false", "maybe", RUNS),
     (f"{ENGINE}.disable_log_stats", "false", "maybe", RUNS),
@@ -107,10 +106,9 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     (f"{ENGINE}.api_key", "EMPTY", "[1]", WARNS),
     (f"{ENGINE}.enable_history", "false", "maybe", RUNS),
     (f"{ENGINE}.use_v1", "false", "maybe", RUNS),
-    (f"{ENGINE}.tokenization_check", "Strict", "on", WARNS),
-    (f"{ENGINE}.tool_call_parser", "hermes", "[1]", REFUSED),
-    (f"{ENGINE}.reasoning_parser", "deepseek_r1", "[1]", REFUSED),
-    (f"{ENGINE}.enable_auto_tool_choice", "true", "maybe", REFUSED),
+    (f"{ENGINE}.tokenization_check", "Strict", "on", RUNS),
+    (f"{ENGINE}.tool_call_parser", "hermes", "[1]", RUNS),
+    (f"{ENGINE}.reasoning_parser", "deepseek_r1", "[1]", RUNS),
     (f"{ENGINE}.fully_sharded_loras", "true", "maybe", WARNS),
     (f"{ENGINE}.max_cpu_loras", "2", "0", WARNS),
     (f"{ENGINE}.max_model_len", "64", "1", RUNS),
@@ -168,9 +166,11 @@ def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
 
 def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
     names = {key for key, _ in listed()}
-    assert {"explorer.auxiliary_models", "buffer.trainer_input.auxiliary_buffers", "synchronizer.staleness_threshold"} <= names
-    used = waiting("explorer.auxiliary_models=[{model_path: J, engine_num: 2}, {model_path: K}]")
-    assert set(used) == {f"explorer.auxiliary_models[{k}" for k in ("0].model_path", "0].engine_num", "1].model_path")}
+    assert {
+        "explorer.rollout_model.external_model_config",
+        "buffer.trainer_input.auxiliary_buffers",
+        "synchronizer.staleness_threshold",
+    } <= names
     used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
 
@@ -278,7 +278,7 @@ def test_transport_and_style_that_come_later_leave_a_plan() -> None:
     declared = ("cluster.node_num=2", "cluster.gpu_per_node=2", "trainer.world_size=2", "synchronizer.sync_method=nccl")
     assert plan(*declared).sync.method == "checkpoint"
     assert plan("synchronizer.sync_style=fully_async").sync.style == "fixed"
-    assert plan(f"{ENGINE}.engine_type=external").engines[0].engine_type == "vllm"
+    assert "cannot be the policy" in messages(f"{ENGINE}.engine_type=OpenAI")[f"{ENGINE}.engine_type"]
 
 
 def test_over_rollout_needs_steps_that_may_be_short() -> None:
@@ -342,7 +342,7 @@ def test_all_engines_are_counted() -> None:
     p = plan(*eight, f"{ENGINE}.engine_num=2", judges)
     assert (p.cluster.auxiliary_gpus, p.cluster.trainer_gpus, p.learner.world_size) == (4, 2, 2)
     copies = plan(*eight, f"{ENGINE}.data_parallel_size=2", f"{ENGINE}.pipeline_parallel_size=2")
-    assert (copies.cluster.gpus_per_engine, copies.cluster.trainer_gpus) == (4, 4)
+    assert (len(copies.engines), copies.cluster.gpus_per_engine, copies.cluster.trainer_gpus) == (2, 2, 4)
     found = messages(*eight, f"{ENGINE}.engine_num=4", judges)
     assert "the engines take 8 of 8 GPUs (4 x tensor_parallel_size 1, 4 of them by auxiliary models)" in str(found)
     large = messages(*eight, "explorer.auxiliary_models=[{model_path: J, tensor_parallel_size: 16}]")
