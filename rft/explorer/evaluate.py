@@ -145,7 +145,7 @@ def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, fl
         out[f"{prefix}/pass@{k}"] = fmean(_pass_at(r, k) for r in tasks)
         if k > 1 or n == 1:
             out[f"{prefix}/best@{k}"] = fmean(_best_at(r, k) for r in tasks)
-            out[f"{prefix}/worst@{k}"] = -fmean(_best_at([-x for x in r], k) for r in tasks)
+            out[f"{prefix}/worst@{k}"] = 0.0 - fmean(_best_at([-x for x in r], k) for r in tasks)
     return out
 
 
