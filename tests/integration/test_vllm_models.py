@@ -81,6 +81,7 @@ async def test_a_reward_model_gives_the_models_logits(tmp_path: Path, environmen
 def parsed(folder: Path, text: str, tools: tuple[dict[str, Any], ...] = (), **named: str) -> Completion:
     settings = EngineSettings(model_path=str(folder), **named)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(settings)
+    tokenizer.add_tokens(["<think>", "</think>"])
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     c = Completion(
         prompt_tokens=np.array([1], np.int32), tokens=np.array(ids, np.int32), logprobs=np.zeros(len(ids), np.float32), text=text,
@@ -109,11 +110,16 @@ def test_tool_calls_are_taken_out(tiny_model: Path) -> None:
     assert plain.text == text and plain.tool_calls == (), "a request without tools is not looked at"
 
 
-def test_reasoning_is_taken_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.reasoning import ReasoningParserManager
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+def test_reasoning_is_taken_out(name: str, tiny_model: Path) -> None:
+    c = parsed(tiny_model, "<think>one and one</think>It is 2.", reasoning_parser=name)
+    assert (c.reasoning, c.text) == ("one and one", "It is 2.")
+    both = '<think>hm</think>So:<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    c = parsed(tiny_model, both, (TOOL,), reasoning_parser=name, tool_call_parser="hermes")
+    assert (c.reasoning, c.text, len(c.tool_calls)) == ("hm", "So:", 1)
 
-    names = ReasoningParserManager.list_registered()
-    assert "deepseek_r1" in names and "qwen3" in names
+
+def test_parsers_that_vllm_does_not_have(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="no reasoning_parser 'nonsense'"):
         parsed(tiny_model, "", reasoning_parser="nonsense")
     with pytest.raises(ConfigError, match="no tool_call_parser 'nonsense'"):

@@ -148,7 +148,8 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "data_processor.experience_pipeline.operators[0].args": {"threshold": 0.5},
 }
 VALUES |= {f"{t}.data_selector.selector_type": "shuffle" for t in TASKSETS}
-VALUES |= {f"{m}.external_model_config.{n}": {"other": "1"} for m in SERVED for n in ("headers", "header_envs")}
+SERVERS = ("model.external_model", *(f"{m}.external_model_config" for m in SERVED))
+VALUES |= {f"{s}.{n}": {"other": "1"} for s in SERVERS for n in ("headers", "header_envs")}
 VALUES |= {f"{t}.data_selector.kwargs": {"m": 8} for t in TASKSETS[:2]}
 VALUES |= {
     "data_processor.task_pipeline.operators[0].name": "pass_rate_score",
