@@ -46,7 +46,7 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "bench", "serve", "Colocate")),
+    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve", "Colocate")),
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
@@ -76,7 +76,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.dynamic_timeout.warmup_min_steps", "2", "-1", RUNS),
     ("explorer.dynamic_timeout.ratio", "2.5", "0", RUNS),
     ("explorer.eval_in_background", "true", "maybe", RUNS),
-    ("explorer.bench_on_latest_checkpoint", "true", "maybe", WARNS),
+    ("explorer.bench_on_latest_checkpoint", "true", "maybe", RUNS),
     ("explorer.max_inflight_batches", "4", "0", WARNS),
     ("explorer.env_vars", "{SANDBOX: http://h}", "{SANDBOX: 1}", RUNS),
     ("explorer.proxy_port", "9000", "70000", WARNS),
@@ -147,6 +147,7 @@ def test_a_changed_key_changes_the_plan() -> None:
     same = {(k, v) for k, v, _, then in KEYS if then == RUNS and v in ("null", "1", "vllm_async", "{decay: 2.0}")}
     same |= {(k, v) for k, v, _, _ in KEYS if "replay" in k and v != "true"}  # each needs replay_buffer.enable
     same |= {("synchronizer.partial_rollout", "true"), (f"{ENGINE}.enable_history", "true"), ("buffer.total_tasks", "8")}
+    same |= {("explorer.dynamic_timeout.ratio", "2.5")}  # needs dynamic_timeout.enable
     plain = plan()
     for key, good, _, _ in KEYS:
         changed = replace(plan(f"{key}={good}"), monitor=plain.monitor, derived=plain.derived, warnings=plain.warnings)
@@ -310,6 +311,15 @@ def test_limits_of_runs_and_groups_reach_the_explorer() -> None:
     assert {"explorer.eval_in_background", "explorer.dynamic_timeout.enable"} <= set(refused)
 
 
+def test_bench_needs_something_to_evaluate_and_trains_nothing() -> None:
+    assert "mode bench plays these tasks" in messages("mode=bench")["buffer.explorer_input.eval_tasksets"]
+    made = plan(
+        "mode=Bench", "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]", "explorer.bench_on_latest_checkpoint=true"
+    )
+    assert made.mode == "bench" and made.explorer.bench_latest and made.total_steps == 0 and made.cluster.trainer_gpus == 0
+    assert made.explorer.tasksets == () and len(made.explorer.eval_tasksets) == 1 and not made.not_active
+
+
 def test_remax_asks_the_explorer_for_a_greedy_run() -> None:
     assert plan("algorithm.algorithm_type=remax").explorer.baseline and not plan().explorer.baseline
 
@@ -321,13 +331,14 @@ def test_evaluation_goes_with_every_style() -> None:
 
 def test_no_tasks_are_needed_to_serve_or_to_train_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = "buffer.explorer_input.taskset=null"
-    for mode in ("train", "bench", "serve"):
-        assert plan(nothing, f"mode={mode}").explorer.tasksets == ()
+    evals = "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]"
+    for mode, more in (("train", ()), ("bench", (evals,)), ("serve", ())):
+        assert plan(nothing, f"mode={mode}", *more).explorer.tasksets == ()
     for mode in ("both", "explore", "colocate"):
         assert "buffer.explorer_input.tasksets" in messages(nothing, f"mode={mode}")
     model = tiny.make(tmp_path / "model")
     for as_json in (False, True):
-        command.check([f"model.model_path={model}", nothing, "mode=bench"], FILE, as_json=as_json)
+        command.check([f"model.model_path={model}", nothing, "mode=serve"], FILE, as_json=as_json)
         out = capsys.readouterr().out
     assert [n["key"] for n in json.loads(out)["not_active"]] == ["mode"]
 
