@@ -118,11 +118,7 @@ class GigpoArgs(Args):
 class RemaxArgs(Args):
     """Return less the reward of a greedy run (arXiv:2310.10505)."""
 
-    reads: ClassVar[str] = 'the reward of a greedy run of the task from info["baseline_reward"] of every experience'
-
-    @property
-    def wants(self) -> tuple[str, ...]:
-        return ("info.baseline_reward",)
+    baseline: ClassVar[bool] = True
 
 
 class _Taught(Args):

@@ -19,6 +19,7 @@ class Args(BaseModel):
 
     `before` names what the part reads that has to be computed before the step, `reference` says that a loss reads the reference
     model's log-probs.  Nothing else is computed.  `reads` says what a workflow has to write into its experiences for the part.
+    `baseline` says that it reads the reward of a greedy run of the task, which the explorer plays.
     Of a policy loss, `samples` says which rows need a sampler's log-probs, `pairs` that rows come in pairs, `agg_mode` the aggregation
     it is defined with, and `fixed_agg` that it knows no other.
     """
@@ -26,6 +27,7 @@ class Args(BaseModel):
     before: ClassVar[frozenset[Computed]] = frozenset()
     reference: ClassVar[bool] = False
     reads: ClassVar[str] = ""
+    baseline: ClassVar[bool] = False
     samples: ClassVar[Sampled] = "all"
     pairs: ClassVar[bool] = False
     agg_mode: ClassVar[AggMode | None] = None

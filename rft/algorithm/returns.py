@@ -16,8 +16,7 @@ from rft.algorithm.advantage_args import GaeArgs, ReinforcePlusPlusArgs, RemaxAr
 from rft.algorithm.argbase import NoArgs
 from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage
 from rft.algorithm.groups import members
-
-BASELINE_KEY = "baseline_reward"
+from rft.types.experience import BASELINE_KEY
 
 
 @advantage("ppo", args=GaeArgs)
@@ -71,8 +70,8 @@ def _baseline(row: StepRow) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(
             f'group {row.group}, run {row.run}: remax needs the reward of a greedy run of the task as info["{BASELINE_KEY}"], a finite '
-            f"number, but found {value!r}.  Let the workflow run the task once at temperature 0 and write that reward into the info "
-            "of every run, or use rloo, whose baseline comes from the other runs"
+            f"number, but found {value!r}.  The explorer plays it; rows that come from elsewhere have to bring it, or use rloo, whose "
+            "baseline comes from the other runs"
         )
     return float(value)
 

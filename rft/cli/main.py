@@ -26,6 +26,7 @@ VERBS = {
     "doctor": "Say what this machine has, and what is missing.",
     "status": "What a run is doing or how it ended, read from its files.",
     "convert": "Turn a veRL launch script or YAML file into a configuration.",
+    "bench": "Score stored answers with a taskset's reward, split by source.",
     "export": "Copy the verified Hugging Face model of a checkpoint.",
     "log": "Show a run's logs, merged by time.",
     "plugins": "List what a configuration can name.",

@@ -17,12 +17,12 @@ import msgspec
 
 from rft import plugins
 from rft.algorithm.catalog import needs
-from rft.config import adapter, given, modelfiles, wants
+from rft.config import adapter, given, modelfiles, served, wants
 from rft.config.active import NotActive
 from rft.config.advice import advise
 from rft.config.load import load
 from rft.config.memory import RoleMemory, estimate, too_much
-from rft.config.modelshape import shape
+from rft.config.modelshape import ModelShape, shape
 from rft.config.plan import Derived, Facts, Plan
 from rft.config.problems import Problems
 from rft.config.resolve import resolve
@@ -206,6 +206,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         _model_fits(model, plan, problems)
         _critic_fits(model, plan, problems)
         adapter.fits(plan.learner, model.tensors, problems)
+        _auxiliary_fit(config, plan, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
     found, counts = given.look(plan, problems) if not problems.errors else ([], {})
     wants.look(
@@ -259,11 +260,63 @@ def _memory(
     valued = shape(*other) if other is not None else None
     lora = plan.learner.lora
     trained = None if lora is None else adapter.parameters(lora, known, sizes[1])
-    roles = estimate(plan, known, critic=valued, trained=trained, prompt_tokens=prompt_tokens, gpu_memory=facts.gpu_memory)
+    roles = estimate(
+        plan,
+        known,
+        critic=valued,
+        trained=trained,
+        auxiliary=_beside(plan, problems),
+        prompt_tokens=prompt_tokens,
+        gpu_memory=facts.gpu_memory,
+    )
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
     for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
         problems.warn(text)
     return roles
+
+
+def _beside(plan: Plan, problems: Problems) -> dict[str, ModelShape]:
+    """Sizes of the auxiliary models whose files are here."""
+    found: dict[str, ModelShape] = {}
+    for m in plan.auxiliary:
+        if m.engines[0].external is None and (sizes := modelfiles.sizes(m.engines[0].model_path)) is not None:
+            try:
+                found[m.name] = shape(*sizes)
+            except ValueError as e:
+                problems.note(f"memory of auxiliary model {m.name} is not estimated: {e}")
+    return found
+
+
+def _auxiliary_fit(config: RunConfig, plan: Plan, problems: Problems) -> None:
+    """Their files, and what is asked of them."""
+    for i, m in zip(served.distinct(config), plan.auxiliary, strict=True):
+        e, key = m.engines[0], f"auxiliary model {m.name}"
+        if e.external is not None or e.engine_type == "scripted":
+            continue
+        try:
+            files = modelfiles.look(e.model_path, e.tokenizer_path)
+        except ConfigError as error:
+            for one in error.errors if isinstance(error, ConfigErrors) else [error]:
+                problems.error(f"explorer.auxiliary_models[{i}].model_path", f"{key}: {one.message}", given=e.model_path)
+            continue
+        kinds = files.config.get("architectures") or []
+        head = any("ForSequenceClassification" in k or "RewardModel" in k for k in kinds)
+        if kinds and head != (e.task == "score"):
+            other = "generate" if e.task == "score" else "score"
+            problems.error(
+                f"explorer.auxiliary_models[{i}].task",
+                f"{key}: is {e.task}, but the model is a {', '.join(kinds)}; use task: {other} or another model",
+                given=e.task,
+            )
+        longest = files.config.get("max_position_embeddings")
+        if isinstance(longest, int) and e.max_model_len > longest:
+            problems.error(
+                f"explorer.auxiliary_models[{i}].max_model_len",
+                f"{key}: is {e.max_model_len} tokens, but the model knows {longest} positions",
+                given=e.max_model_len,
+            )
+        if files.chat_template is None and e.chat_template is None:
+            problems.warn(f"{key} has no chat template; it can be asked with token ids only.  Write chat_template there")
 
 
 def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> Report:
@@ -336,6 +389,8 @@ def _keys(config: RunConfig, plan: Plan) -> dict[str, str]:
     """Name of each taskset → its configuration key, in the order in which `resolve` makes them."""
     given, base = config.buffer.explorer_input, "buffer.explorer_input"
     train = [f"{base}.taskset"] if given.taskset is not None else [f"{base}.tasksets[{i}]" for i in range(len(given.tasksets))]
+    if config.mode == "bench":
+        train = []  # they are not played
     keys = [*train, *(f"{base}.eval_tasksets[{i}]" for i in range(len(given.eval_tasksets)))]
     return dict(zip((t.name for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)), keys, strict=True))
 

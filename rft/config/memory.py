@@ -6,6 +6,7 @@ sizes and the constants below, which are the same for every model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rft.algorithm.catalog import needs
@@ -89,12 +90,14 @@ def estimate(
     *,
     critic: ModelShape | None = None,
     trained: int | None = None,
+    auxiliary: Mapping[str, ModelShape] | None = None,
     prompt_tokens: int | None = None,
     gpu_memory: int | None = None,
 ) -> tuple[RoleMemory, ...]:
     """Peak memory of every role.  `prompt_tokens`: the longest prompt there is, where the tasks were looked at; else the longest allowed.
 
     `critic`: its sizes, where they are not the policy's.  `trained`: parameters of the adapter that is trained; None: the whole model.
+    `auxiliary`: sizes of the models beside it, by name, as far as they are known.
     `gpu_memory`: bytes of each GPU; without it a GPU engine's share of the device stays open.
     """
     prompt = min(
@@ -103,6 +106,12 @@ def estimate(
     engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines if explores(plan.mode))
     ranks = tuple(
         trainer(plan, rank, shape, prompt, critic, trained) for rank in range(plan.learner.world_size) if trains(plan.mode)
+    )
+    beside = tuple(
+        _beside(plan, e, known, gpu_memory)
+        for m in plan.auxiliary
+        if explores(plan.mode) and plan.trainer.given is None and (known := (auxiliary or {}).get(m.name)) is not None
+        for e in m.engines
     )
     sent = shape.parameters * BYTES[plan.learner.dtype]
     rest = [
@@ -113,7 +122,7 @@ def estimate(
         rest[0] = Term("coordinator", PART_PROCESS, f"a process of {PART_PROCESS // MIB} MiB")
     elif plan.sync.method == "memory":
         rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in memory of their own"))
-    return (*engines, *ranks, RoleMemory(role="others", device="cpu", terms=tuple(rest)))
+    return (*engines, *beside, *ranks, RoleMemory(role="others", device="cpu", terms=tuple(rest)))
 
 
 # ---------------------------------------------------------------- engines
@@ -124,6 +133,32 @@ def engine(plan: Plan, e: EngineSettings, shape: ModelShape, prompt: int, gpu_me
     kind = _gpu_engine if e.device == "cuda" else _vllm if e.engine_type == "vllm" else _transformers
     terms = kind(plan, e, shape, prompt, gpu_memory)
     return RoleMemory(role=e.name, device=e.device, terms=tuple(t for t in terms if t.nbytes))
+
+
+def _beside(plan: Plan, e: EngineSettings, shape: ModelShape, gpu_memory: int | None) -> RoleMemory:
+    """One engine of an auxiliary model: as one of the policy's, but nothing is ever published to it."""
+    if e.task == "score" and e.engine_type == "transformers" and e.device == "cpu":
+        return RoleMemory(role=e.name, device="cpu", terms=_classifier(e, shape))
+    terms = engine(plan, e, shape, e.max_prompt_tokens or e.max_model_len, gpu_memory).terms
+    kept = (
+        replace(t, name="decoding", nbytes=max(0, t.nbytes - shape.parameters * BYTES[e.dtype])) if "second copy" in t.name else t
+        for t in terms
+        if not t.shared
+    )
+    return RoleMemory(role=e.name, device=e.device, terms=tuple(t for t in kept if t.nbytes))
+
+
+def _classifier(e: EngineSettings, shape: ModelShape) -> tuple[Term, ...]:
+    from rft.engine.classifier import BATCH_TOKENS
+
+    item, tokens = BYTES[e.dtype], max(BATCH_TOKENS, e.max_model_len)
+    weights = max(0, shape.parameters - (0 if shape.tied else shape.embedding)) * item
+    return (
+        Term("process", TRANSFORMERS_PROCESS, "constant"),
+        Term("tokenizer", shape.vocab * TOKENIZER_ENTRY, f"{shape.vocab} entries x {TOKENIZER_ENTRY} bytes"),
+        Term("weights", weights, f"{_size(weights)}, without an output layer"),
+        Term("forward", tokens * (3 * shape.mlp + 4 * shape.hidden) * item, f"{tokens} tokens"),
+    )
 
 
 def _vllm(plan: Plan, e: EngineSettings, shape: ModelShape, prompt: int, gpu_memory: int | None) -> list[Term]:
@@ -172,7 +207,7 @@ def _transformers(plan: Plan, e: EngineSettings, shape: ModelShape, prompt: int,
 
 def _gpu_engine(plan: Plan, e: EngineSettings, shape: ModelShape, prompt: int, gpu_memory: int | None) -> list[Term]:
     """One GPU of an engine.  vLLM takes gpu_memory_utilization of the device: what is left beside the rest becomes the cache."""
-    item, tp = BYTES[e.dtype], e.tensor_parallel_size
+    item, tp = BYTES[e.dtype], e.tensor_parallel_size * e.pipeline_parallel_size
     tokens = e.max_num_batched_tokens or max(2048, e.max_model_len)
     work = tokens * (3 * shape.mlp // tp + 4 * shape.hidden) * item + _sampling(plan, e, shape)
     per_token = shape.cached * item // min(tp, shape.kv_heads)

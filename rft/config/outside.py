@@ -5,15 +5,11 @@ Only those that are not active yet stand here; `rft doctor --keys` lists them.  
 
 from __future__ import annotations
 
-_BENCH = "comes with rft bench; until then give the file to eval_tasksets, whose results are in metrics.jsonl"
 _ASYNC = "comes with sync_style: fully_async; until then see experience/staleness and rollout/model_version"
 _TURNS = "no shipped workflow has several turns yet; a workflow of your own may take it"
 _TASKSET = "buffer.explorer_input.tasksets[i]"
 
 LATER_OUTSIDE: dict[str, str] = {
-    **dict.fromkeys(
-        [f"rft bench --{o}" for o in ("input", "prompt-key", "response-key", "group-key", "truth-key", "reward-fn")], _BENCH
-    ),
     **dict.fromkeys(("trainer/idle_ratio", "explorer/idle_ratio"), "comes later; see the perf/ and sync/ times"),
     **dict.fromkeys(
         [
@@ -30,8 +26,4 @@ LATER_OUTSIDE: dict[str, str] = {
     ),
     f"{_TASKSET}.workflow_args.max_turns": _TURNS,
     f"{_TASKSET}.workflow_args.tool_config_path": _TURNS,
-    **dict.fromkeys(
-        [f"{_TASKSET}.reward_fn_args.{a}" for a in ("sandbox_url", "sandbox_max_concurrent", "sandbox_memory_mb")],
-        "rewards that run programs come later; every reward accepts it and none uses it",
-    ),
 }

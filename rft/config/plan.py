@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rft.buffer.settings import BufferSettings, MixSettings
 from rft.config.active import NotActive
-from rft.engine.settings import EngineSettings
+from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
 from rft.sync.schedule import Schedule
@@ -60,6 +60,7 @@ class Plan:
     run_dir: Path
     explorer: ExplorerSettings
     engines: tuple[EngineSettings, ...]
+    auxiliary: tuple[AuxiliarySettings, ...] = ()  # judges, teachers, reward models
     buffer: BufferSettings
     mix: MixSettings | None = None  # an expert's rows in each train batch,
     expert: GivenSettings | None = None  # and where they come from

@@ -215,8 +215,15 @@ def _gold(task: Task, reward: Any, key: str, problems: Problems) -> float | None
     if reward is None or task.truth is None:
         return None
     gold = _gold_text(task.truth)
+    forms: tuple[str, ...] = _FORMS
+    if callable(own := getattr(reward, "gold_answer", None)):  # the truth is no answer, e.g. tests of a program
+        solution: str | None = own(task)
+        if solution is None:
+            return None
+        gold = solution
+        forms = _FORMS[:1]
     try:
-        scores = asyncio.run(_scores(task, reward, [form.format(gold) for form in _FORMS]))
+        scores = asyncio.run(_scores(task, reward, [form.format(gold) for form in forms]))
     except Exception as e:  # plugin code may raise anything; it is reported, not hidden
         problems.warn(f"{key}: the reward {task.reward} raised on the gold answer of row {task.index}: {type(e).__name__}: {e}")
         return None
@@ -239,13 +246,21 @@ def _gold_text(truth: Any) -> str:
 
 
 async def _scores(task: Task, reward: Any, answers: list[str]) -> list[float]:
-    from rft.reward.base import score
+    from rft.reward.base import score, score_group
 
     async def one(text: str) -> float:
-        result = await asyncio.wait_for(score(reward, task, _said(task, text)), REWARD_TIMEOUT_S)
+        said = _said(task, text)
+        if getattr(reward, "whole_group", False):
+            (result,) = await asyncio.wait_for(score_group(reward, task, [said]), REWARD_TIMEOUT_S)
+        else:
+            result = await asyncio.wait_for(score(reward, task, said), REWARD_TIMEOUT_S)
         return result.value if result.value is not None else float("-inf")
 
-    return [await one(text) for text in (*answers, "")]
+    try:
+        return [await one(text) for text in (*answers, "")]
+    finally:
+        if callable(close := getattr(reward, "close", None)):
+            await close()
 
 
 def _said(task: Task, text: str) -> Transcript:

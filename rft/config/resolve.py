@@ -16,7 +16,7 @@ from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defau
 from rft.algorithm.coming import COMING
 from rft.algorithm.loss_args import LOSSES
 from rft.buffer.settings import BufferSettings
-from rft.config import given, policies, roles, spread, steps
+from rft.config import given, policies, roles, served, spread, steps
 from rft.config.active import used
 from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
@@ -48,7 +48,8 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     algorithm, repeat_times, compares = _algorithm(config, facts, p)
     train, evals = tasksets(config, facts, p, max_response_tokens=lengths[2], repeat_times=repeat_times, find=find)
     cluster, engine_device, world_size, trainer_device = roles.devices(config, facts, p)
-    engines = roles.engines(config, facts, lengths, engine_device, find, p)
+    engines = served.engines(config, facts, lengths, engine_device, find, p)
+    auxiliary = served.auxiliary(config, facts, lengths[0], cluster.gpus, find, p)
     train, evals = limit_prompts(config, train, evals, engines[0], num_process(config, facts))
     prepared, train, evals = task_pipeline(config, facts, train, evals, plugin_dirs, find, p)
     data = given.wanted(config, algorithm, name or config.name, engines[0], find, p)
@@ -56,6 +57,8 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     if data is not None:
         train, evals, num_explore, rows = (), (), None, None
         groups, num_train = given.steps(config, data, num_batches, p)
+    elif config.mode == "bench":
+        train, num_explore, num_train, groups, rows = (), 0, 0, 1, None
     else:
         num_explore, num_train = steps.steps(config, train, num_batches, p)
         groups, rows = steps.batch(config, train, compares, p)
@@ -72,7 +75,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     buffer = BufferSettings(folder=run_dir / "buffer")
     if data is None:
         buffer = reading(config, facts, steps.buffer(config, run_dir, p), p)
-    explorer = steps.explorer(config, train, evals, num_explore, plugin_dirs, p)
+    explorer = steps.explorer(config, train, evals, num_explore, plugin_dirs, _reads_baseline(algorithm), p)
     dump = config.monitor.eval_dump_dir
     explorer = replace(
         explorer,
@@ -98,6 +101,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         run_dir=run_dir,
         explorer=explorer,
         engines=engines,
+        auxiliary=auxiliary,
         buffer=buffer,
         mix=mixed[0] if mixed else None,
         expert=mixed[1] if mixed else None,
@@ -296,6 +300,12 @@ def _loss_agg_mode(written: AggMode | None, base: AlgorithmDefaults, loss: str, 
         mode, of = model.agg_mode, f"of policy loss {loss}"
     p.derive("algorithm.loss_agg_mode", mode, of)
     return mode
+
+
+def _reads_baseline(algorithm: AlgorithmSettings) -> bool:
+    """Whether the explorer has to play every task once more, greedily."""
+    args = ARGS.get(("advantage_fn", algorithm.advantage_fn))
+    return bool(getattr(args, "baseline", False))
 
 
 def _advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problems) -> None:

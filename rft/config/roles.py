@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from rft.config import adapter, forwards, spread
+from rft.config import adapter, forwards, served, spread
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
 from rft.config.schema.algorithm import OptimizerConfig, ScheduleConfig
-from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
 from rft.config.schema.trainer import CriticOptimizerConfig
-from rft.engine.settings import EngineSettings
 from rft.taskset.settings import TasksetSettings
 from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
 
@@ -38,17 +36,17 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             p.error(
                 key, "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu", given=wanted
             )
-            total = per_node = max(1, model.engine_num * _gpus(model) + (t.world_size or 1))
+            total = per_node = max(1, served.gpus(model) * served.copies(model) + (t.world_size or 1))
     tp = model.tensor_parallel_size
-    engine_gpus = model.engine_num * _gpus(model) if device["engine"] == "cuda" and explores(config.mode) else 0
-    auxiliary = tuple(n for i in range(len(config.explorer.auxiliary_models)) for n in _auxiliary(config, i, total, per_node, p))
+    engine_gpus = served.copies(model) * served.gpus(model) if device["engine"] == "cuda" and explores(config.mode) else 0
+    auxiliary = tuple(n for i in served.distinct(config) for n in served.auxiliary_gpus(config, i, total, per_node, p))
     auxiliary_gpus = sum(auxiliary)
     taken = (0 if config.mode == "colocate" else engine_gpus) + auxiliary_gpus
     others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
-    if device["engine"] == "cuda" and tp > per_node:
+    if device["engine"] == "cuda" and served.gpus(model) > per_node:
         p.error(
             "explorer.rollout_model.tensor_parallel_size",
-            f"is {tp}, but a node has {per_node} GPUs and an engine stays in one",
+            f"is {tp}{served.stages(model)}, but a node has {per_node} GPUs and an engine stays in one",
             given=tp,
         )
     world = t.world_size or 1
@@ -59,7 +57,8 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             key = "trainer.world_size" if t.world_size else "cluster.gpu_per_node"
             p.error(
                 key,
-                f"the engines take {taken} of {total} GPUs ({model.engine_num} x tensor_parallel_size {tp}{others}) and leave "
+                f"the engines take {taken} of {total} GPUs ({served.copies(model)} x tensor_parallel_size {tp}{served.stages(model)}"
+                f"{others}) and leave "
                 f"{max(0, left)} for {world} trainer rank(s); lower explorer.rollout_model.engine_num, add GPUs, "
                 "or set one of the devices to cpu",
                 given=t.world_size or c.gpu_per_node,
@@ -77,7 +76,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
         ray_address=c.ray_address,
         node_num=nodes,
         gpu_per_node=per_node,
-        gpus_per_engine=_gpus(model) if engine_gpus else 0,
+        gpus_per_engine=served.gpus(model) if engine_gpus else 0,
         auxiliary=auxiliary,
         trainer_gpus=world if device["trainer"] == "cuda" and trains(config.mode) else 0,
         num_cpus=c.ray_init.num_cpus,
@@ -98,118 +97,6 @@ def explores(mode: str) -> bool:
 def trains(mode: str) -> bool:
     """Whether a program of this mode has trainer ranks."""
     return mode in ("both", "train", "colocate")
-
-
-def _gpus(model: ServedModelConfig) -> int:
-    """Of one engine."""
-    return model.tensor_parallel_size * model.pipeline_parallel_size * model.data_parallel_size
-
-
-def _auxiliary(config: RunConfig, i: int, total: int, per_node: int, p: Problems) -> list[int]:
-    """GPUs of each engine of auxiliary model `i`; none for one that needs none."""
-    model, key = config.explorer.auxiliary_models[i], f"explorer.auxiliary_models[{i}]"
-    if model.device == "cpu" or (model.device == "auto" and not total) or model.engine_type == "external":
-        return []
-    if not total:
-        p.error(
-            f"{key}.device",
-            "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu",
-            given="cuda",
-        )
-    elif model.tensor_parallel_size > per_node:
-        p.error(
-            f"{key}.tensor_parallel_size",
-            f"is {model.tensor_parallel_size}, but a node has {per_node} GPUs and an engine stays in one",
-            given=model.tensor_parallel_size,
-        )
-    return [_gpus(model)] * model.engine_num
-
-
-def engines(
-    config: RunConfig, facts: Facts, lengths: tuple[int, int, int], device: str, find: Callable[[str], str], p: Problems
-) -> tuple[EngineSettings, ...]:
-    model, e = config.model, config.explorer.rollout_model
-    dtype = e.dtype if e.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
-    if e.dtype == "auto":
-        p.derive("explorer.rollout_model.dtype", dtype, f"engines on {device}")
-    if device == "cpu" and dtype != "float32":
-        p.warn(
-            f"explorer.rollout_model.dtype {dtype} on CPU: slow, and log-probs agree less well with the trainer's; float32 is meant"
-        )
-    threads = e.cpu_threads or facts.cpus
-    if e.cpu_threads is None:
-        p.derive("explorer.rollout_model.cpu_threads", threads, "the machine's cores")
-    engine_type = "vllm" if e.engine_type == "external" else e.engine_type  # external is not active
-    if engine_type == "transformers":
-        for name, default in (("enable_chunked_prefill", True), ("disable_log_stats", True), ("enable_log_requests", False)):
-            if getattr(e, name) != default:
-                p.warn(f"explorer.rollout_model.{name} has no effect: it is for engine_type vllm")
-    if engine_type == "vllm" and not e.enable_chunked_prefill:
-        p.warn("explorer.rollout_model.enable_chunked_prefill: vLLM advises against false for models that generate text")
-        if e.max_num_batched_tokens is not None and e.max_num_batched_tokens < lengths[0]:
-            p.error(
-                "explorer.rollout_model.max_num_batched_tokens",
-                f"is {e.max_num_batched_tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len "
-                f"{lengths[0]}",
-                given=e.max_num_batched_tokens,
-            )
-    if e.ignore_eos:
-        p.warn("explorer.rollout_model.ignore_eos: every response is written up to max_tokens, in training and evaluation")
-    if engine_type != "vllm" and e.tensor_parallel_size > 1:
-        p.error(
-            "explorer.rollout_model.tensor_parallel_size",
-            f"the {engine_type} engine knows 1 only",
-            given=e.tensor_parallel_size,
-        )
-    seed = config.seed if e.seed is None else e.seed
-    template = model.custom_chat_template
-    if model.chat_template_path is not None:
-        try:
-            template = facts.read_text(find(model.chat_template_path))
-        except OSError as error:
-            p.error("model.chat_template_path", f"cannot be read: {error.strerror}", given=model.chat_template_path)
-    if model.trust_remote_code:
-        p.warn("model.trust_remote_code: Python code from the model's folder will run with your rights")
-    return tuple(
-        EngineSettings(
-            engine_type=engine_type,
-            name=f"{e.name or 'engine'}-{i}",
-            model_path=find(model.model_path),
-            tokenizer_path=None if model.tokenizer_path is None else find(model.tokenizer_path),
-            device=device,
-            dtype=dtype,
-            tensor_parallel_size=e.tensor_parallel_size,
-            max_model_len=lengths[0],
-            max_prompt_tokens=lengths[1],
-            max_num_seqs=e.max_num_seqs,
-            max_num_batched_tokens=e.max_num_batched_tokens,
-            gpu_memory_utilization=e.gpu_memory_utilization,
-            kv_cache_bytes=e.kv_cache_bytes,
-            enforce_eager=device == "cpu" if e.enforce_eager is None else e.enforce_eager,
-            enable_prefix_caching=e.enable_prefix_caching and not config.deterministic,
-            enable_chunked_prefill=e.enable_chunked_prefill,
-            log_requests=e.enable_log_requests,
-            log_stats=not e.disable_log_stats,
-            block_size=e.block_size,
-            cpu_threads=threads,
-            seed=seed + i,
-            deterministic=config.deterministic,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=template,
-            chat_template_kwargs={} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking},
-            extra_engine_args=_engine_args(config, engine_type),
-            start_timeout_s=e.start_timeout,
-        )
-        for i in range(e.engine_num)
-    )
-
-
-def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
-    """`model.override_config` has to hold for the engine too, or its log-probs would be another model's."""
-    override, given = spread.overrides(config), dict(config.explorer.rollout_model.extra_engine_args)
-    if not override:
-        return given
-    return {"hf_overrides": dict(override), **given} if engine_type == "vllm" else {**override, **given}
 
 
 def learner(

@@ -14,6 +14,7 @@ from rft.buffer.settings import BufferSettings
 from rft.config.plan import schedule
 from rft.config.problems import Problems
 from rft.config.reading import max_staleness
+from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
 from rft.explorer.settings import ExplorerSettings
@@ -179,19 +180,34 @@ def explorer(
     evals: tuple[TasksetSettings, ...],
     batches: int | None,
     plugin_dirs: tuple[str, ...],
+    baseline: bool,
     p: Problems,
 ) -> ExplorerSettings:
+    """`baseline`: the algorithm reads the reward of a greedy run of every task."""
     e, k = config.explorer, config.synchronizer.sync_interval
     interval = -(-e.eval_interval // k) * k
     if interval != e.eval_interval:
         p.derive("explorer.eval_interval", interval, f"next multiple of synchronizer.sync_interval {k}")
-    if e.over_rollout.ratio > 0 and config.synchronizer.sync_style == "fixed":
+    if e.over_rollout.ratio > 0 and config.buffer.on_short_batch == "stop":
         p.error(
             "explorer.over_rollout.ratio",
-            "sync_style fixed waits for every group of a step; use 0, or synchronizer.sync_style: explorer_driven",
+            "leaves steps short of groups, and with buffer.on_short_batch: stop that ends the run; write train or carry there, or 0 here",
             given=e.over_rollout.ratio,
         )
-    if not evals and config.mode != "train":
+    for name in ("over_rollout.wait_after_min", "over_rollout.return_partial_tasks") if not e.over_rollout.ratio else ():
+        _unread(e.over_rollout, name, "explorer.over_rollout.ratio is 0", p)
+    for name in ("dynamic_timeout.warmup_min_steps", "dynamic_timeout.ratio") if not e.dynamic_timeout.enable else ():
+        _unread(e.dynamic_timeout, name, "explorer.dynamic_timeout.enable is false", p)
+    for name, on in (
+        ("over_rollout.ratio", e.over_rollout.ratio > 0),
+        ("dynamic_timeout.enable", e.dynamic_timeout.enable),
+        ("eval_in_background", e.eval_in_background),
+    ):
+        if on and config.deterministic:
+            p.error(f"explorer.{name}", "depends on how long runs take; leave it out, or deterministic: true", given=True)
+    if not evals and config.mode == "bench":
+        p.error("buffer.explorer_input.eval_tasksets", "is empty; mode bench plays these tasks under every checkpoint")
+    elif not evals and config.mode != "train":
         p.note("no eval_tasksets: nothing is evaluated")
     return ExplorerSettings(
         tasksets=train,
@@ -202,6 +218,18 @@ def explorer(
         seed=config.seed,
         max_timeout_s=e.max_timeout,
         max_retry_times=e.max_retry_times,
+        max_group_timeout_s=e.max_group_timeout,
+        whole_groups=e.group_policy == "drop",
+        stop_hopeless=e.stop_hopeless_groups and not config.deterministic,
+        timeout_ratio=e.dynamic_timeout.ratio if e.dynamic_timeout.enable else None,
+        timeout_warmup=e.dynamic_timeout.warmup_min_steps,
+        over_rollout=e.over_rollout.ratio,
+        wait_after_s=e.over_rollout.wait_after_min,
+        keep_partial=e.over_rollout.return_partial_tasks,
+        baseline=baseline,
+        eval_in_background=e.eval_in_background,
+        bench_latest=e.bench_on_latest_checkpoint,
+        report_interval_s=e.runner_state_report_interval,
         max_refill=config.buffer.max_refill,
         on_short_batch=config.buffer.on_short_batch,
         eval_interval=interval if evals else 0,
@@ -213,6 +241,12 @@ def explorer(
         plugin_dirs=plugin_dirs,
         env_vars=dict(e.env_vars),
     )
+
+
+def _unread(section: Section, name: str, why: str, p: Problems) -> None:
+    field = name.rpartition(".")[2]
+    if getattr(section, field) != type(section).model_fields[field].default:
+        p.warn(f"explorer.{name} has no effect: {why}")
 
 
 def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...], p: Problems) -> SyncSettings:

@@ -48,12 +48,8 @@ def _given(kind: str, names: Iterable[str]) -> set[str]:
 
 
 def _missing(part: str, want: str, flow: str, taskset: str) -> str:
-    if not want.startswith(_INFO):
-        return (
-            f"{part} reads {want} of every experience, which neither a workflow nor an operator can write yet; it works on rows that "
-            "your own program brings to the trainer"
-        )
+    what = f'info["{want.removeprefix(_INFO)}"]' if want.startswith(_INFO) else want
     return (
-        f'{part} reads info["{want.removeprefix(_INFO)}"] of every experience, and nobody says that it writes it: neither workflow '
-        f'{flow!r} of taskset {taskset} nor an operator.  One that does has the line `gives = ("{want}",)` in its class'
+        f"{part} reads {what} of every experience, and nobody says that it is written: neither workflow {flow!r} of taskset {taskset} "
+        f'nor an operator.  One that does it has the line `gives = ("{want}",)` in its class'
     )

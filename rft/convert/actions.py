@@ -375,11 +375,14 @@ def rm_enable(d: Draft, a: Argument) -> Outcome:
     return Outcome("derived", "one more engine, which scores", ("explorer.auxiliary_models",))
 
 
+MANAGER_TARGETS = tuple(f"{sets}[i].reward_fn_args.reward_manager" for sets in (TRAIN, EVAL))
+
+
 def manager(d: Draft, a: Argument) -> Outcome:
-    if a.value in ("naive", "batch", "prime"):
-        return Outcome("equal", "every run is scored as soon as it ends, rewards in parallel")
-    if a.value == "dapo":
-        return Outcome("derived", "the penalty for long answers is an argument of the reward: overlong_buffer", ())
+    if a.value == "naive":
+        return Outcome("equal", "one call for each answer")
+    if a.value in ("batch", "prime", "dapo"):
+        return write(d, a, MANAGER_TARGETS, a.value)
     return Outcome("refused", "known reward managers: naive, batch, prime, dapo")
 
 

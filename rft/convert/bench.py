@@ -38,7 +38,6 @@ def command(d: Draft) -> str:
             value = f"{value}:{d.text('custom_reward_function.name', 'compute_score')}"
         words += [option, shlex.quote(str(value)) if "$" not in str(value) else f'"{value}"']
     d.note("main_eval scores stored answers; it trains nothing, so there is no run configuration and no YAML is written")
-    d.note("`rft bench` comes later; the line says how it will be called")
     return " ".join(words)
 
 

@@ -219,7 +219,10 @@ def _folder(name: str) -> str:
 
 
 def reward(d: Draft) -> None:
-    """The reward function of a file, and the reward model as one more engine."""
+    """The reward function of a file, and the reward model as one more engine.
+
+    Where there is a model, it alone scores what is trained on, and functions what is evaluated.
+    """
     if d.stated("custom_reward_function.path"):
         value = f"{d.text('custom_reward_function.path')}:{d.text('custom_reward_function.name')}"
         d.put(f"{INPUT}.default_reward_fn_type", value, "custom_reward_function.path and .name")
@@ -228,12 +231,19 @@ def reward(d: Draft) -> None:
     d.put(f"{AUXILIARY}[0].model_path", d.text("reward_model.model.path"), "reward_model.model.path")
     if d.exact:
         d.put(f"{AUXILIARY}[0].task", "score", "veRL's reward models are classifiers, which the engine scores with")
+        for i in range(d.trains):
+            d.put(f"{TRAIN}[{i}].default_reward_fn_type", "reward_model", "reward_model.enable")
     d.put(f"{AUXILIARY}[0].engine_num", _reward_gpus(d), "free choice: a quarter of the GPUs")
     d.put(f"{AUXILIARY}[0].tensor_parallel_size", 1, "free choice")
-    d.note(
-        "the reward model is explorer.auxiliary_models[0]; the reward of the tasksets has to ask it: name that reward in "
-        f"{INPUT}.default_reward_fn_type"
-    )
+    if d.exact:
+        d.note(
+            "explorer.auxiliary_models[0] scores what is trained on (reward_model); evaluation keeps the functions, as in veRL"
+        )
+    else:
+        d.note(
+            "explorer.auxiliary_models[0] is the reward model, which the guide leaves to a workflow; give it task: score and the training "
+            "tasksets default_reward_fn_type: reward_model, as the profile exact does"
+        )
 
 
 def _reward_gpus(d: Draft) -> int:

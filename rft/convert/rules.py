@@ -226,7 +226,7 @@ RULES: dict[str, Rule] = {
         for name in ("micro_batch_size", "ulysses_sequence_parallel_size", "num_workers", "enable_resource_pool",
                      "n_gpus_per_node", "nnodes", "model.tokenizer_path")
     },
-    f"{RM}.reward_manager": Rule(do.manager),
+    f"{RM}.reward_manager": Rule(do.manager, do.MANAGER_TARGETS, native=True),
     f"{RM}.launch_reward_fn_async": always("rewards are always computed beside generation"),
     f"{RM}.sandbox_fusion.url": do.reward_arg("sandbox_url"),
     f"{RM}.sandbox_fusion.max_concurrent": do.reward_arg("sandbox_max_concurrent"),

@@ -13,7 +13,7 @@ from rft import plugins
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, EngineFailed
 from rft.types.ids import Version
-from rft.types.ports import Engine, LoadReport
+from rft.types.ports import Engine, LoadReport, ScoreRow
 
 engine = plugins.kind("engine")
 
@@ -21,6 +21,11 @@ BUILT_IN = {
     "vllm": "rft.engine.vllm:VllmEngine",
     "transformers": "rft.engine.transformers:TransformersEngine",
     "scripted": "rft.testing.scripted:ScriptedEngine",
+    "external": "rft.engine.external:ExternalEngine",
+}
+CLASSIFIERS = {  # of task: score
+    "vllm": "rft.engine.vllm:VllmClassifier",
+    "transformers": "rft.engine.classifier:ClassifierEngine",
 }
 
 
@@ -39,15 +44,39 @@ class PromptTooLong(ValueError):
         return (PromptTooLong, (self.tokens, self.limit))
 
 
+class TokensDiffer(ValueError):
+    """tokenization_check: strict, and the tokens of several turns are not those of the whole chat; raised before anything is generated."""
+
+
 def not_loaded(name: str) -> EngineFailed:
     """What an engine raises when it is asked before its first load."""
     return EngineFailed(f"{name}: no weights were loaded yet; an engine serves only versions that were published to it")
+
+
+def no_logprobs(name: str, kind: str) -> ValueError:
+    """What an engine raises that cannot score given tokens."""
+    return ValueError(f"{name}: engine_type {kind} gives no log-probs of given tokens; use vllm or transformers for a teacher")
+
+
+def no_scores(name: str) -> ValueError:
+    """What an engine raises whose model writes text and gives no score."""
+    return ValueError(f"{name}: this model writes text; a reward model is an auxiliary model with task: score")
 
 
 def prompt_limit(settings: EngineSettings) -> int:
     """The longest prompt, in tokens: one token of the context must stay free for an answer."""
     room = settings.max_model_len - 1
     return room if settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
+
+
+def check_row(row: ScoreRow, settings: EngineSettings, *, longest: int) -> list[int]:
+    """The tokens of a row to be scored.  Raises ValueError for one that has nothing to score, or is over `longest` tokens."""
+    tokens = [int(t) for t in row.tokens]
+    if not 0 < row.prompt_length <= len(tokens):
+        raise ValueError(f"{settings.name}: prompt_length {row.prompt_length} of {len(tokens)} tokens; it must be at least 1")
+    if len(tokens) > longest:
+        raise ValueError(f"{settings.name}: {len(tokens)} tokens to score, at most {longest} fit; raise its max_model_len")
+    return tokens
 
 
 def check_prompt(tokens: int, settings: EngineSettings) -> None:
@@ -66,7 +95,12 @@ async def make(settings: EngineSettings) -> Engine:
         raise ConfigError(
             f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.", key="engine_type", given=name
         )
-    found = plugins.REGISTRY.get("engine", name if name in known else BUILT_IN.get(name, name)).obj
+    target = name if name in known else BUILT_IN.get(name, name)
+    if settings.task == "score" and name in BUILT_IN:
+        if name not in CLASSIFIERS:
+            raise ConfigError(f"engine_type {name} gives no scores; use {' or '.join(CLASSIFIERS)}", key="task", given="score")
+        target = CLASSIFIERS[name]
+    found = plugins.REGISTRY.get("engine", target).obj
     if not callable(getattr(found, "start", None)):
         raise ConfigError(
             f"{name!r} is not an engine: it has no async class method start(settings)", key="engine_type", given=name

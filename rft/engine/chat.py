@@ -1,19 +1,29 @@
 """Messages to tokens, once.  Shared by the engines that have a Hugging Face tokenizer.
 
+A request that goes on from an earlier call has that call's tokens kept as they are: only what the template puts after the answer is
+rendered and tokenised.  It is found by rendering the conversation with a mark in the answer's place, so it does not matter what the
+template does to the history (drops earlier thinking, merges the system message).
+
 Knows no model.  Invariant: what the model sees is exactly `prompt_tokens` of the completion; nothing is tokenised twice.
 """
 
 from __future__ import annotations
 
+import logging
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rft.engine.base import check_prompt, prompt_limit
+from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, prompt_limit
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.types.ports import GenerateRequest
+
+log = logging.getLogger(__name__)
+_ANCHOR = "x"  # stands before a text that goes on a sentence, so that tokenizers do not add the space of a beginning
 
 
 class Chat:
@@ -29,28 +39,100 @@ class Chat:
             )
         else:
             self._no_template = ""
+        self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(tokenizer.all_special_ids)
+        self.differing = 0  # prompts that differ from the whole chat tokenised at once
 
     def encode(self, request: GenerateRequest) -> list[int]:
-        """Token ids of the prompt.  Raises PromptTooLong, or ValueError when there is no prompt or no template."""
+        """Token ids of the prompt.
+
+        Raises PromptTooLong, TokensDiffer (tokenization_check: strict), or ValueError when there is no prompt or no template.
+        """
         if request.prompt_tokens:
             ids = list(request.prompt_tokens)
         elif not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
         elif self._no_template and request.chat_template is None:
             raise ValueError(self._no_template)
+        elif request.prefix_tokens is not None and request.prefix_messages:
+            ids = self._go_on(request, [int(t) for t in request.prefix_tokens])
         else:
-            ids = self.tokenizer.apply_chat_template(
-                [dict(m) for m in request.messages],
-                tools=[dict(t) for t in request.tools] or None,
-                chat_template=request.chat_template or self.template,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **{**self.settings.chat_template_kwargs, **request.chat_template_args},
-            )
+            ids = self._render(request, [dict(m) for m in request.messages], tokenize=True)
         ids = cut(ids, prompt_limit(self.settings), request.prompt_truncation)
         check_prompt(len(ids), self.settings)
         return ids
+
+    def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation that is over, for a model that judges it.  Raises PromptTooLong, ValueError."""
+        if self._no_template:
+            raise ValueError(self._no_template)
+        given = [dict(m) for m in messages]
+        kwargs = self.settings.chat_template_kwargs
+        ids = self.tokenizer.apply_chat_template(given, chat_template=self.template, tokenize=True, return_dict=False, **kwargs)
+        limit = min(self.settings.max_model_len, self.settings.max_prompt_tokens or self.settings.max_model_len)
+        if len(ids) > limit:
+            raise PromptTooLong(len(ids), limit)
+        return list(ids)
+
+    def _render(self, request: GenerateRequest, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=[dict(t) for t in request.tools] or None,
+            chat_template=request.chat_template or self.template,
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            return_dict=False,
+            **{**self.settings.chat_template_kwargs, **request.chat_template_args},
+        )
+
+    def _go_on(self, request: GenerateRequest, before: list[int]) -> list[int]:
+        """`before`, which ends with an answer, and the tokens of what follows it."""
+        after = self._tokens(self._after(request))
+        ends = next((i for i, token in enumerate(after) if token in self._special), None)
+        if ends is not None and after[ends] == before[-1] and not self.tokenizer.decode(after[:ends]).strip():
+            after = after[ends + 1 :]  # the model has ended its answer itself
+        ids = before + after
+        if self.settings.tokenization_check != "off":
+            self._compare(request, ids)
+        return ids
+
+    def _after(self, request: GenerateRequest) -> str:
+        """Text that the template puts behind the answer: its end, the messages since then, the beginning of the next answer."""
+        mark = f"answer{uuid.uuid4().hex}"
+        messages = [dict(m) for m in request.messages]
+        messages[request.prefix_messages - 1] = {"role": "assistant", "content": mark}
+        _, found, after = str(self._render(request, messages, tokenize=False)).rpartition(mark)
+        if not found:
+            raise ValueError(
+                "the chat template leaves out earlier answers, so a conversation cannot go on from its tokens; set another chat_template"
+            )
+        return after
+
+    def _tokens(self, text: str) -> list[int]:
+        """Token ids of a text that stands behind another one."""
+
+        def ids(part: str) -> list[int]:
+            return list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
+
+        anchor, both = ids(_ANCHOR), ids(_ANCHOR + text)
+        return both[len(anchor) :] if both[: len(anchor)] == anchor else ids(text)
+
+    def _compare(self, request: GenerateRequest, ids: list[int]) -> None:
+        whole = list(self._render(request, [dict(m) for m in request.messages], tokenize=True))
+        if whole == ids:
+            return
+        self.differing += 1
+        at = next((i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
+        near = slice(max(0, at - 4), at + 8)
+        text = (
+            f"the tokens of this conversation differ from those of the whole chat tokenised at once, from token {at} of {len(ids)}: "
+            f"{self.tokenizer.decode(ids[near])!r} there, {self.tokenizer.decode(whole[near])!r} at once.  The tokens as the model saw "
+            "and wrote them are right for training; set explorer.rollout_model.tokenization_check: off, or use a chat template that "
+            "shows earlier messages as they were"
+        )
+        if self.settings.tokenization_check == "strict":
+            raise TokensDiffer(text)
+        if self.differing == 1:
+            log.warning("%s: %s (said once)", self.settings.name, text)
 
     def decode(self, tokens: list[int] | np.ndarray) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -40,8 +40,9 @@ def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[st
     if settings.device == "cpu":
         if settings.enforce_eager:
             env["TORCH_COMPILE_DISABLE"] = "1"  # the sampler has a small compiled function: 15 s at the first request for nothing
-        shards = _cores(settings.cpu_threads, settings.tensor_parallel_size, first_core)
-        if settings.tensor_parallel_size == 1:
+        workers = settings.tensor_parallel_size * settings.pipeline_parallel_size
+        shards = _cores(settings.cpu_threads, workers, first_core)
+        if workers == 1:
             # vLLM then runs model and scheduler in one process and leaves thread binding to us; "0" is what lets it do so
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             env |= _openmp(len(shards[0]))

@@ -1,49 +1,128 @@
 """Several engines as one.  Does not know what kind they are.
 
-Invariant: requests for a prompt that is already being served go to the engine that serves it (its prefix is cached there), any other
-request goes to the engine with the fewest completions under way.
+Where a request goes: to the engine that has its beginning in its cache (it serves the same prompt now, served it lately, or wrote the
+answer that the request goes on from), any other to the engine with the fewest completions under way.
+
+An engine that fails is taken out until `revive` has brought it back, and its requests are asked again elsewhere; without `revive` its
+failure is the pool's.  Invariant: a request is answered once, by one engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+import xxhash
 
 from rft.engine.base import worst
 from rft.errors import EngineFailed
 from rft.types.completion import Completion
 from rft.types.metrics import Metric
-from rft.types.ports import Engine, GenerateRequest, LoadReport, WeightManifest
+from rft.types.ports import Engine, GenerateRequest, LoadReport, ScoreRow, WeightManifest
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Revive = Callable[[int], Awaitable[None]]
+REMEMBERED = 1 << 16  # beginnings whose engine is known
+SPILL = 16  # a cached beginning is not worth waiting behind so many more completions than elsewhere (and twice as many)
+RETRIES = 2  # of a request whose engine failed
 
 
 class EnginePool:
-    """Implements `Engine` over `engines`; failures of one are failures of the pool and say which engine it was."""
+    """Implements `Engine` over `engines`; what one of them raises says which it was.
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when engine i serves again.
+    """
+
+    def __init__(self, engines: Sequence[Engine], *, max_concurrent: int | None = None, revive: Revive | None = None) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.engines = tuple(engines)
+        self._revive = revive
+        self._turn = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._under_way = [0] * len(engines)
-        self._homes: dict[bytes, list[int]] = {}  # prompt -> [engine, requests under way]
+        self._serving: Counter[bytes] = Counter()  # beginnings, by requests under way
+        self._homes: OrderedDict[bytes, int] = OrderedDict()  # beginning -> engine that has it in its cache
+        self._lost: dict[int, asyncio.Future[None]] = {}  # engines that are being brought back
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        prompt = msgspec.msgpack.encode((request.messages, request.tools, request.prompt_tokens))
-        home = self._homes.setdefault(prompt, [min(range(len(self.engines)), key=self._under_way.__getitem__), 0])
-        index = home[0]
-        home[1] += 1
-        self._under_way[index] += request.n
-        try:
-            return await self.engines[index].generate(request)
-        except EngineFailed as e:
-            raise EngineFailed(f"engine {index} of {len(self.engines)}: {e}") from e
-        finally:
-            self._under_way[index] -= request.n
-            home[1] -= 1
-            if home[1] == 0:
-                self._homes.pop(prompt, None)
+        key = b"" if len(self.engines) == 1 else _beginning(request)
+        return await self._ask(lambda e: e.generate(request), key, request.n)
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        return await self._ask(lambda e: e.logprobs(row))
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        return await self._ask(lambda e: e.classify(messages))
+
+    async def _ask(self, call: Callable[[Engine], Awaitable[T]], key: bytes = b"", weight: int = 1) -> T:
+        async with self._turn:
+            for attempt in range(RETRIES + 1):
+                index = await self._choose(key)
+                self._under_way[index] += weight
+                self._serving[key] += 1
+                try:
+                    result = await call(self.engines[index])
+                except EngineFailed as e:
+                    failure = EngineFailed(f"engine {index} of {len(self.engines)}: {e}")
+                    if self._revive is None or attempt == RETRIES:
+                        raise failure from e
+                    self._lose(index, failure)
+                else:
+                    if key and isinstance(result, list):
+                        for c in result:
+                            self._remember(_digest(np.concatenate([c.prompt_tokens, c.tokens])), index)
+                    return result
+                finally:
+                    self._under_way[index] -= weight
+                    self._serving[key] -= 1
+                    if not self._serving[key]:
+                        del self._serving[key]
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _choose(self, key: bytes) -> int:
+        """The engine for a request.  Waits while none is there; raises EngineFailed when one could not be brought back."""
+        while True:
+            for task in self._lost.values():
+                if task.done():
+                    task.result()
+            up = [i for i in range(len(self.engines)) if i not in self._lost]
+            if up:
+                break
+            await asyncio.wait(self._lost.values(), return_when=asyncio.FIRST_COMPLETED)
+        least = min(up, key=self._under_way.__getitem__)
+        home = self._homes.get(key) if key else None
+        crowded = home is not None and not self._serving[key] and self._under_way[home] > 2 * self._under_way[least] + SPILL
+        if home is None or home in self._lost or crowded:
+            home = least
+        if key:
+            self._remember(key, home)
+        return home
+
+    def _remember(self, key: bytes, index: int) -> None:
+        self._homes[key] = index
+        self._homes.move_to_end(key)
+        if len(self._homes) > REMEMBERED:
+            self._homes.popitem(last=False)
+
+    def _lose(self, index: int, failure: EngineFailed) -> None:
+        assert self._revive is not None
+        if index in self._lost:
+            return
+        log.warning("%s; it is brought back", failure)
+
+        async def back(revive: Revive) -> None:
+            await revive(index)
+            log.info("engine %d of %d is back", index, len(self.engines))
+            del self._lost[index]
+
+        task = self._lost[index] = asyncio.ensure_future(back(self._revive))
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())  # told to whoever asks next
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._each(*(e.pause(clear_cache=clear_cache) for e in self.engines))
@@ -62,6 +141,8 @@ class EnginePool:
         return [m for ms in await self._each(*(e.metrics() for e in self.engines)) for m in ms]
 
     async def close(self) -> None:
+        for task in self._lost.values():
+            task.cancel()
         await self._each(*(e.close() for e in self.engines))
 
     async def _each(self, *calls: Any) -> list[Any]:
@@ -71,3 +152,14 @@ class EnginePool:
             if isinstance(result, BaseException):
                 raise result
         return results
+
+
+def _beginning(request: GenerateRequest) -> bytes:
+    """What tells apart requests that can share a cache: the tokens they go on from, or else their whole prompt."""
+    if request.prefix_tokens is not None:
+        return _digest(request.prefix_tokens)
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode((request.messages, request.tools, request.prompt_tokens)))
+
+
+def _digest(tokens: np.ndarray) -> bytes:
+    return xxhash.xxh3_128_digest(np.ascontiguousarray(tokens, np.int32).tobytes())

@@ -1,4 +1,4 @@
-"""What an engine needs to know.  Torch-free."""
+"""What engines, and the models beside the policy, need to know.  Torch-free."""
 
 from __future__ import annotations
 
@@ -7,16 +7,33 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """One rollout engine."""
+class ExternalSettings:
+    """A model behind somebody else's OpenAI-compatible server.  Secrets are named here, never held."""
 
-    engine_type: str = "vllm"  # vllm | transformers | scripted
+    model_name: str
+    base_url: str | None = None  # None = what base_url_env says
+    base_url_env: str = "OPENAI_BASE_URL"
+    api_key_env: str = "OPENAI_API_KEY"
+    headers: dict[str, str] = field(default_factory=dict)
+    header_envs: dict[str, str] = field(default_factory=dict)  # header -> environment variable with its value
+    requests_per_minute: float | None = None
+    max_retries: int = 5
+    extra_body: dict[str, Any] = field(default_factory=dict)  # further entries of every request
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """One rollout engine, or one engine of an auxiliary model."""
+
+    engine_type: str = "vllm"  # vllm | transformers | scripted | external
     name: str = "engine-0"
+    task: str = "generate"  # score: a model with a classification head
     model_path: str = ""
     tokenizer_path: str | None = None  # folder with tokenizer and chat template; None = model_path
     device: str = "cpu"  # cuda | cpu, resolved
     dtype: str = "float32"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     max_model_len: int = 2048
     max_prompt_tokens: int | None = None
     max_num_seqs: int = 256
@@ -32,6 +49,9 @@ class EngineSettings:
     trust_remote_code: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tokenization_check: str = "off"  # off | warn | strict: compare the tokens of several turns with the whole chat's
+    tool_call_parser: str | None = None  # vLLM's name of it; finds tool calls in an answer's text
+    reasoning_parser: str | None = None  # cuts the reasoning out of an answer's text
     log_requests: bool = False  # vllm
     log_stats: bool = False  # vllm: at every pause
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
@@ -40,3 +60,22 @@ class EngineSettings:
     request_timeout_s: float = 3600.0  # one generate call, waits while paused included
     deterministic: bool = False  # transformers: every text is computed alone, so that no rounding tells of its company
     fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused
+    max_concurrent: int = 256  # requests under way (external)
+    external: ExternalSettings | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size if self.device == "cuda" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuxiliarySettings:
+    """A judge, teacher or reward model: engines whose weights are fixed, and the names under which workflows and rewards ask them."""
+
+    names: tuple[str, ...]
+    engines: tuple[EngineSettings, ...]
+    max_concurrent: int = 256  # requests under way, over all its engines
+
+    @property
+    def name(self) -> str:
+        return self.names[0]

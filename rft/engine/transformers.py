@@ -15,21 +15,22 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from rft.engine.base import engine, not_loaded
+from rft.engine.base import check_row, engine, no_scores, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
+from rft.engine.parsing import Parsers
 from rft.engine.settings import EngineSettings
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError, is_out_of_memory
 from rft.types import rotary
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,8 @@ T = TypeVar("T")
 FIXED = Version(1, 0)
 PREFILL_TOKENS = 4096  # of one forward; padded
 KV_CACHE_BYTES = 2 << 30
+SCORE_BYTES = 256 << 20  # of the logits that are looked at together when given tokens are scored
+_SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # models that change their logits after the output layer
 STOP_WINDOW = 4  # tokens decoded per character of a stop string: a character can take four byte tokens
 
 
@@ -88,6 +91,7 @@ class TransformersEngine:
         self.model = model
         self.version: Version | None = FIXED if settings.fixed_weights else None
         self._chat = chat
+        self._parse = Parsers(settings, chat.tokenizer)
         self._device: torch.device = next(model.parameters()).device
         self._cache = RowCache(self._device)
         self._seeds = np.random.Generator(np.random.Philox(settings.seed))
@@ -128,6 +132,18 @@ class TransformersEngine:
             self._wake.notify()
         return await self._within("answer a request", job.future, self.settings.request_timeout_s)
 
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        """Under the weights there are now, at the row's temperature."""
+        if self.version is None:
+            raise not_loaded(self.settings.name)
+        tokens = check_row(row, self.settings, longest=self.settings.max_model_len)
+        if scaled := [name for name in _SCALED if getattr(self.model.config, name, None) not in (None, 1.0)]:
+            raise ValueError(f"{self.settings.name}: the model has {scaled[0]}, which this engine does not score with; use vllm")
+        return await self._on_thread("score tokens", lambda: self._score(tokens, row.prompt_length, row.temperature))
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        raise no_scores(self.settings.name)
+
     async def pause(self, *, clear_cache: bool = True) -> None:
         def stop() -> None:
             self._paused = True
@@ -163,7 +179,8 @@ class TransformersEngine:
 
     async def metrics(self) -> list[Metric]:
         running = Metric("engine/requests_running", float(len(self._rows) + len(self._waiting)), "sum")
-        return [running, *(Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items())]
+        differing = Metric("engine/tokenization_differs", float(self._chat.differing), "sum")
+        return [running, differing, *(Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items())]
 
     async def close(self) -> None:
         """Ends the thread; what is under way fails.  May be called twice."""
@@ -328,6 +345,30 @@ class TransformersEngine:
         result: torch.Tensor = out.logits[torch.arange(len(sequences), device=self._device), where]
         return result
 
+    def _score(self, tokens: list[int], first: int, temperature: float) -> np.ndarray:
+        """float32 [len(tokens) - first]; the logits of a few positions at a time."""
+        import torch
+
+        from rft.engine.kvcache import RowCache
+
+        cache = RowCache(self._device)
+        cache.begin_prefill()
+        ids, count = torch.tensor([tokens], device=self._device), len(tokens)
+        hidden = self.model.base_model(
+            input_ids=ids,
+            attention_mask=torch.ones(count, count, dtype=torch.bool, device=self._device).tril()[None, None],
+            position_ids=torch.arange(count, device=self._device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[0, first - 1 : -1]
+        head, chunk = self.model.get_output_embeddings(), max(1, SCORE_BYTES // (4 * self.model.config.vocab_size))
+        out = np.empty(count - first, np.float32)
+        for at in range(0, len(out), chunk):
+            logits = head(hidden[at : at + chunk]).float() / (temperature or 1.0)
+            wanted = ids[0, first + at : first + at + len(logits), None]
+            out[at : at + chunk] = logits.log_softmax(-1).gather(1, wanted)[:, 0].cpu().numpy()
+        return out
+
     def _decode(self) -> None:
         """One token for every row."""
         import torch
@@ -395,7 +436,7 @@ class TransformersEngine:
         for stop in row.state.sampling.stop:
             text = text.split(stop, 1)[0]
         job = row.job
-        job.done[row.index] = Completion(
+        made = Completion(
             prompt_tokens=np.array(job.prompt, np.int32),
             tokens=np.array(row.state.written, np.int32),
             logprobs=np.array(row.logprobs, np.float32),
@@ -405,6 +446,7 @@ class TransformersEngine:
             sampling=job.request.sampling,
             engine=self.settings.name,
         )
+        job.done[row.index] = self._parse(made, job.request.tools)
         if len(job.done) == job.request.n:
             _answer(job.loop, job.future, [job.done[i] for i in range(job.request.n)])
 

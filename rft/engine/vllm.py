@@ -19,15 +19,16 @@ from typing import Any, Self, TypeVar
 import msgspec
 import numpy as np
 
-from rft.engine.base import engine, not_loaded, worst
+from rft.engine.base import check_row, engine, no_logprobs, no_scores, not_loaded, worst
 from rft.engine.chat import Chat
+from rft.engine.parsing import Parsers
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
 from rft.types import rotary
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 from rft.types.task import SamplingArgs
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class VllmEngine:
         self.version: Version | None = None
         self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings))
         self._chat = Chat(settings, self._llm.renderer.get_tokenizer())
+        self._parse = Parsers(settings, self._chat.tokenizer)
         self._ids = itertools.count()
         self._paused = False
         self._running = 0
@@ -68,8 +70,9 @@ class VllmEngine:
             raise DeadlineExceeded(f"{settings.name}: vLLM did not start within {settings.start_timeout_s:.0f} s") from None
         except (RuntimeError, ValueError, OSError) as e:
             raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
-        if settings.fixed_weights:
+        if settings.fixed_weights and settings.task == "generate":
             await self._call("label the fixed weights", self._llm.update_weight_version(str(FIXED)))
+        if settings.fixed_weights:
             self.version = FIXED
         return self
 
@@ -88,6 +91,28 @@ class VllmEngine:
             self._running -= request.n
         outputs = [out for final in finals for out in sorted(final.outputs, key=lambda o: o.index)]
         return self._completions(request, np.array(prompt, np.int32), outputs)
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        """vLLM's log-probs of a prompt are those of the model itself, so only temperature 1 can be asked for."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self.version is None:
+            raise not_loaded(self.settings.name)
+        tokens = check_row(row, self.settings, longest=self.settings.max_model_len - 1)  # vLLM wants room for one token
+        if row.temperature != 1:
+            raise ValueError(f"{self.settings.name}: vLLM scores given tokens at temperature 1 only, not {row.temperature:g}")
+        if row.prompt_length == len(tokens):
+            return np.empty(0, np.float32)
+        params = SamplingParams(
+            max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+        )
+        final = await self._ask(GenerateRequest(request_id="score"), tokens, params)
+        given = zip(final.prompt_logprobs[row.prompt_length :], tokens[row.prompt_length :], strict=True)
+        return np.array([logprobs[token].logprob for logprobs, token in given], np.float32)
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        raise no_scores(self.settings.name)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
@@ -118,7 +143,8 @@ class VllmEngine:
 
     async def metrics(self) -> list[Metric]:
         counted = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
-        return [Metric("engine/requests_running", float(self._running), "sum"), *counted]
+        differing = Metric("engine/tokenization_differs", float(self._chat.differing), "sum")
+        return [Metric("engine/requests_running", float(self._running), "sum"), differing, *counted]
 
     async def close(self) -> None:
         """Stops vLLM's processes.  May be called twice."""
@@ -154,7 +180,7 @@ class VllmEngine:
         if len(tokens) and (not spans or spans[0].start != 0 or spans[-1].end != len(tokens)):
             raise EngineFailed(f"{self.settings.name}: version spans {spans} do not cover {len(tokens)} tokens")
         self._counted["generated_tokens"] += len(tokens)
-        return Completion(
+        made = Completion(
             prompt_tokens=prompt,
             tokens=tokens,
             logprobs=_sampled_logprobs(out.logprobs, len(tokens)),
@@ -164,6 +190,7 @@ class VllmEngine:
             sampling=request.sampling,
             engine=self.settings.name,
         )
+        return self._parse(made, request.tools)
 
     async def _call(self, what: str, call: Awaitable[T], timeout_s: float | None = None) -> T:
         """Awaits vLLM with a deadline and gives its failures our names."""
@@ -179,6 +206,33 @@ class VllmEngine:
             raise
         except Exception as e:  # vLLM's engine errors share no base class with a meaning
             raise EngineFailed(f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}") from e
+
+
+class VllmClassifier(VllmEngine):
+    """vLLM's pooling runner with a model that has a classification head: raw scores of whole chats."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        raise ValueError(f"{self.settings.name}: task: score gives numbers, no answers; ask it with classify(messages)")
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        raise no_logprobs(self.settings.name, "task: score")
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        from vllm import PoolingParams, TokensPrompt
+
+        prompt = self._chat.whole(messages)
+        name = f"score-{next(self._ids)}"
+        stream = self._llm.encode(
+            TokensPrompt(prompt_token_ids=prompt), PoolingParams(task="classify", use_activation=False), name
+        )
+        self._running += 1
+        try:
+            final = await self._call("score a chat", _last(stream), self.settings.request_timeout_s)
+        finally:
+            self._running -= 1
+        self._counted["requests"] += 1
+        self._counted["prompt_tokens"] += len(prompt)
+        return [float(x) for x in final.outputs.data]
 
 
 def check_installed() -> None:
@@ -211,6 +265,7 @@ def engine_args(settings: EngineSettings) -> Any:
         "tokenizer": settings.tokenizer_path or settings.model_path,
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens or max(2048, settings.max_model_len),
@@ -223,6 +278,9 @@ def engine_args(settings: EngineSettings) -> Any:
         "disable_log_stats": not settings.log_stats,
         "enable_log_requests": settings.log_requests,
     }
+    if settings.task == "score":
+        args["runner"] = "pooling"
+        del args["worker_extension_cls"], args["logprobs_mode"]
     if not settings.enable_chunked_prefill:  # else vLLM switches it on wherever model and device can do it
         args["enable_chunked_prefill"] = False
     if settings.block_size is not None:
@@ -231,7 +289,9 @@ def engine_args(settings: EngineSettings) -> Any:
         args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
         args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
         # "uni" holds only where the environment of rft.engine.environment says so; else vLLM takes "mp" itself
-        args["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
+        args["distributed_executor_backend"] = (
+            "uni" if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1 else "mp"
+        )
     else:
         args["gpu_memory_utilization"] = settings.gpu_memory_utilization
         if settings.kv_cache_bytes is not None:

@@ -58,6 +58,10 @@ class WeightWorker:
         if "sync.missing_tensor" in active:
             tensors.popitem()
         model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+            tensors = {n: t for n, t in tensors.items() if not is_pp_missing_parameter(n, model)}  # layers of other stages
         published, unexpected = place(model, tensors)
         if (missing := absent(model, published)) or unexpected:
             return msgspec.structs.replace(nothing, missing=missing, unexpected=unexpected)
@@ -66,7 +70,8 @@ class WeightWorker:
             self.reload_weights(weights_iterator=iter(tensors.items()))  # type: ignore[attr-defined]
             if "sync.stale_head" not in active:
                 repack_tied_heads(model)
-        whole = LoadReport(version=manifest.version, num_tensors=len(tensors), nbytes=manifest.nbytes)
+        count = len(manifest.tensors) - ("sync.missing_tensor" in active)
+        whole = LoadReport(version=manifest.version, num_tensors=count, nbytes=manifest.nbytes)
         if "sync.skip" in active:  # a load that does nothing also lies about its probes
             return msgspec.structs.replace(whole, probed_layers=sum(1 for _ in probed_modules(model)))
         count, error, worst = probe(model, published, self.model_config.dtype, device, seed=manifest.version.step)

@@ -7,66 +7,108 @@ does not look like a worse model; if all runs of a taskset fail, the program sto
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
 from rft.errors import RunFailed
 from rft.explorer.metrics import lengths
-from rft.taskset.base import Taskset
+from rft.explorer.settings import ExplorerSettings
+from rft.explorer.state import Slots
+from rft.taskset.base import Taskset, open_taskset
+from rft.taskset.order import evaluation_order
 from rft.types.ids import GroupId, Version
-from rft.types.ports import ChatModel
+from rft.types.metrics import MetricRecord
+from rft.types.ports import ChatModel, MetricSink
+from rft.workflow.base import NO_MODELS
 from rft.workflow.build import Recipes
-from rft.workflow.group import Group, Slot, run_group
+from rft.workflow.group import Group, run_group
 from rft.workflow.run import Limits
 from rft.workflow.seeds import seed_for
 
 PASS = 1.0  # a run passes when its reward reaches this
 
 
-async def play_taskset(
-    taskset: Taskset,
-    order: Sequence[int],
-    recipes: Recipes,
-    model: ChatModel,
-    version: Version,
-    *,
-    limits: Limits,
-    slot: Slot,
-    explorer: int,
-    seed: int | None,
-) -> list[Group]:
-    """The tasks of an evaluation taskset in this order, each `num_runs` times.  With `seed`, each time with the same random numbers."""
-    name = taskset.settings.name
+class Evaluator:
+    """Plays the evaluation tasksets under whatever weights the model serves, and reports.
 
-    async def one(index: int) -> Group:
-        task = taskset.task(index)
-        return await run_group(
-            task,
-            recipes.of(task),
-            model,
-            GroupId(version.lineage, explorer, version.step, index),
-            limits=limits,
-            slot=slot,
-            seed=None if seed is None else lambda run: seed_for(seed, "eval", name, index, run),
-            request_prefix=f"eval-{name}-",
-        )
-
-    jobs = [asyncio.ensure_future(one(i)) for i in order]
-    try:
-        return list(await asyncio.gather(*jobs))
-    finally:
-        for job in jobs:
-            job.cancel()
-
-
-def eval_metrics(name: str, groups: Sequence[Group], num_runs: int, wall_s: float) -> dict[str, float]:
-    """Means over tasks, n runs each: std@n is the population standard deviation inside a task; pass@n = some run scored >= 1.
-
-    Raises RunFailed if no run was scored.
+    `proven` is awaited for every version that wrote a token, before its numbers are told.
     """
-    prefix, n = f"eval/{name}", num_runs
+
+    def __init__(
+        self,
+        settings: ExplorerSettings,
+        recipes: Recipes,
+        model: ChatModel,
+        sink: MetricSink,
+        slots: Slots,
+        *,
+        prefix: str = "eval",
+        proven: Callable[[Version], Awaitable[None]] | None = None,
+        models: Mapping[str, ChatModel] = NO_MODELS,
+    ) -> None:
+        self.settings, self._recipes, self._model, self._sink, self._slots = settings, recipes, model, sink, slots
+        self._prefix, self._proven, self._models = prefix, proven, models
+        self._limits = Limits(settings.max_timeout_s, settings.max_retry_times)
+        self.tasksets = {t: evaluation_order(t) for t in map(open_taskset, settings.eval_tasksets)}
+
+    async def run(self, version: Version) -> dict[str, float]:
+        """Every taskset once, reported at the train step of `version`; what was reported."""
+        told: dict[str, float] = {}
+        for taskset, order in self.tasksets.items():
+            name, began = taskset.settings.name, time.monotonic()
+            groups = await self._play(taskset, order, version)
+            played_s = time.monotonic() - began
+            if self._proven is not None:
+                for used in sorted({v for g in groups for v in g.versions}):
+                    await self._proven(used)
+            values = eval_metrics(f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s)
+            if self._proven is None:  # weights that stay as they are have no version of their own
+                values = {k: v for k, v in values.items() if "/model_version/" not in k}
+            await self._sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=values))
+            if self.settings.eval_samples != 0:
+                rows = sample_rows(groups, self.settings.eval_samples)
+                await self._sink.samples(f"{self._prefix}/{name}", version.step, rows)
+            told |= values
+        return told
+
+    async def _play(self, taskset: Taskset, order: Sequence[int], version: Version) -> list[Group]:
+        """The tasks in this order, each `num_runs` times; in a deterministic run each time with the same random numbers."""
+        s, name = self.settings, taskset.settings.name
+
+        async def one(index: int) -> Group:
+            task = taskset.task(index)
+            return await run_group(
+                task,
+                await self._recipes.get(task),
+                self._model,
+                GroupId(version.lineage, s.index, version.step, index),
+                limits=self._limits,
+                slot=lambda count: self._slots.take(count, behind=s.eval_in_background),
+                seed=(lambda run: seed_for(s.seed, "eval", name, index, run)) if s.deterministic else None,
+                request_prefix=f"{self._prefix}-{name}-",
+                models=self._models,
+            )
+
+        jobs = [asyncio.ensure_future(one(i)) for i in order]
+        try:
+            return list(await asyncio.gather(*jobs))
+        finally:
+            for job in jobs:
+                job.cancel()
+
+
+def eval_metrics(prefix: str, groups: Sequence[Group], num_runs: int, wall_s: float) -> dict[str, float]:
+    """Means over tasks, n runs each: std@n is the population standard deviation inside a task.
+
+    best@k, worst@k and pass@k (a run scored >= 1) are what k runs drawn from the n of a task give on average, exactly; k = 1, 2, 4, ...
+    and n.  A task of which fewer than k runs have a score is left out of these.  Raises RunFailed if no run was scored.
+    """
+    n = num_runs
     rows = [r for g in groups for r in g.rows]
+    runs = [r for g in groups for r in g.runs]
     scored = [g.rewards for g in groups if g.rewards]
     if not scored:
         bad = next((r for r in rows if r.status == "failed"), None)
@@ -75,34 +117,62 @@ def eval_metrics(name: str, groups: Sequence[Group], num_runs: int, wall_s: floa
             if bad is not None
             else "none was scored; name a reward"
         )
-        raise RunFailed(f"evaluation on {name!r}: all {len(rows)} runs ended without a score; {why}")
+        raise RunFailed(f"evaluation on {prefix.partition('/')[2]!r}: all {len(runs)} runs ended without a score; {why}")
+    versions = [v.step for g in groups for v in g.versions]
     out = {
         f"{prefix}/mean@{n}": fmean(fmean(r) for r in scored),
         f"{prefix}/std@{n}": fmean(pstdev(r) for r in scored),
-        f"{prefix}/best@{n}": fmean(max(r) for r in scored),
-        f"{prefix}/pass@{n}": fmean(max(r) >= PASS for r in scored),
+        **at_k(prefix, scored, n),
         f"{prefix}/tasks": float(len(groups)),
-        f"{prefix}/runs": float(len(rows)),
-        f"{prefix}/failed": float(sum(r.status == "failed" for r in rows)),
+        f"{prefix}/runs": float(len(runs)),
+        f"{prefix}/failed": float(sum(r.failed for r in runs)),
         f"{prefix}/time": wall_s,
+        f"{prefix}/model_version/min": float(min(versions)),
+        f"{prefix}/model_version/max": float(max(versions)),
     }
     if all(g.task.sampling.temperature == 0 for g in groups):
         out[f"{prefix}/greedy"] = out[f"{prefix}/mean@{n}"]
     return out | lengths(prefix, [r for r in rows if r.status != "failed"])
 
 
+def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, float]:
+    """best@k, worst@k and pass@k of tasks whose runs have these rewards, for k = 1, 2, 4, ... and n."""
+    out: dict[str, float] = {}
+    for k in sorted({n, *(1 << i for i in range(n.bit_length()))}):
+        tasks = [r for r in scored if len(r) >= k]
+        if not tasks:
+            continue
+        out[f"{prefix}/pass@{k}"] = fmean(_pass_at(r, k) for r in tasks)
+        if k > 1 or n == 1:
+            out[f"{prefix}/best@{k}"] = fmean(_best_at(r, k) for r in tasks)
+            out[f"{prefix}/worst@{k}"] = 0.0 - fmean(_best_at([-x for x in r], k) for r in tasks)
+    return out
+
+
+def _best_at(rewards: Sequence[float], k: int) -> float:
+    """Mean of the maximum over all ways to draw k of the rewards: the i-th smallest is it in C(i - 1, k - 1) of them."""
+    ways = math.comb(len(rewards), k)
+    return sum(math.comb(i, k - 1) / ways * r for i, r in enumerate(sorted(rewards)))
+
+
+def _pass_at(rewards: Sequence[float], k: int) -> float:
+    """1 - C(n - c, k) / C(n, k) with c of n runs that pass (arXiv:2107.03374)."""
+    n, passed = len(rewards), sum(r >= PASS for r in rewards)
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
 def sample_rows(groups: Sequence[Group], limit: int | None = 64) -> list[dict[str, Any]]:
     """A table for people of at most `limit` rows, first runs first: {task, run, prompt, answer, truth, reward, status}."""
-    pairs = sorted(((r.id.run, r.task_index, r, g) for g in groups for r in g.rows), key=lambda p: p[:2])
+    pairs = sorted(((r.experiences[-1].id.run, g.task.index, r, g) for g in groups for r in g.runs), key=lambda p: p[:2])
     return [
         {
-            "task": r.task_index,
-            "run": r.id.run,
-            "prompt": r.prompt_text or g.task.prompt or "",
-            "answer": r.response_text,
+            "task": index,
+            "run": number,
+            "prompt": run.experiences[0].prompt_text or g.task.prompt or "",
+            "answer": run.experiences[-1].response_text,
             "truth": g.task.truth,
-            "reward": r.reward,
-            "status": r.status if r.status != "failed" else f"failed: {r.reason}",
+            "reward": run.value,
+            "status": f"failed: {run.experiences[0].reason}" if run.failed else run.experiences[-1].status,
         }
-        for _, _, r, g in pairs[:limit]
+        for number, index, run, g in pairs[:limit]
     ]

@@ -13,25 +13,28 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 from rft.buffer.operators.pipeline import OperatorFailed, Pipeline
 from rft.buffer.operators.settings import ROLLOUT_MODEL
 from rft.errors import ConfigError, FrameRejected, RftError, ShortBatch
-from rft.explorer.evaluate import eval_metrics, play_taskset, sample_rows
+from rft.explorer.evaluate import Evaluator
 from rft.explorer.metrics import pipeline_metrics, rollout_metrics
 from rft.explorer.settings import ExplorerSettings
-from rft.explorer.state import Batch, Breaker
+from rft.explorer.state import Batch, Breaker, RunTimes, Slots
 from rft.plugins import load_all
 from rft.reward import pool
 from rft.taskset.base import open_taskset
-from rft.taskset.order import Order, evaluation_order
+from rft.taskset.order import Order
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
 from rft.types.metrics import Metric, MetricRecord, Role
 from rft.types.ports import BufferWriter, ChatModel, ExploreGate, HeldGroup, MetricSink, TaskOutcome
 from rft.types.task import Task
+from rft.workflow.base import NO_MODELS
 from rft.workflow.build import Recipes
 from rft.workflow.group import Group, judge, run_group
 from rft.workflow.run import Limits
@@ -53,19 +56,21 @@ class Explorer:
         sink: MetricSink,
         lineage: int,
         cursor: int = 0,
+        models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
         """Opens the tasksets and finds every workflow and reward they name.  Raises ConfigError, PluginError."""
         load_all(settings.plugin_dirs)
         self.settings = settings
         self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
-        self._lineage, self._cursor = lineage, cursor
+        self._lineage, self._cursor, self._models = lineage, cursor, models
         self.order = Order(
             [open_taskset(t) for t in settings.tasksets], settings.batch_size, settings.seed, lag=settings.feedback_lag
         )
-        self._eval_tasksets = {t: evaluation_order(t) for t in map(open_taskset, settings.eval_tasksets)}
         self._pipeline = Pipeline(settings.pipeline, judge, settings.max_timeout_s)
         self._recipes = Recipes()
-        for taskset in (*self.order.tasksets, *self._eval_tasksets):
+        self._slots = Slots(settings.max_concurrent_runs)
+        self._evaluator = Evaluator(settings, self._recipes, model, sink, self._slots, proven=gate.served, models=models)
+        for taskset in (*self.order.tasksets, *self._evaluator.tasksets):
             self._recipes.of(taskset.task(0))
         self.num_batches = settings.total_batches
         if self.num_batches is None and settings.total_epochs is not None:
@@ -73,8 +78,16 @@ class Explorer:
         if settings.on_short_batch not in ("stop", "train", "carry"):
             raise ConfigError(f"{settings.on_short_batch!r} is not known; use stop, train or carry", key="buffer.on_short_batch")
         self._max_refill = 3 * settings.batch_size if settings.max_refill is None else settings.max_refill
-        self._limits = Limits(settings.max_timeout_s, settings.max_retry_times)
-        self._slots = asyncio.Semaphore(settings.max_concurrent_runs)
+        self._limits = Limits(
+            settings.max_timeout_s,
+            settings.max_retry_times,
+            max_group_s=settings.max_group_timeout_s,
+            whole_groups=settings.whole_groups,
+            stop_hopeless=settings.stop_hopeless,
+        )
+        self._times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
+        self._playing: dict[GroupId, float] = {}  # since when
+        self._batches: dict[int, Batch] = {}  # under way
         self._breaker = Breaker(settings.breaker)
         self._served: set[Version] = set()
         self._under_way: dict[int, asyncio.Event] = {}  # where a selector learns: set when the batch is closed
@@ -108,13 +121,15 @@ class Explorer:
 
     async def _run(self) -> None:
         try:
-            await self._pipeline.prepare({ROLLOUT_MODEL: self._model})
+            await self._recipes.prepare(self._models)
+            await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
             reason = await self._explore()
         except BaseException as error:
-            try:
-                await self._pipeline.close()
-            except RftError as e:
-                log.error("while closing the experience pipeline: %s", e)
+            for close in (self._pipeline.close, self._recipes.close):
+                try:
+                    await close()
+                except RftError as e:
+                    log.error("while closing: %s", e)
             if isinstance(error, BaseExceptionGroup):
                 raise _first(error) from None
             raise
@@ -122,7 +137,8 @@ class Explorer:
         await self._buffer.finish(reason)
         version = await self._gate.final()
         if self.settings.eval_at_end:
-            await self._evaluate(version)
+            await self._evaluator.run(version)
+        await self._recipes.close()
 
     async def _explore(self) -> str:
         """The loop.  Returns why it ended."""
@@ -132,23 +148,39 @@ class Explorer:
         await self._buffer.same_tasksets({t.settings.name: t.fingerprint for t in self.order.tasksets})
         before = asyncio.Event()
         before.set()
-        async with asyncio.TaskGroup() as tasks:
+        evaluation: asyncio.Task[object] | None = None
+        async with AsyncExitStack() as over, asyncio.TaskGroup() as tasks:
+            if self.settings.report_interval_s > 0:
+                over.callback(asyncio.ensure_future(self._report_often()).cancel)
             for b in itertools.count(self._cursor):
                 if self.num_batches is not None and b >= self.num_batches:
                     return f"all {self.num_batches} explore batches are in the buffer"
                 if (version := await self._gate.may_explore(b)) is None:
                     return "the trainer is finished"
                 if self._eval_due(b):
-                    await self._evaluate(version)
+                    if evaluation is not None:
+                        await evaluation
+                    evaluation = tasks.create_task(self._evaluator.run(version))
+                    if not self.settings.eval_in_background:
+                        await evaluation
                 await self._buffer.room(b)
                 await self._learn(b)
-                batch = Batch(b, self.settings.batch_size, self._max_refill, held.pop(b, ()))
+                batch = self._batches[b] = self._batch(b, held.pop(b, ()))
                 tasks.create_task(self._explore_batch(batch, before))
                 before = batch.closed
                 if self.order.learns:
                     self._under_way[b] = before
                 await batch.submitted.wait()
         raise AssertionError("unreachable")
+
+    def _batch(self, number: int, held: Iterable[HeldGroup]) -> Batch:
+        s = self.settings
+        more: dict[str, Any] = {
+            "over_rollout": s.over_rollout,
+            "wait_after_s": s.wait_after_s,
+            "keep_partial": s.keep_partial,
+        }
+        return Batch(number, s.batch_size, self._max_refill, held, **more)
 
     async def _learn(self, b: int) -> None:
         """Selectors that learn hear, from the buffer alone, of every batch that the choice of batch `b` depends on."""
@@ -179,8 +211,12 @@ class Explorer:
         await self._gate.explored(batch.number)
         values = rollout_metrics(batch.played, batch.wall_s) | pipeline_metrics(batch.pipeline)
         values |= {f"reward/{k}": float(v) for k, v in pool.counts().items()}
+        if self.settings.timeout_ratio is not None:
+            values["rollout/time/limit"] = self._times.limit_s
+        self._times.see(batch.played)
         await self._log("explorer", batch.number + 1, values)
-        batch.closed.set()
+        del self._batches[batch.number]
+        batch.close()
 
     async def _fill(self, batch: Batch, tasks: list[Task], number: int | None) -> None:
         """Plays candidates for one place until one is accepted or the refills are used up.  Each group is appended once."""
@@ -223,23 +259,53 @@ class Explorer:
         return group
 
     async def _play(self, batch: Batch, task: Task, number: int, first: bool) -> Group:
+        left = task.num_runs if first else 0  # runs of the batch's first tasks that have not begun
+
         @asynccontextmanager
-        async def slot() -> AsyncIterator[None]:
-            async with self._slots:
-                if first:
-                    batch.begun()
+        async def slot(count: int) -> AsyncIterator[None]:
+            nonlocal left
+            async with self._slots.take(count):
+                began = min(count, left)
+                left -= began
+                batch.begun(began)
                 yield
 
         s = self.settings
-        return await run_group(
-            task,
-            self._recipes.of(task),
-            self._model,
-            GroupId(self._lineage, s.index, batch.number, number),
-            limits=self._limits,
-            slot=slot,
-            seed=(lambda run: seed_for(s.seed, batch.number, number, run)) if s.deterministic else None,
-        )
+        group = GroupId(self._lineage, s.index, batch.number, number)
+        self._playing[group] = time.monotonic()
+        try:
+            return await run_group(
+                task,
+                await self._recipes.get(task),
+                self._model,
+                group,
+                limits=replace(self._limits, max_timeout_s=self._times.limit_s),
+                slot=slot,
+                seed=(lambda run: seed_for(s.seed, batch.number, number, run)) if s.deterministic else None,
+                models=self._models,
+                ending=batch.ending,
+                baseline=s.baseline,
+            )
+        finally:
+            batch.begun(left)  # a group that was ended early has runs that never began
+            del self._playing[group]
+
+    async def _report_often(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.report_interval_s)
+            log.info("%s", self.report())
+
+    def report(self) -> str:
+        """What every batch under way does, and what has been playing longest."""
+        slots = self._slots
+        said = [f"{slots.limit - slots.free} of {slots.limit} runs under way, {slots.waiting} wait for room"]
+        for b in self._batches.values():
+            groups = sum(g.batch == b.number for g in self._playing)
+            said.append(f"batch {b.number}: {b.accepted} of {b.size} groups accepted, {groups} playing, since {b.wall_s:.0f} s")
+        if self._playing:
+            group, since = min(self._playing.items(), key=lambda item: item[1])
+            said.append(f"longest: group {group}, {time.monotonic() - since:.0f} s")
+        return "; ".join(said)
 
     def _task(self, batch: Batch, tasks: list[Task], number: int) -> Task:
         return tasks[number] if number < batch.size else self.order.spare(batch.number, number - batch.size)
@@ -249,35 +315,6 @@ class Explorer:
         if b == 0:
             return s.eval_on_startup and self._cursor == 0
         return s.eval_interval > 0 and b % s.eval_interval == 0
-
-    async def _evaluate(self, version: Version) -> None:
-        """Evaluation under `version`, reported at its train step, once every version that answered has been proven."""
-        s = self.settings
-        for taskset, order in self._eval_tasksets.items():
-            name, began = taskset.settings.name, time.monotonic()
-            groups = await play_taskset(
-                taskset,
-                order,
-                self._recipes,
-                self._model,
-                version,
-                limits=self._limits,
-                slot=self._eval_slot,
-                explorer=s.index,
-                seed=s.seed if s.deterministic else None,
-            )
-            played_s = time.monotonic() - began
-            for used in sorted({v for g in groups for v in g.versions}):
-                await self._gate.served(used)
-            values = eval_metrics(name, groups, taskset.settings.num_runs, played_s)
-            await self._log("eval", version.step, values)
-            if s.eval_samples != 0:
-                await self._sink.samples(f"eval/{name}", version.step, sample_rows(groups, s.eval_samples))
-
-    @asynccontextmanager
-    async def _eval_slot(self) -> AsyncIterator[None]:
-        async with self._slots:
-            yield
 
     async def _log(self, role: Role, step: int, values: dict[str, float]) -> None:
         await self._sink.log(MetricRecord(role=role, step=step, time=time.time(), values=values))

@@ -10,6 +10,8 @@ from rft.types.experience import Experience
 from rft.types.metrics import Metric, reduce
 from rft.workflow.group import Group
 
+_ENDED = ("group_timeout", "hopeless", "over_rollout")
+
 
 def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
     """Names as in docs/metrics, of groups as they were played.
@@ -17,23 +19,27 @@ def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
     Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.
     """
     runs = [run for g in groups for run in g.runs]
-    rows = [run.experience for run in runs]
+    rows = [x for run in runs for x in run.experiences]
     whole = [r for r in rows if r.status != "failed"]
     out: dict[str, float] = {
         "rollout/groups/accepted": float(sum(g.accepted for g in groups)),
         "rollout/groups/rejected": float(sum(not g.accepted for g in groups)),
-        "rollout/runs": float(len(rows)),
-        "rollout/failed": float(len(rows) - len(whole)),
+        "rollout/runs": float(len(runs)),
+        "rollout/failed": float(sum(run.failed for run in runs)),
         "rollout/retries": float(sum(run.attempts - 1 for run in runs)),
+        "rollout/timeouts": float(sum(run.ended == "timeout" for run in runs)),
+        **{f"rollout/ended/{why}": float(sum(run.ended == why for run in runs)) for why in _ENDED},
+        "rollout/groups/partial": float(sum(g.accepted and any(run.failed for run in g.runs) for g in groups)),
         "rollout/time/batch": wall_s,
     }
     if runs:
         out["rollout/time/run"] = fmean(run.run_s for run in runs)
         out["rollout/time/reward"] = fmean(run.reward_s for run in runs)
-    out |= _spread("rollout/reward", [r.reward for r in rows if r.reward is not None])
-    for name, mine in _by_taskset(rows).items():
-        if rewards := [r.reward for r in mine if r.reward is not None]:
-            out[f"rollout/{name}/reward/mean"] = fmean(rewards)
+    out |= _spread("rollout/reward", [reward for g in groups for reward in g.rewards])
+    by_taskset: defaultdict[str, list[float]] = defaultdict(list)
+    for g in groups:
+        by_taskset[g.task.taskset] += g.rewards
+    out |= {f"rollout/{name}/reward/mean": fmean(rewards) for name, rewards in by_taskset.items() if rewards}
     for name, values in _named(whole).items():
         out[f"rollout/{name}/mean"] = fmean(values)
     if whole:
@@ -71,13 +77,6 @@ def _spread(prefix: str, values: list[float]) -> dict[str, float]:
         f"{prefix}/max": max(values),
         f"{prefix}/min": min(values),
     }
-
-
-def _by_taskset(rows: Sequence[Experience]) -> dict[str, list[Experience]]:
-    found: defaultdict[str, list[Experience]] = defaultdict(list)
-    for r in rows:
-        found[r.taskset].append(r)
-    return found
 
 
 def _named(rows: Sequence[Experience]) -> dict[str, list[float]]:

@@ -22,13 +22,25 @@ class ExplorerSettings:
     feedback_lag: int = 0  # explore batches under way whose pass rates a choice of tasks does not wait for
     max_timeout_s: float = 1800.0  # per run
     max_retry_times: int = 2
+    max_group_timeout_s: float | None = None  # all runs of a task together
+    whole_groups: bool = False  # a group that misses a run is not trained
+    stop_hopeless: bool = False  # end the runs of a group that cannot be trained any more
+    timeout_ratio: float | None = None  # limit of a run as a multiple of the mean; None = max_timeout_s alone
+    timeout_warmup: int = 1  # explore steps measured before that holds
+    over_rollout: float = 0.0  # share of a step's tasks that need not finish
+    wait_after_s: float = 30.0  # how long the others may go on then
+    keep_partial: bool = False  # train what is left of a group that over_rollout ended
+    baseline: bool = False  # play every task once more, at temperature 0, for its reward
     max_refill: int | None = None  # groups replaced per step; None = 3 x batch_size
     on_short_batch: str = "stop"
     eval_interval: int = 0  # explore steps; 0 = never during training
     eval_on_startup: bool = True
     eval_at_end: bool = True
+    eval_in_background: bool = False  # explore on meanwhile
+    bench_latest: bool = False  # mode bench: the newest checkpoint alone
     eval_samples: int | None = 64  # answers of each evaluation that are handed on; None = all, 0 = none
     max_concurrent_runs: int = 256
+    report_interval_s: float = 0.0  # how often the log says what every batch does; 0 = never
     breaker: int = 10  # consecutive groups that fail wholly before the run stops
     deterministic: bool = False
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

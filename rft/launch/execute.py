@@ -17,7 +17,7 @@ from rft.config.plan import Plan
 from rft.config.save import Change, refuse_changes, save
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError, Interrupted, OutOfMemory, RftError, is_out_of_memory
-from rft.launch import leftovers
+from rft.launch import bench, leftovers
 from rft.launch.drive import INTERRUPTED, OnRecord, Outcome
 from rft.launch.progress import Progress
 from rft.launch.remote import memory_remedy
@@ -36,7 +36,7 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
     if stage_names(config, overrides):
         return Program(config, overrides, plugin_dirs).run(lambda loaded, plan: _run(loaded, plan, in_process))
     loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
-    if not plan.continue_from_checkpoint and plan.run_dir.exists():
+    if not plan.continue_from_checkpoint and plan.run_dir.exists() and plan.mode != "bench":
         name = f"{plan.run_dir.name}_{time.strftime('%Y%m%d_%H%M%S')}"
         loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs), name=name)
     refuse_program(plan.run_dir)
@@ -45,6 +45,8 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
 
 def _run(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """One run, or one stage of a program."""
+    if plan.mode == "bench":
+        return _bench(plan, in_process)
     check_available(plan.monitor.kinds, plan.monitor.args)
     run = _runner(plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
     rundir = RunDir.claim(plan.run_dir)
@@ -77,6 +79,33 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
         handler.close()
         rundir.release()
         sys.stdout.flush()
+
+
+def _bench(plan: Plan, in_process: bool) -> Outcome:
+    """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
+    check_available(plan.monitor.kinds, plan.monitor.args)
+    if in_process:
+        from rft.launch import inprocess
+
+        inprocess.check(plan)
+        evaluate = inprocess.evaluate
+    else:
+        from rft.launch import supervise
+
+        evaluate = supervise.evaluate
+    rundir = RunDir.claim(plan.run_dir)
+    began = time.time()
+    handler = logs.to_file(rundir.logs / "bench.log", plan.log_level)
+    try:
+        results = asyncio.run(evaluate(plan, rundir))
+    except (Interrupted, KeyboardInterrupt) as e:
+        raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+        rundir.release()
+    print(bench.table(results), flush=True)
+    return Outcome(results[-1][0], plan.run_dir, time.time() - began, None)
 
 
 def _changes(loaded: RunConfig, rundir: RunDir) -> list[Change]:

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 
 from rft.config.plan import Facts, Plan
 from rft.errors import ConfigError, SetupError
-from rft.launch import drive, parts
+from rft.launch import bench, drive, parts
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.rundir import RunDir
 from rft.trainer import manifest as manifests
@@ -30,19 +30,20 @@ def check(plan: Plan) -> None:
             "several ranks need Ray; leave out --in-process, or use 1", key="trainer.world_size", given=plan.learner.world_size
         )
     engines = plan.engines if plan.trainer.given is None else ()
-    if any(e.engine_type == "vllm" for e in engines):
-        raise ConfigError(
-            "vllm needs Ray; leave out --in-process, or use transformers",
-            key="explorer.rollout_model.engine_type",
-            given="vllm",
-        )
+    served = [("explorer.rollout_model", e) for e in engines]
+    served += [(f"explorer.auxiliary_models: {m.name}", e) for m in plan.auxiliary for e in m.engines if engines]
+    for key, e in served:
+        if e.engine_type == "vllm":
+            raise ConfigError(
+                "vllm needs Ray; leave out --in-process, or use transformers", key=f"{key}.engine_type", given="vllm"
+            )
     if plan.explorer.env_vars:
         raise ConfigError(
             "one process has one environment; leave out --in-process, or set them in the shell",
             key="explorer.env_vars",
             given=sorted(plan.explorer.env_vars),
         )
-    if "cuda" in {plan.learner.device, *(e.device for e in engines)} and Facts().gpus == 0:
+    if "cuda" in {plan.learner.device, *(e.device for _, e in served)} and Facts().gpus == 0:
         raise SetupError(
             "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and trainer.device to cpu, "
             "leave out cluster.gpu_per_node, or use a machine with GPUs"
@@ -74,6 +75,11 @@ async def _explore_and_train(
         for i in range(len(engines) or len(plan.engines)):
             made.append(engines[i] if engines else await parts.engine(plan, i))
             started.push_async_callback(made[-1].close)
+        beside: list[list[Engine]] = []
+        for m, model in enumerate(plan.auxiliary):
+            beside.append([await parts.auxiliary_engine(plan, m, i) for i, e in enumerate(model.engines) if e.external is None])
+            for e in beside[-1]:
+                started.push_async_callback(e.close)
         trainer = await parts.trainer(plan, 0, None)
         started.push_async_callback(trainer.close)
         explorer = await parts.explorer(plan)
@@ -83,12 +89,36 @@ async def _explore_and_train(
         with Signals() as signals:
             await drive.work(
                 trainer.run([], buffer.reader(start.lineage), coordinator, coordinator, start),
-                explorer.run(made, buffer.writer(start.lineage), coordinator, coordinator, start),
+                explorer.run(made, beside, buffer.writer(start.lineage), coordinator, coordinator, start),
                 (trainer, explorer),
                 coordinator,
                 on_record,
                 signals,
             )
+
+
+async def evaluate(plan: Plan, rundir: RunDir) -> bench.Results:
+    """`mode: bench` in this process.  Raises as `run` does."""
+    results: bench.Results = []
+    async with AsyncExitStack() as started:
+        beside: list[list[Engine]] = []
+        for m, model in enumerate(plan.auxiliary):
+            beside.append([await parts.auxiliary_engine(plan, m, i) for i, e in enumerate(model.engines) if e.external is None])
+            for e in beside[-1]:
+                started.push_async_callback(e.close)
+        explorer, observer = await parts.explorer(plan), await parts.observer(plan)
+        started.push_async_callback(observer.close)
+        with Signals() as signals:
+            for target in bench.targets(plan):
+                with bench.plan_for(plan, target) as served:
+                    async with AsyncExitStack() as opened:
+                        made: list[Engine] = []
+                        for i in range(len(served.engines)):
+                            made.append(await signals.guard(parts.engine(served, i)))
+                            opened.push_async_callback(made[-1].close)
+                        told = await signals.guard(explorer.bench(made, beside, observer, target.version))
+                results.append((target.version, told))
+    return results
 
 
 async def _train_given(

@@ -10,8 +10,9 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -101,6 +102,19 @@ async def engine(plan: Plan, index: int) -> Engine:
     return await make(plan.engines[index])
 
 
+async def auxiliary_engine(plan: Plan, model: int, index: int) -> Engine:
+    from rft.engine.base import make
+    from rft.plugins import load_all
+
+    load_all(plan.plugin_dirs)
+    return await make(plan.auxiliary[model].engines[index])
+
+
+def _restart(engines: Sequence[Any]) -> Callable[[int], Awaitable[None]] | None:
+    """How to give an engine a new process, where it has one."""
+    return (lambda i: engines[i].restart()) if engines and hasattr(engines[0], "restart") else None
+
+
 # ---------------------------------------------------------------- coordinator
 
 
@@ -159,7 +173,11 @@ class Coordinator(Observer):
             schedule(plan, start),
             probe_prompts(plan.learner.model_path, s.canary_prompts, plan.seed),
             start.version,
+            _restart(engines),
         )
+
+    async def revive(self, index: int) -> None:
+        await self.sync.revive(index)
 
     async def publish(self, manifest: Any) -> Any:
         metrics = await self.sync.publish(manifest)
@@ -204,24 +222,68 @@ class ExplorerPart:
         self.plan = plan
         self._explorer: Any = None
 
-    async def run(self, engines: Sequence[Any], writer: Any, gate: Any, sink: Any, start: Start) -> None:
+    async def run(
+        self,
+        engines: Sequence[Any],
+        auxiliary: Sequence[Sequence[Any]],
+        writer: Any,
+        gate: Any,
+        sink: Any,
+        start: Start,
+    ) -> None:
+        """`auxiliary`: of every auxiliary model its engines, none for one behind a server."""
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
 
-        self._explorer = Explorer(
-            self.plan.explorer,
-            model=cast(ChatModel, EnginePool(engines)),
-            buffer=cast(BufferWriter, writer),
-            gate=cast(ExploreGate, gate),
-            sink=cast(MetricSink, sink),
-            lineage=start.lineage,
-            cursor=start.cursor,
-        )
-        await self._explorer.run()
+        async with AsyncExitStack() as clients:
+            self._explorer = Explorer(
+                self.plan.explorer,
+                model=cast(ChatModel, EnginePool(engines, revive=gate.revive if _restart(engines) else None)),
+                buffer=cast(BufferWriter, writer),
+                gate=cast(ExploreGate, gate),
+                sink=cast(MetricSink, sink),
+                lineage=start.lineage,
+                cursor=start.cursor,
+                models=await _models(self.plan, auxiliary, clients),
+            )
+            await self._explorer.run()
+
+    async def bench(
+        self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], sink: Any, version: Version
+    ) -> dict[str, float]:
+        """Evaluates the weights that the engines serve; what was reported."""
+        from rft.engine.pool import EnginePool
+        from rft.explorer.bench import bench
+
+        async with AsyncExitStack() as clients:
+            return await bench(
+                self.plan.explorer,
+                cast(ChatModel, EnginePool(engines)),
+                cast(MetricSink, sink),
+                version,
+                models=await _models(self.plan, auxiliary, clients),
+            )
 
     async def stop(self) -> None:
         if self._explorer is not None:
             await self._explorer.stop()
+
+
+async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack) -> dict[str, ChatModel]:
+    """The auxiliary models by name.  Clients of servers live in this process and are closed with `clients`."""
+    from rft.engine.base import make
+    from rft.engine.pool import EnginePool
+
+    models: dict[str, ChatModel] = {}
+    for settings, given in zip(plan.auxiliary, auxiliary, strict=True):
+        engines = list(given)
+        for e in settings.engines:
+            if e.external is not None:
+                engines.append(await make(e))
+                clients.push_async_callback(engines[-1].close)
+        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given))
+        models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
+    return models
 
 
 async def explorer(plan: Plan) -> ExplorerPart:

@@ -34,7 +34,7 @@ def placement(
     Raises SetupError when the cluster is too small, naming role and numbers.
     """
     free = list(gpus_per_node)
-    seats = [Seat("engine", i, _need(e.device, e.tensor_parallel_size), 0) for i, e in enumerate(engines)]
+    seats = [Seat("engine", i, e.gpus, 0) for i, e in enumerate(engines)]
     seats += [Seat("auxiliary", i, gpus, 0) for i, gpus in enumerate(auxiliary)]
     ranks = learner.world_size if learner is not None else 0
     seats += [Seat("trainer", rank, _need(learner.device, 1), 0) for rank in range(ranks) if learner is not None]

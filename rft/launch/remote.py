@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -17,26 +18,44 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rft.errors import DeadlineExceeded, OutOfMemory, RunFailed, is_out_of_memory
+from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, RunFailed, is_out_of_memory
 from rft.logs import learn_secrets, redact, to_file
+
+log = logging.getLogger(__name__)
 
 
 class Host:
     """Body of every actor: builds one part with a factory of `rft.launch.parts` and passes calls on to it.
 
-    `secrets` are what the launcher has learnt from the configuration, so that this process keeps them out of its files too.
+    What it is made of comes with its construction, so that Ray can make it anew in another process.  `secrets` are what the launcher has
+    learnt from the configuration, so that this process keeps them out of its files too.
     """
 
-    def __init__(self, name: str, logs: str, level: str, secrets: Sequence[str] = ()) -> None:
-        self._name = name
+    def __init__(self, name: str, logs: str, level: str, secrets: Sequence[str], factory: str, args: tuple[Any, ...]) -> None:
+        self._name, self._factory, self._args = name, factory, args
         learn_secrets(secrets)
         own_output(Path(logs), name, level)
         self._part: Any = None
+        self._starting = asyncio.Lock()
 
-    async def start(self, factory: str, *args: Any) -> None:
-        self._part = await getattr(importlib.import_module("rft.launch.parts"), factory)(*args)
+    async def start(self) -> None:
+        """Builds the part, where there is none yet."""
+        async with self._starting:
+            if self._part is None:
+                self._part = await getattr(importlib.import_module("rft.launch.parts"), self._factory)(*self._args)
+
+    async def broken(self) -> str:
+        """Why the part cannot answer any more although this process lives; empty where it can, or is not built."""
+        try:
+            if self._part is not None:
+                await self._part.health()
+        except RftError as e:
+            return str(e)
+        return ""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._part is None:
+            raise EngineFailed(f"{self._name} was restarted and is not up yet")
         return await getattr(self._part, method)(*args, **kwargs)
 
     async def facts(self) -> dict[str, Any]:
@@ -88,6 +107,15 @@ class Proxy:
     def bind(self, *first: Any) -> Proxy:
         """The same part, with these arguments put first in every call."""
         return Proxy(self._handle, self._name, self._error, (*self._bound, *first))
+
+    async def restart(self) -> None:
+        """The part anew, in a new process.  Raises when it cannot be built, or has died more often than Ray was told to allow."""
+        import ray
+
+        if why := await guarded(self._handle.broken.remote(), self._name, self._error):
+            log.warning("%s: %s; its process is ended", self._name, why)
+            ray.kill(self._handle, no_restart=False)
+        await guarded(self._handle.start.remote(), self._name, self._error)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):

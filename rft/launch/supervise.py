@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 import time
+import types
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rft.config.plan import ClusterSettings, Plan
 from rft.engine.environment import cpu_environment, trainer_environment
+from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed, RunFailed
-from rft.launch import drive, leftovers
+from rft.launch import bench, drive, leftovers
 from rft.launch.cluster import Cluster
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.parts import Start
@@ -30,6 +33,7 @@ from rft.trainer import manifest as manifests
 from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
+RESTARTS = 3  # of one engine that dies
 
 
 async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
@@ -65,6 +69,27 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     last = manifests.latest(rundir.checkpoints)
     assert last is not None, "a run that ends without an error has a final checkpoint"
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
+
+
+async def evaluate(plan: Plan, rundir: RunDir) -> bench.Results:
+    """`mode: bench`.  Raises as `run` does."""
+    with Signals() as signals:
+        targets = bench.targets(plan)
+        run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
+        ended = threading.Event()
+        try:
+            cluster = await signals.guard(_connect(plan.cluster, ended))
+        except BaseException:
+            _clean(run_id)
+            raise
+        parts = _Parts(plan, rundir, cluster)
+        try:
+            return await signals.guard(parts.evaluate(targets))
+        finally:
+            await parts.end(graceful=False)
+            await asyncio.to_thread(cluster.close)
+            ended.set()
+            _clean(run_id)
 
 
 async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster:
@@ -115,7 +140,12 @@ class _Parts:
         """Start every part, the slow ones side by side; take the next lineage; connect the coordinator."""
         plan = self.plan
         engines = plan.engines if plan.trainer.given is None else ()
-        places = await reserve(placement(engines, plan.learner, self.cluster.gpus_per_node()))
+        others = [(m, i, e) for m, model in enumerate(plan.auxiliary) for i, e in enumerate(model.engines)]
+        others = [(m, i, e) for m, i, e in others if e.external is None and plan.trainer.given is None]
+        seated = [e.name for _, _, e in others if e.gpus]
+        places = await reserve(
+            placement(engines, plan.learner, self.cluster.gpus_per_node(), [e.gpus for _, _, e in others if e.gpus])
+        )
         world = plan.learner.world_size
         rendezvous = str(self.rundir.path / f".rendezvous-{self.rundir.run_id}") if world > 1 else None
         starting: list[Coroutine[Any, Any, None]] = []
@@ -126,9 +156,10 @@ class _Parts:
             ]
         for i, settings in enumerate(engines):
             seat = places.options("engine", i)
-            starting.append(
-                self._part(f"engine-{i}", "engine", plan, i, env=cpu_environment(settings), error=EngineFailed, **seat)
-            )
+            starting.append(self._engine(f"engine-{i}", settings, "engine", plan, i, **seat))
+        for m, i, settings in others:
+            seat = places.options("auxiliary", seated.index(settings.name)) if settings.gpus else {}
+            starting.append(self._engine(settings.name, settings, "auxiliary_engine", plan, m, i, **seat))
         for rank in range(world):
             seat = places.options("trainer", rank)
             env = trainer_environment(plan.learner.cpu_threads)
@@ -157,16 +188,52 @@ class _Parts:
         explorer, buffer = p["explorer"], p["buffer"].bind(start.lineage)
         await drive.work(
             trainer.run(others, buffer, coordinator, coordinator, start),
-            explorer.run(self.engines, buffer, coordinator, coordinator, start),
+            explorer.run(self.engines, self.auxiliary, buffer, coordinator, coordinator, start),
             (trainer, explorer),
             coordinator,  # type: ignore[arg-type]  # a proxy has every method of its part
             on_record,
             signals,
         )
 
+    async def evaluate(self, targets: Sequence[bench.Target]) -> bench.Results:
+        """Plays the evaluation tasksets under all targets, each with fresh engines in the same seats."""
+        import ray
+
+        plan = self.plan
+        others = [(m, i, e) for m, model in enumerate(plan.auxiliary) for i, e in enumerate(model.engines) if e.external is None]
+        seated = [e.name for _, _, e in others if e.gpus]
+        gpus = [e.gpus for _, _, e in others if e.gpus]
+        places = await reserve(placement(plan.engines, None, self.cluster.gpus_per_node(), gpus))
+        await self._part("coordinator", "observer", plan)
+        await self._part("explorer", "explorer", plan, env=plan.explorer.env_vars)
+        for m, i, settings in others:
+            seat = places.options("auxiliary", seated.index(settings.name)) if settings.gpus else {}
+            await self._engine(settings.name, settings, "auxiliary_engine", plan, m, i, **seat)
+        p, results = self.proxies, []
+        for target in targets:
+            with bench.plan_for(plan, target) as served:
+                for i, settings in enumerate(served.engines):
+                    await self._engine(f"engine-{i}", settings, "engine", served, i, **places.options("engine", i))
+                told = await p["explorer"].bench(self.engines, self.auxiliary, p["coordinator"], target.version)
+            results.append((target.version, told))
+            for i in range(len(plan.engines)):
+                await drive.quietly(self.proxies.pop(f"engine-{i}").close())
+                ray.kill(self.handles.pop(f"engine-{i}"), no_restart=True)
+        await drive.quietly(p["coordinator"].close())
+        return results
+
     @property
     def engines(self) -> list[Proxy]:
         return [self.proxies[f"engine-{i}"] for i in range(len(self.plan.engines))]
+
+    @property
+    def auxiliary(self) -> list[list[Proxy]]:
+        """Of every auxiliary model its engines; none for those that the explorer asks over the network."""
+        return [[self.proxies[e.name] for e in model.engines if e.external is None] for model in self.plan.auxiliary]
+
+    async def _engine(self, name: str, settings: EngineSettings, factory: str, *args: Any, **seat: Any) -> None:
+        env = cpu_environment(settings)
+        await self._part(name, factory, *args, env=env, error=EngineFailed, max_restarts=RESTARTS, **seat)
 
     async def _part(
         self,
@@ -182,12 +249,14 @@ class _Parts:
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10000, **options}
         if env:
             options["runtime_env"] = {"env_vars": env}
-        titled = type(name.replace("-", "_"), (Host,), {})  # `ps` shows the class: ray::engine_0
-        handle = ray.remote(titled).options(**options).remote(name, str(self.rundir.logs), self.plan.log_level, learnt_secrets())
+        again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
+        titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
+        made = (name, str(self.rundir.logs), self.plan.log_level, learnt_secrets(), factory, args)
+        handle = ray.remote(titled).options(**options).remote(*made)
         self.handles[name] = handle
         deadline_s = self.plan.cluster.actor_start_timeout_s
         self.pids[name] = (await guarded(handle.facts.remote(), name, error, deadline_s))["pid"]
-        await guarded(handle.start.remote(factory, *args), name, error, deadline_s)
+        await guarded(handle.start.remote(), name, error, deadline_s)
         self.proxies[name] = Proxy(handle, name, error)
         log.info("%s is up (pid %d)", name, self.pids[name])
 
@@ -203,7 +272,13 @@ class _Parts:
             path.unlink(missing_ok=True)
 
     async def _close(self) -> None:
-        closing = [n for n in self.proxies if n.startswith(("engine", "trainer", "coordinator"))]
+        closing = [n for n in self.proxies if n.startswith(("engine", "aux-", "trainer", "coordinator"))]
         await asyncio.gather(*(drive.quietly(self.proxies[n].close()) for n in closing))
         if "buffer" in self.proxies:
             await drive.quietly(self.proxies["buffer"].close())
+
+
+def _copy(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function as another object, which may be marked without marking it for every part."""
+    assert isinstance(method, types.FunctionType)
+    return types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)

@@ -9,23 +9,30 @@ from typing import Any, cast
 
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, Plugin, checked_args
-from rft.reward import functions, overlong, sources
+from rft.reward import functions, lists, manager, overlong, sources
 from rft.reward.base import Reward
 
 
 def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
     """The reward called `name`, or the one of the data source `name`.
 
-    A class is constructed with `args`, a function gets them as keyword arguments; the arguments of the overlong penalty are taken by
-    every reward.  Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
+    A class is constructed with `args`, a function gets them as keyword arguments.  Those of the overlong penalty and of the reward
+    manager are taken by every reward.  Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
     """
     if ":" not in name and name not in REGISTRY.names("reward") and (ours := sources.reward_of(name)) is not None:
-        name, args = ours, {n: v for n, v in args.items() if n not in sources.SANDBOX_ARGS}
+        name = ours
+        takes = _own(REGISTRY.get("reward", ours))
+        args = {n: v for n, v in args.items() if n not in sources.SANDBOX_ARGS or n in takes}
     plugin = REGISTRY.get("reward", name)
     own, penalty = overlong.split(args, _own(plugin), key=key)
+    own, calls = manager.split(own, _own(plugin), key=key)
     made: Any
     if functions.is_compute_score(plugin.obj):
-        made = functions.adapt(plugin.obj, own, name=name, key=key)
+        made = functions.adapt(plugin.obj, own, calls, name=name, key=key)
+    elif lists.is_batch(plugin.obj) or lists.is_trl(plugin.obj):
+        if lists.is_batch(plugin.obj):
+            manager.fits(calls, lists=True, name=name, key=key)
+        made = lists.ListReward(plugin.obj, own, calls, name=name, key=key)
     elif inspect.isclass(plugin.obj):
         made = plugin.obj(**checked_args(plugin, own, key=key))
     else:

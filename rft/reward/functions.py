@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
 from rft.errors import ConfigError
 from rft.reward.base import Reward
+from rft.reward.manager import PRIME_TIMEOUT_S, ManagerArgs, fits, late, with_acc, within
+from rft.reward.pool import WorkerPool
 from rft.threads import in_thread
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
+POOL = WorkerPool("functions", "rft.reward.function_worker", memo=False)
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -33,11 +37,13 @@ def own_args(fn: Callable[..., Any]) -> tuple[list[str], bool]:
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def adapt(fn: Callable[..., Any], args: Mapping[str, Any], *, name: str, key: str) -> Reward:
+def adapt(fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs, *, name: str, key: str) -> Reward:
     """The function as a reward, `args` as its keyword arguments.  Raises ConfigError for arguments that it does not take."""
+    fits(manager, lists=False, name=name, key=key)
     known, any_name = own_args(fn)
     if unknown := [n for n in args if (n not in known and not any_name) or n in GIVEN]:
         raise ConfigError(f"unknown argument {unknown[0]!r} for reward {name!r}.  Known: {', '.join(known) or 'none'}.", key=key)
+    home = _home(fn, key) if manager.reward_manager == "prime" else None
     takes = GIVEN if any_name else [n for n in GIVEN if n in inspect.signature(fn).parameters]
     try:
         inspect.signature(fn).bind(**dict.fromkeys(takes), **args)
@@ -52,12 +58,31 @@ def adapt(fn: Callable[..., Any], args: Mapping[str, Any], *, name: str, key: st
             "extra_info": task.row.get("extra_info") or {},
         }
         given = {n: values[n] for n in takes} | dict(args)
-        result = await (
-            fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), "compute_score", error=_error)
-        )
-        return to_score(result, name)
+        if home is not None:
+            return await _in_process(home, fn.__qualname__, given, manager.reward_timeout_s or PRIME_TIMEOUT_S)
+        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), "compute_score", error=error)
+        result = await within(work, manager)
+        return result if isinstance(result, Score) else to_score(result, name)
 
-    return compute_score
+    return with_acc(compute_score) if manager.reward_manager == "dapo" else compute_score
+
+
+def _home(fn: Callable[..., Any], key: str) -> tuple[str, str]:
+    """(file, module) where a worker process finds the function; one of them is empty."""
+    if "<" in fn.__qualname__:
+        raise ConfigError(
+            "reward_manager prime: the function must stand at the top of its file, where a process can import it", key=key
+        )
+    file = getattr(sys.modules.get(fn.__module__), "__file__", None)
+    return (str(file), "") if fn.__module__.startswith("rft_plugin_") else ("", fn.__module__)
+
+
+async def _in_process(home: tuple[str, str], name: str, given: dict[str, Any], timeout_s: float) -> Score:
+    try:
+        said = await POOL.call({"file": home[0], "module": home[1], "name": name, "given": given}, timeout_s)
+    except TimeoutError:
+        return late(timeout_s)
+    return Score(value=said["value"], parts=said["parts"])
 
 
 def to_score(result: Any, name: str) -> Score:
@@ -82,6 +107,6 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-def _error(e: BaseException) -> BaseException:
+def error(e: BaseException) -> BaseException:
     """What would end the program, or cannot be told across threads, is the reward's failure too."""
     return RuntimeError(f"the reward raised {e!r}") if isinstance(e, StopIteration | SystemExit | KeyboardInterrupt) else e

@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rft.errors import ConfigError
-from rft.reward.base import Reward, score
+from rft.reward.base import Reward
+from rft.reward.wrap import over
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -43,14 +44,13 @@ def split(args: Mapping[str, Any], own: Collection[str], *, key: str) -> tuple[d
 def shaped(inner: Reward, shape: OverlongArgs) -> Reward:
     """`inner` plus the penalty, which is also the part `overlong`."""
 
-    async def with_penalty(task: Task, transcript: Transcript) -> Score:
-        given = await score(inner, task, transcript)
+    def shorten(task: Task, transcript: Transcript, given: Score) -> Score:
         if given.value is None:
             return given
         cost = penalty(shape, sum(len(t.completion.tokens) for t in transcript.turns), task.sampling.max_tokens)
-        return Score(value=given.value + cost, parts={**given.parts, "overlong": cost})
+        return Score(value=given.value + cost, parts={**given.parts, "overlong": cost}, reason=given.reason)
 
-    return with_penalty
+    return over(inner, shorten)
 
 
 def penalty(shape: OverlongArgs, length: int, max_tokens: int) -> float:

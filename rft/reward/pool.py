@@ -23,13 +23,25 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import xxhash
 
 START_TIMEOUT_S = 120.0  # importing sympy on a busy machine
 _MEMO = 65536
-_POOLS: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_POOLS: weakref.WeakSet[Counted] = weakref.WeakSet()
+
+
+class Counted(Protocol):
+    """Something with processes of its own: a pool of workers, a sandbox."""
+
+    name: str
+    calls: int
+    memo_hits: int
+    timeouts: int
+    restarts: int
+
+    def close(self) -> None: ...
 
 
 class WorkerError(RuntimeError):
@@ -41,9 +53,12 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerPool:
-    """At most `size` processes running `python -m module`.  Usable from any thread and any event loop."""
+    """At most `size` processes running `python -m module`.  Usable from any thread and any event loop.
 
-    def __init__(self, name: str, module: str, *, size: int | None = None) -> None:
+    `memo`: equal requests have equal answers, and are answered from memory.
+    """
+
+    def __init__(self, name: str, module: str, *, size: int | None = None, memo: bool = True) -> None:
         self.name = name
         self.calls = self.memo_hits = self.timeouts = self.restarts = 0
         self._module = module
@@ -51,13 +66,14 @@ class WorkerPool:
         self._threads: ThreadPoolExecutor | None = None
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
+        self._remembers = memo
         self._memo: OrderedDict[bytes, Any] = OrderedDict()
         self._closing = False
         self._lock = threading.Lock()
-        _POOLS.add(self)
+        register(self)
 
     async def call(self, request: dict[str, Any], timeout_s: float) -> Any:
-        """The worker's answer to `request`; equal requests are answered from memory.
+        """The worker's answer to `request`, from memory if an equal one was answered.
 
         Raises TimeoutError after `timeout_s` of computing (the worker is killed), WorkerError with its traceback, or WorkerDied.
         """
@@ -73,6 +89,8 @@ class WorkerPool:
                 self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=f"reward-{self.name}")
             job = self._threads.submit(self._call, frame, timeout_s)
         answer = await asyncio.wrap_future(job)
+        if not self._remembers:
+            return answer
         with self._lock:
             self._memo[key] = answer
             if len(self._memo) > _MEMO:
@@ -243,14 +261,19 @@ def _die_with_parent() -> None:
         raise SystemExit("the parent is already gone")
 
 
+def register(pool: Counted) -> None:
+    """From now on it is counted, and closed with the others."""
+    _POOLS.add(pool)
+
+
 def close_all() -> None:
-    """Ends the workers of every pool of this process."""
+    """Ends the workers of every pool and sandbox of this process."""
     for pool in list(_POOLS):
         pool.close()
 
 
 def counts() -> dict[str, int]:
-    """For metrics: "<pool>/calls", "/memo_hits", "/timeouts", "/restarts" of every pool that was used."""
+    """For metrics: "<pool>/calls", "/memo_hits", "/timeouts", "/restarts" of every pool and sandbox that was used."""
     used = [p for p in list(_POOLS) if p.calls]
     return {f"{p.name}/{what}": getattr(p, what) for p in used for what in ("calls", "memo_hits", "timeouts", "restarts")}
 

@@ -1,4 +1,4 @@
-"""veRL's data sources and the reward of ours that scores each; what veRL scores with code it runs, or with pictures, is refused.
+"""veRL's data sources and the reward of ours that scores each; what veRL scores with pictures is refused.
 
 Knows names only.  A row's data source is in the column that `format.reward_fn_key` names.  The rewards are written after the described
 meaning of veRL's; docs/howto/reward.md says where they differ.
@@ -26,9 +26,9 @@ REWARDS: dict[str, str] = {
     "numina_cn_k12": "accuracy_reward",
     "numina_olympiads": "accuracy_reward",
     "searchR1_*": "search_qa_reward",
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "prime_code_reward"),
 }
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "its answers are programs, and running them comes later"),
     "hiyouga/geometry3k": "its questions hold pictures, which are not offered",
 }
 SANDBOX_ARGS = ("sandbox_url", "sandbox_max_concurrent", "sandbox_memory_mb")

@@ -6,6 +6,9 @@ they generate with a version counts (`served` returns) only after its canary pas
     publish:  pause -> load and check the reports -> resume -> canary, while rollouts of the version already run -> served
     on failure: pause -> load the version before -> resume -> prove it by its canary record -> try again -> WeightSyncFailed
 
+An engine that died is restarted with the newest proven version, and proven by that version's canary record; one that dies while a version
+is loaded makes that attempt fail, and is restarted on the way back.
+
 A version whose canary failed is tried again only while no explore batch is under way: rows begun under the rejected
 weights would carry the label that the second attempt makes good.
 """
@@ -18,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from rft.errors import DeadlineExceeded, RftError, WeightSyncFailed
+from rft.errors import DeadlineExceeded, EngineFailed, RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
@@ -49,7 +52,8 @@ class _Rejected(Exception):
 class Synchronizer:
     """Implements `WeightSync` for the trainer and `ExploreGate` for the explorer.  `start` is the version the run begins with.
 
-    Prompts of the canary are given as token ids.  Lives in one event loop; every wait ends by an event, an error or `timeout_s`
+    Prompts of the canary are given as token ids.  `restart(i)` gives engine i a new process, without weights; without it an engine that
+    died ends the run.  Lives in one event loop; every wait ends by an event, an error or `timeout_s`
     without any news from the trainer.
     """
 
@@ -61,7 +65,10 @@ class Synchronizer:
         schedule: Schedule,
         probes: Sequence[Sequence[int]],
         start: Version,
+        restart: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
+        self._restart = restart
+        self._dead: set[int] = set()  # engines to restart before anything is asked of them
         self._settings, self._schedule, self._start = settings, schedule, start
         self._engines: tuple[Engine, ...] = tuple(engine.engines) if isinstance(engine, _Pool) else (engine,)
         self._canary = Canary(settings, probes, scorer)
@@ -169,6 +176,54 @@ class Synchronizer:
             self._error = self._error or error
             self._changed.notify_all()
 
+    async def revive(self, index: int) -> None:
+        """Engine `index` failed an answer: when it is dead, restart it with the newest proven version and prove that.
+
+        Returns when it serves again.  Raises EngineFailed, and ends the run with it, when that cannot be reached.
+        """
+        async with self._publishing:
+            self._raise_failure()
+            why = f"engine {index} died"
+            if index not in self._dead:
+                try:
+                    await self._ask(index, "health", lambda e: e.health(), False)
+                    return
+                except _Rejected as e:
+                    why = str(e)
+            began = time.perf_counter()
+            log.warning("%s; it is restarted with %s", why, self._served_text())
+            try:
+                await self._restart_dead()
+                if self._manifest is not None:
+                    await self._bring(index, self._manifest)
+            except _Rejected as e:
+                failure = EngineFailed(f"engine {index} could not be brought back: {e}")
+                await self.fail(failure)
+                raise failure from e
+            log.info("engine %d serves %s again after %.1f s", index, self._served_text(), time.perf_counter() - began)
+
+    async def _bring(self, index: int, manifest: WeightManifest) -> None:
+        """One engine to the version that all others serve."""
+        await self._ask(index, "pause", lambda e: e.pause(), False)
+        if why := self._objection(await self._ask(index, "load", lambda e: e.load(manifest), False), manifest):
+            raise _Rejected(f"engine {index}: {why}")
+        await self._ask(index, "resume", lambda e: e.resume(), False)
+        now = await self._ask(index, "probe", lambda e: self._canary.probe(e, manifest.version), False)
+        try:
+            self._canary.prove_same(now, self._records[index])
+        except WeightSyncFailed as e:
+            raise _Rejected(f"engine {index}: {e}") from e
+
+    async def _restart_dead(self) -> None:
+        for index in sorted(self._dead):
+            assert self._restart is not None
+            try:
+                await self._restart(index)
+            except Exception as e:  # whatever the launcher's side raises
+                raise _Rejected(f"engine {index} could not be restarted: {type(e).__name__}: {e}") from e
+            log.warning("engine %d was restarted", index)
+            self._dead.discard(index)
+
     @property
     def manifest(self) -> WeightManifest | None:
         """The newest proven version: what a restarted engine has to load."""
@@ -183,6 +238,7 @@ class Synchronizer:
 
     async def _attempt(self, manifest: WeightManifest) -> list[Metric]:
         version, began = manifest.version, time.perf_counter()
+        await self._restart_dead()
         await self._pause()
         paused = time.perf_counter()
         reports = await self._each("load", lambda e: e.load(manifest))
@@ -268,6 +324,7 @@ class Synchronizer:
         if before is None:
             return None  # the first version: no task was admitted
         try:
+            await self._restart_dead()
             await self._pause()
             reports = await self._each("load", lambda e: e.load(before))
             for i, report in enumerate(reports):
@@ -326,6 +383,11 @@ class Synchronizer:
                 return await ask(self._engines[index])
         except TimeoutError:
             raise _Rejected(f"engine {index} did not answer `{what}` within {limit:g} s", generated=generated) from None
+        except EngineFailed as e:  # nothing is said against the weights
+            if self._restart is not None:
+                self._dead.add(index)
+                generated = False
+            raise _Rejected(f"engine {index}: {what}: {type(e).__name__}: {e}", generated=generated) from e
         except Exception as e:  # a remote engine may raise anything; all of it means the way back
             raise _Rejected(f"engine {index}: {what}: {type(e).__name__}: {e}", generated=generated) from e
 

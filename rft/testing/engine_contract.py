@@ -118,6 +118,15 @@ class EngineContract:
         again = await subject.engine.generate(GenerateRequest(prompt_tokens=prompt, sampling=SamplingArgs(max_tokens=4)))
         assert tuple(again[0].prompt_tokens.tolist()) == prompt
 
+    async def test_a_conversation_goes_on_from_its_tokens(self, subject: Subject) -> None:
+        request = ask(max_tokens=4)
+        (first,) = await subject.engine.generate(request)
+        before = np.concatenate([first.prompt_tokens, first.tokens])
+        messages = (*request.messages, first.message, {"role": "user", "content": "more"})
+        again = GenerateRequest(messages=messages, prefix_tokens=before, prefix_messages=2, sampling=SamplingArgs(max_tokens=4))
+        (second,) = await subject.engine.generate(again)
+        assert np.array_equal(second.prompt_tokens[: len(before)], before) and len(second.prompt_tokens) > len(before)
+
     async def test_a_long_prompt_is_refused_before_generating(self, subject: Subject) -> None:
         with pytest.raises(PromptTooLong, match="at most"):
             await subject.engine.generate(GenerateRequest(prompt_tokens=(5,) * (subject.max_prompt_tokens + 1)))

@@ -18,14 +18,14 @@ import numpy as np
 import xxhash
 
 from rft import faults, plugins
-from rft.engine.base import check_prompt
+from rft.engine.base import check_prompt, check_row, no_scores
 from rft.engine.settings import EngineSettings
 from rft.engine.weights import verify
 from rft.errors import ConfigError, EngineFailed
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 
 BEGIN, END = 256, 257  # marks around a message; END is the end-of-sequence token
 VOCAB_SIZE = 258
@@ -140,7 +140,7 @@ class ScriptedEngine:
             raise self._failures.popleft()
         if not request.prompt_tokens and not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
-        prompt = np.array(request.prompt_tokens, np.int32) if request.prompt_tokens else encode(request.messages, request.tools)
+        prompt = _prompt(request)
         check_prompt(len(prompt), self.settings)
         texts = [self._next(request) for _ in range(request.n)]
         await self._count(request.n)
@@ -148,6 +148,15 @@ class ScriptedEngine:
             return list(await asyncio.gather(*(self._write(request, prompt, text) for text in texts)))
         finally:
             await self._count(-request.n)
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        """What this engine would have reported had it written these tokens."""
+        self._check_alive()
+        tokens = check_row(row, self.settings, longest=self.settings.max_model_len)
+        return logprobs(tokens[: row.prompt_length], tokens[row.prompt_length :], self._key)
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        raise no_scores(self.settings.name)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         self._check_alive()
@@ -257,6 +266,15 @@ class ScriptedEngine:
     def _check_alive(self) -> None:
         if self._dead:
             raise EngineFailed(f"{self.settings.name}: {self._dead}")
+
+
+def _prompt(request: GenerateRequest) -> np.ndarray:
+    if request.prompt_tokens:
+        return np.array(request.prompt_tokens, np.int32)
+    if request.prefix_tokens is None:
+        return encode(request.messages, request.tools)
+    end = [] if request.prefix_tokens[-1] == END else [END]
+    return np.concatenate([request.prefix_tokens, end, encode(request.messages[request.prefix_messages :])]).astype(np.int32)
 
 
 def echo(messages: list[dict[str, Any]]) -> str:

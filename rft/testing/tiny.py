@@ -27,13 +27,14 @@ CHAT_TEMPLATE = (
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def make(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0) -> Path:
     """Write a Hugging Face model folder (float32 safetensors, tokenizer, generation config) and return it.
 
     `tied` = the output layer shares the input embedding.  259 tokens: three special ones, then the 256 bytes.
+    `labels`: a reward model instead, whose head gives so many numbers.
     """
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -48,12 +49,14 @@ def make(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
+        **({"num_labels": labels} if labels else {}),
         **ids,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.float32)
-    model.generation_config = GenerationConfig(**ids)
+        model = (LlamaForSequenceClassification if labels else LlamaForCausalLM)(config).to(torch.float32)
+    if not labels:
+        model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)

@@ -35,6 +35,15 @@ class Completion(Struct, frozen=True, kw_only=True):
     version_spans: tuple[VersionSpan, ...]
     sampling: SamplingArgs
     engine: str = ""  # which engine, e.g. "vllm-0"
+    reasoning: str = ""  # what a reasoning parser cut out of `text`
+    tool_calls: tuple[dict[str, Any], ...] = ()  # what a tool-call parser found, in OpenAI's form
+    usage: tuple[int, int] | None = None  # tokens of prompt and answer as a server counted them, where the tokens are not known
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to go on with: `messages.append(completion.message)`."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        return made | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
 
     @property
     def version(self) -> Version:
@@ -42,24 +51,37 @@ class Completion(Struct, frozen=True, kw_only=True):
         return min(s.version for s in self.version_spans)
 
 
+class Score(Struct, frozen=True, kw_only=True):
+    """Result of a reward: `value` is what is trained on, `parts` are logged by name.  None = unscored, never trained.
+
+    `reason`: why it is so, in words for people; kept as the experience's info `reward_reason`.
+    """
+
+    value: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
 class Turn(Struct, frozen=True, kw_only=True):
     """One model call: the messages given and what came back."""
 
     messages: tuple[dict[str, Any], ...]
     completion: Completion
+    score: Score | None = None  # of this call alone, where the workflow gives one (`ctx.score_step`)
+    info: dict[str, Any] = field(default_factory=dict)
+    teacher_logprobs: np.ndarray | None = None  # float32 [R] of another model for the same tokens
 
 
-class Score(Struct, frozen=True, kw_only=True):
-    """Result of a reward: `value` is what is trained on, `parts` are logged by name.  None = unscored, never trained."""
-
-    value: float | None
-    parts: dict[str, float] = field(default_factory=dict)
+Layout = Literal["joined", "steps", "chains"]
+"""How the calls of a run become experiences: one sequence of all; one for each call; one for each chain of calls in which every
+prompt begins with the tokens of the call before."""
 
 
 class Transcript(Struct, frozen=True, kw_only=True):
     """Everything one run said and heard, in order; single-turn runs have one turn."""
 
     turns: tuple[Turn, ...]
+    layout: Layout = "joined"
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     score: Score | None = None  # set by workflows that score themselves; else the task's reward is called

@@ -25,6 +25,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     prompt_tokens: tuple[int, ...] = ()
+    prefix_tokens: np.ndarray | None = None  # int32: prompt and answer of the call before, which `messages` begin with;
+    prefix_messages: int = 0  # so many of `messages` are these tokens already, only what follows is rendered
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
     prompt_truncation: str = "error"  # left | right | middle: where a prompt that is too long is cut; error: PromptTooLong
@@ -50,6 +52,17 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        """float32 [len(tokens) - prompt_length]: log-probs of given tokens after the prompt, natural log.
+
+        Raises ValueError where the engine cannot say (`engine.base.no_logprobs`).
+        """
+        ...
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        """Raw scores (logits) of a model with a classification head for a whole chat.  Raises ValueError where it has none."""
+        ...
+
     async def health(self) -> None:
         """Raises `EngineFailed` when the engine cannot answer any more."""
         ...
@@ -60,9 +73,13 @@ class Engine(Protocol):
 
 
 class ChatModel(Protocol):
-    """What workflows and judges see of an engine or a pool of engines."""
+    """What workflows and judges see of an engine or a pool of engines; the methods are those of `Engine`."""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]: ...
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray: ...
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]: ...
 
 
 # ---------------------------------------------------------------- weights

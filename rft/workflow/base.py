@@ -7,21 +7,25 @@ A workflow is a class with one async method; one object serves one run.  It know
         async def run(self, task, ctx):
             await ctx.chat(task.chat())
             return ctx.transcript()
+
+A class with `run_group(task, contexts)` instead plays all runs of a task at once and returns their transcripts in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from rft.plugins import kind
-from rft.types.completion import Completion, Score, Transcript, Turn
-from rft.types.ports import ChatModel, GenerateRequest
+from rft.types.completion import Completion, Layout, Score, Transcript, Turn
+from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
 
 workflow = kind("workflow")
+NO_MODELS: Mapping[str, ChatModel] = {}
 
 
 @runtime_checkable
@@ -32,14 +36,22 @@ class Workflow(Protocol):
 
 
 class RunContext:
-    """What one run may use: the policy's engine with the task's own rollout arguments.
+    """What one run may use: the policy's engine with the task's own rollout arguments, and the auxiliary models by name.
 
-    It records every model call; `transcript()` gives them back in order.  `seed(turn)` gives each call's seed in a deterministic
-    run; without it the engine draws freely.
+    It records every call of the policy; `transcript()` gives them back in order.  A call whose messages begin with those of an earlier
+    call and its answer goes on from that call's tokens; nothing is tokenised twice.  `seed(turn)` gives each call's seed in a
+    deterministic run; without it the engine draws freely.
     """
 
     def __init__(
-        self, model: ChatModel, task: Task, *, run: int, request_id: str, seed: Callable[[int], int] | None = None
+        self,
+        model: ChatModel,
+        task: Task,
+        *,
+        run: int,
+        request_id: str,
+        seed: Callable[[int], int] | None = None,
+        models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
         self._model = model
         self._task = task
@@ -47,36 +59,94 @@ class RunContext:
         self.run = run
         self.request_id = request_id
         self.seed = seed
+        self.models = models
+
+    @property
+    def policy(self) -> ChatModel:
+        """The policy's engine itself; its calls are not recorded (`chat` is)."""
+        return self._model
+
+    def model(self, name: str) -> ChatModel:
+        """The auxiliary model `name`.  Raises KeyError that lists what there is."""
+        if name not in self.models:
+            raise KeyError(f"no auxiliary model {name!r}; explorer.auxiliary_models has {', '.join(self.models) or 'none'}")
+        return self.models[name]
 
     async def chat(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **overrides: Any
     ) -> Completion:
         """One model call.  `overrides` replace fields of the task's sampling arguments, e.g. max_tokens=8."""
         sampling = msgspec.structs.replace(self._task.sampling, **overrides) if overrides else self._task.sampling
+        number = len(self._turns)
         if self.seed is not None and sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=self.seed(len(self._turns)))
+            sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
+        before = self._before(messages)
         request = GenerateRequest(
             messages=tuple(messages),
             tools=tuple(tools if tools is not None else self._task.tools),
+            prefix_tokens=None if before is None else _tokens(before.completion),
+            prefix_messages=0 if before is None else len(before.messages) + 1,
             chat_template=self._task.chat_template,
             chat_template_args=self._task.chat_template_args,
             prompt_truncation=self._task.prompt_truncation if not self._turns else "error",
             sampling=sampling,
-            request_id=f"{self.request_id}-{len(self._turns)}",
+            request_id=f"{self.request_id}-{number}",
         )
         (completion,) = await self._model.generate(request)
-        self._turns.append(Turn(messages=request.messages, completion=completion))
+        self.record(Turn(messages=request.messages, completion=completion))
         return completion
+
+    def record(self, turn: Turn) -> None:
+        """Adds a call that something else has made with the policy's engine."""
+        self._turns.append(turn)
+
+    def _before(self, messages: Sequence[dict[str, Any]]) -> Turn | None:
+        """The latest call that `messages` go on from: they begin with its messages and its answer."""
+        for turn in reversed(self._turns):
+            n = len(turn.messages)
+            if len(messages) > n and _answers(messages[n], turn.completion) and tuple(messages[:n]) == turn.messages:
+                return turn
+        return None
+
+    def score_step(self, value: float | None, *, parts: dict[str, float] | None = None, **info: Any) -> None:
+        """A reward for the last call alone, and what its experience's `info` is to hold (a state's hash, for example)."""
+        if not self._turns:
+            raise ValueError("score_step: there is no model call to score yet")
+        score = None if value is None else Score(value=float(value), parts=parts or {})
+        last = self._turns[-1]
+        self._turns[-1] = msgspec.structs.replace(last, score=score, info={**last.info, **info})
+
+    async def teach(self, name: str) -> None:
+        """Asks auxiliary model `name`, which must have the policy's tokenizer, for its log-probs of every token written so far."""
+        teacher = self.model(name)
+        for i, turn in enumerate(self._turns):
+            if turn.teacher_logprobs is None:
+                row = ScoreRow(tokens=_tokens(turn.completion), prompt_length=len(turn.completion.prompt_tokens))
+                self._turns[i] = msgspec.structs.replace(turn, teacher_logprobs=await teacher.logprobs(row))
 
     @property
     def completions(self) -> list[Completion]:
         return [t.completion for t in self._turns]
 
     def transcript(
-        self, *, score: Score | None = None, metrics: dict[str, float] | None = None, info: dict[str, Any] | None = None
+        self,
+        *,
+        score: Score | None = None,
+        metrics: dict[str, float] | None = None,
+        info: dict[str, Any] | None = None,
+        layout: Layout = "joined",
     ) -> Transcript:
         """The calls so far.  Give `score` if the workflow scores itself; otherwise the taskset's reward is called."""
-        return Transcript(turns=tuple(self._turns), score=score, metrics=metrics or {}, info=info or {})
+        return Transcript(turns=tuple(self._turns), score=score, metrics=metrics or {}, info=info or {}, layout=layout)
+
+
+def _tokens(c: Completion) -> np.ndarray:
+    joined: np.ndarray = np.concatenate([c.prompt_tokens, c.tokens])
+    return joined.astype(np.int32, copy=False)
+
+
+def _answers(message: Mapping[str, Any], c: Completion) -> bool:
+    return message.get("role") == "assistant" and message.get("content") in (c.text, c.message["content"])
 
 
 def sampling_of(task: Task, **overrides: Any) -> SamplingArgs:

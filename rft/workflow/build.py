@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,8 +14,10 @@ from rft.errors import ConfigError
 from rft.plugins import REGISTRY, checked_args
 from rft.reward.base import Reward
 from rft.reward.build import build as build_reward
+from rft.types.ports import ChatModel
 from rft.types.task import Task
-from rft.workflow.base import Workflow
+from rft.workflow.base import NO_MODELS, Workflow
+from rft.workflow.isolated import Place
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,14 @@ class Recipe:
     make: Callable[[], Workflow]
     blocking: bool  # `run` is an ordinary function
     reward: Reward | None
+    place: Place | None = None  # where its runs are forked, if the class says `isolated`
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
+    plays_group: bool = False  # it has `run_group(task, contexts)`: one object plays all runs of a task
+
+    @property
+    def scores_group(self) -> bool:
+        """Whether the reward sees all runs of a task at once."""
+        return bool(getattr(self.reward, "whole_group", False))
 
 
 class Recipes:
@@ -32,6 +43,38 @@ class Recipes:
 
     def __init__(self) -> None:
         self._built: dict[bytes, Recipe] = {}
+        self._ready: dict[int, tuple[Reward, asyncio.Future[None]]] = {}
+        self._models: Mapping[str, ChatModel] = NO_MODELS
+
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
+        """Hands the auxiliary models to every reward that asks for them (`async def prepare(models)`)."""
+        self._models = models
+        for recipe in list(self._built.values()):
+            await self._prepare(recipe)
+
+    async def get(self, task: Task) -> Recipe:
+        """As `of`, with its reward prepared."""
+        recipe = self.of(task)
+        await self._prepare(recipe)
+        return recipe
+
+    async def _prepare(self, recipe: Recipe) -> None:
+        reward = recipe.reward
+        if reward is None or not callable(prepare := getattr(reward, "prepare", None)):
+            return
+        if (ready := self._ready.get(id(reward))) is None:
+            ready = self._ready[id(reward)] = (reward, asyncio.ensure_future(prepare(self._models)))
+        await asyncio.shield(ready[1])
+
+    async def close(self) -> None:
+        """Closes the rewards that were prepared, last first, and the processes that isolated runs are forked from."""
+        for recipe in self._built.values():
+            if recipe.place is not None:
+                recipe.place.close()
+        while self._ready:
+            _, (reward, _) = self._ready.popitem()
+            if callable(close := getattr(reward, "close", None)):
+                await close()
 
     def of(self, task: Task) -> Recipe:
         """Raises PluginError for an unknown name, ConfigError for arguments that do not fit."""
@@ -44,11 +87,18 @@ class Recipes:
 def _build(task: Task) -> Recipe:
     where = f"taskset {task.taskset}"
     plugin = REGISTRY.get("workflow", task.workflow)
-    if not inspect.isclass(plugin.obj) or not callable(getattr(plugin.obj, "run", None)):
+    cls: Any = plugin.obj
+    known = inspect.isclass(cls)
+    plays_group = callable(getattr(cls, "run_group", None))
+    if not known or not (plays_group or callable(getattr(cls, "run", None))):
         raise ConfigError(
             f"workflow {task.workflow!r} must be a class with a method run(self, task, ctx)", key=f"{where}.workflow"
         )
-    cls: Any = plugin.obj
     keywords = checked_args(plugin, task.workflow_args, key=f"{where}.workflow_args")
     reward = None if task.reward is None else build_reward(task.reward, task.reward_args, key=f"{where}.reward_fn_args")
-    return Recipe(task.workflow, lambda: cls(**keywords), not inspect.iscoroutinefunction(cls.run), reward)
+    blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
+    wanted = getattr(cls, "isolated", False)
+    place = None if wanted is False else Place(cls, wanted, key=f"{where}.workflow")
+    return Recipe(
+        task.workflow, lambda: cls(**keywords), blocking, reward, place=place, keywords=keywords, plays_group=plays_group
+    )

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rft.types.experience import Experience, failed
+import msgspec
+
+from rft.types.experience import BASELINE_KEY, Experience, failed
 from rft.types.ids import GroupId, Version
 from rft.types.ports import ChatModel
 from rft.types.task import Task
+from rft.workflow.base import NO_MODELS, RunContext
 from rft.workflow.build import Recipe
-from rft.workflow.run import Limits, Played, run_one
+from rft.workflow.run import Ended, Limits, Played, Run, RunError, play_one, play_together, record, score_one, score_together
 
-Slot = Callable[[], AbstractAsyncContextManager[None]]
+log = logging.getLogger(__name__)
+Slot = Callable[[int], AbstractAsyncContextManager[None]]
+"""`async with slot(n)`: room for n runs, all at once, so that two groups never wait for each other's half."""
 
 
 @asynccontextmanager
-async def no_slot() -> AsyncIterator[None]:
+async def no_slot(count: int) -> AsyncIterator[None]:
     yield
 
 
 @dataclass(frozen=True)
 class Group:
     """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed, unscored, too_few,
-    filtered (by operators), operator (one broke), rejected (by the buffer)."""
+    group_timeout, over_rollout, no_baseline, filtered (by operators), operator (one broke), rejected (by the buffer)."""
 
     id: GroupId
     task: Task
@@ -35,11 +43,11 @@ class Group:
 
     @property
     def rows(self) -> list[Experience]:
-        return [r.experience for r in self.runs]
+        return [x for r in self.runs for x in r.experiences]
 
     @property
     def wholly_failed(self) -> bool:
-        return all(r.status == "failed" for r in self.rows)
+        return all(r.failed for r in self.runs)
 
     @property
     def versions(self) -> list[Version]:
@@ -49,33 +57,60 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         """Rewards of the scored runs."""
-        return [r.reward for r in self.rows if r.reward is not None]
+        return [r.value for r in self.runs if r.value is not None]
 
     def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> Group:
         """The same group with every run turned into a failed record: what is left when its rows cannot be used."""
         info = {"traceback": traceback} if traceback else None
         runs = tuple(
-            run
-            if run.experience.status == "failed"
-            else replace(
-                run,
-                experience=failed(
-                    run.experience.id,
-                    taskset=self.task.taskset,
-                    task_index=self.task.index,
-                    workflow=run.experience.workflow,
-                    reason=why[:300],
-                    info=info,
-                ),
-            )
-            for run in self.runs
+            run if run.failed else replace(run, experiences=(self._gone(run, why, info),), value=None) for run in self.runs
         )
         return Group(self.id, self.task, runs, accepted=False, reason=reason)
 
+    def _gone(self, run: Played, why: str, info: dict[str, Any] | None) -> Experience:
+        first = run.experiences[0]
+        return failed(
+            first.id,
+            taskset=self.task.taskset,
+            task_index=self.task.index,
+            workflow=first.workflow,
+            reason=why[:300],
+            info=info,
+        )
+
     def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> Group:
-        """The same group with other rows for the same runs."""
-        runs = tuple(replace(run, experience=row) for run, row in zip(self.runs, rows, strict=True))
-        return Group(self.id, self.task, runs, accepted, reason)
+        """The same group with other rows for the same runs.  A run of one row has that row's reward."""
+        left, runs = iter(rows), []
+        for run in self.runs:
+            mine = tuple(next(left) for _ in run.experiences)
+            runs.append(replace(run, experiences=mine, value=mine[0].reward if len(mine) == 1 else run.value))
+        return Group(self.id, self.task, tuple(runs), accepted, reason)
+
+
+class Ending:
+    """Asks groups under way to end: `end` may be called once, at any time, also before they begin."""
+
+    def __init__(self, *, partial: bool = False) -> None:
+        self.partial = partial  # what is left of a group is trained if it has two trainable runs (one, if it was to have one)
+        self.why: Ended = ""
+        self._tell: set[Callable[[Ended], None]] = set()
+
+    def end(self, why: Ended) -> None:
+        if not self.why:
+            self.why = why
+            for tell in list(self._tell):
+                tell(why)
+
+    @contextmanager
+    def telling(self, tell: Callable[[Ended], None]) -> Iterator[None]:
+        """While open, `tell` is called when it ends; at once if it has ended."""
+        self._tell.add(tell)
+        if self.why:
+            tell(self.why)
+        try:
+            yield
+        finally:
+            self._tell.discard(tell)
 
 
 async def run_group(
@@ -88,27 +123,188 @@ async def run_group(
     slot: Slot = no_slot,
     seed: Callable[[int], Callable[[int], int]] | None = None,
     request_prefix: str = "",
+    models: Mapping[str, ChatModel] = NO_MODELS,
+    ending: Ending | None = None,
+    baseline: bool = False,
 ) -> Group:
-    """Plays `task.num_runs` runs at the same time, each inside a `slot()`; `seed(run)` gives its seeds.  Raises RftError only."""
+    """Plays `task.num_runs` runs at the same time, each inside a `slot(1)`; `seed(run)` gives its seeds.  Raises RftError only.
 
-    async def one(run: int) -> Played:
-        async with slot():
-            own = None if seed is None else seed(run)
-            return await run_one(task, recipe, model, id, run, limits=limits, seed=own, request_prefix=request_prefix)
-
-    jobs = [asyncio.ensure_future(one(run)) for run in range(task.num_runs)]
+    `models` are the auxiliary ones, by name.  Scoring is inside the slot too, except where the reward sees all runs at once.
+    `ending` may end it early.  With `baseline` the task is also played once at temperature 0, and that reward stands in the info of
+    every row as "baseline_reward".
+    """
+    more: dict[str, Any] = {"slot": slot, "seed": seed, "models": models}
+    if not baseline:
+        return await _Play(task, recipe, model, id, limits, ending, request_prefix, **more).run()
+    plays = (
+        _Play(task, recipe, model, id, limits, ending, request_prefix, **more),
+        _Play(_greedy(task), recipe, model, id, limits, ending, f"{request_prefix}greedy-", **more),
+    )
+    both = [asyncio.ensure_future(play.run()) for play in plays]
     try:
-        runs = tuple(await asyncio.gather(*jobs))
+        group, greedy = await asyncio.gather(*both)
     finally:
-        for job in jobs:
+        for job in both:
             job.cancel()
-    accepted, reason = judge([r.experience for r in runs], task.num_runs)
-    return Group(id, task, runs, accepted, reason)
+    return _with_baseline(group, greedy)
 
 
-def judge(rows: list[Experience], num_runs: int) -> tuple[bool, str]:
-    """Whether a group can be trained: two trainable members, or the only one of a group of one."""
-    if sum(r.trainable for r in rows) >= min(2, num_runs):
+def _greedy(task: Task) -> Task:
+    sampling = msgspec.structs.replace(task.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    return msgspec.structs.replace(task, num_runs=1, sampling=sampling)
+
+
+def _with_baseline(group: Group, greedy: Group) -> Group:
+    """The group with the reward of the greedy run; without one it cannot be trained."""
+    value = greedy.runs[0].value
+    if value is None:
+        why = greedy.runs[0].experiences[0].reason
+        log.warning("group %s: its greedy run has no reward: %s", group.id, why)
+        return replace(group, accepted=False, reason=group.reason or "no_baseline")
+    runs = tuple(replace(run, experiences=tuple(_told(x, value) for x in run.experiences)) for run in group.runs)
+    return replace(group, runs=runs)
+
+
+def _told(row: Experience, baseline: float) -> Experience:
+    return row if row.status == "failed" else msgspec.structs.replace(row, info={**row.info, BASELINE_KEY: baseline})
+
+
+class _Play:
+    """The runs of one group under way."""
+
+    def __init__(
+        self,
+        task: Task,
+        recipe: Recipe,
+        model: ChatModel,
+        id: GroupId,
+        limits: Limits,
+        ending: Ending | None,
+        prefix: str,
+        *,
+        slot: Slot,
+        seed: Callable[[int], Callable[[int], int]] | None,
+        models: Mapping[str, ChatModel],
+    ) -> None:
+        self.task, self.recipe, self.model, self.id, self.limits = task, recipe, model, id, limits
+        self._ending, self._prefix, self._slot, self._seed, self._models = ending, prefix, slot, seed, models
+        self._cut: Ended = ""
+        self._jobs: list[asyncio.Future[list[Run | Played]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._began: dict[int, float] = {}
+        self._attempt: dict[int, int] = {}
+        self._lost = 0  # runs that cannot be trained
+
+    async def run(self) -> Group:
+        numbers = range(self.task.num_runs)
+        make = [self._together()] if self.recipe.plays_group else [self._one(run) for run in numbers]
+        self._jobs = [asyncio.ensure_future(coroutine) for coroutine in make]
+        if self.limits.stop_hopeless:
+            for job in self._jobs:
+                job.add_done_callback(self._hope)
+        try:
+            with self._ending.telling(self._end) if self._ending is not None else nullcontext():
+                await asyncio.wait(self._jobs, return_when=asyncio.FIRST_EXCEPTION)
+            done = [r for job in self._jobs if job.done() and not job.cancelled() for r in job.result()]
+        finally:
+            self._end("")
+        return self._group(await self._scored(done))
+
+    async def _one(self, run: int) -> list[Run | Played]:
+        async with self._slot(1):
+            self._begins(run)
+            played = await play_one(self.task, self.recipe, self._context, run, limits=self.limits, group=self.id)
+            if self.recipe.scores_group:
+                return [played]
+            return [await score_one(self.task, self.recipe, played, limits=self.limits, group=self.id)]
+
+    async def _together(self) -> list[Run | Played]:
+        async with self._slot(self.task.num_runs):
+            contexts = [self._context(run, 0) for run in range(self.task.num_runs)]
+            for run in range(self.task.num_runs):
+                self._begins(run)
+            runs = await play_together(self.task, self.recipe, contexts, limits=self.limits)
+        if self.recipe.scores_group:
+            return list(runs)
+        return list(
+            await asyncio.gather(*(score_one(self.task, self.recipe, r, limits=self.limits, group=self.id) for r in runs))
+        )
+
+    def _context(self, run: int, attempt: int) -> RunContext:
+        self._attempt[run] = attempt
+        own = None if self._seed is None else self._seed(run)
+        request_id = f"{self._prefix}{self.id.run(run, attempt)}"
+        return RunContext(self.model, self.task, run=run, request_id=request_id, seed=own, models=self._models)
+
+    def _begins(self, run: int) -> None:
+        self._began[run] = time.monotonic()
+        if self._timer is None and self.limits.max_group_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self.limits.max_group_s, self._end, "group_timeout")
+
+    def _hope(self, job: asyncio.Future[list[Run | Played]]) -> None:
+        """Ends the others once too many runs of the group are lost."""
+        if job.cancelled() or job.exception() is not None:
+            return
+        for r in job.result():
+            self._lost += r.error is not None if isinstance(r, Run) else not any(x.trainable for x in r.experiences)
+        if self.task.num_runs - self._lost < self.limits.needed(self.task.num_runs):
+            self._end("hopeless")
+
+    def _end(self, why: Ended) -> None:
+        """Ends the runs that are under way.  Empty: they are not to be accounted for (the caller is cancelled, or all are done)."""
+        left = [job for job in self._jobs if not job.done()]
+        if left and not self._cut:
+            self._cut = why
+        for job in left:
+            job.cancel()
+        if self._timer is not None and not why:
+            self._timer.cancel()
+
+    async def _scored(self, done: list[Run | Played]) -> list[Played]:
+        """All runs in order; those that were cut short are records that say so."""
+        there = {r.number if isinstance(r, Run) else r.experiences[0].id.run for r in done}
+        played = [r for r in done if isinstance(r, Played)]
+        waiting = [r for r in done if isinstance(r, Run)]
+        waiting += [self._cut_short(run) for run in range(self.task.num_runs) if run not in there]
+        if waiting and self.recipe.scores_group and self._enough(sum(r.error is None for r in waiting)):
+            waiting.sort(key=lambda r: r.number)
+            return await score_together(self.task, self.recipe, waiting, limits=self.limits, group=self.id)
+        for r in waiting:
+            ended = r if r.error is not None else replace(r, error=RunError(_WHY[self._cut]), ended=self._cut)
+            played.append(record(self.task, self.recipe, ended, None, self.id, 0.0))
+        return sorted(played, key=lambda r: r.experiences[0].id.run)
+
+    def _cut_short(self, run: int) -> Run:
+        took = time.monotonic() - self._began[run] if run in self._began else 0.0
+        return Run(run, self._attempt.get(run, 0), took, error=RunError(_WHY[self._cut]), ended=self._cut)
+
+    def _enough(self, trainable: int) -> bool:
+        """Whether so many runs make a group that can be trained.  One that was not cut is judged by its scores, as always."""
+        if not self._cut:
+            return True
+        if self._cut == "over_rollout":
+            return self._ending is not None and self._ending.partial and trainable >= min(2, self.task.num_runs)
+        return trainable >= self.limits.needed(self.task.num_runs)
+
+    def _group(self, played: Sequence[Played]) -> Group:
+        rows = [x for r in played for x in r.experiences]
+        least = min(2, self.task.num_runs) if self._cut == "over_rollout" else self.limits.needed(self.task.num_runs)
+        accepted, reason = judge(rows, self.task.num_runs, least)
+        if self._cut in ("group_timeout", "over_rollout") and not (accepted and self._enough(self.task.num_runs)):
+            accepted, reason = False, str(self._cut)
+        return Group(self.id, self.task, tuple(played), accepted, reason)
+
+
+_WHY: dict[Ended, str] = {
+    "group_timeout": "ended: the runs of its task took longer than explorer.max_group_timeout",
+    "hopeless": "ended: too many runs of its task have failed",
+    "over_rollout": "ended: enough tasks of its step were done (explorer.over_rollout)",
+}
+
+
+def judge(rows: list[Experience], num_runs: int, needed: int | None = None) -> tuple[bool, str]:
+    """Whether a group can be trained: `needed` runs with something to train; None: two, or the only one of a group of one."""
+    if len({r.id.run for r in rows if r.trainable}) >= (min(2, num_runs) if needed is None else needed):
         return True, ""
     if all(r.status == "failed" for r in rows):
         return False, "failed"

@@ -10,6 +10,7 @@ import pytest
 
 from rft.config.check import check
 from rft.monitor.read import read, series
+from rft.testing import tiny
 from rft.testing.command import rft
 
 SCRIPTS = Path(__file__).parents[1] / "unit" / "convert" / "scripts"
@@ -28,10 +29,7 @@ SMALL = (
     "trainer.enable_gradient_checkpointing=false",
     "monitor.monitor_type=[]",
 )
-WITHOUT_JUDGE = (  # the scored reward model is not active yet
-    "explorer.auxiliary_models=[]",
-    f"{INPUT}.default_reward_fn_type=null",
-)
+JUDGE = "explorer.auxiliary_models.0"
 FIXED = ("trainer.micro_batch_size_per_gpu=2", "trainer.critic.micro_batch_size_per_gpu=2")
 
 
@@ -55,6 +53,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ]
             pq.write_table(pa.Table.from_pylist(rows), root / "data" / name / f"{split}.parquet")
     return root
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("reward_model") / "rm", labels=1)
 
 
 def converted(script: str, profile: str, folder: Path) -> Path:
@@ -84,13 +87,14 @@ def test_passes_check_for_its_eight_gpus(
     ("script", "profile"), [("grpo_seq_balance", "exact"), ("grpo_seq_balance", "guide"), ("ppo_rm", "exact")]
 )
 def test_runs_two_windows_scaled_down(
-    script: str, profile: str, tmp_path: Path, home: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, profile: str, tmp_path: Path, home: Path, tiny_model: Path, reward_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(home))
     file = converted(script, profile, tmp_path)
     more = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}/runs", *SMALL]
     if script == "ppo_rm":
-        more += [*WITHOUT_JUDGE, *FIXED, f"model.critic_model_path={tiny_model}"]
+        more += [*FIXED, f"model.critic_model_path={tiny_model}", f"{JUDGE}.model_path={reward_model}"]
+        more += [f"{JUDGE}.engine_type=transformers", f"{JUDGE}.engine_num=1"]
     if profile == "guide":  # it says nothing of the data's form
         more += [f"{INPUT}.{kind}.0.format.preset=verl" for kind in ("tasksets", "eval_tasksets")]
     done = rft("run", "--in-process", "-c", file, *more)
@@ -101,10 +105,16 @@ def test_runs_two_windows_scaled_down(
     assert len(series(records, "actor/pg_loss")) == WINDOWS * INTERVAL
     assert len(series(records, "critic/vf_loss")) == (WINDOWS * INTERVAL if script == "ppo_rm" else 0)
     assert (folder / "checkpoints").is_dir()
+    scored = [v for _, v in series(records, "rollout/reward_model/mean")]
+    assert (len(set(scored)) > 1) is (script == "ppo_rm"), "the reward model's raw numbers"
 
 
-def test_what_waits_for_the_reward_model_is_listed(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("script", ["grpo_seq_balance", "ppo_rm"])
+def test_nothing_of_them_waits(script: str, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(home))
-    waiting = {n.key for n in check(converted("ppo_rm", "exact", tmp_path), schema_only=True).not_active if not n.harmless}
-    judge = "explorer.auxiliary_models[0]"
-    assert waiting == {f"{judge}.model_path", f"{judge}.task", f"{judge}.engine_num"}
+    report = check(converted(script, "exact", tmp_path), schema_only=True)
+    assert {n.key for n in report.not_active if not n.harmless} == set()
+    assert report.plan is not None
+    assert [(m.names, m.engines[0].task, len(m.engines)) for m in report.plan.auxiliary] == (
+        [(("auxiliary_model_0",), "score", 2)] if script == "ppo_rm" else []
+    )

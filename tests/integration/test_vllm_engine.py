@@ -16,7 +16,7 @@ from rft.errors import EngineFailed
 from rft.testing.engine_contract import EngineContract, Subject, ask, clean, shaken, stage
 from rft.types.completion import Completion
 from rft.types.ids import Version
-from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 from rft.types.task import SamplingArgs
 
 pytestmark = [
@@ -119,6 +119,16 @@ async def check_parity(engine: VllmEngine, folder: Path, tied: dict[str, str], t
         assert clean(report), report
         made = await engine.generate(ask(n=4, max_tokens=24, temperature=temperature))
         assert difference(reference(folder, weights), made) < 1e-4
+        row = ScoreRow(
+            tokens=np.concatenate([made[0].prompt_tokens, made[0].tokens]),
+            prompt_length=len(made[0].prompt_tokens),
+            temperature=temperature,
+        )
+        if temperature == 1:
+            assert np.abs(await engine.logprobs(row) - made[0].logprobs).max() < 1e-4
+        else:
+            with pytest.raises(ValueError, match="temperature 1 only"):
+                await engine.logprobs(row)
 
 
 async def test_log_probs_after_each_load(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:

@@ -14,10 +14,8 @@ EngineType = Annotated[
 ]
 
 _NO_SERVER = "engines open no port yet; workflows call ctx.chat"
-_NO_ADAPTERS = "adapters come with LoRA; the whole model is trained"
-_ONE_ANSWER = "tool calls and reasoning stay in the answer's text; read them in the workflow"
+_NO_ADAPTERS = "adapters come with LoRA; the whole model is trained and served"
 _SERVE = "belongs to mode: serve, which comes later"
-_RATIO = "belongs to over_rollout.ratio; a step waits for all of its groups"
 
 
 class ServedModelConfig(Section):
@@ -27,18 +25,20 @@ class ServedModelConfig(Section):
     engine_type: EngineType = key(
         "vllm",
         "vllm; transformers (slower, runs where vLLM cannot be installed); scripted (answers from a script, for tests); external (a "
-        "model behind an OpenAI-compatible address).",
-        later=Later("use vllm with a local model", values=("external",)),
+        "model behind an OpenAI-compatible address; auxiliary models only).",
     )
     engine_num: int = key(1, "Engines side by side.", unit="engines", on_resume="safe", ge=1)
     tensor_parallel_size: int = key(1, "GPUs (on CPU: processes) of one engine.", unit="GPUs", on_resume="safe", ge=1)
     data_parallel_size: int = key(
-        1, "Copies of the model in one engine.", unit="copies", on_resume="safe", ge=1, later=Later("raise engine_num instead")
+        1,
+        "Copies of the model in one engine.  Each becomes an engine of its own, so that it is loaded, proven and restarted on its own.",
+        unit="copies",
+        on_resume="safe",
+        ge=1,
     )
     pipeline_parallel_size: int = key(
-        1, "Stages in which one engine's layers are cut.", unit="stages", on_resume="safe", ge=1,
-        later=Later("use tensor_parallel_size"),
-    )  # fmt: skip
+        1, "vllm: stages in which one engine's layers are cut, each on GPUs of its own.", unit="stages", on_resume="safe", ge=1
+    )
     device: Device = key("auto", "auto: cuda where the cluster has GPUs, else cpu.", on_resume="safe")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], IgnoreCase] = key(
         "auto", "Type of the weights in the engine; auto: bfloat16 on GPUs, float32 on CPU."
@@ -87,9 +87,20 @@ class ServedModelConfig(Section):
     trust_remote_code: bool | None = key(
         None, "Run Python code that comes with the model.  Null: model.trust_remote_code.", on_resume="safe"
     )
-    tool_call_parser: str | None = key(None, "Parser that finds tool calls in an answer.", later=Later(_ONE_ANSWER))
-    reasoning_parser: str | None = key(None, "Parser that separates reasoning from the answer.", later=Later(_ONE_ANSWER))
-    enable_auto_tool_choice: bool = key(False, "Let the model choose its tools.", later=Later(_ONE_ANSWER))
+    tool_call_parser: str | None = key(
+        None,
+        "vLLM's parser that finds tool calls in an answer (hermes, llama3_json, ...); read with enable_auto_tool_choice.  Needs vLLM "
+        "installed, also with other engines.",
+        on_resume="safe",
+    )
+    reasoning_parser: str | None = key(
+        None,
+        "vLLM's parser that separates reasoning from the answer (qwen3, deepseek_r1, ...).  Needs vLLM installed, also with other engines.",
+        on_resume="safe",
+    )
+    enable_auto_tool_choice: bool = key(
+        False, "Take tool calls out of the answer's text; needs tool_call_parser.", on_resume="safe"
+    )
     enable_openai_api: bool = key(False, "Open an OpenAI-compatible port.", on_resume="safe", later=Later(_NO_SERVER, True))
     base_port: int | None = key(
         None, "First port of these servers.  Null: free ones.", on_resume="safe", ge=1, le=65535, later=Later(_NO_SERVER, True)
@@ -110,7 +121,7 @@ class ServedModelConfig(Section):
         None, "Adapters kept in host memory.", unit="adapters", on_resume="safe", ge=1, later=Later(_NO_ADAPTERS, True)
     )
     external_model_config: ExternalModelConfig | None = key(
-        None, "What engine_type external asks.", later=Later("use vllm with a local model")
+        None, "What engine_type external asks; auxiliary models only.", on_resume="safe"
     )
     start_timeout: float = key(600.0, "How long an engine may take to start.", unit="s", on_resume="safe", gt=0)
     extra_engine_args: Args = key({}, "Further arguments of the engine, handed on as they are.", on_resume="safe")
@@ -119,69 +130,87 @@ class ServedModelConfig(Section):
 class InferenceModelConfig(ServedModelConfig):
     """The engines of the policy.  Null values are chosen for the device or taken from `model`."""
 
+    external_model_config: ExternalModelConfig | None = key(
+        None,
+        "For auxiliary models.",
+        later=Later(
+            "the policy is a local model, whose tokens and weights are known; name a server in explorer.auxiliary_models"
+        ),
+    )
+
     tokenization_check: Annotated[Literal["strict", "warn", "off"], IgnoreCase] = key(
         "off",
-        "Compare the tokens of several turns with those of the whole chat tokenized at once: end the run, warn, or do not.",
+        "Compare the tokens of several turns with those of the whole chat tokenized at once: end the run (strict), count and warn once "
+        "(warn), or do not.  Trained are the tokens as the engine saw and wrote them in any case.",
         on_resume="safe",
-        later=Later("each model call is trained with the tokens that the engine saw and wrote; nothing is tokenized twice", True),
     )
 
 
 class AuxiliaryModelConfig(ServedModelConfig):
-    """A judge, teacher or reward model beside the policy; its weights stay as they are."""
+    """A judge, teacher or reward model beside the policy; its weights stay as they are.
 
+    Workflows and rewards ask it by name.  Entries that differ in nothing but the name are started once.
+    """
+
+    name: Name | None = key(
+        None, "How workflows and rewards call it, and in logs and metrics.  Null: auxiliary_model_ and its place in the list, from 0.",
+        on_resume="safe",
+    )  # fmt: skip
     model_path: str = key(..., "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
+    tokenizer_path: str | None = key(None, "Folder with another tokenizer and chat template.  Null: model_path.")
     task: Annotated[Literal["generate", "score"], IgnoreCase] = key(
-        "generate", "generate: it answers; score: it is a classifier that gives a number for a chat."
+        "generate", "generate: it answers; score: it is a classifier that gives raw numbers (logits) for a chat."
     )
+    max_prompt_tokens: int | None = key(None, "Longest prompt.  Null: as long as max_model_len allows.", unit="tokens", ge=1)
+    chat_template: str | None = key(None, "Chat template (Jinja text, or a file).  Null: the model's own.")
+    enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
+    max_concurrent: int = key(256, "Requests under way at the same time; others wait.", unit="requests", on_resume="safe", ge=1)
+    request_timeout: float = key(600.0, "How long one request may take.", unit="s", on_resume="safe", gt=0)
 
 
 class OverRolloutConfig(Section):
-    """Not waiting for the slowest tasks of a step; needs a sync_style other than fixed."""
+    """Not waiting for the slowest tasks of a step: they are ended and counted, and the step has fewer groups.
 
-    ratio: float = key(
-        0.0, "Share of a step's tasks that need not finish; 0 = off.", ge=0, lt=1, on_resume="safe",
-        later=Later("a step waits for all of its groups; explorer.max_timeout ends slow runs"),
-    )  # fmt: skip
+    With sync_style fixed buffer.on_short_batch must be train or carry.
+    """
+
+    ratio: float = key(0.0, "Share of a step's tasks that need not finish; 0 = off.", ge=0, lt=1, on_resume="safe")
     wait_after_min: float = key(
-        30.0,
-        "How long the others may go on once enough tasks are done.",
-        unit="s",
-        on_resume="safe",
-        ge=0,
-        later=Later(_RATIO, True),
+        30.0, "How long the others may go on once enough tasks are done.", unit="s", on_resume="safe", ge=0
     )
     return_partial_tasks: bool = key(
-        False, "Use the groups of which some runs are done.", on_resume="safe", later=Later(_RATIO, True)
+        False,
+        "Train what is left of the groups that were ended, if two of their runs are done (one, with repeat_times 1).",
+        on_resume="safe",
     )
 
 
 class DynamicTimeoutConfig(Section):
     """A time limit that follows how long runs took."""
 
-    enable: bool = key(
-        False, "Use it instead of max_timeout alone.", on_resume="safe", later=Later("explorer.max_timeout is the limit of a run")
-    )
+    enable: bool = key(False, "Use it instead of max_timeout alone.", on_resume="safe")
     warmup_min_steps: int = key(
-        1, "Steps that are measured before it holds.", unit="explore steps", on_resume="safe", ge=0,
-        later=Later("read only with enable: true", True),
-    )  # fmt: skip
+        1, "Steps that are measured before it holds; counted anew after a resume.", unit="explore steps", on_resume="safe", ge=0
+    )
     ratio: float = key(
-        3.0, "Limit as a multiple of a run's mean time; max_timeout stays the upper limit.", on_resume="safe", gt=0,
-        later=Later("read only with enable: true", True),
-    )  # fmt: skip
+        3.0, "Limit as a multiple of a run's mean time; max_timeout stays the upper limit.", on_resume="safe", gt=0
+    )
 
 
 class ExplorerConfig(Section):
     """The exploring loop."""
 
-    name: Name = key("explorer", "Name in logs.", on_resume="safe", later=Later("logs call it explorer", harmless=True))
+    name: Name = key(
+        "explorer",
+        "Name in logs.",
+        on_resume="safe",
+        later=Later("one explorer belongs to a run, and its log is explorer.log", harmless=True),
+    )
     rollout_model: InferenceModelConfig = section(InferenceModelConfig, "The engines of the policy.")
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = key(
         (),
         "Judges, teachers and reward models.  Their GPUs are counted.",
         on_resume="safe",
-        later=Later("judges and teachers come later; use a reward that follows rules"),
     )
     eval_interval: int = key(
         100, "Evaluate every so many explore steps; 0 = not during training.", unit="explore steps", on_resume="safe", ge=0
@@ -189,13 +218,34 @@ class ExplorerConfig(Section):
     eval_on_startup: bool = key(True, "Evaluate the untrained model.", on_resume="safe")
     eval_at_end: bool = key(True, "Evaluate the final model.", on_resume="safe")
     eval_in_background: bool = key(
-        False, "Explore on while evaluating.", on_resume="safe", later=Later("exploring waits for an evaluation", True)
+        False,
+        "Explore on while evaluating.  Weights may move meanwhile: eval/<taskset>/model_version/min and /max say which ones answered.",
+        on_resume="safe",
     )
     bench_on_latest_checkpoint: bool = key(
-        False, "bench: only the last checkpoint instead of all.", on_resume="safe",
-        later=Later("belongs to mode: bench, which comes later", True),
-    )  # fmt: skip
+        False,
+        "bench: only the last checkpoint instead of all.  The base model is evaluated too where eval_on_startup is true.",
+        on_resume="safe",
+    )
     max_timeout: float = key(1800.0, "How long one run of a task may take.", unit="s", on_resume="safe", gt=0)
+    max_group_timeout: float | None = key(
+        None,
+        "How long all runs of a task together may take, from the first one's begin.  Null: no limit of its own.",
+        unit="s",
+        on_resume="safe",
+        gt=0,
+    )
+    group_policy: Annotated[Literal["partial", "drop"], IgnoreCase] = key(
+        "partial",
+        "A group of which runs are missing (failed, unscored, out of time): partial: it is trained if at least half of its runs, and "
+        "two, are there; drop: it is not, and another task replaces it.",
+        on_resume="safe",
+    )
+    stop_hopeless_groups: bool = key(
+        True,
+        "End the other runs of a group once so many have failed that it will not be trained.  Has no effect with deterministic: true.",
+        on_resume="safe",
+    )
     max_retry_times: int = key(2, "How often a run that failed is tried again.", unit="retries", on_resume="safe", ge=0)
     dynamic_timeout: DynamicTimeoutConfig = section(DynamicTimeoutConfig, "A time limit that follows how long runs took.")
     over_rollout: OverRolloutConfig = section(OverRolloutConfig, "Not waiting for the slowest tasks of a step.")
@@ -221,9 +271,8 @@ class ExplorerConfig(Section):
         on_resume="safe",
     )
     runner_state_report_interval: float = key(
-        0.0, "Report what every run does, this often; 0 = never.", unit="s", on_resume="safe", ge=0,
-        later=Later("runs are counted in the metrics of each step", True),
-    )  # fmt: skip
+        0.0, "How often the explorer's log says what every step under way does; 0 = never.", unit="s", on_resume="safe", ge=0
+    )
     proxy_port: int = key(8010, "serve: port of the proxy.", on_resume="safe", ge=1, le=65535, later=Later(_SERVE, True))
     listen_address: str = key("127.0.0.1", "serve: address of the proxy.", on_resume="safe", later=Later(_SERVE, True))
     service_status_check_interval: float = key(

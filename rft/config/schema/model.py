@@ -36,12 +36,33 @@ class LoraConfig(Section):
 
 
 class ExternalModelConfig(Section):
-    """A model behind somebody else's OpenAI-compatible server, for evaluation."""
+    """A model behind somebody else's OpenAI-compatible server."""
 
-    enable: bool = key(False, "Ask that server instead of an engine of the run.")
-    base_url_env: str = key("OPENAI_BASE_URL", "Environment variable with the server's address.")
-    api_key_env: str = key("OPENAI_API_KEY", "Environment variable with the key.")
-    model_name: str | None = key(None, "Name of the model there.")
+    enable: bool = key(
+        False, "Ask that server instead of an engine of the run; the same as engine_type: external.", on_resume="safe"
+    )
+    base_url: str | None = key(
+        None, "The server's address, e.g. https://host/v1.  Null: what base_url_env says.", on_resume="safe"
+    )
+    base_url_env: str = key("OPENAI_BASE_URL", "Environment variable with the server's address.", on_resume="safe")
+    api_key_env: str = key(
+        "OPENAI_API_KEY", "Environment variable with the key; no key is sent where it is not set.", on_resume="safe"
+    )
+    model_name: str | None = key(None, "Name of the model there.  Null: model_path.", on_resume="safe")
+    headers: dict[str, str] = key({}, "Headers of every request.", on_resume="safe")
+    header_envs: dict[str, str] = key(
+        {}, "Headers whose value is a secret: name of the environment variable with it.", on_resume="safe"
+    )
+    requests_per_minute: float | None = key(
+        None, "Most requests begun in a minute.  Null: no limit but max_concurrent.", unit="requests/min", on_resume="safe", gt=0
+    )
+    max_retries: int = key(
+        5, "How often a request is repeated after 429, 5xx or a broken connection, waiting longer each time.", unit="retries",
+        on_resume="safe", ge=0,
+    )  # fmt: skip
+    extra_body: dict[str, Any] = key(
+        {}, "Further entries of every request, e.g. a server's own sampling options.", on_resume="safe"
+    )
 
 
 class ModelConfig(Section):

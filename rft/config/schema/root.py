@@ -25,11 +25,11 @@ class RunConfig(Section):
     mode: Annotated[Literal["both", "explore", "train", "bench", "serve", "colocate"], IgnoreCase] = key(
         "both",
         "both: explore and train; train: on given data with sft, cpt or dpo; explore, and train with another algorithm: one half, the "
-        "other runs elsewhere; bench: evaluate checkpoints; serve: answer "
-        "requests and record them; colocate: both on one GPU.",
+        "other runs elsewhere; bench: play eval_tasksets under the base model and the checkpoints of this folder or of "
+        "resume_from_path; serve: answer requests and record them; colocate: both on one GPU.",
         later=Later(
             "use both; engine and trainer on a machine without GPUs take turns with it",
-            values=("explore", "bench", "serve", "colocate"),
+            values=("explore", "serve", "colocate"),
         ),
     )
     project: Name = key("rft", "First part of the run's folder; project of the trackers.", on_resume="safe")

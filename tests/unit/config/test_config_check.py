@@ -117,6 +117,24 @@ def test_gold_answer_that_does_not_score(model: Path, tmp_path: Path) -> None:
     assert any("raised on the gold answer of row 0: RuntimeError: no judge" in w for w in report.warnings)
 
 
+def test_a_reward_may_know_another_gold_answer_than_the_truth(model: Path, tmp_path: Path) -> None:
+    """Tests of a program are no answer; functions of lists are asked for one."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "tests", "solution": "2"}\n')
+    plugin = tmp_path / "plugins"
+    plugin.mkdir()
+    (plugin / "mine.py").write_text(
+        "from rft.reward.base import reward\n\n@reward('solved_config_test')\nclass Solved:\n"
+        "    def gold_answer(self, task): return task.row.get('solution')\n"
+        "    def __call__(self, task, transcript): return float(transcript.answer == '2')\n\n"
+        "@reward('unknown_config_test')\nclass Unknown(Solved):\n    def gold_answer(self, task): return None\n\n"
+        "@reward('listed_config_test')\ndef listed(completions): return [float(c == 'tests') for c in completions]\n"
+    )
+    more = [f"{TASKSET}.path={tmp_path}/rows.jsonl", "buffer.batch_size=1"]
+    for name in ("solved", "unknown", "listed"):
+        report = run(model, *more, f"{TASKSET}.default_reward_fn_type={name}_config_test", plugin_dirs=[str(plugin)])
+        assert report.ok and not any("gold answer" in w for w in report.warnings), report.warnings
+
+
 def test_unknown_names_and_arguments(model: Path) -> None:
     assert "unknown reward 'exact_anwser'" in errors(run(model, f"{TASKSET}.default_reward_fn_type=exact_anwser"))
     assert "Did you mean exact_answer" in errors(run(model, f"{TASKSET}.default_reward_fn_type=exact_anwser"))

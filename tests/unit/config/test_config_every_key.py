@@ -20,6 +20,7 @@ from rft.config.load import from_dict
 from rft.config.messages import literals, models
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
+from rft.config.schema.model import ExternalModelConfig
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError, ConfigErrors
 
@@ -56,12 +57,16 @@ GPUS = {"cluster.gpu_per_node": 4}
 SIDES = ("synchronizer.explorer_sync_interval", "synchronizer.trainer_sync_interval")
 TASKSETS = (f"{IN}.taskset", f"{IN}.tasksets[0]", f"{IN}.eval_tasksets[0]")
 OFF_POLICY = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+AUX = "explorer.auxiliary_models[0]"
+SERVED = ("explorer.rollout_model", AUX)
 BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.use_dynamic_bsz": {"trainer.micro_batch_size_per_gpu": 1},
     "explorer.rollout_model.max_prompt_tokens": {"model.max_prompt_tokens": None, "model.max_model_len": 96},
     "explorer.rollout_model.max_response_tokens": {"model.max_response_tokens": None, "model.max_model_len": 96},
     "cluster.node_num": {"synchronizer.sync_method": "checkpoint"},
-    "explorer.over_rollout.ratio": {"synchronizer.sync_style": "explorer_driven"},
+    "explorer.over_rollout.ratio": {"buffer.on_short_batch": "train"},
+    "explorer.dynamic_timeout.ratio": {"explorer.dynamic_timeout.enable": True},
+    "explorer.over_rollout.wait_after_min": {"buffer.on_short_batch": "train", "explorer.over_rollout.ratio": 0.5},
     "algorithm.sample_strategy_args": {"algorithm.sample_strategy": "pf_ppo"},
     "algorithm.kl_loss_fn_args": {"algorithm.kl_loss_fn": "k2"},
     "algorithm.kl_penalty_fn_args": {"algorithm.kl_penalty_fn": "k2"},
@@ -113,6 +118,15 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.fused_kernel_backend": {**GPUS, "trainer.use_fused_kernels": True},
     "explorer.rollout_model.device": GPUS,
     "explorer.rollout_model.enforce_eager": GPUS,
+    f"{AUX}.device": GPUS,
+    f"{AUX}.enforce_eager": GPUS,
+    **{f"{m}.tool_call_parser": {f"{m}.enable_auto_tool_choice": True, f"{m}.tool_call_parser": "hermes"} for m in SERVED},
+    **{f"{m}.enable_auto_tool_choice": {f"{m}.tool_call_parser": "hermes"} for m in SERVED},
+    **{
+        f"{AUX}.external_model_config.{n}": {f"{AUX}.engine_type": "external"}
+        for n in ExternalModelConfig.model_fields
+        if n != "enable"
+    },
 }
 DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage_type": "file", f"{DATA}.path": "rows"}
 VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
@@ -139,6 +153,8 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "data_processor.experience_pipeline.operators[0].args": {"threshold": 0.5},
 }
 VALUES |= {f"{t}.data_selector.selector_type": "shuffle" for t in TASKSETS}
+SERVERS = ("model.external_model", *(f"{m}.external_model_config" for m in SERVED))
+VALUES |= {f"{s}.{n}": {"other": "1"} for s in SERVERS for n in ("headers", "header_envs")}
 VALUES |= {f"{t}.data_selector.kwargs": {"m": 8} for t in TASKSETS[:2]}
 VALUES |= {
     "data_processor.task_pipeline.operators[0].name": "pass_rate_score",

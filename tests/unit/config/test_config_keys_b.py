@@ -46,7 +46,7 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "bench", "serve", "Colocate")),
+    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve", "Colocate")),
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
@@ -69,14 +69,14 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", REFUSED),
     ("data_processor.task_pipeline", "null", "3", RUNS),
     ("data_processor.task_pipeline.num_process", "3", "0", RUNS),  # the others: test_config_tasksets.py
-    ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", REFUSED),
-    ("explorer.over_rollout.wait_after_min", "5", "-1", WARNS),
-    ("explorer.over_rollout.return_partial_tasks", "true", "maybe", WARNS),
-    ("explorer.dynamic_timeout.enable", "true", "maybe", REFUSED),
-    ("explorer.dynamic_timeout.warmup_min_steps", "2", "-1", WARNS),
-    ("explorer.dynamic_timeout.ratio", "2.5", "0", WARNS),
-    ("explorer.eval_in_background", "true", "maybe", WARNS),
-    ("explorer.bench_on_latest_checkpoint", "true", "maybe", WARNS),
+    ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", RUNS),
+    ("explorer.over_rollout.wait_after_min", "5", "-1", RUNS),
+    ("explorer.over_rollout.return_partial_tasks", "true", "maybe", RUNS),
+    ("explorer.dynamic_timeout.enable", "true", "maybe", RUNS),
+    ("explorer.dynamic_timeout.warmup_min_steps", "2", "-1", RUNS),
+    ("explorer.dynamic_timeout.ratio", "2.5", "0", RUNS),
+    ("explorer.eval_in_background", "true", "maybe", RUNS),
+    ("explorer.bench_on_latest_checkpoint", "true", "maybe", RUNS),
     ("explorer.max_inflight_batches", "4", "0", WARNS),
     ("explorer.env_vars", "{SANDBOX: http://h}", "{SANDBOX: 1}", RUNS),
     ("explorer.proxy_port", "9000", "70000", WARNS),
@@ -84,7 +84,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.service_status_check_interval", "5", "0", WARNS),
     ("explorer.min_running_model_num", "2", "-1", WARNS),
     ("explorer.db_url", "sqlite:///x.db", "[1]", WARNS),
-    ("explorer.runner_state_report_interval", "10", "-1", WARNS),
+    ("explorer.runner_state_report_interval", "10", "-1", RUNS),
     ("explorer.runner_per_model", "8", "0", RUNS),
     ("explorer.runner_num", "8", "0", RUNS),
     ("explorer.runner_prepare_concurrency", "8", "0", RUNS),
@@ -93,11 +93,10 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.concurrent_mode", "Multi-Threading", "threads", RUNS),
     ("ignore_validator_suggestions", "true", "maybe", RUNS),
     (f"{ENGINE}.name", "policy", "a/b", RUNS),
-    (f"{ENGINE}.engine_type", "OpenAI", "mystery", REFUSED),
     (f"{ENGINE}.engine_type", "vllm_async", "mystery", RUNS),
     (f"{ENGINE}.external_model_config", "{enable: true}", "{enable: 3}", REFUSED),
-    (f"{ENGINE}.data_parallel_size", "2", "0", REFUSED),
-    (f"{ENGINE}.pipeline_parallel_size", "2", "0", REFUSED),
+    (f"{ENGINE}.data_parallel_size", "2", "0", RUNS),
+    (f"{ENGINE}.pipeline_parallel_size", "2", "0", RUNS),
     (f"{ENGINE}.ignore_eos", "true", "maybe", RUNS),
     (f"{ENGINE}.enable_chunked_prefill", "false", "maybe", RUNS),
     (f"{ENGINE}.disable_log_stats", "false", "maybe", RUNS),
@@ -107,10 +106,9 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     (f"{ENGINE}.api_key", "EMPTY", "[1]", WARNS),
     (f"{ENGINE}.enable_history", "false", "maybe", RUNS),
     (f"{ENGINE}.use_v1", "false", "maybe", RUNS),
-    (f"{ENGINE}.tokenization_check", "Strict", "on", WARNS),
-    (f"{ENGINE}.tool_call_parser", "hermes", "[1]", REFUSED),
-    (f"{ENGINE}.reasoning_parser", "deepseek_r1", "[1]", REFUSED),
-    (f"{ENGINE}.enable_auto_tool_choice", "true", "maybe", REFUSED),
+    (f"{ENGINE}.tokenization_check", "Strict", "on", RUNS),
+    (f"{ENGINE}.tool_call_parser", "hermes", "[1]", RUNS),
+    (f"{ENGINE}.reasoning_parser", "deepseek_r1", "[1]", RUNS),
     (f"{ENGINE}.fully_sharded_loras", "true", "maybe", WARNS),
     (f"{ENGINE}.max_cpu_loras", "2", "0", WARNS),
     (f"{ENGINE}.max_model_len", "64", "1", RUNS),
@@ -149,6 +147,7 @@ def test_a_changed_key_changes_the_plan() -> None:
     same = {(k, v) for k, v, _, then in KEYS if then == RUNS and v in ("null", "1", "vllm_async", "{decay: 2.0}")}
     same |= {(k, v) for k, v, _, _ in KEYS if "replay" in k and v != "true"}  # each needs replay_buffer.enable
     same |= {("synchronizer.partial_rollout", "true"), (f"{ENGINE}.enable_history", "true"), ("buffer.total_tasks", "8")}
+    same |= {("explorer.dynamic_timeout.ratio", "2.5")}  # needs dynamic_timeout.enable
     plain = plan()
     for key, good, _, _ in KEYS:
         changed = replace(plan(f"{key}={good}"), monitor=plain.monitor, derived=plain.derived, warnings=plain.warnings)
@@ -160,17 +159,19 @@ def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
         f"model.model_path={tiny.make(tmp_path / 'model')}",
         f"buffer.explorer_input.taskset.path={HERE / 'data' / 'rows.jsonl'}",
     ]
-    with pytest.raises(ConfigError, match=r"explorer\.dynamic_timeout\.enable: accepted by `rft check`, not active yet"):
-        load_plan(FILE, [*model, "explorer.dynamic_timeout.enable=true"], facts=Facts(cpus=4, gpus=0))
+    with pytest.raises(ConfigError, match=r"mode: accepted by `rft check`, not active yet"):
+        load_plan(FILE, [*model, "mode=colocate"], facts=Facts(cpus=4, gpus=0))
     _, made = load_plan(FILE, [*model, "synchronizer.sync_method=nccl"], facts=Facts(cpus=4, gpus=0))
     assert any("synchronizer.sync_method has no effect yet: the same weights go through memory" in w for w in made.warnings)
 
 
 def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
     names = {key for key, _ in listed()}
-    assert {"explorer.auxiliary_models", "buffer.trainer_input.auxiliary_buffers", "synchronizer.staleness_threshold"} <= names
-    used = waiting("explorer.auxiliary_models=[{model_path: J, engine_num: 2}, {model_path: K}]")
-    assert set(used) == {f"explorer.auxiliary_models[{k}" for k in ("0].model_path", "0].engine_num", "1].model_path")}
+    assert {
+        "explorer.rollout_model.external_model_config",
+        "buffer.trainer_input.auxiliary_buffers",
+        "synchronizer.staleness_threshold",
+    } <= names
     used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
 
@@ -280,14 +281,49 @@ def test_transport_and_style_that_come_later_leave_a_plan() -> None:
     declared = ("cluster.node_num=2", "cluster.gpu_per_node=2", "trainer.world_size=2", "synchronizer.sync_method=nccl")
     assert plan(*declared).sync.method == "checkpoint"
     assert plan("synchronizer.sync_style=fully_async").sync.style == "fixed"
-    assert plan(f"{ENGINE}.engine_type=external").engines[0].engine_type == "vllm"
+    assert "cannot be the policy" in messages(f"{ENGINE}.engine_type=OpenAI")[f"{ENGINE}.engine_type"]
 
 
-def test_over_rollout_needs_another_style() -> None:
-    assert "sync_style fixed waits" in messages("explorer.over_rollout.ratio=0.2")["explorer.over_rollout.ratio"]
-    used = waiting("explorer.over_rollout.ratio=0.2", "synchronizer.sync_style=dynamic_by_explorer")
-    assert used == {"explorer.over_rollout.ratio": False, "synchronizer.sync_style": False}
+def test_over_rollout_needs_steps_that_may_be_short() -> None:
+    assert "on_short_batch: stop that ends the run" in messages("explorer.over_rollout.ratio=0.2")["explorer.over_rollout.ratio"]
+    made = plan(
+        "explorer.over_rollout={ratio: 0.2, wait_after_min: 5, return_partial_tasks: true}", "buffer.on_short_batch=train"
+    )
+    assert (made.explorer.over_rollout, made.explorer.wait_after_s, made.explorer.keep_partial) == (0.2, 5.0, True)
     assert messages("explorer.over_rollout.ratio=1")
+    unread = plan("explorer.over_rollout.wait_after_min=5", "explorer.dynamic_timeout.ratio=2").warnings
+    assert any("explorer.over_rollout.wait_after_min has no effect" in w for w in unread)
+    assert any("explorer.dynamic_timeout.ratio has no effect" in w for w in unread)
+
+
+def test_limits_of_runs_and_groups_reach_the_explorer() -> None:
+    plain = plan().explorer
+    assert (plain.max_group_timeout_s, plain.whole_groups, plain.stop_hopeless, plain.timeout_ratio) == (None, False, True, None)
+    made = plan(
+        "explorer.max_group_timeout=60",
+        "explorer.group_policy=DROP",
+        "explorer.stop_hopeless_groups=false",
+        "explorer.dynamic_timeout={enable: true, ratio: 2, warmup_min_steps: 3}",
+        "explorer.eval_in_background=true",
+        "explorer.runner_state_report_interval=10",
+    ).explorer
+    assert (made.max_group_timeout_s, made.whole_groups, made.stop_hopeless) == (60.0, True, False)
+    assert (made.timeout_ratio, made.timeout_warmup, made.eval_in_background, made.report_interval_s) == (2.0, 3, True, 10.0)
+    refused = messages("deterministic=true", "explorer.eval_in_background=true", "explorer.dynamic_timeout.enable=true")
+    assert {"explorer.eval_in_background", "explorer.dynamic_timeout.enable"} <= set(refused)
+
+
+def test_bench_needs_something_to_evaluate_and_trains_nothing() -> None:
+    assert "mode bench plays these tasks" in messages("mode=bench")["buffer.explorer_input.eval_tasksets"]
+    made = plan(
+        "mode=Bench", "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]", "explorer.bench_on_latest_checkpoint=true"
+    )
+    assert made.mode == "bench" and made.explorer.bench_latest and made.total_steps == 0 and made.cluster.trainer_gpus == 0
+    assert made.explorer.tasksets == () and len(made.explorer.eval_tasksets) == 1 and not made.not_active
+
+
+def test_remax_asks_the_explorer_for_a_greedy_run() -> None:
+    assert plan("algorithm.algorithm_type=remax").explorer.baseline and not plan().explorer.baseline
 
 
 def test_evaluation_goes_with_every_style() -> None:
@@ -297,13 +333,14 @@ def test_evaluation_goes_with_every_style() -> None:
 
 def test_no_tasks_are_needed_to_serve_or_to_train_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = "buffer.explorer_input.taskset=null"
-    for mode in ("train", "bench", "serve"):
-        assert plan(nothing, f"mode={mode}").explorer.tasksets == ()
+    evals = "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]"
+    for mode, more in (("train", ()), ("bench", (evals,)), ("serve", ())):
+        assert plan(nothing, f"mode={mode}", *more).explorer.tasksets == ()
     for mode in ("both", "explore", "colocate"):
         assert "buffer.explorer_input.tasksets" in messages(nothing, f"mode={mode}")
     model = tiny.make(tmp_path / "model")
     for as_json in (False, True):
-        command.check([f"model.model_path={model}", nothing, "mode=bench"], FILE, as_json=as_json)
+        command.check([f"model.model_path={model}", nothing, "mode=serve"], FILE, as_json=as_json)
         out = capsys.readouterr().out
     assert [n["key"] for n in json.loads(out)["not_active"]] == ["mode"]
 
@@ -318,7 +355,7 @@ def test_all_engines_are_counted() -> None:
     p = plan(*eight, f"{ENGINE}.engine_num=2", judges)
     assert (p.cluster.auxiliary_gpus, p.cluster.trainer_gpus, p.learner.world_size) == (4, 2, 2)
     copies = plan(*eight, f"{ENGINE}.data_parallel_size=2", f"{ENGINE}.pipeline_parallel_size=2")
-    assert (copies.cluster.gpus_per_engine, copies.cluster.trainer_gpus) == (4, 4)
+    assert (len(copies.engines), copies.cluster.gpus_per_engine, copies.cluster.trainer_gpus) == (2, 2, 4)
     found = messages(*eight, f"{ENGINE}.engine_num=4", judges)
     assert "the engines take 8 of 8 GPUs (4 x tensor_parallel_size 1, 4 of them by auxiliary models)" in str(found)
     large = messages(*eight, "explorer.auxiliary_models=[{model_path: J, tensor_parallel_size: 16}]")

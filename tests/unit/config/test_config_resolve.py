@@ -272,6 +272,7 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "model.prompt_truncation_side": None,
     "data_processor.experience_pipeline.input_save_path": None,
     "explorer.over_rollout.ratio": None,
+    "explorer.dynamic_timeout.ratio": None,  # see test_config_keys_b.py
     "explorer.runner_per_model": None,
     "explorer.runner_num": None,
     "explorer.runner_prepare_concurrency": None,
@@ -285,6 +286,8 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "explorer.rollout_model.max_response_tokens": None,
     "explorer.rollout_model.min_response_tokens": None,
     "explorer.rollout_model.repetition_penalty": None,
+    "explorer.rollout_model.tool_call_parser": None,  # read with enable_auto_tool_choice, which needs it
+    "explorer.rollout_model.enable_auto_tool_choice": None,
     "explorer.rollout_model.enable_prompt_truncation": "false",
     "ignore_validator_suggestions": None,
     "synchronizer.explorer_sync_interval": None,

@@ -208,6 +208,7 @@ PPO_EXACT = PPO_BOTH | {
     "trainer.critic.param_offload": False,
     "trainer.critic.optimizer_offload": False,
     "explorer.auxiliary_models[0].task": "score",
+    **{f"{T}[{i}].default_reward_fn_type": "reward_model" for i in (0, 1)},
     "trainer.critic_warmup": 0,
     "trainer.save_interval": 80,
     "explorer.eval_interval": 20,

@@ -215,6 +215,15 @@ def test_rewards() -> None:
     assert found(made("custom_reward_function.path=r.py"))["buffer.explorer_input.default_reward_fn_type"] == "r.py:compute_score"
 
 
+@pytest.mark.parametrize("manager", ["naive", "dapo", "prime", "batch"])
+def test_reward_managers(manager: str) -> None:
+    c = made(f"reward_model.reward_manager={manager}", "data.val_files=v.parquet")
+    assert outcome(c, "reward_model.reward_manager")[0] == ("equal" if manager == "naive" else "mapped")
+    for taskset in (T, E):
+        assert found(c).get(f"{taskset}.reward_fn_args.reward_manager") == (None if manager == "naive" else manager)
+    assert outcome(made("reward_model.reward_manager=swift"), "reward_model.reward_manager")[0] == "refused"
+
+
 def test_steps_win_over_epochs() -> None:
     c = made("trainer.total_epochs=3", "trainer.total_training_steps=10")
     assert outcome(c, "trainer.total_epochs")[0] == "ignored" and "buffer.total_epochs" not in found(c)

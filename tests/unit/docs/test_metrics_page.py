@@ -59,7 +59,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
     drops = "{name: deduplicate, args: {max_copies: 3}}, {name: reward_std_filter}"
     dapo = "{name: dapo_dynamic_sampling, args: {metric_key: luck}}"
     plain = [
-        *("name=plain", "trainer.total_steps=2", "buffer.max_refill=100"),
+        *("name=plain", "trainer.total_steps=2", "buffer.max_refill=100", "explorer.dynamic_timeout.enable=true"),
         f"data_processor.experience_pipeline.operators=[{shaping}, {{name: pass_rate_calculator}}, {drops}, {dapo}]",
     ]
     more = [

@@ -51,7 +51,7 @@ async def test_evaluation_keeps_its_selectors_order(world):
     await explorer.run()
     asked = [c.messages[-1]["content"] for c in world.engine.calls if c.request_id.startswith("eval-")]
     assert sorted(asked) == [f"{i}+{i}?" for i in range(8)] != asked
-    (order,) = explorer._eval_tasksets.values()
+    (order,) = explorer._evaluator.tasksets.values()
     assert asked == [f"{i}+{i}?" for i in order]
 
 

@@ -107,8 +107,9 @@ def test_every_data_source_has_a_documented_reward() -> None:
     for name in REWARDS.values():
         assert REGISTRY.get("reward", name).obj.__doc__
     assert reward_of("math_dapo") == "math_dapo_reward" and reward_of("aime24") and reward_of("nobody") is None
-    with pytest.raises(ConfigError, match="'codecontests': its answers are programs"):
-        build("codecontests", {})
+    assert reward_of("codecontests") == "prime_code_reward"
+    with pytest.raises(ConfigError, match="'hiyouga/geometry3k': its questions hold pictures"):
+        build("hiyouga/geometry3k", {})
     with pytest.raises(PluginError, match="unknown reward 'nobody/knows'"):
         build("nobody/knows", {})
 

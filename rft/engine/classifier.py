@@ -1,0 +1,170 @@
+"""A model with a classification head (a trained reward model), run with transformers: raw scores of whole chats, batched.
+
+Knows nothing of rewards.  Texts that wait are scored together, padded to the longest, on one thread.  Invariant: a text's scores do not
+depend on which others are beside it, but for rounding; they are the model's logits, with no sigmoid or softmax.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from rft.engine.base import no_logprobs
+from rft.engine.chat import Chat, load_tokenizer
+from rft.engine.settings import EngineSettings
+from rft.errors import EngineFailed, OutOfMemory, SetupError, is_out_of_memory
+from rft.types.completion import Completion
+from rft.types.metrics import Metric
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+
+BATCH_TOKENS = 8192  # of one forward, padding included
+
+
+@dataclass(eq=False)
+class _Text:
+    ids: list[int]
+    answer: asyncio.Future[list[float]]
+
+
+class ClassifierEngine:
+    """Made by `start`; all calls come from one event loop."""
+
+    def __init__(self, settings: EngineSettings, model: Any, chat: Chat) -> None:
+        self.settings = settings
+        self.model = model
+        self._chat = chat
+        self._pad: int | None = model.config.pad_token_id  # without one the model takes one text at a time
+        self._waiting: list[_Text] = []
+        self._work: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=settings.name)
+        self._closed = False
+        self._counted = dict.fromkeys(("requests", "prompt_tokens", "batches"), 0)
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Self:
+        """Loads model and tokenizer of `model_path`.  Raises SetupError when there is no classification head."""
+        return await asyncio.to_thread(lambda: cls(settings, _load(settings), Chat(settings, load_tokenizer(settings))))
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        """One number for each label.  Raises PromptTooLong for a chat over max_model_len."""
+        if self._closed:
+            raise EngineFailed(f"{self.settings.name} is closed")
+        ids = self._chat.whole(messages)
+        text = _Text(ids, asyncio.get_running_loop().create_future())
+        self._waiting.append(text)
+        self._counted["requests"] += 1
+        self._counted["prompt_tokens"] += len(ids)
+        if self._work is None or self._work.done():
+            self._work = asyncio.ensure_future(self._drain())
+        return await text.answer
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        raise ValueError(f"{self.settings.name}: task: score gives numbers, no answers; ask it with classify(messages)")
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        raise no_logprobs(self.settings.name, "task: score")
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        raise self._fixed()
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        raise self._fixed()
+
+    async def resume(self) -> None:
+        raise self._fixed()
+
+    def _fixed(self) -> EngineFailed:
+        return EngineFailed(f"{self.settings.name}: its weights are fixed; nothing can be published to it")
+
+    async def health(self) -> None:
+        if self._closed:
+            raise EngineFailed(f"{self.settings.name} is closed")
+
+    async def metrics(self) -> list[Metric]:
+        waiting = Metric("engine/requests_running", float(len(self._waiting)), "sum")
+        return [waiting, *(Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items())]
+
+    async def close(self) -> None:
+        """What waits fails.  May be called twice."""
+        self._closed = True
+        for text in self._waiting:
+            if not text.answer.done():
+                text.answer.set_exception(EngineFailed(f"{self.settings.name} is closed"))
+        self._waiting.clear()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    # ------------------------------------------------------------ inside
+
+    async def _drain(self) -> None:
+        while self._waiting:
+            batch = self._take()
+            try:
+                scores = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, [t.ids for t in batch])
+            except Exception as e:  # whatever the model raises is told to those who wait for it
+                kind = OutOfMemory if is_out_of_memory(e) else EngineFailed
+                for text in batch:
+                    if not text.answer.done():
+                        text.answer.set_exception(kind(f"{self.settings.name}: {type(e).__name__}: {e}"))
+                continue
+            for text, score in zip(batch, scores, strict=True):
+                if not text.answer.done():
+                    text.answer.set_result(score)
+
+    def _take(self) -> list[_Text]:
+        """The oldest text, and others of about its length while they fit."""
+        if self._pad is None:
+            return [self._waiting.pop(0)]
+        first = self._waiting[0]
+        batch, longest = [first], len(first.ids)
+        for text in sorted(self._waiting[1:], key=lambda t: abs(len(t.ids) - len(first.ids))):
+            longest = max(longest, len(text.ids))
+            if len(batch) == self.settings.max_num_seqs or longest * (len(batch) + 1) > BATCH_TOKENS:
+                break
+            batch.append(text)
+        taken = set(map(id, batch))
+        self._waiting = [t for t in self._waiting if id(t) not in taken]
+        return batch
+
+    def _score(self, texts: list[list[int]]) -> list[list[float]]:
+        import torch
+
+        if self.model.device.type == "cpu":
+            torch.set_num_threads(self.settings.cpu_threads)
+        self._counted["batches"] += 1
+        longest = max(map(len, texts))
+        ids = torch.full((len(texts), longest), self._pad or 0)
+        mask = torch.zeros_like(ids)
+        for i, text in enumerate(texts):
+            ids[i, : len(text)] = torch.tensor(text)
+            mask[i, : len(text)] = 1
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device)).logits
+        scores: list[list[float]] = logits.float().cpu().tolist()
+        return scores
+
+
+def _load(settings: EngineSettings) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    try:
+        config = AutoConfig.from_pretrained(settings.model_path, trust_remote_code=settings.trust_remote_code)
+        if not any("ForSequenceClassification" in name or "RewardModel" in name for name in config.architectures or ()):
+            raise SetupError(
+                f"{settings.name}: {settings.model_path} is a {', '.join(config.architectures or ('model without a name',))}; task: score "
+                "needs one with a classification head (...ForSequenceClassification)"
+            )
+        model = AutoModelForSequenceClassification.from_pretrained(
+            settings.model_path,
+            dtype=getattr(torch, settings.dtype),
+            trust_remote_code=settings.trust_remote_code,
+            **settings.extra_engine_args,
+        )
+    except (OSError, ValueError, TypeError) as e:
+        raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
+    return model.to(settings.device).eval().requires_grad_(False)

@@ -1,0 +1,247 @@
+"""A model behind an OpenAI-compatible server, as an engine: for judges.  It gives texts; nothing of it can be trained.
+
+Knows the protocol (POST {base_url}/chat/completions) and no particular server.  Key and secret headers come from environment variables and
+are kept out of every log.  Invariant: a request is repeated only where the server did not answer it (429, 5xx, a broken connection).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from rft.engine.base import engine, no_logprobs, no_scores
+from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.errors import ConfigError, EngineFailed, SetupError
+from rft.logs import learn_secrets, redact
+from rft.types.completion import Completion, FinishReason
+from rft.types.metrics import Metric
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger(__name__)
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # the server says: later
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+NOTHING = np.empty(0, np.int32)
+_ENDS: dict[str, FinishReason] = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length"}
+
+
+class _Later(Exception):
+    """Worth asking again, after `wait_s` if the server said how long."""
+
+    def __init__(self, why: str, wait_s: float | None = None) -> None:
+        super().__init__(why)
+        self.wait_s = wait_s
+
+
+@engine("external")
+class ExternalEngine:
+    """Made by `start`; belongs to one event loop."""
+
+    def __init__(self, settings: EngineSettings, client: httpx.AsyncClient) -> None:
+        assert settings.external is not None
+        self.settings = settings
+        self._server: ExternalSettings = settings.external
+        self._client = client
+        self._next = 0.0  # when the next request may begin
+        self._random = random.Random(settings.seed)
+        self._counted = dict.fromkeys(("requests", "retries", "prompt_tokens", "generated_tokens"), 0)
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Self:
+        """Raises SetupError when the address, or a variable that a header names, is missing.  Asks the server nothing."""
+        import httpx
+
+        s = settings.external
+        if s is None:
+            raise ConfigError("engine_type external needs external_model_config", key="external_model_config")
+        url = s.base_url or os.environ.get(s.base_url_env)
+        if not url:
+            raise SetupError(f"{settings.name}: no address; set {s.base_url_env}, or write external_model_config.base_url")
+        headers = dict(s.headers)
+        for header, variable in s.header_envs.items():
+            if variable not in os.environ:
+                raise SetupError(
+                    f"{settings.name}: header {header} comes from the environment variable {variable}, which is not set"
+                )
+            headers[header] = os.environ[variable]
+        if key := os.environ.get(s.api_key_env):
+            headers["Authorization"] = f"Bearer {key}"
+            learn_secrets([key])
+        learn_secrets(os.environ[v] for v in s.header_envs.values())
+        limits = httpx.Limits(max_connections=settings.max_concurrent, max_keepalive_connections=settings.max_concurrent)
+        client = httpx.AsyncClient(
+            base_url=url.rstrip("/") + "/",
+            headers=headers,
+            limits=limits,
+            timeout=httpx.Timeout(settings.request_timeout_s, pool=None),
+        )
+        return cls(settings, client)
+
+    # ------------------------------------------------------------ Engine
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """Raises ValueError for what the server refuses, EngineFailed when it does not answer."""
+        if not request.messages:
+            raise ValueError(f"{self.settings.name}: a server is asked with messages, not with tokens")
+        made: list[Completion] = []
+        while len(made) < request.n:  # some servers give one answer, however many are asked for
+            answers = self._read(await self._post(self._body(request, request.n - len(made))), request)
+            if not answers:
+                raise EngineFailed(f"{self.settings.name}: the server answered without choices")
+            made += answers
+        return made[: request.n]
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        raise no_logprobs(self.settings.name, "external")
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        raise no_scores(self.settings.name)
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        raise self._fixed()
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        raise self._fixed()
+
+    async def resume(self) -> None:
+        raise self._fixed()
+
+    async def health(self) -> None:
+        if self._client.is_closed:
+            raise EngineFailed(f"{self.settings.name} is closed")
+
+    async def metrics(self) -> list[Metric]:
+        return [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # ------------------------------------------------------------ inside
+
+    def _fixed(self) -> EngineFailed:
+        return EngineFailed(f"{self.settings.name}: the weights of a model behind a server are its owner's")
+
+    def _body(self, request: GenerateRequest, n: int) -> dict[str, Any]:
+        """Values that the protocol does not know are sent only where they are not off."""
+        s = request.sampling
+        body: dict[str, Any] = {
+            "model": self._server.model_name,
+            "messages": [dict(m) for m in request.messages],
+            "temperature": s.temperature,
+            "max_tokens": s.max_tokens,
+        }
+        optional: dict[str, tuple[Any, Any]] = {
+            "n": (n, 1),
+            "top_p": (s.top_p, 1.0),
+            "top_k": (s.top_k, -1),
+            "min_p": (s.min_p, 0.0),
+            "presence_penalty": (s.presence_penalty, 0.0),
+            "frequency_penalty": (s.frequency_penalty, 0.0),
+            "repetition_penalty": (s.repetition_penalty, 1.0),
+            "min_tokens": (s.min_tokens, 0),
+            "ignore_eos": (s.ignore_eos, False),
+            "stop": (list(s.stop), []),
+            "seed": (s.seed, None),
+            "tools": ([dict(t) for t in request.tools], []),
+            "chat_template_kwargs": (request.chat_template_args, {}),
+        }
+        body |= {name: value for name, (value, off) in optional.items() if value != off}
+        return {k: v for k, v in (body | self._server.extra_body).items() if v is not None}
+
+    def _read(self, answer: Any, request: GenerateRequest) -> list[Completion]:
+        try:
+            choices = answer["choices"]
+            usage = answer.get("usage") or {}
+            counted = (int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+            made = [self._completion(c, request, counted if i == 0 else (0, 0)) for i, c in enumerate(choices)]
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise EngineFailed(
+                f"{self.settings.name}: not an answer of the protocol ({type(e).__name__}: {e}): {_short(answer)}"
+            ) from e
+        self._counted["prompt_tokens"] += counted[0]
+        self._counted["generated_tokens"] += counted[1]
+        return made
+
+    def _completion(self, choice: dict[str, Any], request: GenerateRequest, usage: tuple[int, int]) -> Completion:
+        """`usage` of an answer with several choices counts at the first."""
+        message = choice["message"]
+        return Completion(
+            prompt_tokens=NOTHING,
+            tokens=NOTHING,
+            logprobs=np.empty(0, np.float32),
+            text=message.get("content") or "",
+            finish_reason=_ENDS.get(choice.get("finish_reason") or "stop", "abort"),
+            version_spans=(),
+            sampling=request.sampling,
+            engine=self.settings.name,
+            reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
+            tool_calls=tuple(message.get("tool_calls") or ()),
+            usage=usage,
+        )
+
+    async def _post(self, body: dict[str, Any]) -> Any:
+        for attempt in itertools.count():
+            await self._turn()
+            self._counted["requests"] += 1
+            try:
+                return await self._once(body)
+            except _Later as e:
+                if attempt >= self._server.max_retries:
+                    raise EngineFailed(f"{self.settings.name}: no answer after {attempt + 1} requests; the last: {e}") from e
+                wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * (0.5 + self._random.random())
+                self._counted["retries"] += 1
+                log.info("%s: %s; asked again", self.settings.name, e)
+                await asyncio.sleep(wait if e.wait_s is None else min(LONGEST_WAIT_S, e.wait_s))
+        raise AssertionError("the loop ends by an answer or an error")
+
+    async def _once(self, body: dict[str, Any]) -> Any:
+        import httpx
+
+        try:
+            response = await self._client.post("chat/completions", json=body)
+        except httpx.TransportError as e:
+            raise _Later(redact(f"{type(e).__name__}: {e}")) from e
+        if response.status_code in AGAIN:
+            raise _Later(f"HTTP {response.status_code}: {_short(response.text)}", _seconds(response.headers.get("retry-after")))
+        if response.status_code in (401, 403, 404):
+            raise EngineFailed(
+                f"{self.settings.name}: HTTP {response.status_code} from {redact(str(response.url))}: {_short(response.text)}; check the "
+                f"address, the key in {self._server.api_key_env} and the model's name {self._server.model_name!r}"
+            )
+        if response.is_error:
+            raise ValueError(f"{self.settings.name}: HTTP {response.status_code}: {_short(response.text)}")
+        try:
+            return response.json()
+        except ValueError as e:
+            raise EngineFailed(f"{self.settings.name}: the server did not answer with JSON: {_short(response.text)}") from e
+
+    async def _turn(self) -> None:
+        """Waits until the next request may begin (requests_per_minute)."""
+        if (rate := self._server.requests_per_minute) is None:
+            return
+        now = time.monotonic()
+        mine = max(now, self._next)
+        self._next = mine + 60.0 / rate
+        if mine > now:
+            await asyncio.sleep(mine - now)
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return None if text is None else max(0.0, float(text))
+    except ValueError:
+        return None  # a date: our own back-off will do
+
+
+def _short(what: object) -> str:
+    return redact(str(what))[:300]

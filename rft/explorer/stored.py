@@ -1,0 +1,143 @@
+"""Stored answers scored with a reward: what `rft bench --input` does.  Knows no engine.
+
+Invariant: an answer that cannot be scored is counted and left out of every mean; it never counts as 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from rft.errors import ConfigError, RftError
+from rft.explorer.evaluate import PASS, at_k
+from rft.reward import pool
+from rft.reward.base import score, score_group
+from rft.taskset.base import ABSENT, Taskset, lookup
+from rft.types.completion import Completion, Score, Transcript, Turn
+from rft.types.ports import ChatModel
+from rft.types.task import Task
+from rft.workflow.base import NO_MODELS
+from rft.workflow.build import Recipe, Recipes
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One row: the rewards of its answers, None where one could not be scored, and the first reason why."""
+
+    source: str
+    rewards: tuple[float | None, ...]
+    why: str = ""
+
+
+async def score_stored(
+    taskset: Taskset,
+    *,
+    response_key: str,
+    group_key: str,
+    timeout_s: float,
+    max_concurrent: int,
+    models: Mapping[str, ChatModel] = NO_MODELS,
+) -> list[Scored]:
+    """Scores column `response_key` (a text, or a list of texts) of every row; `group_key` is the column that results are split by.
+
+    Raises ConfigError for a row without these answers and for a taskset that names no reward.
+    """
+    recipes, room = Recipes(), asyncio.Semaphore(max_concurrent)
+    tasks = [(task, _answers(task, response_key)) for task in map(taskset.task, range(len(taskset)))]
+
+    async def one(task: Task, answers: Sequence[str]) -> Scored:
+        found = lookup(task.row, group_key)
+        source = task.taskset if found is ABSENT else str(found)
+        async with room:
+            return await _row(task, await recipes.get(task), answers, source, timeout_s)
+
+    try:
+        await recipes.prepare(models)
+        return list(await asyncio.gather(*(one(task, answers) for task, answers in tasks)))
+    finally:
+        await recipes.close()
+        await asyncio.to_thread(pool.close_all)
+
+
+async def _row(task: Task, recipe: Recipe, answers: Sequence[str], source: str, timeout_s: float) -> Scored:
+    reward = recipe.reward
+    if reward is None:
+        raise ConfigError(
+            "names no reward; write default_reward_fn_type for it, or --reward-fn", key=f"taskset {task.taskset}.reward_fn"
+        )
+    said = [_transcript(task, text) for text in answers]
+    results: Sequence[Score | BaseException]
+    if recipe.scores_group:
+        (whole,) = await asyncio.gather(asyncio.wait_for(score_group(reward, task, said), timeout_s), return_exceptions=True)
+        results = [whole] * len(said) if isinstance(whole, BaseException) else whole
+    else:
+        results = await asyncio.gather(
+            *(asyncio.wait_for(score(reward, task, t), timeout_s) for t in said), return_exceptions=True
+        )
+    if broken := next((r for r in results if isinstance(r, RftError) or not isinstance(r, Exception | Score)), None):
+        raise broken  # type: ignore[misc]  # not a Score: an error of rft, or this is being cancelled
+    first = next((r for r in results if isinstance(r, Exception)), None)
+    why = "" if first is None else f"row {task.index}: {type(first).__name__}: {first}"
+    return Scored(source, tuple(r.value if isinstance(r, Score) else None for r in results), why)
+
+
+def _answers(task: Task, key: str) -> list[str]:
+    found = lookup(task.row, key)
+    answers = [found] if isinstance(found, str) else found
+    if not isinstance(answers, list | tuple) or not answers or not all(isinstance(a, str) for a in answers):
+        given = (
+            f"has no column {key!r}; it has {', '.join(map(str, task.row))}" if found is ABSENT else f"{key!r} is {found!r:.80}"
+        )
+        raise ConfigError(f"row {task.index} {given}; a text or a list of texts is needed", key="--response-key", given=key)
+    return list(answers)
+
+
+def _transcript(task: Task, text: str) -> Transcript:
+    """The answer as if it had been sampled.  It has no tokens: rewards that count tokens see 0."""
+    empty = np.zeros(0, np.int32)
+    completion = Completion(
+        prompt_tokens=empty,
+        tokens=empty,
+        logprobs=empty.astype(np.float32),
+        text=text,
+        finish_reason="stop",
+        version_spans=(),
+        sampling=task.sampling,
+    )
+    return Transcript(turns=(Turn(messages=tuple(task.chat()), completion=completion),))
+
+
+def summary(rows: Sequence[Scored]) -> dict[str, dict[str, float]]:
+    """By source, and for "all": {rows, answers, unscored, mean, pass_rate, best@k, worst@k, pass@k}.
+
+    `mean` is over rows of the mean over their scored answers; at-k numbers are given where every row has as many answers.
+    """
+    by_source: defaultdict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        by_source[row.source].append(row)
+    if len(by_source) > 1:
+        by_source["all"] = list(rows)
+    return {source: _numbers(found) for source, found in by_source.items()}
+
+
+def _numbers(rows: Sequence[Scored]) -> dict[str, float]:
+    scored: list[list[float]] = [[x for x in r.rewards if x is not None] for r in rows]
+    whole = [r for r in scored if r]
+    answers = sum(len(r.rewards) for r in rows)
+    out: dict[str, Any] = {
+        "rows": float(len(rows)),
+        "answers": float(answers),
+        "unscored": float(answers - sum(map(len, scored))),
+    }
+    if whole:
+        out["mean"] = fmean(fmean(r) for r in whole)
+        out["pass_rate"] = fmean(fmean(x >= PASS for x in r) for r in whole)
+    if len(counts := {len(r.rewards) for r in rows}) == 1 and (n := counts.pop()) > 1:
+        out |= {name.removeprefix("/"): value for name, value in at_k("", whole, n).items()}
+    return out

@@ -1,0 +1,102 @@
+"""`mode: bench`: which weights are evaluated, and the table of what came out.  Knows no engine; starts nothing.
+
+Invariant: a checkpoint whose files are not what its manifest says is refused by name, never evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rft.config.plan import Plan
+from rft.errors import ConfigError
+from rft.trainer import manifest as manifests
+from rft.types.ids import Version
+
+log = logging.getLogger(__name__)
+BASE = Version(1, 0)  # the model of model.model_path: what a run has before its first step
+Results = list[tuple[Version, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Weights to evaluate: a checkpoint's folder, or None: the base model."""
+
+    version: Version
+    checkpoint: Path | None = None
+
+
+def targets(plan: Plan) -> list[Target]:
+    """The base model (explorer.eval_on_startup), then the checkpoints by step: all, or the newest one.
+
+    They are those of this run's folder, or of the run or the single checkpoint that resume_from_path names.
+    Raises ConfigError where nothing is left to evaluate, CheckpointInvalid for a checkpoint that is damaged.
+    """
+    found = [manifests.read(folder) for folder in _folders(plan)]
+    if plan.explorer.bench_latest:
+        found = sorted(found, key=lambda m: m.version)[-1:]
+    made = [Target(BASE)] if plan.explorer.eval_on_startup else []
+    made += [Target(m.version, m.folder) for m in sorted(found, key=lambda m: m.version.step)]
+    if not made:
+        raise ConfigError(
+            f"there is no checkpoint in {plan.run_dir / 'checkpoints'}; write explorer.eval_on_startup: true to evaluate the base "
+            "model, name the run whose checkpoints are meant (project, group, name), or write resume_from_path",
+            key="mode",
+            given="bench",
+        )
+    return made
+
+
+def _folders(plan: Plan) -> list[Path]:
+    given = plan.resume_from_path
+    if given is None:
+        return manifests.committed(plan.run_dir / "checkpoints")
+    if manifests.is_name(given.name):
+        return [given]
+    return manifests.committed(given) or manifests.committed(given / "checkpoints")
+
+
+@contextmanager
+def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
+    """The plan with engines that serve the weights of `target`; a checkpoint without a model folder is put together meanwhile."""
+    if target.checkpoint is None:
+        yield _serving(plan, None)
+        return
+    exported = target.checkpoint / "huggingface"
+    if any(exported.glob("*.safetensors")):
+        yield _serving(plan, exported)
+        return
+    from rft.trainer.assemble import assemble
+
+    folder = plan.run_dir / "bench" / target.checkpoint.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        assemble(target.checkpoint / "trainer", folder)
+        yield _serving(plan, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serving(plan: Plan, folder: Path | None) -> Plan:
+    engines = tuple(
+        replace(e, model_path=e.model_path if folder is None else str(folder), fixed_weights=True) for e in plan.engines
+    )
+    return replace(plan, engines=engines)
+
+
+def table(results: Sequence[tuple[Version, Mapping[str, float]]]) -> str:
+    """One line for each checkpoint, one column for each number at k of each taskset."""
+    names = [n for n in results[0][1] if "@" in n] if results else []
+    heads = ["step", *(n.removeprefix("bench/") for n in names)]
+    rows = [["base" if v.step == 0 else str(v.step), *(_number(told.get(n)) for n in names)] for v, told in results]
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in [heads, *rows])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

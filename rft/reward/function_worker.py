@@ -1,0 +1,41 @@
+"""The process in which a scoring function of the `prime` manager runs.  `python -m rft.reward.function_worker`, driven by
+`rft.reward.pool`: a function that hangs is killed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    from rft.reward.pool import serve
+
+    serve(load)
+
+
+def load() -> Any:
+    """Gives the function that answers {file or module, name, given} with {value, parts}."""
+    from rft.plugins import import_file
+    from rft.reward.functions import to_score
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        home = import_file(Path(request["file"])) if request["file"] else importlib.import_module(request["module"])
+        result = getattr(home, request["name"])(**request["given"])
+        if inspect.isawaitable(result):
+            result = asyncio.run(_wait(result))
+        score = to_score(result, request["name"])
+        return {"value": score.value, "parts": score.parts}
+
+    return answer
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+if __name__ == "__main__":
+    main()

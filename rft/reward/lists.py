@@ -1,0 +1,94 @@
+"""Functions that score lists of answers: TRL's f(prompts, completions, **columns) and the one that veRL's batch manager calls.
+
+They are known by the names of their parameters and are called once with all answers of a task.  Invariant: a list of another length,
+or with something that is no number, raises; None leaves that answer unscored.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rft.errors import ConfigError
+from rft.reward.functions import error, to_score
+from rft.reward.manager import ManagerArgs, within
+from rft.threads import in_thread
+from rft.types.completion import Score, Transcript
+from rft.types.task import Task
+
+BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+TRL = ("prompts", "completions", "completion_ids")
+
+
+def is_batch(obj: Any) -> bool:
+    return _takes(obj, {"solution_strs", "ground_truths"})
+
+
+def is_trl(obj: Any) -> bool:
+    return _takes(obj, {"completions"})
+
+
+def _takes(obj: Any, names: set[str]) -> bool:
+    return inspect.isroutine(obj) and names <= set(inspect.signature(obj).parameters)
+
+
+class ListReward:
+    """`fn` as a reward of whole groups; `args` are further keyword arguments of it."""
+
+    whole_group = True
+
+    def __init__(self, fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs, *, name: str, key: str) -> None:
+        parameters = inspect.signature(fn).parameters.values()
+        self._named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._needed = {p.name for p in parameters if p.default is p.empty and p.name in self._named}
+        self._fn, self._args, self._manager, self._name = fn, dict(args), manager, name
+        self._batch = is_batch(fn)
+        given = BATCH if self._batch else TRL
+        if wrong := [n for n in args if n in given or (n not in self._named and not self._any)]:
+            known = ", ".join(n for n in self._named if n not in given) or "none"
+            raise ConfigError(f"unknown argument {wrong[0]!r} for reward {name!r}.  Known: {known}.", key=key)
+
+    async def __call__(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
+        given = {**(_batch(task, transcripts) if self._batch else _trl(task, transcripts)), **self._args}
+        given = {n: v for n, v in given.items() if self._any or n in self._named}
+        if missing := sorted(self._needed - given.keys()):
+            raise ValueError(
+                f"reward {self._name!r} wants {', '.join(missing)}; the rows of {task.taskset} have {', '.join(task.row)}"
+            )
+        fn = self._fn
+        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), "reward", error=error)
+        results = await within(work, self._manager)
+        if isinstance(results, Score):
+            return [results] * len(transcripts)
+        results = results.tolist() if hasattr(results, "tolist") else results
+        if not isinstance(results, list | tuple) or len(results) != len(transcripts):
+            got = f"{len(results)} results" if isinstance(results, list | tuple) else type(results).__name__
+            raise ValueError(f"reward {self._name!r} returned {got} for {len(transcripts)} answers")
+        return [_unscored if r is None else to_score(r, self._name) for r in results]
+
+
+_unscored = Score(value=None, reason="the function returned None")
+
+
+def _batch(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
+    n = len(transcripts)
+    return {
+        "data_sources": [task.row.get("data_source", task.taskset)] * n,
+        "solution_strs": [t.answer for t in transcripts],
+        "ground_truths": [task.truth] * n,
+        "extra_infos": [task.row.get("extra_info") or {} for _ in transcripts],
+    }
+
+
+def _trl(task: Task, transcripts: Sequence[Transcript]) -> dict[str, list[Any]]:
+    """Conversational where the task has messages, else texts; every further column of the row as a list."""
+    chats = bool(task.messages)
+    n = len(transcripts)
+    return {
+        **{name: [value] * n for name, value in task.row.items() if name not in ("prompt", "completion")},
+        "prompts": [list(task.messages) if chats else task.prompt] * n,
+        "completions": [[{"role": "assistant", "content": t.answer}] if chats else t.answer for t in transcripts],
+        "completion_ids": [t.turns[-1].completion.tokens.tolist() for t in transcripts],
+    }

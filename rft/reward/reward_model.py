@@ -1,0 +1,71 @@
+"""Reward of a trained model: an auxiliary model with `task: score` is shown the whole chat, and its raw number is the reward.
+
+buffer.explorer_input.default_reward_fn_type: reward_model
+explorer.auxiliary_models: [{name: rm, model_path: ..., task: score}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rft.errors import ConfigError
+from rft.reward.base import reward
+from rft.types.completion import Score, Transcript
+from rft.types.ports import ChatModel
+from rft.types.task import Task
+
+
+class RewardModelArgs(BaseModel):
+    """`model`: name of the auxiliary model; null: the only one.  `label`: which of several numbers it gives.  value = scale x number."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model: str | None = None
+    label: int | None = Field(None, ge=0)
+    scale: float = 1.0
+
+
+@reward("reward_model", args=RewardModelArgs)
+class RewardModel:
+    """The chat is what was said in the last call and its answer, rendered with the model's own template and tokenizer."""
+
+    def __init__(self, model: str | None = None, label: int | None = None, scale: float = 1.0) -> None:
+        self._name, self._label, self._scale = model, label, scale
+        self._model: ChatModel | None = None
+
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
+        """Raises ConfigError where the model is not there, or is not the only one and not named."""
+        distinct = len({id(m) for m in models.values()})
+        if self._name is None and distinct != 1:
+            raise ConfigError(
+                f"there are {distinct or 'no'} auxiliary models ({', '.join(models) or 'explorer.auxiliary_models is empty'}); "
+                "reward_model asks one with task: score, name it here",
+                key="reward_fn_args.model",
+            )
+        name = self._name or next(iter(models))
+        if name not in models:
+            raise ConfigError(
+                f"no auxiliary model has this name; there is {', '.join(models) or 'none'}",
+                key="reward_fn_args.model",
+                given=name,
+            )
+        self._model = models[name]
+
+    def gold_answer(self, task: Task) -> None:
+        """`rft check` starts no models."""
+
+    async def __call__(self, task: Task, transcript: Transcript) -> Score:
+        assert self._model is not None, "prepare comes first"
+        last = transcript.turns[-1]
+        numbers = await self._model.classify([*last.messages, last.completion.message])
+        if self._label is None and len(numbers) != 1:
+            raise ValueError(
+                f"the reward model gives {len(numbers)} numbers; say in reward_fn_args.label which one is the reward"
+            )
+        label = self._label or 0
+        if label >= len(numbers):
+            raise ValueError(
+                f"reward_fn_args.label is {label}, but the reward model gives {len(numbers)} numbers, counted from 0"
+            )
+        return Score(value=self._scale * numbers[label], parts={"reward_model": numbers[label]})

@@ -1,0 +1,376 @@
+"""Plays unsafe workflows in child processes with limits: a class with `isolated = True`.
+
+    @workflow("browses")
+    class Browses(Workflow):
+        isolated = Isolation(memory_mb=512)     # or True
+
+A run gets a process group of its own, forked from a server that has imported the class's file, and killed when the run is over, at its
+deadline, or with this process.  Its model calls come back here over a socket, so tokens and log-probs never pass through user code.
+It is a guard against accidents (endless loops, leaks, crashes, children that stay), not a sandbox for hostile programs.
+Invariant: what a run leaves running in its process group is dead when `play` returns.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from rft.engine.base import PromptTooLong
+from rft.errors import ConfigError, RftError
+from rft.types.completion import Completion, Layout, Score, Transcript, Turn
+from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
+from rft.types.task import Task
+from rft.workflow.base import RunContext
+
+MAX_FRAME = 64 << 20
+START_S = 120.0  # imports of a plugin on a busy machine
+
+
+class IsolatedRunFailed(Exception):
+    """What ended a run in its process; the message is the record's reason."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What one run's process may take: memory beyond what it starts with, sizes of files that it writes, open files."""
+
+    memory_mb: int = 1024
+    file_mb: int = 64
+    open_files: int = 256
+
+
+class Order(msgspec.Struct, kw_only=True):
+    """The first frame to a child: what to play."""
+
+    task: Task
+    keywords: dict[str, Any]
+    runs: list[tuple[int, str]]  # number and request id
+    together: bool  # by one call of run_group
+    models: list[str]
+    memory_mb: int
+    file_mb: int
+    open_files: int
+
+
+class Call(msgspec.Struct, array_like=True):
+    """A frame from a child.  verb generate | logprobs | classify: one call of `model` ("" = the policy); done | failed: the end."""
+
+    id: int
+    verb: str
+    run: int  # place among the order's runs
+    model: str
+    body: msgspec.Raw
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """A frame to a child.  error "" = `body` is the result; prompt_too_long: it is [tokens, limit]; other: a text."""
+
+    id: int
+    error: str
+    body: msgspec.Raw
+
+
+class Played(msgspec.Struct, kw_only=True):
+    """What a child says of one run: the calls by their numbers, with what the workflow added to each."""
+
+    calls: list[tuple[int, Score | None, dict[str, Any], np.ndarray | None]]
+    layout: Layout
+    metrics: dict[str, float]
+    info: dict[str, Any]
+    score: Score | None
+
+
+def pack(value: Any) -> bytes:
+    return _ENCODER.encode(value)
+
+
+def unpack(data: bytes | msgspec.Raw, kind: Any) -> Any:
+    """Raises msgspec.ValidationError or DecodeError for what is no `kind`."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tobytes()]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be sent; use texts, numbers, lists and dicts")
+
+
+def _array(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        dtype, data = value
+        if dtype not in ("<i4", "<f4"):
+            raise ValueError(f"an array of {dtype!r}")
+        return np.frombuffer(data, dtype)
+    raise NotImplementedError(kind)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Raises asyncio.IncompleteReadError when the other side is gone, ValueError for one that is too large."""
+    (size,) = struct.unpack(">I", await reader.readexactly(4))
+    if size > MAX_FRAME:
+        raise ValueError(f"a frame of {size} bytes; {MAX_FRAME} are allowed")
+    return await reader.readexactly(size)
+
+
+class Place:
+    """Where a class's runs are forked: its file's server, started on first use."""
+
+    def __init__(self, cls: type, wanted: Any, *, key: str) -> None:
+        """Raises ConfigError for a class that a new process could not find, and for an `isolated` that is neither true nor limits."""
+        if not isinstance(wanted, Isolation) and wanted is not True:
+            raise ConfigError("`isolated` must be True or an Isolation(...)", key=key, given=repr(wanted))
+        if cls.__qualname__ != cls.__name__:
+            raise ConfigError(f"workflow class {cls.__qualname__} is isolated, so it must stand at the top of its file", key=key)
+        self.limits = wanted if isinstance(wanted, Isolation) else Isolation()
+        self._server = _Server.of(inspect.getfile(cls))
+        self._name = cls.__name__
+
+    async def play(
+        self, task: Task, keywords: Mapping[str, Any], contexts: Sequence[RunContext], *, together: bool
+    ) -> list[Transcript]:
+        """The transcripts of these runs.  Raises IsolatedRunFailed, PromptTooLong, or the RftError of an engine."""
+        ours, theirs = socket.socketpair()
+        forking = asyncio.ensure_future(asyncio.to_thread(self._server.fork, self._name, theirs))
+        try:
+            pid = await asyncio.shield(forking)
+        except BaseException:
+            ours.close()
+            forking.add_done_callback(self._unwanted)
+            raise
+        order = Order(
+            task=task,
+            keywords=dict(keywords),
+            runs=[(c.run, c.request_id) for c in contexts],
+            together=together,
+            models=list(contexts[0].models),
+            memory_mb=self.limits.memory_mb,
+            file_mb=self.limits.file_mb,
+            open_files=self.limits.open_files,
+        )
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                writer.write(frame(pack(order)))
+                return await _Talk(reader, writer, contexts).end()
+            except (asyncio.IncompleteReadError, ConnectionError):
+                status = await asyncio.shield(asyncio.to_thread(self._server.kill, pid))
+                raise IsolatedRunFailed(f"the run's process ended without a result ({_said(status)})") from None
+            finally:
+                writer.close()
+        finally:
+            self._server.kill(pid)
+
+    def _unwanted(self, forking: asyncio.Future[int]) -> None:
+        """The run was cancelled while its process was being made."""
+        if not forking.cancelled() and forking.exception() is None:
+            self._server.kill(forking.result())
+
+    def close(self) -> None:
+        """Ends the server, and with it every run that is left."""
+        self._server.close()
+
+
+class _Talk:
+    """One child's calls, answered side by side."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, contexts: Sequence[RunContext]) -> None:
+        self._reader, self._writer, self._contexts = reader, writer, contexts
+        self._turns: dict[int, Turn] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._too_long: PromptTooLong | None = None
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def end(self) -> list[Transcript]:
+        listen = asyncio.ensure_future(self._listen())
+        try:
+            both: set[asyncio.Future[Any]] = {listen, self._broken}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():
+                self._broken.result()
+            return listen.result()
+        finally:
+            for job in (listen, *self._jobs):
+                job.cancel()
+            self._broken.cancel()
+            await asyncio.gather(listen, *self._jobs, return_exceptions=True)
+
+    async def _listen(self) -> list[Transcript]:
+        while True:
+            try:
+                call: Call = unpack(await read_frame(self._reader), Call)
+                if call.verb == "failed":
+                    text = unpack(call.body, str)
+                    if self._too_long is not None and text.startswith("PromptTooLong"):
+                        raise self._too_long  # it would not fit the next time either
+                    raise IsolatedRunFailed(text)
+                if call.verb == "done":
+                    return self._transcripts(unpack(call.body, list[Played]))
+            except PromptTooLong:
+                raise
+            except (ValueError, msgspec.MsgspecError) as e:
+                raise IsolatedRunFailed(f"the run's process sent what cannot be read: {e}") from None
+            job = asyncio.ensure_future(self._answer(call))
+            self._jobs.add(job)
+            job.add_done_callback(self._jobs.discard)
+
+    def _transcripts(self, runs: list[Played]) -> list[Transcript]:
+        if len(runs) != len(self._contexts):
+            raise ValueError(f"{len(runs)} runs instead of {len(self._contexts)}")
+        made = []
+        for ctx, run in zip(self._contexts, runs, strict=True):
+            for number, score, info, teacher in run.calls:
+                if number not in self._turns:
+                    raise ValueError(f"call {number} was never made")
+                ctx.record(msgspec.structs.replace(self._turns[number], score=score, info=info, teacher_logprobs=teacher))
+            made.append(ctx.transcript(score=run.score, metrics=run.metrics, info=run.info, layout=run.layout))
+        return made
+
+    async def _answer(self, call: Call) -> None:
+        error, body = "", b""
+        try:
+            body = pack(await self._result(call, self._contexts[call.run]))
+        except RftError as e:
+            if not self._broken.done():
+                self._broken.set_exception(e)
+            return
+        except PromptTooLong as e:
+            self._too_long = e
+            error, body = "prompt_too_long", pack([e.tokens, e.limit])
+        except Exception as e:  # of a model, or of a frame that makes no sense: the workflow hears of it
+            error, body = "other", pack(f"{type(e).__name__}: {e}")
+        self._writer.write(frame(pack(Answer(call.id, error, msgspec.Raw(body)))))
+
+    async def _result(self, call: Call, ctx: RunContext) -> Any:
+        model: ChatModel = ctx.policy if not call.model else ctx.model(call.model)
+        if call.verb == "classify":
+            return await model.classify(unpack(call.body, list[dict[str, Any]]))
+        if call.verb == "logprobs":
+            return await model.logprobs(unpack(call.body, ScoreRow))
+        request: GenerateRequest = unpack(call.body, GenerateRequest)
+        if call.model:
+            return await model.generate(request)
+        if ctx.seed is not None and request.sampling.seed is None:
+            turn = int(request.request_id.rpartition("-")[2])
+            seeded = msgspec.structs.replace(request.sampling, seed=ctx.seed(turn))
+            request = msgspec.structs.replace(request, sampling=seeded)
+        done: list[Completion] = await model.generate(request)
+        self._turns[call.id] = Turn(messages=request.messages, completion=done[0])
+        return done
+
+
+class _Server:
+    """The process that runs of one file are forked from.  Usable from any thread."""
+
+    _all: ClassVar[weakref.WeakValueDictionary[str, _Server]] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, file: str) -> _Server:
+        if (found := cls._all.get(file)) is None:
+            found = cls._all[file] = cls(file)
+        return found
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._children: set[int] = set()
+
+    def fork(self, name: str, theirs: socket.socket) -> int:
+        """The id of a new process, leader of its group, that plays class `name` as it is told over `theirs`."""
+        with theirs, self._lock:
+            control = self._started()
+            try:
+                fds = array.array("i", [theirs.fileno()])
+                control.sendmsg([name.encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+                said = control.recv(64).decode()
+            except OSError as e:
+                said = f"failed: {e}"
+            if not said.isdecimal():
+                self._stop()
+                raise IsolatedRunFailed(f"a process for the run could not be forked: {said or 'its server ended'}")
+            self._children.add(int(said))
+            return int(said)
+
+    def kill(self, pid: int) -> int | None:
+        """Kills the group of a child, which is not waited for by anybody else; its wait status, None if that was told before."""
+        with self._lock:
+            if pid not in self._children or self._control is None:
+                return None
+            self._children.discard(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            try:
+                self._control.send(f"reap {pid}".encode())
+                return int(self._control.recv(64))
+            except (OSError, ValueError):
+                return None
+
+    def _started(self) -> socket.socket:
+        if self._control is not None:
+            return self._control
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rft.workflow.isolated_child", str(theirs.fileno()), self._file],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        ours.settimeout(START_S)
+        try:
+            said = ours.recv(4096).decode()
+        except OSError as e:
+            said = str(e)
+        if said != "ready":
+            ours.close()
+            self._stop()
+            raise IsolatedRunFailed(f"{self._file} cannot be loaded in a process of its own: {said or 'it ended'}")
+        self._control = ours
+        return ours
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._control is not None:
+            self._control.close()
+        self._control = self._process = None
+
+
+def _said(status: int | None) -> str:
+    if status is None:
+        return "killed"
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,190 @@
+"""The other side of `rft.workflow.isolated`: the server of one file, and in each process that it forks, one run.
+
+Invariant: user code runs only after the limits are in place, and in a process group of its own.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import inspect
+import itertools
+import os
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rft.engine.base import PromptTooLong
+from rft.plugins import import_file
+from rft.types.completion import Completion, Transcript
+from rft.types.ports import GenerateRequest, ScoreRow
+from rft.workflow.base import RunContext
+from rft.workflow.isolated import Answer, Call, Order, Played, frame, pack, read_frame, unpack
+
+
+def main(argv: Sequence[str]) -> None:
+    """`argv`: control descriptor, file to import.  Says "ready", then forks for every class name that comes with a descriptor."""
+    control = socket.socket(fileno=int(argv[0]))
+    try:
+        module = _module(Path(argv[1]))
+    except BaseException as e:  # whatever an import raises is told, not lost
+        control.send(f"{type(e).__name__}: {e}"[:4000].encode())
+        return
+    control.send(b"ready")
+    while True:
+        fds = array.array("i")
+        said, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_LEN(fds.itemsize))
+        if not said:
+            return  # the other side is gone; children die with this process
+        if said.startswith(b"reap "):
+            _, status = os.waitpid(int(said[5:]), 0)
+            control.send(str(status).encode())
+            continue
+        fds.frombytes(ancillary[0][2][: fds.itemsize])
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _child(socket.socket(fileno=fds[0]), getattr(module, said.decode()))
+        os.setpgid(pid, pid)
+        os.close(fds[0])
+        control.send(str(pid).encode())
+
+
+def _module(file: Path) -> Any:
+    """The module of `file`, by its name where it belongs to what this process has imported already."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(file):
+            return module
+    return import_file(file)
+
+
+def _child(channel: socket.socket, cls: Any) -> None:
+    from rft.reward.box.kernel import die_with_parent
+
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with_parent(9)
+        asyncio.run(_play(channel, cls))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+async def _play(channel: socket.socket, cls: Any) -> None:
+    reader, writer = await asyncio.open_connection(sock=channel)
+    order: Order = unpack(await read_frame(reader), Order)
+    _limit(order)
+    link = _Link(reader, writer)
+    listening = asyncio.ensure_future(link.listen())
+    contexts = [
+        RunContext(link.model(i), order.task, run=run, request_id=name, models={m: link.model(i, m) for m in order.models})
+        for i, (run, name) in enumerate(order.runs)
+    ]
+    try:
+        done = await _run(cls(**order.keywords), order, contexts)
+        verb, body = "done", pack([_played(t, link) for t in done])
+    except BaseException as e:  # user code may raise anything
+        lines = "".join(traceback.format_exception(e)).splitlines()[-12:]
+        verb, body = "failed", pack(f"{type(e).__name__}: {e}\n" + "\n".join(lines)[-4000:])
+    writer.write(frame(pack(Call(0, verb, 0, "", msgspec.Raw(body)))))
+    await writer.drain()
+    listening.cancel()
+
+
+async def _run(made: Any, order: Order, contexts: list[RunContext]) -> list[Transcript]:
+    from rft.workflow.run import BlockingContext
+
+    play = made.run_group if order.together else made.run
+    given: Any
+    if inspect.iscoroutinefunction(play):
+        given = contexts if order.together else contexts[0]
+        got = await play(order.task, given)
+    else:
+        blocking = [BlockingContext(c, asyncio.get_running_loop()) for c in contexts]
+        given = blocking if order.together else blocking[0]
+        got = await asyncio.to_thread(play, order.task, given)
+    transcripts = list(got) if order.together else [got]
+    for transcript in transcripts:
+        if not isinstance(transcript, Transcript):
+            raise TypeError(f"the workflow returned {type(transcript).__name__}; it must return ctx.transcript()")
+    return transcripts
+
+
+def _played(t: Transcript, link: _Link) -> Played:
+    calls = [(link.numbers[id(turn.completion)], turn.score, turn.info, turn.teacher_logprobs) for turn in t.turns]
+    return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score)
+
+
+def _limit(order: Order) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + (order.memory_mb << 20)
+    for what, most in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, order.file_mb << 20),
+        (resource.RLIMIT_NOFILE, order.open_files),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+
+
+class _Link:
+    """Calls over the socket, any number at the same time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self.numbers: dict[int, int] = {}  # id() of a completion, which the context keeps → number of its call
+
+    def model(self, run: int, name: str = "") -> _Model:
+        return _Model(self, run, name)
+
+    async def listen(self) -> None:
+        while True:
+            answer: Answer = unpack(await read_frame(self._reader), Answer)
+            future = self._waiting.pop(answer.id)
+            if not answer.error:
+                future.set_result(bytes(answer.body))
+            else:
+                too_long = answer.error == "prompt_too_long"
+                error = (
+                    PromptTooLong(*unpack(answer.body, tuple[int, int])) if too_long else RuntimeError(unpack(answer.body, str))
+                )
+                future.set_exception(error)
+
+    async def ask(self, verb: str, run: int, model: str, body: Any, kind: Any) -> tuple[int, Any]:
+        number = next(self._ids)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame(pack(Call(number, verb, run, model, msgspec.Raw(pack(body))))))
+        return number, unpack(await self._waiting[number], kind)
+
+
+class _Model:
+    """A `ChatModel` at the other end of the socket."""
+
+    def __init__(self, link: _Link, run: int, name: str) -> None:
+        self._link, self._run, self._name = link, run, name
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        number, done = await self._link.ask("generate", self._run, self._name, request, list[Completion])
+        if not self._name:
+            self._link.numbers[id(done[0])] = number
+        return list(done)
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        return np.asarray((await self._link.ask("logprobs", self._run, self._name, row, np.ndarray))[1])
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        return list((await self._link.ask("classify", self._run, self._name, list(messages), list[float]))[1])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

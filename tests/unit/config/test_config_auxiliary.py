@@ -1,0 +1,141 @@
+"""explorer.auxiliary_models in the plan: names, what is shared, what is inherited, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.config.check import check
+from rft.config.load import from_dict
+from rft.config.plan import Facts, Plan
+from rft.config.resolve import resolve
+from rft.errors import ConfigError
+from rft.launch.place import placement
+from rft.testing import tiny
+
+
+def config(*models: dict[str, Any], model: str = "m", **more: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "name": "run", "seed": 5, "model": {"model_path": model, "max_prompt_tokens": 60, "max_response_tokens": 30},
+        "algorithm": {"repeat_times": 2},
+        "buffer": {
+            "batch_size": 4, "total_steps": 2,
+            "explorer_input": {
+                "default_workflow_type": "simple_workflow", "default_reward_fn_type": "exact_answer",
+                "taskset": {"path": "rft.testing.tiny:copy_tasks"},
+            },
+        },
+        "explorer": {"auxiliary_models": list(models), "rollout_model": {"engine_type": "transformers"}},
+    }  # fmt: skip
+    return {**base, **more}
+
+
+def plan(*models: dict[str, Any], gpus: int = 0) -> Plan:
+    return resolve(from_dict(config(*models)), Facts(cpus=4, gpus=gpus))
+
+
+def test_names_order_and_settings() -> None:
+    judge = {"model_path": "J", "max_model_len": 400, "chat_template": "{{ messages }}", "enable_thinking": False, "seed": 9}
+    made = plan(judge, {"name": "rm", "model_path": "R", "task": "score", "engine_num": 2, "max_concurrent": 7}).auxiliary
+    assert [m.names for m in made] == [("auxiliary_model_0",), ("rm",)]
+    (j,), r = made[0].engines, made[1].engines
+    assert (j.name, j.max_model_len, j.chat_template, j.chat_template_kwargs, j.seed) == (
+        "aux-auxiliary_model_0-0", 400, "{{ messages }}", {"enable_thinking": False}, 9,
+    )  # fmt: skip
+    assert j.fixed_weights and j.max_prompt_tokens is None and j.task == "generate"
+    assert [e.name for e in r] == ["aux-rm-0", "aux-rm-1"] and [e.seed for e in r] == [5, 6]
+    assert r[0].task == "score" and r[0].max_model_len == 90 and made[1].max_concurrent == 7
+
+
+def test_equal_models_are_started_once() -> None:
+    made = plan(
+        {"name": "a", "model_path": "J"}, {"name": "b", "model_path": "J"}, {"model_path": "K"}, {"name": "a", "model_path": "J"}
+    )
+    assert [m.names for m in made.auxiliary] == [("a", "b"), ("auxiliary_model_2",)]
+    on_gpus = plan({"name": "a", "model_path": "J"}, {"name": "b", "model_path": "J"}, gpus=8)
+    assert on_gpus.cluster.auxiliary == (1,) and on_gpus.learner.world_size == 6
+    with pytest.raises(ConfigError, match=r"auxiliary_models\[1\].name: is the name of explorer.auxiliary_models\[0\] too"):
+        plan({"name": "a", "model_path": "J"}, {"name": "a", "model_path": "K"})
+
+
+def test_their_seats() -> None:
+    made = plan(
+        {"model_path": "J", "tensor_parallel_size": 2, "data_parallel_size": 2}, {"model_path": "K", "device": "cpu"}, gpus=8
+    )
+    assert made.cluster.auxiliary == (2, 2) and made.learner.world_size == 3
+    seats = placement(made.engines, made.learner, [8], [e.gpus for m in made.auxiliary for e in m.engines if e.gpus])
+    assert [(s.role, s.gpus) for s in seats[:3]] == [("engine", 1), ("auxiliary", 2), ("auxiliary", 2)]
+
+
+def test_servers() -> None:
+    made = plan(
+        {
+            "name": "api", "model_path": "gpt", "engine_type": "external", "request_timeout": 9,
+            "external_model_config": {"base_url": "http://localhost/v1", "header_envs": {"x": "Y"}, "requests_per_minute": 60},
+        },
+        {"name": "same", "model_path": "gpt", "external_model_config": {"enable": True, "model_name": "other"}},
+        gpus=8,
+    )  # fmt: skip
+    first, second = (m.engines[0] for m in made.auxiliary)
+    assert first.external is not None and second.external is not None
+    assert (first.external.model_name, second.external.model_name) == ("gpt", "other")
+    assert first.request_timeout_s == 9 and first.external.requests_per_minute == 60 and made.cluster.auxiliary == ()
+    told = plan({"model_path": "gpt", "engine_type": "external", "tensor_parallel_size": 4}).warnings
+    assert any("tensor_parallel_size 4: no effect, the server decides that" in w for w in told)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"model_path": "J", "task": "score", "engine_type": "external"}, "gives no scores"),
+        ({"model_path": "J", "task": "score", "engine_type": "scripted"}, "writes texts"),
+        ({"model_path": "J", "task": "score", "reasoning_parser": "qwen3"}, "has no answer to parse"),
+        ({"model_path": "J", "enable_auto_tool_choice": True}, "needs the name of vLLM's parser"),
+        ({"model_path": "J", "engine_type": "transformers", "pipeline_parallel_size": 2}, "knows 1 only"),
+        (
+            {
+                "model_path": "J",
+                "engine_type": "external",
+                "external_model_config": {"headers": {"a": "1"}, "header_envs": {"a": "A"}},
+            },
+            "also stand in header_envs",
+        ),
+    ],
+)
+def test_what_is_refused(model: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        plan(model)
+
+
+def test_a_server_is_not_a_policy() -> None:
+    values = config()
+    values["explorer"]["rollout_model"]["engine_type"] = "external"
+    with pytest.raises(ConfigError, match=r"rollout_model.engine_type: a server gives no token ids"):
+        resolve(from_dict(values), Facts(cpus=2, gpus=0))
+
+
+def test_check_looks_at_their_files(tmp_path: Path, tiny_model: Path) -> None:
+    import yaml
+
+    rm = tiny.make(tmp_path / "rm", labels=1)
+
+    def report(*models: dict[str, Any]) -> Any:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(config(*models, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))))
+        return check(path, facts=Facts(cpus=2, gpus=0))
+
+    good = report(
+        {"model_path": str(rm), "task": "score", "engine_type": "transformers"}, {"name": "t", "model_path": str(tiny_model)}
+    )
+    assert good.ok, good.errors
+    sizes = {r.role: r.nbytes for r in good.memory}
+    assert sizes["aux-auxiliary_model_0-0"] > 600 << 20 and sizes["aux-t-0"] > 1 << 30
+    for model, text in (
+        ({"model_path": str(rm)}, "is generate, but the model is a LlamaForSequenceClassification"),
+        ({"model_path": str(tiny_model), "task": "score"}, "is score, but the model is a LlamaForCausalLM"),
+        ({"model_path": str(tiny_model), "max_model_len": 4000}, "the model knows 512 positions"),
+        ({"model_path": str(tmp_path / "none")}, "auxiliary model auxiliary_model_0"),
+    ):
+        assert any(text in str(e) for e in report(model).errors), (text, report(model).errors)

@@ -1,0 +1,110 @@
+"""Numbers of an evaluation against brute force, evaluation in the background, and the greedy run that remax compares with."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from statistics import fmean
+
+import pytest
+
+from rft.explorer.evaluate import at_k
+from rft.reward.base import reward
+from rft.types.completion import Score
+from rft.types.ids import Version
+from rft.types.task import SamplingArgs
+
+
+@pytest.fixture(autouse=True)
+async def deadline():
+    async with asyncio.timeout(20):
+        yield
+
+
+def brute(rewards, k, reduce):
+    return fmean(reduce(drawn) for drawn in itertools.combinations(rewards, k))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 8])
+def test_at_k_is_the_mean_over_all_draws(n):
+    tasks = [[((i * 7 + t * 3) % 5) / 4 for i in range(n)] for t in range(3)]
+    told = at_k("e", tasks, n)
+    ks = sorted({k for k in (1, 2, 4, 8) if k <= n} | {n})
+    assert {name.split("@")[1] for name in told if "pass" in name} == {str(k) for k in ks}
+    for k in ks:
+        assert told[f"e/pass@{k}"] == pytest.approx(fmean(brute(r, k, lambda d: max(d) >= 1.0) for r in tasks))
+        if k > 1:
+            assert told[f"e/best@{k}"] == pytest.approx(fmean(brute(r, k, max) for r in tasks))
+            assert told[f"e/worst@{k}"] == pytest.approx(fmean(brute(r, k, min) for r in tasks))
+
+
+def test_tasks_with_too_few_scores_are_left_out_of_these_k():
+    told = at_k("e", [[1.0, 1.0, 1.0, 1.0], [0.0]], 4)
+    assert told["e/pass@1"] == 0.5 and told["e/pass@4"] == told["e/worst@4"] == 1.0
+    assert "e/best@4" not in at_k("e", [[1.0], [0.0]], 4)
+
+
+async def test_each_taskset_has_its_own_runs_and_arguments(world):
+    tasksets = (
+        world.taskset("many", is_eval=True, num_runs=4),
+        world.taskset("greedy", is_eval=True, num_runs=1, sampling=SamplingArgs(temperature=0.0, max_tokens=3)),
+    )
+    await world.explorer(eval_tasksets=tasksets, total_batches=1, eval_at_end=False).run()
+    told = {k: v for r in world.sink.records if r.role == "eval" for k, v in r.values.items()}
+    assert {f"eval/many/{k}" for k in ("mean@4", "std@4", "best@2", "best@4", "worst@2", "pass@1", "pass@2", "pass@4")} <= set(
+        told
+    )
+    assert told["eval/greedy/greedy"] == told["eval/greedy/mean@1"] and told["eval/many/model_version/max"] == 0
+    assert {c.sampling.max_tokens for c in world.engine.calls if c.request_id.startswith("eval-greedy-")} == {3}
+
+
+async def test_exploring_goes_on_while_an_evaluation_runs_in_the_background(world):
+    """The evaluation's first answer is held; both batches are explored and closed; then it reports at its own version."""
+    go = asyncio.Event()
+
+    @reward("test_evaluation_waits")
+    class Waits:
+        async def __call__(self, task, transcript):
+            await go.wait()
+            return Score(value=1.0)
+
+    held_out = world.taskset("held_out", is_eval=True, reward="test_evaluation_waits")
+    job = asyncio.ensure_future(
+        world.explorer(eval_tasksets=(held_out,), total_batches=2, eval_in_background=True, eval_at_end=False).run()
+    )
+    await world.gate.until_explored(1)
+    assert world.sink.of("eval") == {} and world.buffer.finished is None
+    go.set()
+    await job
+    assert list(world.sink.of("eval")) == [0] and world.sink.of("eval")[0]["eval/held_out/mean@2"] == 1.0
+
+
+async def test_two_background_evaluations_do_not_overlap_and_a_broken_one_ends_the_run(world):
+    held_out = world.taskset("held_out", is_eval=True)
+    await world.explorer(
+        eval_tasksets=(held_out,), total_batches=3, eval_interval=1, eval_in_background=True, eval_at_end=False
+    ).run()
+    assert list(world.sink.of("eval")) == [0, 1, 2]
+    never = world.taskset("held_out", is_eval=True, reward=None)
+    with pytest.raises(Exception, match="evaluation on 'held_out': all 16 runs ended without a score"):
+        await world.explorer(eval_tasksets=(never,), total_batches=3, eval_in_background=True).run()
+
+
+async def test_remax_gets_the_reward_of_a_greedy_run_of_the_same_weights(world):
+    await world.explorer(total_batches=1, baseline=True).run()
+    greedy = [c for c in world.engine.calls if c.request_id.startswith("greedy-")]
+    assert len(greedy) == 2 and {c.sampling.temperature for c in greedy} == {0.0} and len(world.engine.calls) == 6
+    assert len(world.buffer.rows) == 4  # the greedy runs are not stored
+    assert all(r.info["baseline_reward"] == r.reward for r in world.buffer.rows)  # a scripted answer does not vary
+    assert {v for r in world.buffer.rows for v in (s.version for s in r.version_spans)} == {Version(1, 0)}
+
+
+async def test_a_group_without_a_baseline_is_replaced(world):
+    @reward("test_evaluation_no_greedy")
+    def no_greedy(task, transcript):
+        if task.index == 0 and task.sampling.temperature == 0:
+            raise ValueError("judge is away")
+        return Score(value=1.0)
+
+    await world.explorer(tasksets=(world.taskset(reward="test_evaluation_no_greedy"),), total_batches=1, baseline=True).run()
+    assert world.buffer.closed == [(0, 2, 2, {"no_baseline": 1})]

@@ -1,0 +1,44 @@
+"""Auxiliary models as the explorer gets them: every name, each model once, clients of servers closed again."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from rft.config.load import from_dict
+from rft.config.plan import Facts
+from rft.config.resolve import resolve
+from rft.engine.pool import EnginePool
+from rft.errors import EngineFailed
+from rft.launch.parts import _models
+from rft.testing.engine_contract import ask
+from rft.testing.scripted import ScriptedEngine
+
+
+async def test_names_and_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("URL", "http://127.0.0.1:9/v1")
+    external = {"base_url_env": "URL", "max_retries": 0}
+    config: dict[str, Any] = {
+        "model": {"model_path": "m", "max_prompt_tokens": 9, "max_response_tokens": 9},
+        "buffer": {"total_steps": 1, "explorer_input": {"default_workflow_type": "w", "taskset": {"path": "x.jsonl"}}},
+        "explorer": {
+            "auxiliary_models": [
+                {"name": "a", "model_path": "J", "engine_type": "scripted", "engine_num": 2, "max_concurrent": 3},
+                {"name": "b", "model_path": "J", "engine_type": "scripted", "engine_num": 2, "max_concurrent": 3},
+                {"name": "api", "model_path": "gpt", "engine_type": "external", "external_model_config": external},
+            ]
+        },
+    }
+    plan = resolve(from_dict(config), Facts(cpus=2, gpus=0))
+    async with AsyncExitStack() as clients:
+        models: dict[str, Any] = await _models(plan, [[ScriptedEngine("one"), ScriptedEngine("two")], []], clients)
+        assert list(models) == ["a", "b", "api"] and models["a"] is models["b"]
+        assert (await models["a"].generate(ask()))[0].text in ("one", "two")
+        (client,) = models["api"].engines
+        assert isinstance(models["api"], EnginePool) and client.settings.name == "aux-api-0"
+        with pytest.raises(EngineFailed, match="no answer after 1 requests"):
+            await models["api"].generate(ask())
+    with pytest.raises(EngineFailed, match="closed"):
+        await client.health()

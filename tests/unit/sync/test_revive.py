@@ -1,0 +1,154 @@
+"""An engine that died gets a new process with the newest proven version, and proves it, whenever it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rft.engine.pool import EnginePool
+from rft.errors import EngineFailed, WeightSyncFailed
+from rft.sync.base import Transport, make
+from rft.sync.schedule import Schedule
+from rft.sync.settings import SyncSettings
+from rft.sync.synchronizer import Synchronizer
+from rft.testing.engine_contract import ask
+from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
+from rft.types.ids import Version
+from rft.types.ports import LoadReport, ScoreRow, WeightManifest
+
+PROMPTS = [[10 + i, 20, 30] for i in range(8)]
+
+
+class Mortal(ScriptedEngine):
+    """Dies when asked for `dies_at`; `anew` is what a new process has."""
+
+    dies_at = ""
+
+    def anew(self) -> None:
+        self.__init__(answer=echo)  # type: ignore[misc]
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        if self.dies_at == "load":
+            self.die("kill -9")
+        return await super().load(manifest)
+
+    async def resume(self) -> None:
+        await super().resume()
+        if self.dies_at == "resume":
+            self.die("kill -9")
+
+
+class World:
+    """Two engines, a synchronizer that restarts them, and a scorer that computes what was staged last."""
+
+    def __init__(self, folder: Path, *, can_restart: bool = True) -> None:
+        self.engines = [Mortal(answer=echo) for _ in range(2)]
+        self.restarted: list[int] = []
+        self.refuse = False
+        self.key = 0
+        self.transport: Transport = make(SyncSettings(method="checkpoint"), folder)
+        self.sync = Synchronizer(
+            SyncSettings(),
+            EnginePool(self.engines),
+            self,
+            Schedule(),
+            PROMPTS,
+            Version(1, 0),
+            self.restart if can_restart else None,
+        )
+
+    async def restart(self, index: int) -> None:
+        if self.refuse:
+            raise EngineFailed("it has died too often")
+        self.restarted.append(index)
+        self.engines[index].anew()
+
+    async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
+        return [logprobs(r.tokens[: r.prompt_length], r.tokens[r.prompt_length :], self.key) for r in rows]
+
+    async def publish(self, step: int) -> None:
+        weights = {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}
+        manifest = self.transport.stage(Version(1, step), weights.items(), {})
+        self.key = weights_key(manifest)
+        await self.sync.publish(manifest)
+
+    def serve(self, step: int) -> None:
+        assert [e.version for e in self.engines] == [Version(1, step)] * 2
+        assert self.engines[0]._key == self.engines[1]._key == self.key
+
+
+async def test_it_serves_the_current_version_again(tmp_path: Path) -> None:
+    w = World(tmp_path)
+    await w.publish(0)
+    await w.publish(1)
+    w.engines[1].die("kill -9")
+    pool = EnginePool(w.engines, revive=w.sync.revive)
+    jobs = [pool.generate(ask(f"prompt {i}")) for i in range(8)]
+    assert {a[0].version for a in await asyncio.gather(*jobs)} == {Version(1, 1)}
+    await asyncio.gather(*pool._lost.values())
+    assert w.restarted == [1]
+    w.serve(1)
+    await w.sync.revive(1)  # it is well: nothing happens
+    assert w.restarted == [1]
+    await w.publish(2)
+    w.serve(2)
+
+
+@pytest.mark.parametrize("moment", ["before", "load", "resume"])
+async def test_it_dies_while_a_version_is_published(moment: str, tmp_path: Path) -> None:
+    w = World(tmp_path)
+    await w.publish(0)
+    assert await w.sync.may_explore(0) == Version(1, 0)  # rollouts are under way
+    if moment == "before":
+        w.engines[0].die("kill -9")
+    else:
+        w.engines[0].dies_at = moment
+    w.engines[0].anew = lambda: (setattr(w.engines[0], "dies_at", ""), Mortal.anew(w.engines[0]))[1]  # type: ignore[method-assign]
+    await w.publish(1)
+    assert w.restarted == [0]
+    w.serve(1)
+
+
+async def test_one_that_cannot_be_restarted_ends_the_run(tmp_path: Path) -> None:
+    w = World(tmp_path)
+    await w.publish(0)
+    w.refuse = True
+    w.engines[0].die("kill -9")
+    with pytest.raises(EngineFailed, match=r"could not be brought back.*died too often"):
+        await w.sync.revive(0)
+    with pytest.raises(EngineFailed, match="died too often"):
+        await w.sync.may_explore(1)
+
+
+async def test_one_that_comes_back_with_other_weights_is_not_served(tmp_path: Path) -> None:
+    w = World(tmp_path)
+    await w.publish(0)
+    w.engines[0].die("kill -9")
+    anew = w.engines[0].anew
+
+    class Stale(Mortal):
+        async def load(self, manifest: WeightManifest) -> LoadReport:
+            report = await super().load(manifest)
+            self._key += 1
+            return report
+
+    def stale() -> None:
+        anew()
+        w.engines[0].__class__ = Stale
+
+    w.engines[0].anew = stale  # type: ignore[method-assign]
+    with pytest.raises(EngineFailed, match="log-probs differ from those of 1:0"):
+        await w.sync.revive(0)
+
+
+async def test_without_restarts_a_death_ends_the_run(tmp_path: Path) -> None:
+    w = World(tmp_path, can_restart=False)
+    await w.publish(0)
+    w.engines[0].die("kill -9")
+    with pytest.raises(WeightSyncFailed, match=r"engine 0.*kill -9"):
+        await w.publish(1)

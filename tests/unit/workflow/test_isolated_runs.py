@@ -1,0 +1,146 @@
+"""Unsafe workflows in processes of their own: the same records as in ours, and nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from rft.errors import ConfigError, EngineFailed
+from rft.plugins import import_file
+from rft.testing.scripted import ScriptedEngine
+from rft.types.ids import GroupId
+from rft.types.task import Task
+from rft.workflow.base import Workflow, workflow
+from rft.workflow.build import Recipes
+from rft.workflow.group import run_group
+from rft.workflow.run import Limits
+from rft.workflow.seeds import seed_for
+
+ID = GroupId(1, 0, 3, 5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    import_file(Path(__file__).with_name("data") / "unsafe.py")
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    made = Recipes()  # its servers are kept from test to test
+    yield made
+    asyncio.run(made.close())
+
+
+async def play(recipes, name, *, num_runs=1, timeout_s=60.0, engine=None, seed=None, **args):
+    task = Task(taskset="t", index=0, prompt="2+2?", truth="4", workflow=name, workflow_args=args, num_runs=num_runs)
+    engine = engine or ScriptedEngine(answer=lambda m: "4")
+    return await run_group(task, recipes.of(task), engine, ID, limits=Limits(timeout_s), seed=seed)
+
+
+async def test_a_run_gives_the_same_records_as_in_our_process(recipes, monkeypatch):
+    async def both(**more):
+        there = await play(recipes, "unsafe_twice", num_runs=2, **more)
+        monkeypatch.setattr(recipes.of(there.task).make().__class__, "isolated", False)
+        here = await play(Recipes(), "unsafe_twice", num_runs=2, **more)
+        monkeypatch.undo()
+        return there, here
+
+    there, here = await both(seed=lambda run: seed_for(7, run), tail="!")
+    assert there.accepted and [r.status for r in there.rows] == ["complete"] * 4
+    for a, b in zip(there.rows, here.rows, strict=True):
+        assert a.id == b.id and a.reward == b.reward and a.reward_parts == b.reward_parts and a.info == b.info
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs) and a.messages == b.messages
+        assert a.sampling == b.sampling and a.version_spans == b.version_spans  # with the seeds
+    assert os.getpid() not in {r.metrics["pid"] for r in there.rows} and len({r.metrics["pid"] for r in there.rows}) == 2
+    assert there.rows[0].info == {"run": 0, "state": "first"}
+
+
+async def test_runs_may_be_played_together(recipes):
+    group = await play(recipes, "unsafe_together", num_runs=3)
+    assert group.accepted and group.rewards == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("what", ["spins", "sleeps_in_c"])
+async def test_a_stuck_run_is_killed_at_its_deadline(recipes, what):
+    await play(recipes, "unsafe_blocking", what="nothing")  # the server is up
+    began = time.monotonic()
+    group = await play(recipes, "unsafe_blocking", what=what, timeout_s=1.0)
+    assert 0.9 < time.monotonic() - began < 4.0 and group.runs[0].ended == "timeout"
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("eats_memory", "MemoryError"),
+        ("crashes", "ended without a result (signal SIGSEGV)"),
+        ("leaves", "ended without a result (exit code 3)"),
+        ("exits", "SystemExit: 3"),
+        ("writes_much", "File too large"),
+        ("raises", "KeyError: 'my bug'"),
+    ],
+)
+async def test_what_ends_a_run_is_its_record(recipes, what, reason):
+    group = await play(recipes, "unsafe_blocking", what=what)
+    assert group.wholly_failed and reason in group.rows[0].reason
+    if what == "raises":
+        assert 'raise KeyError("my bug")' in group.rows[0].info["traceback"]
+
+
+@pytest.mark.parametrize("what", ["leaks_children", "prints_much"])
+async def test_what_a_run_leaves_behind_is_gone(recipes, what):
+    group = await play(recipes, "unsafe_blocking", what=what)
+    assert group.rewards == [1.0] and not children()
+
+
+async def test_one_spinning_run_holds_up_no_other(recipes):
+    stuck = asyncio.ensure_future(play(recipes, "unsafe_blocking", what="spins", timeout_s=30.0))
+    await asyncio.sleep(0)
+    assert (await play(recipes, "unsafe_twice", num_runs=4)).accepted
+    assert not stuck.done()
+    stuck.cancel()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.wait(left)  # what was cancelled ends by itself
+    assert not children()
+
+
+async def test_a_dead_engine_is_no_failed_run(recipes):
+    engine = ScriptedEngine()
+    engine.die()
+    with pytest.raises(EngineFailed, match="killed by the test"):
+        await play(recipes, "unsafe_twice", engine=engine)
+    assert not children()
+
+
+async def test_a_prompt_that_is_too_long_is_named(recipes):
+    task = Task(taskset="t", index=0, prompt="x" * 5000, workflow="unsafe_twice", num_runs=1)
+    group = await run_group(task, recipes.of(task), ScriptedEngine(), ID, limits=Limits(60.0, max_retry_times=3))
+    assert group.rows[0].reason.startswith("PromptTooLong: ") and group.runs[0].attempts == 1
+
+
+def test_classes_that_cannot_be_isolated_are_refused():
+    @workflow("test_isolated_local")
+    class Local(Workflow):
+        isolated = True
+
+        async def run(self, task, ctx): ...
+
+    task = Task(taskset="t", index=0, prompt="?", workflow="test_isolated_local")
+    with pytest.raises(ConfigError, match="must stand at the top of its file"):
+        Recipes().of(task)
+    Local.isolated = 3
+    with pytest.raises(ConfigError, match="must be True or an Isolation"):
+        Recipes().of(task)
+
+
+def children() -> list[str]:
+    """What runs have left behind: descendants other than the servers themselves."""
+    servers = [c for c in psutil.Process().children() if "rft.workflow.isolated_child" in " ".join(c.cmdline())]
+    found = [str(p.pid) for s in servers for p in s.children(recursive=True)]
+    return found + [str(p.pid) for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "86399"]]

@@ -1,0 +1,222 @@
+"""How the calls of a run become rows, and who scores them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rft.plugins import load_all
+from rft.reward.base import reward
+from rft.testing.scripted import ScriptedEngine
+from rft.types.block import decode, encode
+from rft.types.completion import Score
+from rft.types.ids import GroupId
+from rft.types.task import Task
+from rft.workflow.base import Workflow, workflow
+from rft.workflow.build import Recipes
+from rft.workflow.group import run_group
+from rft.workflow.run import Limits
+
+ID = GroupId(1, 0, 3, 5)
+LIMITS = Limits(max_timeout_s=20.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    load_all()
+
+
+def task(**changes):
+    return Task(**{"taskset": "sums", "index": 7, "prompt": "2+2?", "truth": "4", "workflow": "simple_workflow", **changes})
+
+
+async def play(engine, task, *, models=None):
+    recipes = Recipes()
+    recipes.of(task)
+    await recipes.prepare(models or {})
+    try:
+        return await run_group(task, await recipes.get(task), engine, ID, limits=LIMITS, models=models or {})
+    finally:
+        await recipes.close()
+
+
+def custom(run):
+    workflow(f"test_{run.__name__}")(type(run.__name__, (Workflow,), {"run": run}))
+    return f"test_{run.__name__}"
+
+
+async def test_step_wise_rows_have_the_rewards_of_their_steps():
+    async def walk(self, task, ctx):
+        for state, points in (("a", 0.25), ("b", 1.0)):
+            await ctx.chat([{"role": "user", "content": f"state {state}"}])
+            ctx.score_step(points, parts={"points": points}, env_state_hash=state)
+        return ctx.transcript(layout="steps", info={"map": 4})
+
+    group = await play(ScriptedEngine("left", "right", "up", "down"), task(workflow=custom(walk), num_runs=2))
+    assert group.accepted and group.rewards == [1.25, 1.25], "the run's reward is the return"
+    assert [str(r.id).split(".")[4:] for r in group.rows] == [[f"{run:04d}", "00", f"{s:04d}"] for run in (0, 1) for s in (0, 1)]
+    assert [r.reward for r in group.rows] == [0.25, 1.0] * 2
+    assert [r.info for r in group.rows[:2]] == [{"map": 4, "env_state_hash": "a"}, {"map": 4, "env_state_hash": "b"}]
+    assert [r.prompt_text for r in group.rows[:2]] == ["state a", "state b"]
+    assert [x.id for x in decode(encode(group.rows))] == [r.id for r in group.rows]
+
+
+async def test_one_reward_is_given_to_every_step():
+    async def spread(self, task, ctx):
+        await ctx.chat([{"role": "user", "content": "one"}])
+        await ctx.chat([{"role": "user", "content": "two"}])
+        return ctx.transcript(layout="steps")
+
+    group = await play(ScriptedEngine("5", "4"), task(workflow=custom(spread), reward="exact_answer"))
+    assert [r.reward for r in group.rows] == [1.0, 1.0] and group.rewards == [1.0]
+
+
+async def test_some_scored_steps_are_not_enough():
+    async def half(self, task, ctx):
+        await ctx.chat([{"role": "user", "content": "one"}])
+        ctx.score_step(1.0)
+        await ctx.chat([{"role": "user", "content": "two"}])
+        return ctx.transcript(layout="steps")
+
+    group = await play(ScriptedEngine("5", "4"), task(workflow=custom(half)))
+    assert not group.accepted and "scored some of its calls" in group.rows[0].reason
+
+
+async def test_chains_join_the_calls_that_go_on_from_each_other():
+    async def branches(self, task, ctx):
+        first = await ctx.chat(task.chat())
+        await ctx.chat([{"role": "user", "content": "another talk"}])
+        await ctx.chat([*task.chat(), first.message, {"role": "user", "content": "Sure?"}])
+        return ctx.transcript(layout="chains", score=Score(value=2.0))
+
+    group = await play(ScriptedEngine("5", "x", "4"), task(workflow=custom(branches)))
+    long, short = group.rows
+    assert (len(long.sampling), len(short.sampling)) == (2, 1)
+    assert bytes(long.tokens[long.loss_mask & (long.tokens < 256)].astype(np.uint8)) == b"54"
+    assert [r.reward for r in group.rows] == [2.0, 2.0] and group.rewards == [2.0]
+
+
+async def test_joined_calls_that_do_not_go_on_are_refused():
+    async def broken(self, task, ctx):
+        await ctx.chat(task.chat())
+        await ctx.chat([{"role": "user", "content": "another talk"}])
+        return ctx.transcript(score=Score(value=1.0))
+
+    (row,) = (await play(ScriptedEngine("5", "x"), task(workflow=custom(broken)))).rows
+    assert row.status == "failed" and "does not continue" in row.reason
+
+
+@reward("test_ranks")
+class Ranks:
+    """Longer answers are better; asks nobody but wants the models."""
+
+    whole_group = True
+    prepared: object = None
+
+    async def prepare(self, models):
+        self.prepared = models
+
+    async def __call__(self, task, transcripts):
+        assert self.prepared is not None
+        order = sorted(range(len(transcripts)), key=lambda i: len(transcripts[i].answer))
+        return [{"rank": float(order.index(i))} for i in range(len(transcripts))]
+
+
+async def test_a_group_reward_sees_all_runs_that_ended_well():
+    async def may_fail(self, task, ctx):
+        if ctx.run == 1:
+            raise RuntimeError("no luck")
+        await ctx.chat(task.chat())
+        return ctx.transcript()
+
+    name = custom(may_fail)
+    group = await play(ScriptedEngine("aaa", "a"), task(workflow=name, reward="test_ranks", num_runs=3))
+    assert [r.reward for r in group.rows] == [1.0, None, 0.0] and group.rows[0].reward_parts == {"rank": 1.0}
+    assert group.rows[1].reason == "RuntimeError: no luck" and group.accepted
+
+
+@reward("test_short_list")
+class ShortList:
+    whole_group = True
+
+    def __call__(self, task, transcripts):
+        return [1.0]
+
+
+async def test_a_group_reward_that_returns_too_little_fails_all_runs():
+    group = await play(ScriptedEngine("a", "b"), task(reward="test_short_list", num_runs=2))
+    assert {r.status for r in group.rows} == {"failed"} and "one result for each of 2 runs" in group.rows[0].reason
+
+
+@workflow("test_tree")
+class Tree:
+    """One object that plays all runs."""
+
+    async def run_group(self, task, contexts):
+        for ctx in contexts:
+            await ctx.chat(task.chat())
+        return [ctx.transcript(score=Score(value=float(ctx.run))) for ctx in contexts]
+
+
+@workflow("test_tree_blocking")
+class BlockingTree:
+    def run_group(self, task, contexts):
+        for ctx in contexts:
+            ctx.chat(task.chat())
+        return [ctx.transcript(score=Score(value=float(ctx.run))) for ctx in contexts]
+
+
+@workflow("test_tree_short")
+class ShortTree:
+    async def run_group(self, task, contexts):
+        await contexts[0].chat(task.chat())
+        return [contexts[0].transcript(score=Score(value=1.0))]
+
+
+@pytest.mark.parametrize("name", ["test_tree", "test_tree_blocking"])
+async def test_a_workflow_may_play_all_runs_of_a_task(name):
+    group = await play(ScriptedEngine("a", "b", "c"), task(workflow=name, num_runs=3))
+    assert [r.reward for r in group.rows] == [0.0, 1.0, 2.0]
+    assert [r.response_text for r in group.rows] == ["a", "b", "c"]
+
+
+async def test_a_workflow_that_returns_too_few_runs_fails_all():
+    group = await play(ScriptedEngine("a"), task(workflow="test_tree_short", num_runs=2))
+    assert {r.status for r in group.rows} == {"failed"} and "list of 2 transcripts" in group.rows[0].reason
+
+
+class Teacher:
+    async def logprobs(self, row):
+        return -np.arange(1, len(row.tokens) - row.prompt_length + 1, dtype=np.float32)
+
+
+async def test_a_teacher_scores_every_token_that_was_written():
+    async def taught(self, task, ctx):
+        first = await ctx.chat(task.chat())
+        await ctx.chat([*task.chat(), first.message, {"role": "user", "content": "Sure?"}])
+        await ctx.teach("teacher")
+        return ctx.transcript(score=Score(value=0.0))
+
+    name = custom(taught)
+    (row,) = (await play(ScriptedEngine("55", "4"), task(workflow=name), models={"teacher": Teacher()})).rows
+    assert row.teacher_logprobs is not None and row.teacher_logprobs[row.loss_mask].tolist() == [-1, -2, -3, -1, -2]
+    assert not row.teacher_logprobs[~row.loss_mask].any()
+    (lost,) = (await play(ScriptedEngine("55", "4"), task(workflow=name))).rows
+    assert lost.status == "failed" and "no auxiliary model 'teacher'" in lost.reason
+
+
+async def test_a_call_that_goes_on_sends_the_tokens_before_it():
+    async def thrice(self, task, ctx):
+        messages = task.chat()
+        for ask in ("Sure?", "Really?", None):
+            messages.append((await ctx.chat(messages)).message)
+            messages.append({"role": "user", "content": ask})
+        return ctx.transcript(score=Score(value=0.0))
+
+    engine = ScriptedEngine("5", "4", "4")
+    (row,) = (await play(engine, task(workflow=custom(thrice)))).rows
+    assert row.status == "complete", row.reason
+    assert [c.prefix_messages for c in engine.calls] == [0, 2, 4]
+    assert engine.calls[0].prefix_tokens is None
+    for call in engine.calls[1:]:
+        assert np.array_equal(row.tokens[: len(call.prefix_tokens)], call.prefix_tokens)
