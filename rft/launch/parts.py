@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from rft.config.plan import Plan
+from rft.engine.settings import AuxiliarySettings
 from rft.launch.probes import probe_prompts, vocab_size
 from rft.sync.schedule import Schedule
 from rft.types.experience import Demonstration
@@ -234,7 +235,9 @@ class ExplorerPart:
         """`auxiliary`: of every auxiliary model its engines, none for one behind a server."""
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
+        from rft.reward.place import run_folder
 
+        run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
             self._explorer = Explorer(
                 self.plan.explorer,
@@ -254,7 +257,9 @@ class ExplorerPart:
         """Evaluates the weights that the engines serve; what was reported."""
         from rft.engine.pool import EnginePool
         from rft.explorer.bench import bench
+        from rft.reward.place import run_folder
 
+        run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
             return await bench(
                 self.plan.explorer,
@@ -281,9 +286,17 @@ async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: Async
             if e.external is not None:
                 engines.append(await make(e))
                 clients.push_async_callback(engines[-1].close)
-        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given))
+        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given), identity=_identity(settings))
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
+
+
+def _identity(settings: AuxiliarySettings) -> str:
+    """Which model it is: its files, or its name and server."""
+    first = settings.engines[0]
+    if (server := first.external) is None:
+        return f"{first.model_path} ({first.dtype})"
+    return f"{server.model_name} at {server.base_url or server.base_url_env}"
 
 
 async def explorer(plan: Plan) -> ExplorerPart:
