@@ -85,6 +85,7 @@ class Transcript(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     score: Score | None = None  # set by workflows that score themselves; else the task's reward is called
+    limited: bool = False  # a limit of the whole run ended it: its last experience counts as truncated
 
     @property
     def answer(self) -> str:
@@ -93,4 +94,4 @@ class Transcript(Struct, frozen=True, kw_only=True):
 
     @property
     def truncated(self) -> bool:
-        return any(t.completion.finish_reason == "length" for t in self.turns)
+        return self.limited or any(t.completion.finish_reason == "length" for t in self.turns)
