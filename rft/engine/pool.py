@@ -36,7 +36,8 @@ RETRIES = 2  # of a request whose engine failed
 class EnginePool:
     """Implements `Engine` over `engines`; what one of them raises says which it was.
 
-    `identity` tells models apart.  `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when engine i serves again.
+    `identity` tells models apart.
+    `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when engine i serves again.
     """
 
     def __init__(

@@ -56,10 +56,10 @@ class Scale:
 
     def check(self, given: object) -> float:
         """The number that a judge gave.  Raises ValueError for anything that is not on the scale."""
-        if isinstance(given, bool) or not isinstance(given, int | float) or (self.whole and given != int(given)):
+        if isinstance(given, bool) or not isinstance(given, int | float) or not self.low <= given <= self.high:
             raise ValueError(f"{given!r} is not a {self.says}")
-        if not self.low <= given <= self.high:
-            raise ValueError(f"{given!r} is outside of the scale from {self.low:g} to {self.high:g}")
+        if self.whole and given != int(given):
+            raise ValueError(f"{given!r} is not a {self.says}")
         return float(given)
 
     def value(self, number: float) -> float:

@@ -34,10 +34,6 @@ def meter(name: str) -> Meter:
     return _METERS.setdefault(name, Meter())
 
 
-def forget(name: str) -> None:
-    _METERS.pop(name, None)
-
-
 def counts() -> dict[str, float]:
     """For metrics: "<name>/calls", ..., and "/latency", mean seconds of a call, of every judge that did something."""
     found: dict[str, float] = {}
