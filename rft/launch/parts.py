@@ -286,12 +286,12 @@ async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: Async
             if e.external is not None:
                 engines.append(await make(e))
                 clients.push_async_callback(engines[-1].close)
-        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given), identity=_identity(settings))
+        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given), identity=identity(settings))
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
 
 
-def _identity(settings: AuxiliarySettings) -> str:
+def identity(settings: AuxiliarySettings) -> str:
     """Which model it is: its files, or its name and server."""
     first = settings.engines[0]
     if (server := first.external) is None:

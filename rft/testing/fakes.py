@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Completion
@@ -61,7 +62,7 @@ class ScriptedModel(ScriptedEngine):
         per_run: Sequence[Sequence[Answer]] | None = None,
         scores: Sequence[float] | Callable[[Messages], Sequence[float]] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(settings=EngineSettings(engine_type="scripted", name="scripted-0", max_model_len=1 << 24))
         if per_run is not None and answers:
             raise ValueError("give the answers of all runs, or per_run, not both")
         self._queue: deque[Answer] = deque(answers)

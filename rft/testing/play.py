@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -28,7 +29,7 @@ from rft.types.experience import Experience
 from rft.types.ids import GroupId
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.base import RunContext
+from rft.workflow.base import RunContext, Workflow
 from rft.workflow.build import Recipe, recipe
 from rft.workflow.group import Group, run_group
 from rft.workflow.run import Limits, Played, RunError
@@ -171,6 +172,15 @@ class WorkflowResult:
 
     def __str__(self) -> str:
         return self.trace()
+
+
+class OneAnswer(Workflow):
+    """Asks once, with the task's prompt or, where it has none, its row: for looking at rewards."""
+
+    async def run(self, task: Task, ctx: RunContext) -> Transcript:
+        opening = bool(task.messages or task.prompt is not None)
+        await ctx.chat(task.chat() if opening else [{"role": "user", "content": json.dumps(task.row, default=str)}])
+        return ctx.transcript()
 
 
 def task_of(row: Task | Mapping[str, Any] | str, **fields: Any) -> Task:

@@ -59,7 +59,8 @@ def show(result: WorkflowResult, out: Console, *, tokens: bool = False, decode: 
     if len(result.runs) > 1:
         told = ", ".join("none" if r is None else f"{r:g}" for r in result.rewards)
         group = "can be trained" if result.group.accepted else f"cannot be trained: {result.group.reason}"
-        _line(out, f"rewards {told}; the group {group}", "bold")
+        equal = "; all are equal, so the runs cannot be told apart" if len(set(result.rewards)) == 1 else ""
+        _line(out, f"rewards {told}{equal}; the group {group}", "bold")
 
 
 def _run(result: WorkflowResult, run: RunResult, out: Console) -> None:
