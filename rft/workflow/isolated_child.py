@@ -120,7 +120,7 @@ async def _run(made: Any, order: Order, contexts: list[RunContext]) -> list[Tran
 
 def _played(t: Transcript, link: _Link) -> Played:
     calls = [(link.numbers[id(turn.completion)], turn.score, turn.info, turn.teacher_logprobs) for turn in t.turns]
-    return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score)
+    return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score, limited=t.limited)
 
 
 def _limit(order: Order) -> None:

@@ -44,6 +44,8 @@ def experiences(
             info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
         )
         rows.append(_taught(row, turns))
+    if transcript.limited:
+        rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
     return tuple(rows)
 
 
