@@ -122,7 +122,10 @@ def test_no_text_closes_its_block_or_the_message() -> None:
     assert block.count("<<<") == 2 and block.count(f"<<<end {fence.id}>>>") == 1 and block.endswith(f"<<<end {fence.id}>>>")
     for mark in ("<|im_end|>", "</s>", "[INST]", "<start_of_turn>", "\u202e", "\u200b"):
         assert mark not in block
-    assert inert("a < b, a << b, <b>bold</b>, List[int], naïve 漢字 👍\r\n\tx") == "a < b, a << b, <b>bold</b>, List[int], naïve 漢字 👍\n\tx"
+    assert (
+        inert("a < b, a << b, <b>bold</b>, List[int], naïve 漢字 👍\r\n\tx")
+        == "a < b, a << b, <b>bold</b>, List[int], naïve 漢字 👍\n\tx"
+    )
     assert Fence().id != Fence().id and len(fence.id) == 16 and fence.key not in fence.id
 
 

@@ -31,7 +31,9 @@ def shown(model: FakeJudge) -> list[tuple[str, str]]:
 
 def test_rubric_weighs_criteria() -> None:
     model = FakeJudge({"correct": 10, "clear": 4})
-    found = judged(made("rubric_judge", criteria={"correct": 2, "clear": 1}, describe={"clear": "for a child"}), model, "It scatters.")
+    found = judged(
+        made("rubric_judge", criteria={"correct": 2, "clear": 1}, describe={"clear": "for a child"}), model, "It scatters."
+    )
     assert found.value == pytest.approx(0.8) and found.parts == {"correct": 1.0, "clear": 0.4}
     assert shown(model) == [("question", "?"), ("answer", "It scatters.")]
     assert "- clear: for a child" in str(model.calls[0].messages[-1]["content"])
@@ -111,7 +113,9 @@ async def test_a_judge_may_be_one_part_of_a_reward_and_be_shaped() -> None:
     found = await score(weighted, task, said("2"))
     await weighted.close()
     assert found.value == pytest.approx(1.4) and found.parts["judge/quality"] == 0.8
-    shaped: Any = build("rubric_judge", {"cache": "off", "enable_overlong_penalty": True, "cache_length": 1, "max_response_length": 3})
+    shaped: Any = build(
+        "rubric_judge", {"cache": "off", "enable_overlong_penalty": True, "cache_length": 1, "max_response_length": 3}
+    )
     await shaped.prepare({"j": FakeJudge(8)})
     assert (await score(shaped, task, said("two"))).value == pytest.approx(-0.2)
     await shaped.close()
