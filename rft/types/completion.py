@@ -70,6 +70,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     score: Score | None = None  # of this call alone, where the workflow gives one (`ctx.score_step`)
     info: dict[str, Any] = field(default_factory=dict)
     teacher_logprobs: np.ndarray | None = None  # float32 [R] of another model for the same tokens
+    mask: np.ndarray | None = None  # bool [R]: which of its tokens are trained; None = all
 
 
 Layout = Literal["joined", "steps", "chains"]

@@ -144,4 +144,3 @@ def _plain(error: BaseException) -> BaseException:
     if isinstance(error, StopIteration | SystemExit | KeyboardInterrupt):
         return AgentFailed(f"the agent raised {type(error).__name__}: {error}")
     return error
-
