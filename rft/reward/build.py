@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, Plugin, checked_args
-from rft.reward import functions, lists, manager, overlong, sources
+from rft.reward import functions, known, lists, manager, overlong, sources
 from rft.reward.base import Reward
 
 
@@ -23,6 +23,8 @@ def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
         name = ours
         takes = _own(REGISTRY.get("reward", ours))
         args = {n: v for n, v in args.items() if n not in sources.SANDBOX_ARGS or n in takes}
+    if (why := known.advice(name)) and name not in REGISTRY.names("reward"):
+        raise ConfigError(f"reward {name!r}: {why}", key=key, given=name)
     return of(REGISTRY.get("reward", name), args, key=key)
 
 

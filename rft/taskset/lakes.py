@@ -25,7 +25,7 @@ def lakes(
     """Rows {prompt, desc}: `desc` are the map's lines of S (start), F (ice), H (hole), G (goal).
 
     `corners`: the start is the upper left and the goal the lower right one; else both are anywhere.  Three of ten different maps are
-    the test split.  `distance`: moves of the shortest way at most.  `count`: so many rows; None: all, at most 2000 for each size and number of holes.
+    the test split.  `distance`: moves of the shortest way at most.  `count`: so many rows; None: all (at most 2000 are drawn).
     """
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r} is not known; use train or test")

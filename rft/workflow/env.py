@@ -13,6 +13,7 @@ Knows no environment library (see rft.workflow.adapters).  Invariant: a step's e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,11 @@ class EnvWorkflow(MultiTurnWorkflow):
         self._state = ""
         self._observation = ""
         self._success: float | None = None
+
+    @staticmethod
+    def gives(args: Mapping[str, Any]) -> set[str]:
+        """What algorithms find in the rows (rft.workflow.known.GIVES)."""
+        return {"state"} if args.get("layout") == "steps" else set()
 
     def reset(self, task: Task) -> Any:
         """The first observation, a text."""

@@ -87,7 +87,7 @@ async def tools(path: str, selected: tuple[str, ...] = ()) -> list[Tool]:
         raise SetupError(f"MCP servers need the package mcp ({e}): pip install 'rft-platform[mcp]'") from e
     found: list[Tool] = []
     for name, about in _servers(path).items():
-        key = (os.path.realpath(path), name)
+        key = (_whole(path), name)
         server = _SERVERS.get(key)
         if server is None or not server.usable:
             where: Any = about.get("url")
@@ -115,6 +115,10 @@ def _servers(path: str) -> dict[str, dict[str, Any]]:
             'it must be {"mcpServers": {name: {"command": ..., "args": [...]} or {"url": ...}}}', key=_KEY, given=path
         )
     return servers
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
 
 
 def _schema(t: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ Paths in the file are relative to it.  Knows no workflow.  Invariant: a file is 
 from __future__ import annotations
 
 import inspect
-import os
 import uuid
 from collections.abc import Mapping
 from functools import lru_cache
@@ -72,8 +71,9 @@ async def load(path: str) -> list[Tool]:
             about = entry.get("mcp") or {}
             if "mcp_servers_config_path" not in about:
                 raise ConfigError(f"{where}: an MCP tool needs mcp.mcp_servers_config_path", key=_KEY)
-            servers = os.path.join(folder, os.path.expanduser(str(about["mcp_servers_config_path"])))
-            found += await mcp.tools(servers, tuple(about.get("tool_selected_list") or ()))
+            found += await mcp.tools(
+                _beside(folder, str(about["mcp_servers_config_path"])), tuple(about.get("tool_selected_list") or ())
+            )
         else:
             found.append(_class(entry, where, folder))
     return found
@@ -93,6 +93,10 @@ def _class(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool:
     if not callable(getattr(made, "execute", None)):
         raise ConfigError(f"{where}: {name} has no method execute(instance_id, parameters)", key=_KEY)
     return ClassTool(made, schema)
+
+
+def _beside(folder: Path, name: str) -> str:
+    return str(folder / Path(name).expanduser())
 
 
 def _near(name: str, folder: Path) -> str:

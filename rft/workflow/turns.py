@@ -101,6 +101,10 @@ class MultiTurnWorkflow:
         """Named parts of the score, e.g. {"success": 1.0}; logged as reward/NAME."""
         return {}
 
+    def leftover(self) -> Any:
+        """Reward, in the end, of a run that a limit ended."""
+        return 0.0
+
     def counts(self) -> dict[str, float]:
         """More numbers for the monitor, rollout/NAME/mean."""
         return {}
@@ -124,7 +128,8 @@ class MultiTurnWorkflow:
     async def _converse(self, task: Task, ctx: RunContext) -> Transcript:
         args = self.args
         messages: list[Message] = [dict(m) for m in await self.call(self.begin, task)]
-        opening, rewards, left, done, cut = len(messages), [], task.sampling.max_tokens, False, False
+        rewards: list[float | None] = []
+        opening, left, done, cut = len(messages), task.sampling.max_tokens, False, False
         start: int | None = None
         for _ in range(args.max_turns):
             most = left if args.max_turn_tokens is None else min(left, args.max_turn_tokens)
@@ -150,6 +155,9 @@ class MultiTurnWorkflow:
             if left < 1:
                 cut = True
                 break
+        if not done and rewards and (more := await self.call(self.leftover)):
+            rewards[-1] = (rewards[-1] or 0.0) + float(more)
+            self._scored(ctx, Reply(reward=rewards[-1]))
         return self._transcript(ctx, rewards, done=done, cut=cut)
 
     def tools(self) -> Sequence[Message]:

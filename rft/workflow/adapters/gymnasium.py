@@ -74,6 +74,10 @@ class GymWorkflow(EnvWorkflow):
         """Whether an episode that ended with `reward` counts as a success."""
         return terminated and reward > 0
 
+    def reward(self, reward: float) -> float:
+        """What an action earns here."""
+        return reward
+
     def instruction(self, task: Task) -> str:
         names = ", ".join(self.actions)
         return task.system_prompt or f"Choose one action in every turn and answer with its name alone: {names}."
@@ -95,7 +99,7 @@ class GymWorkflow(EnvWorkflow):
         success = self.succeeded(float(reward), bool(terminated))
         return Step(
             self._told(observation),
-            reward=float(reward),
+            reward=self.reward(float(reward)),
             done=bool(terminated or truncated),
             info={"action": name, "success": success},
         )
