@@ -199,7 +199,7 @@ def _play(
         try:
             played_by = await models.policy(policy) if isinstance(policy, EngineSettings) else policy
             beside = models.auxiliary(_judges(plan, judges))
-            args = {} if workflow is not None else None
+            args: dict[str, Any] | None = {} if workflow is not None else None
             return await run_workflow_async(
                 workflow, task, played_by, models=beside, n=runs, workflow_args=args, timeout_s=timeout_s, may_fail=True
             )

@@ -28,7 +28,6 @@ WORKFLOW = Skeleton(
     '''"""What happens in one run of a task: which messages go to the model, and when it is over."""
 
 from pydantic import BaseModel, ConfigDict
-
 from rft.types.completion import Transcript
 from rft.types.task import Task
 from rft.workflow.base import RunContext, Workflow, workflow
@@ -233,7 +232,6 @@ OPERATOR = Skeleton(
 from collections.abc import Sequence
 
 from pydantic import Field
-
 from rft.buffer.operators.base import GroupView, Operator, OperatorArgs, Result, operator
 from rft.types.experience import Experience
 
@@ -254,7 +252,10 @@ class CLASS(Operator):
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
         return Result([r for r in rows if r.num_response_tokens <= self.most])
 ''',
-    f"""{_LOAD}from rft.buffer.operators.base import GroupView
+    """from pathlib import Path
+
+from rft.buffer.operators.base import GroupView
+from rft.plugins import import_file
 from rft.testing import ScriptedModel, run_workflow
 
 CLASS = import_file(Path(__file__).parents[1] / "NAME.py").CLASS
@@ -278,7 +279,6 @@ AGENT = Skeleton(
     '''"""An agent: it speaks OpenAI's protocol to the model that is trained, and every call is recorded."""
 
 import httpx
-
 from rft.types.task import Task
 from rft.workflow.agent import AgentWorkflow
 from rft.workflow.base import workflow
@@ -306,7 +306,8 @@ CLASS = import_file(Path(__file__).parents[1] / "NAME.py").CLASS
 
 def test_it_asks_twice():
     task = {{"prompt": "What colour is the sky?", "truth": "blue"}}
-    result = run_workflow(CLASS, task, ScriptedModel("The sky is blue.", "blue"), reward=lambda task, t: float(t.answer == task.truth))
+    model = ScriptedModel("The sky is blue.", "blue")
+    result = run_workflow(CLASS, task, model, reward=lambda task, said: float(said.answer == task.truth))
     assert result.answers == ["The sky is blue.", "blue"]
     assert result.reward == 1.0
     assert len(result.experiences) == 1  # the second call goes on from the first: one sequence

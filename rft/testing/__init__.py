@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rft.testing.fakes import tool_call as tool_call
     from rft.testing.judge import FakeJudge as FakeJudge
     from rft.testing.judge import judged as judged
-    from rft.testing.judge import FakeJudge as FakeJudge
     from rft.testing.play import WorkflowResult as WorkflowResult
     from rft.testing.play import run_workflow as run_workflow
     from rft.testing.play import run_workflow_async as run_workflow_async
@@ -36,7 +35,6 @@ _HOMES = {
     "tool_call": "fakes",
     "FakeJudge": "judge",
     "judged": "judge",
-    "FakeJudge": "judge",
     "WorkflowResult": "play",
     "run_workflow": "play",
     "run_workflow_async": "play",

@@ -199,7 +199,7 @@ def task_of(row: Task | Mapping[str, Any] | str, **fields: Any) -> Task:
         "messages": tuple(row.get("messages") or ()),
         "tools": tuple(row.get("tools") or ()),
         "truth": next((row[k] for k in ("truth", "response", "answer") if k in row), None),
-        "sampling": SamplingArgs(max_tokens=1024),
+        "sampling": SamplingArgs(max_tokens=1 << 16),  # a scripted model's tokens are bytes
         "workflow": "",
     }
     return Task(**{**given, **fields})
@@ -370,6 +370,10 @@ class _Eyes:
         for c in contexts:
             self._errors[c.run] = error
 
+    def run_of(self, scored: Transcript | Sequence[Transcript]) -> int | None:
+        """None for several runs, and for a transcript that no run has returned."""
+        return next((run for run, transcript in self._transcripts.items() if transcript is scored), None)
+
     def reward_raised(self, scored: Transcript | Sequence[Transcript], error: BaseException) -> None:
         ids = {id(t) for t in ([scored] if isinstance(scored, Transcript) else scored)}
         for run, transcript in self._transcripts.items():
@@ -431,6 +435,7 @@ class _SeenReward:
         self.whole_group = bool(getattr(inner, "whole_group", False))
 
     def __call__(self, task: Task, scored: Any) -> Any:
+        _RUN.set(self._eyes.run_of(scored))
         try:
             result = self._inner(task, scored)
         except Exception as e:
