@@ -163,7 +163,6 @@ def test_an_answer_cannot_give_itself_a_number():
     """buffer:
   explorer_input:
     default_reward_fn_type: NAME
-    default_reward_fn_args: {judge: judge}
 explorer:
   auxiliary_models:
     - {name: judge, model_path: path/to/a/model}

@@ -1,7 +1,7 @@
 """Judges that are ready to use: rubric, reference, pairwise and group-relative.  docs/howto/judge.md shows each.
 
 explorer.auxiliary_models: [{name: judge, model_path: ...}]
-buffer.explorer_input: {default_reward_fn_type: rubric_judge, default_reward_fn_args: {judge: judge, criteria: {correct: 2, clear: 1}}}
+buffer.explorer_input.taskset: {default_reward_fn_type: rubric_judge, reward_fn_args: {judge: judge, criteria: {correct: 2, clear: 1}}}
 """
 
 from __future__ import annotations

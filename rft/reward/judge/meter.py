@@ -41,9 +41,6 @@ def counts() -> dict[str, float]:
         if m.used:
             told = asdict(m)
             seconds = told.pop("seconds")
-            found |= {f"{name}/{what}": float(value) for what, value in told.items() if value or what in ALWAYS}
+            found |= {f"{name}/{what}": float(value) for what, value in told.items()}
             found[f"{name}/latency"] = seconds / m.calls if m.calls else 0.0
     return found
-
-
-ALWAYS = ("calls", "cache_hit", "unreadable", "unscored", "prompt_tokens", "completion_tokens", "cost_usd")
