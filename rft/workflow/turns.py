@@ -87,7 +87,8 @@ class MultiTurnWorkflow:
     head = 1  # opening messages that are always shown, where history is limited
 
     def __init__(self, **args: Any) -> None:
-        self.args: Any = type(self).Args(**args)
+        marked = type(self).__dict__.get("__rft_plugin__")  # @workflow("name", args=...) wins over Args
+        self.args: Any = (type(self).Args if marked is None or marked.args is None else marked.args)(**args)
 
     def begin(self, task: Task) -> Any:
         """The opening messages."""
