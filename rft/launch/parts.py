@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -239,15 +240,18 @@ class ExplorerPart:
 
         run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
+            policy = cast(ChatModel, EnginePool(engines, revive=gate.revive if _restart(engines) else None))
+            models = await _models(self.plan, auxiliary, clients)
+            await _onlookers(self.plan, policy, models, clients)
             self._explorer = Explorer(
                 self.plan.explorer,
-                model=cast(ChatModel, EnginePool(engines, revive=gate.revive if _restart(engines) else None)),
+                model=policy,
                 buffer=cast(BufferWriter, writer),
                 gate=cast(ExploreGate, gate),
                 sink=cast(MetricSink, sink),
                 lineage=start.lineage,
                 cursor=start.cursor,
-                models=await _models(self.plan, auxiliary, clients),
+                models=models,
             )
             await self._explorer.run()
 
@@ -297,6 +301,22 @@ def identity(settings: AuxiliarySettings) -> str:
     if (server := first.external) is None:
         return f"{first.model_path} ({first.dtype})"
     return f"{server.model_name} at {server.base_url or server.base_url_env}"
+
+
+async def _onlookers(plan: Plan, policy: ChatModel, models: dict[str, ChatModel], servers: AsyncExitStack) -> None:
+    """Servers for people outside the run; their addresses and keys stand in a file that only its owner can read."""
+    from rft.workflow.endpoint import public
+
+    found = {}
+    for api in plan.explorer.apis:
+        name, model = api.model or "policy", policy if api.model is None else models[api.model]
+        found[name] = await servers.enter_async_context(public(model, name, port=api.port, key=api.key))
+        log.info("%s is served at %s; the key is in openai_api.json", name, found[name]["base_url"])
+    if found:
+        file = plan.run_dir / "openai_api.json"
+        file.touch(mode=0o600)
+        file.write_text(json.dumps(found, indent=1))
+        servers.callback(file.unlink, missing_ok=True)
 
 
 async def explorer(plan: Plan) -> ExplorerPart:

@@ -32,6 +32,7 @@ from rft.workflow.base import RunContext, Workflow
 from rft.workflow.endpoint import Rule, RunDoor, serve
 
 _TAIL = 16 << 10  # bytes of a program's output that are kept
+_CLOSE_S = 1.0  # for a killed program to be gone
 _TOLD = 2000  # characters of its error output in a failed record
 
 
@@ -58,7 +59,7 @@ class AgentWorkflow(Workflow):
             returned = await door.watch(self._play(task, door))
             info: dict[str, Any] = {}
             if isinstance(returned, Said):
-                returned, info = None, {"agent_output": returned}
+                returned, info = None, {"agent_output": str(returned)}
             score = door.score if returned is None else checked(returned)
         return ctx.transcript(score=score, info=info, layout=self.layout)
 
@@ -101,17 +102,21 @@ class CommandAgent(AgentWorkflow):
         process = await asyncio.create_subprocess_exec(
             *self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
         )
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        out, err = asyncio.ensure_future(_tail(process.stdout)), asyncio.ensure_future(_tail(process.stderr))
+        feeding = asyncio.ensure_future(_feed(process.stdin, json.dumps(given)))
         try:
-            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-            out, err, _, code = await asyncio.gather(
-                _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, json.dumps(given)), process.wait()
-            )
+            code = await process.wait()
         finally:
             _kill(process)
-            await process.wait()
+            await asyncio.wait([asyncio.ensure_future(process.wait()), out, err, feeding], timeout=_CLOSE_S)
+            feeding.cancel()
+        if not (out.done() and err.done()):
+            raise AgentFailed(f"{self.command[0]} has ended, but something it started outside its process group holds its output")
         if code != 0:
-            raise AgentFailed(f"{self.command[0]} ended with exit code {code}: {err.strip()[-_TOLD:] or 'no error output'}")
-        return Said(out)
+            said = err.result().strip()[-_TOLD:] or "no error output"
+            raise AgentFailed(f"{self.command[0]} ended with exit code {code}: {said}")
+        return Said(out.result())
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

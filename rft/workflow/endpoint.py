@@ -416,18 +416,17 @@ async def serve_models(models: Mapping[str, ChatModel]) -> AsyncIterator[dict[st
 
 
 @asynccontextmanager
-async def public(model: ChatModel, name: str, *, port: int | None, key: str | None) -> AsyncIterator[str]:
-    """A server of its own for onlookers, with a key that they know (None: one that only this process knows); its base URL.
+async def public(model: ChatModel, name: str, *, port: int | None, key: str | None) -> AsyncIterator[dict[str, str]]:
+    """A server of its own for onlookers; {base_url, api_key} for OpenAI clients.  `key` None: a random one.  Nothing is recorded.
 
-    Nothing is recorded.  Raises SetupError where the port is taken.
+    Raises SetupError where the port is taken.
     """
     endpoint = Endpoint()
     await endpoint.start(port=port or 0)
     door = ModelDoor(model, name)
-    if key is not None:
-        door.key = key
+    door.key = key or door.key
     try:
         endpoint.add(door)
-        yield f"{endpoint.address}/v1"
+        yield {"base_url": f"{endpoint.address}/v1", "api_key": door.key}
     finally:
         await endpoint.close()
