@@ -314,7 +314,7 @@ class Endpoint:
 async def _json(request: web.Request) -> Any:
     try:
         return await request.json()
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON: {e}") from None
 
 

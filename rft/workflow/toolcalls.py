@@ -55,8 +55,8 @@ def in_text(text: str, form: Format = "auto") -> list[ToolCall]:
 def _read(block: str, *, sure: bool) -> list[ToolCall]:
     try:
         value: Any = msgspec.json.decode(block.strip())
-    except msgspec.DecodeError as e:
-        return [ToolCall("", error=f"this tool call is no JSON: {e}")] if sure else []
+    except (msgspec.DecodeError, RecursionError) as e:
+        return [ToolCall("", error=f"this tool call is no JSON: {_why(e)}")] if sure else []
     items = value if isinstance(value, list) else [value]
     if not sure and not (items and all(isinstance(i, dict) and isinstance(i.get("name"), str) for i in items)):
         return []
@@ -82,11 +82,15 @@ def _given(call: dict[str, Any]) -> ToolCall:
 def _with(name: str, arguments: str, id: str = "") -> ToolCall:
     try:
         value: Any = msgspec.json.decode(arguments)
-    except msgspec.DecodeError as e:
-        return ToolCall(name, id=id, error=f"the arguments are no JSON: {e}")
+    except (msgspec.DecodeError, RecursionError) as e:
+        return ToolCall(name, id=id, error=f"the arguments are no JSON: {_why(e)}")
     if not isinstance(value, dict):
         return ToolCall(name, id=id, error="the arguments must be an object")
     return ToolCall(name, value, id)
+
+
+def _why(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def described(tools: Sequence[dict[str, Any]]) -> str:

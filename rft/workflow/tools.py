@@ -110,11 +110,11 @@ class Toolbox:
         if number >= self.parallel:
             return ToolResult(call, f"Error: not run; at most {self.parallel} calls in one answer", error=True)
         if call.error:
-            return ToolResult(call, f"Error: {call.error}", error=True)
+            return ToolResult(call, f"Error: {self.shortened(call.error)}", error=True)
         tool = self._by_name.get(call.name)
         if tool is None:
             known = ", ".join(self._by_name) or "none"
-            return ToolResult(call, f"Error: there is no tool {call.name!r}; there is: {known}", error=True)
+            return ToolResult(call, f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}", error=True)
         try:
             async with asyncio.timeout(self.timeout_s):
                 text = await tool.call(call.arguments)
@@ -129,7 +129,11 @@ class Toolbox:
         return ToolResult(call, self.shortened(text))
 
     def shortened(self, text: str) -> str:
-        """At most `length` characters of it; `side` says which are kept: the left, the right, or both ends (middle)."""
+        """At most `length` characters of it; `side` says which are kept: the left, the right, or both ends (middle).
+
+        Halves of characters, which no text file and no request can hold, become question marks.
+        """
+        text = text.encode("utf-8", "replace").decode()
         if len(text) <= self.length:
             return text
         if self.side == "left":
