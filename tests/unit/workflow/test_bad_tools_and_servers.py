@@ -1,4 +1,5 @@
-"""What models and tools do wrong in a conversation (I18), and what strangers send to the endpoint of agents (I22)."""
+"""What models and tools do wrong in a conversation (I18), what strangers send to the endpoint of agents (I22), and
+servers that break off in mid-answer (F23)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from rft.engine.base import make
+from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.errors import EngineFailed
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async, tool_call
 from rft.testing.play import WorkflowResult
+from rft.types.ports import GenerateRequest
 from rft.types.task import Task
 from rft.workflow.agent import AgentWorkflow
 from rft.workflow.toolrun import ToolWorkflow
@@ -84,6 +89,13 @@ def test_whatever_a_model_calls_it_is_told(answer: Any, error: str) -> None:
 
 # ---------------------------------------------------------------- servers
 
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rft.engine.external.FIRST_WAIT_S", 0.001)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -148,3 +160,40 @@ async def test_connections_that_say_nothing_hold_up_nobody() -> None:
     assert result.reward == 1.0 and time.monotonic() - began < 20
     for writer in writers:
         writer.close()
+
+
+WHOLE = json.dumps({"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]}).encode()
+
+
+@pytest.mark.parametrize("breaks", ["half a body", "half a header", "at once", "no HTTP"])
+async def test_a_server_that_breaks_off_is_asked_again(breaks: str) -> None:
+    """Twice it breaks off, then it answers; one that never answers is asked max_retries times more and no oftener."""
+    asked, bad = 0, 2
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+        await reader.readexactly(length)
+        asked += 1
+        answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(WHOLE), WHOLE)
+        cut = {"half a body": len(answer) - 20, "half a header": 20, "at once": 0, "no HTTP": len(answer)}[breaks]
+        if asked <= bad:
+            answer = (b"hello? " if breaks == "no HTTP" else b"") + answer[:cut]
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    external = ExternalSettings(model_name="m", base_url=url, max_retries=2)
+    async with server:
+        engine = await make(EngineSettings(engine_type="external", name="judge", external=external))
+        request = GenerateRequest(messages=({"role": "user", "content": "?"},))
+        (c,) = await engine.generate(request)
+        assert c.text == "7" and asked == 3
+        asked, bad = 0, 99
+        with pytest.raises(EngineFailed, match="no answer after 3 requests"):
+            await engine.generate(request)
+        assert asked == 3
+        await engine.close()
