@@ -36,6 +36,7 @@ RIGHT = [
 ]
 WRONG = ["It is 17.", "I like trees.", "17 + 25 is 99, since both are odd."]
 NAIVE = "Rate the answer to a question from 1 (worst) to 10 (best).\nQuestion: {}\nAnswer: {}\nReply with the number only."
+JUDGES = ("naive", "rubric_judge", "reference_judge")
 LOOSE = re.compile(r"\b(10|[1-9])\b")
 
 
@@ -68,7 +69,7 @@ async def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     sets = {"probes": [p.answer for p in found], "right": RIGHT, "wrong": WRONG}
     out: dict[str, Any] = {"probes": len(found), "left_out": len(probes()) - len(found)}
     asking = {"max_tokens": args.max_tokens, "max_retries": args.retries, "max_concurrent": args.at_once, "timeout_s": 600.0}
-    for judge in ("naive", "rubric_judge", "reference_judge"):
+    for judge in args.judges:
         began = time.monotonic()
         out[judge] = {}
         for kind, texts in sets.items():
@@ -77,6 +78,8 @@ async def measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
             else:
                 values = await ours(judge, model, texts, asking)
             out[judge][kind] = told(values)
+            if kind == "probes":
+                out[judge]["taken_in"] = [p.name for p, v in zip(found, values, strict=True) if v is not None and v >= 0.5]
         out[judge]["false_positive_rate"] = round(out[judge]["probes"]["good"] / len(found), 4)
         out[judge]["seconds"] = round(time.monotonic() - began, 1)
         print(f"{judge}: {json.dumps(out[judge])}", flush=True)
@@ -112,6 +115,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--model", default="", help="folder, or with --base-url the model's name; default: SmolLM2-135M-Instruct")
     p.add_argument("--engine", default="transformers", choices=["transformers", "vllm"])
     p.add_argument("--base-url", default="")
+    p.add_argument("--judges", nargs="+", default=list(JUDGES), choices=JUDGES)
     p.add_argument("--limit", type=int, default=None, help="probes, the first so many")
     p.add_argument("--max-chars", type=int, default=4000, help="longer probes are left out")
     p.add_argument("--max-tokens", type=int, default=64, help="of a reply")
