@@ -69,9 +69,9 @@ class ReactAgent(AgentWorkflow):
 
 @reward("final_answer")
 def final_answer(task: Task, transcript: Transcript) -> float:
-    """1 if the last line `Answer: ...` of the run's last answer is the truth, else 0."""
-    found = _ANSWER.findall(transcript.answer)
-    return float(bool(found) and found[-1].strip() == str(task.truth).strip())
+    """1 if the last line `Answer: ...` of the run's last answer, or all of it where it has none, is the truth; else 0."""
+    found = _ANSWER.findall(transcript.answer) or [transcript.answer]
+    return float(found[-1].strip() == str(task.truth).strip())
 
 
 def calculate(expression: str) -> str:

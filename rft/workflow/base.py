@@ -124,7 +124,7 @@ class RunContext:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
         before = None if chat_template is not None else self._before(messages)
         return GenerateRequest(
-            messages=tuple(messages),
+            messages=tuple(dict(m) for m in messages),  # a caller may go on with its own
             tools=tuple(tools if tools is not None else self._task.tools),
             prompt_tokens=tuple(prompt_tokens),
             prefix_tokens=None if before is None else _tokens(before.completion),
