@@ -79,6 +79,10 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
             if tasks and not settings.is_eval:
                 gives.check(plan, tasks[0], recipes.of(tasks[0]), key, problems)
             _every_reward(taskset, recipes)
+            beside = {name: m for m in plan.auxiliary for name in m.names}
+            for reward in rewards:
+                if callable(asks := getattr(reward, "asks", None)):
+                    asks(beside)
             _every_workflow(taskset, recipes)
             if settings.feature_keys:
                 taskset.features(settings.feature_keys)

@@ -106,9 +106,9 @@ class Judge:
 
     # ------------------------------------------------------------ a reward
 
-    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises ConfigError where the auxiliary model is not there, or is not the only one and not named."""
-        name = self.args.judge
+    def asks(self, models: Mapping[str, object]) -> str:
+        """The name of the auxiliary model.  Raises ConfigError where it is not there, or is not the only one and not named."""
+        name: str | None = self.args.judge
         if name is None and len({id(m) for m in models.values()}) != 1:
             raise ConfigError(
                 f"there are {', '.join(models) or 'no'} auxiliary models; {self.kind} asks one, name it here",
@@ -121,6 +121,11 @@ class Judge:
                 key="reward_fn_args.judge",
                 given=name,
             )
+        return name
+
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
+        """Raises ConfigError as `asks`, and where judges that ask the same model have different limits."""
+        name = self.asks(models)
         self._desk = sit_down(models[name], name, self.args)
 
     async def close(self) -> None:

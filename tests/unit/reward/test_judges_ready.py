@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +120,20 @@ async def test_a_judge_may_be_one_part_of_a_reward_and_be_shaped() -> None:
     await shaped.prepare({"j": FakeJudge(8)})
     assert (await score(shaped, task, said("two"))).value == pytest.approx(-0.2)
     await shaped.close()
+
+
+def test_check_says_which_model_is_missing(tiny_model: Path) -> None:
+    from rft.config.check import check
+
+    config = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
+    parts = "{judge: {reward: rubric_judge, args: {enable_overlong_penalty: true}}, exact: {reward: exact_answer}}"
+    changes = (
+        f"model.model_path={tiny_model}",
+        "buffer.explorer_input.default_reward_fn_type=weighted_reward",
+        f"buffer.explorer_input.taskset.reward_fn_args.rewards={parts}",
+        f"buffer.explorer_input.eval_tasksets.0.reward_fn_args.rewards={parts}",
+    )
+    (error, *_) = check(config, changes).errors
+    assert "no auxiliary models; rubric_judge asks one" in str(error)
+    server = "explorer.auxiliary_models=[{engine_type: external, model_path: j, external_model_config: {base_url: 'http://127.0.0.1:1/v1'}}]"
+    assert not check(config, (*changes, server)).errors
