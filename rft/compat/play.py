@@ -6,7 +6,6 @@ Knows nothing of engines.  Invariant: an experience becomes a row only if its to
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from rft.compat import task as tasks
 from rft.compat.experience import Experience
 from rft.compat.home import HOME, Home
 from rft.compat.model import ModelWrapper
+from rft.errors import ConfigError
 from rft.threads import in_thread
 from rft.types.completion import Score, Transcript, Turn
 from rft.types.task import Task
@@ -31,7 +31,9 @@ class CompatError(Exception):
 
 @cache
 def adapter(cls: type) -> type:
-    """The workflow class of ours that stands for `cls`; any `workflow_args` are taken, as there."""
+    """The workflow class of ours that stands for `cls`; any `workflow_args` are taken, as there.  Raises ConfigError if it is isolated."""
+    if getattr(cls, "isolated", False):
+        raise ConfigError(f"{cls.__name__}: isolated is for workflows with run(self, task, ctx); take it out, or write it so")
 
     class Single:
         def __init__(self, **workflow_args: Any) -> None: ...
@@ -194,7 +196,3 @@ def _mean(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The mean of each metric over the experiences that have it."""
     names = {name for m in metrics for name in m}
     return {n: float(np.mean([float(m[n]) for m in metrics if n in m])) for n in sorted(names)}
-
-
-def is_theirs(obj: Any) -> bool:
-    return inspect.isclass(obj) and hasattr(obj, "__rft_adapt__")

@@ -326,6 +326,11 @@ def test_what_is_not_kept_says_what_to_do():
             Experience(tokens=[1, 2], prompt_length=1, **{field: [1]})
 
 
+def test_an_isolated_class_is_refused():
+    with pytest.raises(ConfigError, match="isolated"):
+        returns(lambda self, x: [x], isolated=True).__rft_adapt__()
+
+
 def test_registries_take_our_shapes_and_refuse_theirs():
     class Theirs:
         def __call__(self, exps):

@@ -379,3 +379,28 @@ async def test_a_score_may_be_returned_or_left_to_the_taskset():
 
     group = await play(ScriptedEngine("4"), agent(unscored))
     assert group.rows[0].reward is None and group.rows[0].info["reward_reason"] == "nobody knows"
+
+
+async def test_a_real_engine_sees_exactly_the_text_of_a_completion(tiny_model):
+    from rft.engine.settings import EngineSettings
+    from rft.engine.transformers import TransformersEngine
+
+    engine = await TransformersEngine.start(
+        EngineSettings(engine_type="transformers", model_path=str(tiny_model), max_model_len=64, fixed_weights=True)
+    )
+    try:
+        ctx, opened = door(engine, sampling=SamplingArgs(max_tokens=3))
+        async with opened as d, client(d) as http:
+            body = {"prompt": "a<|im_start|>b", "n": 2, "return_token_ids": True}
+            choices = (await http.post("/completions", json=body)).json()["choices"]
+            chat = (
+                await http.post("/chat/completions", json={"messages": HI, "logprobs": True, "return_token_ids": True})
+            ).json()
+    finally:
+        await engine.close()
+    assert [c["prompt_token_ids"] for c in choices] == [choices[0]["prompt_token_ids"]] * 2
+    assert len(choices[0]["prompt_token_ids"]) == 3, "one byte, one mark, one byte"
+    last = ctx.completions[-1]
+    assert chat["choices"][0]["token_ids"] == last.tokens.tolist() and chat["prompt_token_ids"] == last.prompt_tokens.tolist()
+    logprobs = [t["logprob"] for t in chat["choices"][0]["logprobs"]["content"]]
+    assert np.allclose(logprobs, last.logprobs) and chat["usage"]["completion_tokens"] == len(last.tokens)
