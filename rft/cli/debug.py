@@ -6,6 +6,7 @@ Without Ray, trainer and buffer, in this process: breakpoints work.  Exit code 4
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Play one task of a configuration, or score one answer, and show what happens.")
 ENGINES = ("scripted", "transformers", "vllm", "openai")
+_JUDGE = re.compile(r"(?:(?P<name>[^:=]+)=)?(?P<how>scripted|fake):(?P<says>.*)", re.DOTALL)
 _AGAIN = "RFT_DEBUG_VLLM"  # set in the process that was started anew with vLLM's environment
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)]
@@ -32,7 +34,7 @@ Judges = Annotated[
     list[str] | None,
     typer.Option(
         "--judge",
-        help="scripted:TEXT: every auxiliary model says that; NAME=scripted:TEXT: this one; repeatable",
+        help="scripted:TEXT: what every auxiliary model says; fake:NUMBER: the verdict of judges; NAME=... for one model; repeatable",
         show_default=False,
     ),
 ]
@@ -162,18 +164,30 @@ def _unlimited(task: Task) -> Task:
 
 
 def _judges(plan: Plan, given: Sequence[str]) -> dict[str, ChatModel]:
-    """--judge: names of auxiliary models and what they say."""
+    """--judge: names of auxiliary models, and what stands in their place."""
     from rft.errors import ConfigError
-    from rft.testing.fakes import ScriptedModel
 
     replaced: dict[str, ChatModel] = {}
     for text in given:
-        who, _, says = text.partition("scripted:")
-        if "scripted:" not in text or (who and not who.endswith("=")):
-            raise ConfigError("write scripted:TEXT or NAME=scripted:TEXT", key="--judge", given=text)
-        names = [who[:-1]] if who else [n for m in plan.auxiliary for n in m.names]
-        replaced |= {n: ScriptedModel(answer=lambda _, says=says: says) for n in names}  # type: ignore[misc]
+        found = _JUDGE.fullmatch(text)
+        if found is None:
+            raise ConfigError("write scripted:TEXT, fake:NUMBER, or NAME= and one of these", key="--judge", given=text)
+        names = [found["name"]] if found["name"] else [n for m in plan.auxiliary for n in m.names]
+        replaced |= dict.fromkeys(names, _stand_in(found["how"], found["says"]))
     return replaced
+
+
+def _stand_in(how: str, says: str) -> ChatModel:
+    from rft.errors import ConfigError
+    from rft.testing.fakes import ScriptedModel
+    from rft.testing.judge import FakeJudge
+
+    if how == "scripted":
+        return ScriptedModel(answer=lambda _: says)
+    try:
+        return FakeJudge(float(says))
+    except ValueError:
+        raise ConfigError("fake: is followed by the number that the judge gives", key="--judge", given=says) from None
 
 
 def _play(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rft.cli.skeletons import JUDGE
 from rft.launch import solo
 from rft.plugins import REGISTRY
 from rft.testing.command import rft
@@ -140,7 +141,8 @@ def test_a_real_model_and_its_judge(folder: Path) -> None:
         (["--engine", "transformers", "--say", "x"], "only --engine scripted"),
         (["--engine", "openai"], "name the server's model"),
         (["--engine", "openai", "--model", "m", "--tokens"], "a server gives no tokens"),
-        (["--judge", "0.5"], "write scripted:TEXT or NAME=scripted:TEXT"),
+        (["--judge", "0.5"], "write scripted:TEXT, fake:NUMBER"),
+        (["--judge", "fake:good"], "followed by the number"),
         (["--judge", "jugde=scripted:1"], "explorer.auxiliary_models has judge"),
     ],
 )
@@ -199,6 +201,17 @@ def test_vllm_gets_its_environment(folder: Path, monkeypatch: pytest.MonkeyPatch
     ((arguments, env),) = started
     assert arguments[1:] == ["-m", "rft.cli.main", "debug", "workflow", "--engine", "vllm"]
     assert env["VLLM_NO_USAGE_STATS"] == "1" and env["RFT_DEBUG_VLLM"] == "1"
+
+
+def test_the_verdict_of_a_judge(folder: Path) -> None:
+    """A judge asks for a form; `fake` fills it in, which a fixed text cannot."""
+    (folder / "mine" / "clear.py").write_text(JUDGE.plugin.replace("CLASS", "Clear").replace("NAME", "test_debug_clear"))
+    clear = (
+        "buffer.explorer_input.default_reward_fn_type=test_debug_clear",
+        "buffer.explorer_input.default_workflow_type=simple_workflow",
+    )
+    done = debug("workflow", "--say", "It is three.", "--judge", "judge=fake:4", *clear)
+    assert done.code == 0 and "reward     0.8" in done.output and "<<<answer" in done.output, done.output
 
 
 def test_scripts() -> None:
