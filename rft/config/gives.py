@@ -30,7 +30,7 @@ def check(plan: Plan, task: Task, recipe: Recipe, key: str, problems: Problems) 
     if given is not None and needed not in given:
         problems.error(
             f"{key}.default_workflow_type",
-            f"advantage_fn {name} reads what {task.workflow} does not write here.  It needs {GIVES[needed]}",
+            f"advantage_fn {name} reads what {Path(task.workflow).name} does not write here.  It needs {GIVES[needed]}",
             task.workflow,
         )
     elif given is not None and needed == "teacher":

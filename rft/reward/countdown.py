@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from itertools import permutations
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -28,24 +29,50 @@ class CountdownArgs(BaseModel):
 
 
 @reward("countdown_reward", args=CountdownArgs)
-def countdown_reward(task: Task, transcript: Transcript, *, format_score: float = 0.1, score: float = 1.0) -> Score:
+class CountdownReward:
     """`score` for a right equation in the last <answer> block, `format_score` for another one, 0 without a block.
 
     The gold answer is {"numbers": [...], "target": n}; a row with columns `nums` and `target` will do.
     """
-    numbers, target = _wanted(task)
-    blocks = _ANSWER.findall(transcript.answer)
-    if not blocks:
-        return Score(value=0.0, reason="no <answer> block")
-    try:
-        value, used = evaluated(blocks[-1])
-    except ValueError as e:
-        return Score(value=format_score, reason=str(e))
-    if Counter(used) != Counter(numbers):
-        return Score(value=format_score, reason=f"uses {sorted(used)} instead of {sorted(numbers)}")
-    if value != target:
-        return Score(value=format_score, reason=f"gives {value} instead of {target}")
-    return Score(value=score)
+
+    def __init__(self, format_score: float = 0.1, score: float = 1.0) -> None:
+        self.format_score, self.score = format_score, score
+
+    def __call__(self, task: Task, transcript: Transcript) -> Score:
+        numbers, target = _wanted(task)
+        blocks = _ANSWER.findall(transcript.answer)
+        if not blocks:
+            return Score(value=0.0, reason="no <answer> block")
+        try:
+            value, used = evaluated(blocks[-1])
+        except ValueError as e:
+            return Score(value=self.format_score, reason=str(e))
+        if Counter(used) != Counter(numbers):
+            return Score(value=self.format_score, reason=f"uses {sorted(used)} instead of {sorted(numbers)}")
+        if value != target:
+            return Score(value=self.format_score, reason=f"gives {value} instead of {target}")
+        return Score(value=self.score)
+
+    def gold_answer(self, task: Task) -> str | None:
+        """A solution; None where none is looked for (more than four numbers)."""
+        numbers, target = _wanted(task)
+        if len(numbers) > 4:
+            return None
+        found = next((text for value, text in _reached([(Fraction(n), str(n)) for n in numbers]) if value == target), None)
+        return None if found is None else f"<answer>{found}</answer>"
+
+
+def _reached(left: list[tuple[Fraction, str]]) -> Iterator[tuple[Fraction, str]]:
+    """Every value that uses all of `left`, with its expression."""
+    if len(left) == 1:
+        yield left[0]
+        return
+    for i, j in permutations(range(len(left)), 2):
+        (a, x), (b, y) = left[i], left[j]
+        rest = [left[k] for k in range(len(left)) if k not in (i, j)]
+        made = [(a + b, "+"), (a - b, "-"), (a * b, "*"), *([(a / b, "/")] if b else [])]
+        for value, sign in made:
+            yield from _reached([(value, f"({x} {sign} {y})"), *rest])
 
 
 def evaluated(text: str) -> tuple[Fraction, list[int]]:

@@ -33,7 +33,12 @@ LONG = SamplingArgs(max_tokens=4000)
 )
 def test_countdown(answer: str, reward: float) -> None:
     task = Task(
-        taskset="c", index=0, prompt="go", truth={"numbers": [2, 3, 8], "target": 10}, workflow="countdown_workflow", sampling=LONG
+        taskset="c",
+        index=0,
+        prompt="go",
+        truth={"numbers": [2, 3, 8], "target": 10},
+        workflow="countdown_workflow",
+        sampling=LONG,
     )
     assert run_workflow("countdown_workflow", task, ScriptedModel(answer), reward="countdown_reward").runs[0].reward == reward
 
@@ -87,7 +92,9 @@ def test_gold_calls_in_several_shapes() -> None:
 
 ROW = {
     "question": [[{"role": "user", "content": "Weather in Oslo?"}]],
-    "function": [{"name": "weather", "description": "d", "parameters": {"type": "dict", "properties": {"city": {"type": "string"}}}}],
+    "function": [
+        {"name": "weather", "description": "d", "parameters": {"type": "dict", "properties": {"city": {"type": "string"}}}}
+    ],
     "ground_truth": GOLD,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def task(**changes):
 class Stairs(EnvWorkflow):
     """Three stairs; "up" and "down", 0.5 for each stair, over at the top."""
 
-    closed: list[bool] = []
+    closed: ClassVar[list[bool]] = []
 
     def instruction(self, task):
         return "Climb."
@@ -75,7 +76,11 @@ def test_a_row_for_each_step(credit: str, rewards: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("history", "shown"),
-    [(0, ["Climb.", "stair 2"]), (1, ["Climb.", "stair 1", "up", "stair 2"]), (9, ["Climb.", "stair 0", "up", "stair 1", "up", "stair 2"])],
+    [
+        (0, ["Climb.", "stair 2"]),
+        (1, ["Climb.", "stair 1", "up", "stair 2"]),
+        (9, ["Climb.", "stair 0", "up", "stair 1", "up", "stair 2"]),
+    ],
 )
 def test_a_short_memory(history: int, shown: list[str]) -> None:
     model = ScriptedModel("up", "up", "up")

@@ -67,7 +67,11 @@ def test_schema_from_signature_and_docstring():
     assert p["properties"]["days"] == {"type": "integer", "default": 1, "description": "how many"}
     assert p["properties"]["unit"]["enum"] == ["C", "F"] and p["additionalProperties"] is False
     props = FunctionTool(add).schema["function"]["parameters"]["properties"]
-    assert props["a"]["description"] == "the first" and props["b"] == {"type": "integer", "minimum": 0, "description": "the second"}
+    assert props["a"]["description"] == "the first" and props["b"] == {
+        "type": "integer",
+        "minimum": 0,
+        "description": "the second",
+    }
     with pytest.raises(ConfigError, match="must have a name"):
         FunctionTool(lambda *args: "", name="x")
 

@@ -28,7 +28,13 @@ def task(**changes):
 
 @pytest.mark.parametrize(
     ("text", "action"),
-    [("Left", "Left"), ("I go up, then RIGHT.", "Right"), ("upright", None), ("<action>down</action> not up", "Down"), ("", None)],
+    [
+        ("Left", "Left"),
+        ("I go up, then RIGHT.", "Right"),
+        ("upright", None),
+        ("<action>down</action> not up", "Down"),
+        ("", None),
+    ],
 )
 def test_the_action_an_answer_names(text: str, action: str | None) -> None:
     assert chosen(text, {"Left": 0, "Right": 1, "Up": 2, "Down": 3}) == action
@@ -91,7 +97,11 @@ def test_a_taxi_ride():
 
 SHOP = """CREATE TABLE sales (id INTEGER, item TEXT, price REAL);
 INSERT INTO sales VALUES (1, 'pen', 2.0), (2, 'cup', 5.0), (3, 'pen', 3.0);"""
-SALES = {"row": {"database": SHOP}, "truth": "SELECT item, sum(price) FROM sales GROUP BY item", "prompt": "Turnover of each item?"}
+SALES = {
+    "row": {"database": SHOP},
+    "truth": "SELECT item, sum(price) FROM sales GROUP BY item",
+    "prompt": "Turnover of each item?",
+}
 
 
 def sql(*answers: str, **more: Any):
@@ -182,7 +192,9 @@ def test_text_games(tmp_path) -> None:
 def test_a_game_of_textarena() -> None:
     pytest.importorskip("textarena")
     args = {"env_id": "GuessTheNumber-v0", "max_turns": 2}
-    (row,) = run_workflow("text_game_workflow", task(row={"seed": 1}), ScriptedModel("[1]", "[20]"), workflow_args=args).group.rows
+    (row,) = run_workflow(
+        "text_game_workflow", task(row={"seed": 1}), ScriptedModel("[1]", "[20]"), workflow_args=args
+    ).group.rows
     assert row.status != "failed" and row.metrics["turns"] >= 1
 
 
@@ -262,5 +274,3 @@ def test_environments_of_openenv() -> None:
     shown = {**args, "observation_field": "left"}
     (row,) = run_workflow("openenv_workflow", task(row={"seed": 1}), ScriptedModel("1"), workflow_args=shown).group.rows
     assert row.messages[1]["content"] == "1"
-
-
