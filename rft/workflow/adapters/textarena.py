@@ -1,4 +1,4 @@
-"""Text games of textarena (`pip install textarena`), for one player; and any object of that shape.
+"""Text games of textarena (`pip install 'rft-platform[textarena]'`), for one player; and any object of that shape.
 
 The shape: reset(num_players=, seed=), get_observation() -> (player, text or list of messages), step(text) -> (done, info),
 close() -> (rewards by player, info).  Invariant: a run plays player 0 and nobody else.
@@ -59,7 +59,10 @@ class TextGame(EnvWorkflow):
         player, seen = self.game.get_observation()
         if player != 0:
             raise ValueError(f"{self.args.env_id} is for {player + 1} players or more; only games for one are played")
-        return seen if isinstance(seen, str) else "\n".join(str(m[1] if isinstance(m, tuple) else m) for m in seen)
+        if isinstance(seen, str):
+            return seen
+        told = [str(m[1]) if isinstance(m, tuple) else str(m) for m in seen if not (isinstance(m, tuple) and m[0] == player)]
+        return "\n".join(told) or "Your turn."  # what the player said itself is in the conversation already
 
     def _closed(self) -> float:
         """The reward, asked once."""
@@ -77,5 +80,10 @@ def _maker(name: str) -> Callable[..., Any]:
     try:
         import textarena
     except ImportError as e:
-        raise SetupError(f"{name} is a game of textarena, which is not installed ({e}): pip install textarena") from e
-    return lambda **args: textarena.make(env_id=name, **args)
+        raise SetupError(
+            f"{name} is a game of textarena, which is not installed ({e}): pip install 'rft-platform[textarena]'"
+        ) from e
+    raw = (
+        name if name.endswith(("-raw", "-train")) else f"{name}-raw"
+    )  # the plain name says all earlier turns again in every turn
+    return lambda **args: textarena.make(env_id=raw, **args)
