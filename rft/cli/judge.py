@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rft.taskset.base import Taskset
     from rft.types.task import Task
 
+PAGE = 256  # experiences whose payload is read at once
 app = typer.Typer(no_args_is_help=True, help="How far a judge can be trusted.")
 
 
@@ -134,19 +135,20 @@ def _of_file(opened: Taskset, response_key: str, label_key: str | None, limit: i
 
 
 def _of_run(run: Path, opened: Taskset, limit: int | None) -> list[Any]:
-    """Every answer of the taskset in the run's buffer, by the step of the weights that wrote its newest token."""
+    """Every answer of the taskset in the run's buffer, with the step of the weights that wrote its newest token."""
     from rft.buffer.query import open_run
 
-    question = (
-        "SELECT taskset, task_index, response_text, reward, newest_step FROM v_experiences "
-        "WHERE status <> 'failed' ORDER BY newest_step, id"
-    )
+    question = "SELECT id, taskset, task_index, reward, newest_step FROM v_experiences WHERE status <> 'failed' ORDER BY id"
     with open_run(run) as questions:
         with questions.ask(question) as answer:
-            found = [r for r in answer.rows if r[0] == opened.settings.name]
-    if limit is not None and len(found) > limit:  # spread over the whole run
-        found = [found[i * len(found) // limit] for i in range(limit)]
-    return [(opened.task(index), text, None, reward, step) for _, index, text, reward, step in found]
+            found = [r for r in answer.rows if r[1] == opened.settings.name]
+        if limit is not None and len(found) > limit:  # spread over the whole run
+            found = [found[i * len(found) // limit] for i in range(limit)]
+        texts: dict[str, str] = {}
+        for i in range(0, len(found), PAGE):
+            payload = questions.payload([r[0] for r in found[i : i + PAGE]])
+            texts |= {id: str(x.messages[-1].get("content") or "") for id, x in payload.items()}
+    return [(opened.task(index), texts[id], None, reward, step) for id, _, index, reward, step in found]
 
 
 async def _report(
@@ -173,8 +175,9 @@ async def _report(
         await models.close()
     counted: dict[str, float] = {}
     for name, value in meter.counts().items():
-        what = name.rpartition("/")[2]
-        counted[what] = counted.get(what, 0.0) + value - (0.0 if what == "latency" else before.get(name, 0.0))
+        judge, _, what = name.rpartition("/")
+        if value != before.get(name, 0.0) and f"{judge}/latency" != name:
+            counted[what] = counted.get(what, 0.0) + value - before.get(name, 0.0)
     told = [judged.Labelled(len(r[1]), v, label, r[4]) for r, v, label in zip(rows, values, labels, strict=True)]
     found = judged.report(told, threshold=threshold, label_threshold=label_threshold, counted=counted)
     return {**found, "repeats": repeats, "asked": counted}

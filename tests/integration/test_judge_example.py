@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from rft.buffer.query import open_run
+from rft.cli.main import make
 from rft.errors import ShortBatch
 from rft.launch.execute import execute
 from rft.reward.judge.desk import BudgetUsedUp
@@ -50,6 +53,14 @@ def told(folder: Path) -> dict[str, float]:
     return values
 
 
+def reported(run: Path) -> dict[str, Any]:
+    """`rft judge report` of a run, with a rule as the label."""
+    arguments = ["judge", "report", "-c", str(CONFIG), "--run", str(run), "--gold", "format_reward", "--json"]
+    result = CliRunner().invoke(make("judge"), arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
 def test_it_trains_by_its_configuration_alone(server: JudgeServer, tiny_model: Path, tmp_path: Path) -> None:
     done = execute(CONFIG, changes(tiny_model, tmp_path), in_process=True)
     values = told(done.run_dir)
@@ -58,6 +69,9 @@ def test_it_trains_by_its_configuration_alone(server: JudgeServer, tiny_model: P
     assert values["judge/child_judge/cost_usd"] == pytest.approx(calls * (200 * 0.0002 + 20 * 0.0008) / 1000)
     assert values["judge/child_judge/unscored"] == 0 and values["judge/child_judge/latency"] > 0
     assert (done.run_dir / "judge_cache.db").is_file()
+    told_later = reported(done.run_dir)
+    assert told_later["answers"] == 48 and [d["step"] for d in told_later["drift"]] == [0, 1, 2] and told_later["asked"] == {}
+    assert told_later["labelled"] == 48 and sum(d["answers"] for d in told_later["drift"]) == 48
     with open_run(done.run_dir) as questions, questions.ask("SELECT DISTINCT reward FROM v_experiences") as answer:
         assert {r[0] for r in answer.rows} <= {0.2, 0.4, 0.6, 0.8, 1.0, None}
     files = [

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, RunFailed
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (key BLOB PRIMARY KEY, judge TEXT NOT NULL, model TEXT NOT NULL, reply TEXT NOT NULL,
@@ -46,17 +46,20 @@ class Cache:
         return None if row is None else Reply(*row)
 
     def put(self, key: bytes, reply: Reply, *, judge: str, model: str, tokens: tuple[int, int]) -> None:
-        self._db.execute(
-            "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (key, judge, model, reply.text, reply.verdict_key, *tokens, time.time()),
-        )
+        """Raises RunFailed where it cannot be written."""
+        row = (key, judge, model, reply.text, reply.verdict_key, *tokens, time.time())
+        self._write("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def spend(self, model: str, cost_usd: float) -> None:
-        self._db.execute(
-            "INSERT INTO spent VALUES (?, 1, ?) ON CONFLICT (model) "
-            "DO UPDATE SET calls = calls + 1, cost_usd = cost_usd + excluded.cost_usd",
-            (model, cost_usd),
-        )
+        """Raises RunFailed where it cannot be written: a budget that is forgotten is none."""
+        more = "ON CONFLICT (model) DO UPDATE SET calls = calls + 1, cost_usd = cost_usd + excluded.cost_usd"
+        self._write(f"INSERT INTO spent VALUES (?, 1, ?) {more}", (model, cost_usd))
+
+    def _write(self, statement: str, row: tuple[object, ...]) -> None:
+        try:
+            self._db.execute(statement, row)
+        except (sqlite3.Error, UnicodeError) as e:
+            raise RunFailed(f"the judge's cache {self.path} cannot be written ({e}); make room, or use cache: off") from e
 
     def spent(self, model: str) -> float:
         """US dollars, of this and every earlier process."""

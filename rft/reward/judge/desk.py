@@ -117,7 +117,10 @@ class Desk:
                 finally:
                     meter.seconds += time.monotonic() - began
             tokens = completion.usage or (len(completion.prompt_tokens), len(completion.tokens))
-            cost = self._cost(*tokens)
+            if any(tokens):
+                cost = self._cost(*tokens)
+            else:  # a server that does not count: what it can have been at most is what it was
+                tokens = (size // 3, len(completion.text.encode("utf-8", "replace")) // 3 + 1)
             meter.prompt_tokens += tokens[0]
             meter.completion_tokens += tokens[1]
             self._tokens.correct(sum(tokens) - guess)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from rft.errors import ConfigError, EngineFailed
+from rft.errors import ConfigError, EngineFailed, RunFailed
 from rft.plugins import load_all
 from rft.reward.build import build
 from rft.reward.judge import meter
@@ -103,10 +104,8 @@ async def test_unreadable_is_asked_again_then_unscored_and_never_zero() -> None:
 async def test_a_reply_that_was_cut_is_unreadable() -> None:
     class Cut(FakeJudge):
         async def generate(self, request: GenerateRequest) -> list[Completion]:
-            import msgspec
-
             (c,) = await super().generate(request)
-            return [msgspec.structs.replace(c, finish_reason="length")]
+            return [structs.replace(c, finish_reason="length")]
 
     (score,) = await score_with(clear(max_retries=0), Cut(5), ["because of the air"], TASK)
     assert score.value is None and "max_tokens" in score.reason
@@ -257,20 +256,30 @@ async def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
 
 
 class Slow(FakeJudge):
-    """Answers when `go` is set; counts how many it works on."""
+    """Answers when `go` is set; counts how many it works on, for which `works_on` waits."""
 
     def __init__(self, says: float) -> None:
         super().__init__(says)
         self.go, self.working, self.most = asyncio.Event(), 0, 0
+        self._changed = asyncio.Condition()
+
+    async def works_on(self, count: int) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(lambda: self.working == count)
+
+    async def _works(self, change: int) -> None:
+        async with self._changed:
+            self.working += change
+            self.most = max(self.most, self.working)
+            self._changed.notify_all()
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        self.working += 1
-        self.most = max(self.most, self.working)
+        await self._works(1)
         try:
             await self.go.wait()
             return await super().generate(request)
         finally:
-            self.working -= 1
+            await self._works(-1)
 
 
 async def test_the_same_question_is_asked_once_at_a_time_and_room_is_limited() -> None:
@@ -278,9 +287,7 @@ async def test_the_same_question_is_asked_once_at_a_time_and_room_is_limited() -
     await judge.prepare({"j": model})
     same = [asyncio.ensure_future(judge(TASK, said("because of the air"))) for _ in range(5)]
     others = [asyncio.ensure_future(judge(TASK, said(f"reason {i}"))) for i in range(4)]
-    async with asyncio.timeout(5):
-        while model.working < 2:
-            await asyncio.sleep(0)
+    await model.works_on(2)
     same[0].cancel()
     model.go.set()
     assert await asyncio.gather(*same[1:], *others) == [1.0] * 8
@@ -292,15 +299,11 @@ async def test_a_question_that_nobody_waits_for_is_cancelled() -> None:
     model, judge = Slow(5), clear()
     await judge.prepare({"j": model})
     waiting = [asyncio.ensure_future(judge(TASK, said("because of the air"))) for _ in range(2)]
-    async with asyncio.timeout(5):
-        while not model.working:
-            await asyncio.sleep(0)
+    await model.works_on(1)
     for w in waiting:
         w.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    async with asyncio.timeout(5):
-        while model.working:
-            await asyncio.sleep(0)
+    await model.works_on(0)
     model.go.set()
     assert await judge(TASK, said("because of the air")) == 1.0
     await judge.close()
@@ -348,9 +351,7 @@ async def test_over_budget_answers_may_stay_unscored_instead() -> None:
 async def test_a_server_that_counts_tokens_is_believed() -> None:
     class Counts(FakeJudge):
         async def generate(self, request: GenerateRequest) -> list[Completion]:
-            import msgspec
-
-            return [msgspec.structs.replace(c, usage=(1000, 10)) for c in await super().generate(request)]
+            return [structs.replace(c, usage=(1000, 10)) for c in await super().generate(request)]
 
     await score_with(clear(**PRICED, name="counting"), Counts(5), ["air"], TASK)
     told = meter.counts()
@@ -382,3 +383,24 @@ async def test_sixteen_pending_scores_survive_the_death_of_the_judge() -> None:
 def test_a_completion_for_tests_has_what_an_engine_gives() -> None:
     c = completion("hi")
     assert c.text == "hi" and len(c.tokens) == len(c.logprobs) == 2 and c.version.step == 0
+
+
+async def test_a_server_that_does_not_count_costs_the_most_it_can(tmp_path: Path) -> None:
+    class Silent(FakeJudge):
+        async def generate(self, request: GenerateRequest) -> list[Completion]:
+            return [structs.replace(c, usage=(0, 0)) for c in await super().generate(request)]
+
+    model = Silent(5)
+    with pytest.raises(BudgetUsedUp):
+        await score_with(clear(**PRICED, max_cost_usd=8.0, name="silent"), model, [f"reason number {i}" for i in range(40)], TASK)
+    assert 0 < len(model.calls) < 10 and 0 < meter.counts()["silent/cost_usd"] <= 8.0
+
+
+async def test_a_cache_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    judge = Clear(cache=str(tmp_path / "c.db"))
+    await judge.prepare({"j": FakeJudge(5)})
+    assert judge._desk is not None and judge._desk.cache is not None
+    judge._desk.cache._db.execute("PRAGMA query_only = ON")
+    with pytest.raises(RunFailed, match="cannot be written"):
+        await judge(TASK, said("because of the air"))
+    await judge.close()
