@@ -30,6 +30,7 @@ Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", sh
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value", show_default=False)]
 Number = Annotated[int, typer.Option("--task", help="number of the task in its taskset, from 0")]
 Name = Annotated[str | None, typer.Option("--taskset", help="name of the taskset; default: the first", show_default=False)]
+Stage = Annotated[str, typer.Option(help="which of the configuration's stages", show_default=False)]
 Judges = Annotated[
     list[str] | None,
     typer.Option(
@@ -50,6 +51,7 @@ def workflow(
     overrides: Overrides = None,
     task: Number = 0,
     taskset: Name = None,
+    stage: Stage = "",
     engine: Annotated[str, typer.Option(help=", ".join(ENGINES))] = "scripted",
     say: Annotated[
         list[str] | None,
@@ -78,7 +80,7 @@ def workflow(
         raise ConfigError(f"write one of {', '.join(ENGINES)}", key="--engine", given=engine)
     if say and engine != "scripted":
         raise ConfigError("only --engine scripted says what it is told", key="--say", given=say[0])
-    plan = _plan(config, overrides, plugin_dir)
+    plan = _plan(config, overrides, plugin_dir, stage)
     settings: EngineSettings | None = None
     if engine == "openai":
         if not model:
@@ -106,6 +108,7 @@ def reward(
     overrides: Overrides = None,
     task: Number = 0,
     taskset: Name = None,
+    stage: Stage = "",
     judge: Judges = None,
     timeout: Limit = 3600.0,
     plugin_dir: Folders = None,
@@ -115,7 +118,7 @@ def reward(
     from rft.testing.fakes import ScriptedModel
     from rft.testing.play import OneAnswer
 
-    plan = _plan(config, overrides, plugin_dir)
+    plan = _plan(config, overrides, plugin_dir, stage)
     one = _unlimited(_task(plan, taskset, task, plugin_dir, counts=False))
     if one.reward is None:
         raise ConfigError(
@@ -125,14 +128,14 @@ def reward(
     _play(plan, one, policy, len(answer), judge or (), timeout, workflow=OneAnswer)
 
 
-def _plan(config: Path, overrides: Sequence[str] | None, plugin_dirs: Sequence[str] | None) -> Plan:
+def _plan(config: Path, overrides: Sequence[str] | None, plugin_dirs: Sequence[str] | None, stage: str) -> Plan:
     from rft import logs
     from rft.config.load import load
     from rft.config.resolve import resolve
     from rft.plugins import load_all
 
     logs.learn_environment()
-    plan = resolve(load(config, overrides or ()))
+    plan = resolve(load(config, overrides or (), stage=stage))
     load_all([*plan.plugin_dirs, *(plugin_dirs or ())])
     return plan
 

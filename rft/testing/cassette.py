@@ -6,13 +6,14 @@ Invariant: an answer is played only for a request that is equal in everything bu
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -23,7 +24,12 @@ from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 
 FORMAT = 1
 Record = Literal["once", "none", "all"]
-Start = Callable[[], Awaitable[ChatModel]]
+Start = Callable[[], Coroutine[Any, Any, ChatModel]]
+
+
+@runtime_checkable
+class Asked(ChatModel, Protocol):
+    """A model, as told from a function that starts one."""
 
 
 class CassetteMiss(LookupError):
@@ -46,7 +52,8 @@ class RecordedModel:
             raise ValueError(f"{self.path} is to be recorded, but there is no model to ask; give RecordedModel(path, model)")
         if not self.recording and not self.path.exists():
             raise FileNotFoundError(f'cassette {self.path} does not exist; record it once with record="once" and a model')
-        self._model, self._started = model, model if model is not None and hasattr(model, "generate") else None
+        self._model = model
+        self._started: asyncio.Future[ChatModel] | None = None
         self._calls: list[dict[str, Any]] = [] if self.recording else _read(self.path)
         self._played: defaultdict[str, int] = defaultdict(int)
         self._answers: defaultdict[str, list[Any]] = defaultdict(list)
@@ -86,11 +93,13 @@ class RecordedModel:
         return self._answers[key][number]
 
     async def _real(self) -> ChatModel:
+        """The model; runs that ask at the same time start it once."""
         if self._started is None:
-            start: Any = self._model
-            self._started = await start()
-        found: Any = self._started
-        return found  # type: ignore[no-any-return]
+            if isinstance(self._model, Asked):
+                return self._model
+            assert self._model is not None, "checked when it was made"
+            self._started = asyncio.ensure_future(self._model())
+        return await asyncio.shield(self._started)
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

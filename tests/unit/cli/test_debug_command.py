@@ -131,6 +131,16 @@ def test_a_real_model_and_its_judge(folder: Path) -> None:
     )
 
 
+def test_a_stage(folder: Path) -> None:
+    (folder / "talk.yaml").write_text(
+        (folder / "talk.yaml").read_text() + "stages:\n  - {stage_name: one}\n  - {stage_name: two}\n"
+    )
+    done = debug("workflow", "--stage", "two", "--judge", "scripted:1")
+    assert done.code == 0 and "reward     2" in done.output, done.output
+    without = debug("workflow")
+    assert without.code == 2 and "the stages are: one, two" in without.output
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rft.testing import CassetteMiss, RecordedModel, ScriptedModel, run_workflow, tool_call
+from rft.testing import (
+    CassetteMiss,
+    RecordedModel,
+    ScriptedModel,
+    WorkflowResult,
+    run_workflow,
+    run_workflow_async,
+    task_of,
+    tool_call,
+)
 from rft.types.completion import Score, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
-from rft.types.task import Task
+from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import RunContext
 
 ROW = {"prompt": "Guess.", "truth": "7"}
@@ -91,3 +101,33 @@ async def test_it_can_be_read(tmp_path: Path) -> None:
     text = (tmp_path / "c.json").read_text(encoding="utf-8")
     assert '"text": "grün"' in text and max(map(len, text.splitlines())) < 300
     assert json.loads(text)["calls"][0]["request"]["request_id"] == ""
+
+
+def test_a_real_engine_is_started_to_record_and_not_to_play(tiny_model: Path, tmp_path: Path) -> None:
+    """Two turns under a chat template: the recorded run and the played one give the same experience."""
+    from rft.engine.settings import EngineSettings
+    from rft.engine.transformers import TransformersEngine
+
+    started: list[TransformersEngine] = []
+
+    async def start() -> TransformersEngine:
+        settings = EngineSettings(engine_type="transformers", model_path=str(tiny_model), max_model_len=200, fixed_weights=True)
+        started.append(await TransformersEngine.start(settings))
+        return started[0]
+
+    task = task_of(ROW, sampling=SamplingArgs(max_tokens=4))
+
+    async def play() -> WorkflowResult:
+        try:
+            return await run_workflow_async(Twice, task, RecordedModel(tmp_path / "c.json", start), n=2)
+        finally:
+            for engine in started:
+                await engine.close()
+
+    recorded = asyncio.run(play())
+    played = run_workflow(Twice, task, RecordedModel(tmp_path / "c.json", start), n=2)
+    assert len(started) == 1 and recorded.experience.num_response_tokens > 2
+    for a, b in zip(recorded.experiences, played.experiences, strict=True):
+        assert (
+            np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs) and a.version_spans == b.version_spans
+        )
