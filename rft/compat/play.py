@@ -47,9 +47,11 @@ def adapter(cls: type) -> type:
         async def run_group(self, task: Task, contexts: Sequence[RunContext]) -> list[Transcript]:
             return await play(cls, task, contexts)
 
-    made = Grouped if getattr(cls, "can_repeat", False) else Single
+    made: Any = Grouped if getattr(cls, "can_repeat", False) else Single
+    made.theirs = cls
     made.__name__ = made.__qualname__ = cls.__name__
-    return made
+    found: type = made
+    return found
 
 
 async def play(cls: Any, task: Task, contexts: Sequence[RunContext]) -> list[Transcript]:

@@ -347,9 +347,7 @@ def test_registries_take_our_shapes_and_refuse_theirs():
         return np.zeros(len(x.rows), np.float32)
 
     assert REGISTRY.get("advantage_fn", "test_compat_zero").obj is zero
-    assert (
-        WORKFLOWS.get("test_SimpleWorkflow").__name__ == "SimpleWorkflow" and REWARD_FUNCTIONS.get("test_compat_reward") is Right
-    )
+    assert WORKFLOWS.get("test_SimpleWorkflow") is SimpleWorkflow and REWARD_FUNCTIONS.get("test_compat_reward") is Right
     with pytest.raises(PluginError, match="force"):
         REWARD_FUNCTIONS.register_module("math_reward", force=True)
     with pytest.raises(PluginError, match="defined twice"):
