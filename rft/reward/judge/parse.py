@@ -14,7 +14,7 @@ from rft.reward.judge.fence import Fence
 _OPENERS = re.compile(
     r"(?:(?:sure|okay|ok|certainly)\W*)?"
     r"(?:(?:my |the )?(?:thought process|thinking|reasoning|solution|explanation|(?:final )?answer)(?: is)?"
-    r"|let'?s (?:think|solve|work)(?: \w+){0,4} step by step|(?:i )?(?:don'?t know|cannot be determined)|here is (?:the|my) \w+)\W*",
+    r"|let'?s (?:think|solve|work)(?: \w+){0,4} step by step|here is (?:the|my) \w+)\W*",
     re.IGNORECASE,
 )
 
