@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -20,7 +22,7 @@ from rft.config.plan import Plan
 from rft.engine.base import make
 from rft.engine.settings import AuxiliarySettings, EngineSettings, ExternalSettings
 from rft.errors import ConfigError
-from rft.launch import parts
+from rft.launch import leftovers, parts
 from rft.testing.fakes import ScriptedModel
 from rft.testing.scripted import END, FIXED, conversation
 from rft.types.completion import Completion, VersionSpan
@@ -70,12 +72,22 @@ class Models:
         if settings.external is not None:
             where = f"{settings.external.model_name} at {settings.external.base_url or '$' + settings.external.base_url_env}"
         self._tell(f"{settings.name}: {settings.engine_type} {where}")
+        if settings.engine_type == "vllm" and leftovers.RUN_ID not in os.environ:
+            run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]  # its processes inherit the mark
+            self._started.callback(_clean, run_id)
         engine = await make(settings)
         self._started.push_async_callback(engine.close)
         return engine
 
     async def close(self) -> None:
         await self._started.aclose()
+
+
+def _clean(run_id: str) -> None:
+    """Removes what vLLM's processes leave when they are ended."""
+    for line in leftovers.clean(run_id):
+        log.info("%s", line)
+    os.environ.pop(leftovers.RUN_ID, None)
 
 
 class LazyModel:
