@@ -66,4 +66,5 @@ def to_file(path: Path, level: str = "INFO") -> logging.Handler:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(level)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request of a judge
     return handler

@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -90,10 +90,11 @@ class Registry:
     def get(self, kind: str, name: str) -> Plugin:
         """The plugin called `name`: a marked name, `pkg.module:Name` or `path/file.py:Name`."""
         if ":" in name:
-            return self._by_path(kind, name)
+            return _fitted(self._by_path(kind, name))
         with self._lock:
-            if (found := self._found.get((kind, name))) is not None:
-                return found
+            found = self._found.get((kind, name))
+        if found is not None:
+            return _fitted(found)
         known = self.names(kind)
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"  Did you mean {near[0]}?" if near else ""
@@ -125,6 +126,14 @@ class Registry:
         if marked is not None and marked.kind != kind:
             raise PluginError(f"{kind} {name!r} is a {marked.kind}")
         return Plugin(kind, name, obj, where, marked.args if marked is not None else getattr(obj, "Args", None))
+
+
+def _fitted(plugin: Plugin) -> Plugin:
+    """A class of another shape brings a class method `__rft_adapt__`, which gives the class of ours that stands for it."""
+    if (adapt := getattr(plugin.obj, "__rft_adapt__", None)) is None:
+        return plugin
+    obj = adapt()
+    return replace(plugin, obj=obj, args=getattr(obj, "Args", None))
 
 
 REGISTRY = Registry()

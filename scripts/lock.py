@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("dev", "quickstart", "tensorboard", "gym", "plot", "postgres", "wandb")
+EXTRAS = ("dev", "quickstart", "tensorboard", "gym", "plot", "postgres", "wandb", "agent", "gymnasium", "mcp")
 NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec"}
 CORE_HEADER = """\
 # Tested versions for machines without a GPU; written by scripts/lock.py.  torch comes first: 2.13.0 is the CPU build, a bare `torch`

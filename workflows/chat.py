@@ -31,3 +31,6 @@ class SimpleWorkflow(Workflow):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         await ctx.chat(messages)
         return ctx.transcript()
+
+
+workflow("async_simple_workflow", args=ChatArgs)(SimpleWorkflow)  # Trinity-RFT's name; every workflow may be async here

@@ -1,6 +1,6 @@
 """Mathematical questions: the model is asked to reason first and to mark its final answer.
 
-Goes with `math_reward` (tags) or `math_boxed_reward` (boxed).
+Goes with `math_reward` (math_workflow) or `math_boxed_reward` (math_boxed_workflow, math_eval_workflow).
 """
 
 from typing import Literal
@@ -41,3 +41,48 @@ class MathWorkflow(Workflow):
             messages = [{"role": "system", "content": self.instruction}, *messages]
         await ctx.chat(messages)
         return ctx.transcript(metrics={"answer_chars": len(ctx.completions[-1].text)})
+
+
+class BoxedArgs(BaseModel):
+    """`use_base`: the question alone, for models that were never tuned to chat; `with_think` asks for <think>...</think> first."""
+
+    model_config = ConfigDict(extra="forbid")
+    use_base: bool = False
+    with_think: bool = False
+    system_prompt: str | None = None
+
+
+@workflow("math_boxed_workflow", args=BoxedArgs)
+class MathBoxedWorkflow(Workflow):
+    """Asks once for a result inside \\boxed{}.  What an answer without <think> loses is an argument of `math_boxed_reward`."""
+
+    def __init__(self, use_base: bool = False, with_think: bool = False, system_prompt: str | None = None) -> None:
+        think = "Write your reasoning between <think> and </think> first. " if with_think else ""
+        self.instruction = system_prompt if system_prompt is not None else think + PROMPTS["boxed"]
+        self.use_base = use_base
+
+    async def run(self, task: Task, ctx: RunContext) -> Transcript:
+        messages = task.chat()
+        if not self.use_base and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.instruction}, *messages]
+        await ctx.chat(messages)
+        return ctx.transcript(metrics={"answer_chars": len(ctx.completions[-1].text)})
+
+
+class EvalArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+@workflow("math_eval_workflow", args=EvalArgs)
+class MathEvalWorkflow(MathBoxedWorkflow):
+    """The instruction of Qwen2.5-Math's evaluation; its sampling is `rollout_args: {temperature: 0.6, top_p: 0.8}`."""
+
+    def __init__(self) -> None:
+        super().__init__(system_prompt="Please reason step by step, and put your final answer within \\boxed{}.")
+
+
+# Trinity-RFT's names.  math_rm_workflow is for rewards that look at the whole conversation, which all rewards can.
+for _name in ("async_math_workflow", "math_rm_workflow", "async_math_rm_workflow"):
+    workflow(_name, args=MathArgs)(MathWorkflow)
+workflow("async_math_boxed_workflow", args=BoxedArgs)(MathBoxedWorkflow)
+workflow("async_math_eval_workflow", args=EvalArgs)(MathEvalWorkflow)

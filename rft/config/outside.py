@@ -6,8 +6,6 @@ Only those that are not active yet stand here; `rft doctor --keys` lists them.  
 from __future__ import annotations
 
 _ASYNC = "comes with sync_style: fully_async; until then see experience/staleness and rollout/model_version"
-_TURNS = "no shipped workflow has several turns yet; a workflow of your own may take it"
-_TASKSET = "buffer.explorer_input.tasksets[i]"
 
 LATER_OUTSIDE: dict[str, str] = {
     **dict.fromkeys(("trainer/idle_ratio", "explorer/idle_ratio"), "comes later; see the perf/ and sync/ times"),
@@ -24,6 +22,4 @@ LATER_OUTSIDE: dict[str, str] = {
         ],
         _ASYNC,
     ),
-    f"{_TASKSET}.workflow_args.max_turns": _TURNS,
-    f"{_TASKSET}.workflow_args.tool_config_path": _TURNS,
 }

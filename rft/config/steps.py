@@ -15,9 +15,10 @@ from rft.config.plan import schedule
 from rft.config.problems import Problems
 from rft.config.reading import max_staleness
 from rft.config.schema.base import Section
+from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
-from rft.explorer.settings import ExplorerSettings
+from rft.explorer.settings import ApiSettings, ExplorerSettings
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import TasksetSettings
 
@@ -238,9 +239,22 @@ def explorer(
         max_concurrent_runs=e.max_concurrent_runs,
         breaker=e.max_failed_groups,
         deterministic=config.deterministic,
+        apis=_apis(config, p),
         plugin_dirs=plugin_dirs,
         env_vars=dict(e.env_vars),
     )
+
+
+def _apis(config: RunConfig, p: Problems) -> tuple[ApiSettings, ...]:
+    """The servers for onlookers: of the policy, then of the auxiliary models."""
+    e = config.explorer
+    served: list[tuple[str, str | None, ServedModelConfig]] = [("rollout_model", None, e.rollout_model)]
+    served += [(f"auxiliary_models[{i}]", m.name or f"auxiliary_model_{i}", m) for i, m in enumerate(e.auxiliary_models)]
+    for where, _, model in served:
+        for name in ("base_port", "api_key") if not model.enable_openai_api else ():
+            if getattr(model, name) is not None:
+                p.warn(f"explorer.{where}.{name} has no effect: enable_openai_api is false")
+    return tuple(ApiSettings(model=name, port=m.base_port, key=m.api_key) for _, name, m in served if m.enable_openai_api)
 
 
 def _unread(section: Section, name: str, why: str, p: Problems) -> None:

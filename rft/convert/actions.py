@@ -194,9 +194,7 @@ def multi_turn(d: Draft, a: Argument) -> Outcome:
     key = "buffer.explorer_input.default_workflow_type"
     if key in d.overridden:
         return Outcome("derived", "played by the workflow that --set names", (key,))
-    return Outcome(
-        "refused", f"which workflow plays the turns?  Name it with --set {key}=NAME (`rft plugins workflow` lists them)"
-    )
+    return write(d, a, (key,), "tool_workflow", "tools are run by tool_workflow; --set another one where yours plays the turns")
 
 
 def multi(d: Draft) -> bool:

@@ -339,7 +339,7 @@ RULES |= {
     key: only_if(do.multi, "one turn: multi_turn.enable is off", to(*(f"{sets}[i].workflow_args.{last}" for sets in (TRAIN, EVAL))))
     for last in (
         "max_turns", "tool_config_path", "max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length",
-        "format",
+        "tool_response_truncate_side", "format",
     )
     for key in (f"{ROLLOUT}.multi_turn.{last}",)
 }  # fmt: skip

@@ -63,10 +63,13 @@ def no_scores(name: str) -> ValueError:
     return ValueError(f"{name}: this model writes text; a reward model is an auxiliary model with task: score")
 
 
-def prompt_limit(settings: EngineSettings) -> int:
-    """The longest prompt, in tokens: one token of the context must stay free for an answer."""
+def prompt_limit(settings: EngineSettings, *, goes_on: bool = False) -> int:
+    """The longest prompt, in tokens: one token of the context must stay free for an answer.
+
+    max_prompt_tokens is about openings; a prompt that goes on from an earlier call (`goes_on`) has the whole context.
+    """
     room = settings.max_model_len - 1
-    return room if settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
+    return room if goes_on or settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
 
 
 def check_row(row: ScoreRow, settings: EngineSettings, *, longest: int) -> list[int]:
@@ -79,11 +82,11 @@ def check_row(row: ScoreRow, settings: EngineSettings, *, longest: int) -> list[
     return tokens
 
 
-def check_prompt(tokens: int, settings: EngineSettings) -> None:
+def check_prompt(tokens: int, settings: EngineSettings, *, goes_on: bool = False) -> None:
     """Raises PromptTooLong, or ValueError for an empty prompt."""
     if tokens == 0:
         raise ValueError("the prompt has no tokens; give messages or prompt_tokens")
-    if tokens > (limit := prompt_limit(settings)):
+    if tokens > (limit := prompt_limit(settings, goes_on=goes_on)):
         raise PromptTooLong(tokens, limit)
 
 

@@ -47,6 +47,7 @@ class Chat:
 
         Raises PromptTooLong, TokensDiffer (tokenization_check: strict), or ValueError when there is no prompt or no template.
         """
+        goes_on = False
         if request.prompt_tokens:
             ids = list(request.prompt_tokens)
         elif not request.messages:
@@ -54,11 +55,11 @@ class Chat:
         elif self._no_template and request.chat_template is None:
             raise ValueError(self._no_template)
         elif request.prefix_tokens is not None and request.prefix_messages:
-            ids = self._go_on(request, [int(t) for t in request.prefix_tokens])
+            ids, goes_on = self._go_on(request, [int(t) for t in request.prefix_tokens]), True
         else:
             ids = self._render(request, [dict(m) for m in request.messages], tokenize=True)
-        ids = cut(ids, prompt_limit(self.settings), request.prompt_truncation)
-        check_prompt(len(ids), self.settings)
+        ids = cut(ids, prompt_limit(self.settings, goes_on=goes_on), request.prompt_truncation)
+        check_prompt(len(ids), self.settings, goes_on=goes_on)
         return ids
 
     def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:

@@ -36,13 +36,22 @@ RETRIES = 2  # of a request whose engine failed
 class EnginePool:
     """Implements `Engine` over `engines`; what one of them raises says which it was.
 
+    `identity` tells models apart.
     `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when engine i serves again.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, max_concurrent: int | None = None, revive: Revive | None = None) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        max_concurrent: int | None = None,
+        revive: Revive | None = None,
+        identity: str = "",
+    ) -> None:
         if not engines:
             raise ValueError("a pool needs at least one engine")
         self.engines = tuple(engines)
+        self.identity = identity  # which model this is, for what remembers its answers
         self._revive = revive
         self._turn = asyncio.Semaphore(max_concurrent or 1 << 30)
         self._under_way = [0] * len(engines)

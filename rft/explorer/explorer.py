@@ -27,6 +27,7 @@ from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Breaker, RunTimes, Slots
 from rft.plugins import load_all
 from rft.reward import pool
+from rft.reward.judge import meter
 from rft.taskset.base import open_taskset
 from rft.taskset.order import Order
 from rft.types.block import encode
@@ -211,6 +212,7 @@ class Explorer:
         await self._gate.explored(batch.number)
         values = rollout_metrics(batch.played, batch.wall_s) | pipeline_metrics(batch.pipeline)
         values |= {f"reward/{k}": float(v) for k, v in pool.counts().items()}
+        values |= {f"judge/{k}": v for k, v in meter.counts().items()}
         if self.settings.timeout_ratio is not None:
             values["rollout/time/limit"] = self._times.limit_s
         self._times.see(batch.played)

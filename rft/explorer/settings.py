@@ -9,6 +9,15 @@ from rft.taskset.settings import TasksetSettings
 
 
 @dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """An OpenAI-compatible server on loopback for onlookers; its calls are not recorded."""
+
+    model: str | None = None  # name of an auxiliary model; None = the policy
+    port: int | None = None  # None = a free one
+    key: str | None = field(default=None, repr=False)  # None = a random one
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExplorerSettings:
     """The exploring loop."""
 
@@ -43,6 +52,7 @@ class ExplorerSettings:
     report_interval_s: float = 0.0  # how often the log says what every batch does; 0 = never
     breaker: int = 10  # consecutive groups that fail wholly before the run stops
     deterministic: bool = False
+    apis: tuple[ApiSettings, ...] = ()
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     plugin_dirs: tuple[str, ...] = field(default_factory=tuple)
     env_vars: dict[str, str] = field(default_factory=dict)  # of the process that the explorer runs in

@@ -71,7 +71,7 @@ async def _row(task: Task, recipe: Recipe, answers: Sequence[str], source: str, 
         raise ConfigError(
             "names no reward; write default_reward_fn_type for it, or --reward-fn", key=f"taskset {task.taskset}.reward_fn"
         )
-    said = [_transcript(task, text) for text in answers]
+    said = [transcript(task, text) for text in answers]
     results: Sequence[Score | BaseException]
     if recipe.scores_group:
         (whole,) = await asyncio.gather(asyncio.wait_for(score_group(reward, task, said), timeout_s), return_exceptions=True)
@@ -98,7 +98,7 @@ def _answers(task: Task, key: str) -> list[str]:
     return list(answers)
 
 
-def _transcript(task: Task, text: str) -> Transcript:
+def transcript(task: Task, text: str) -> Transcript:
     """The answer as if it had been sampled.  It has no tokens: rewards that count tokens see 0."""
     empty = np.zeros(0, np.int32)
     completion = Completion(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from rft.config.plan import Plan
+from rft.engine.settings import AuxiliarySettings
 from rft.launch.probes import probe_prompts, vocab_size
 from rft.sync.schedule import Schedule
 from rft.types.experience import Demonstration
@@ -234,17 +236,22 @@ class ExplorerPart:
         """`auxiliary`: of every auxiliary model its engines, none for one behind a server."""
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
+        from rft.reward.place import run_folder
 
+        run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
+            policy = cast(ChatModel, EnginePool(engines, revive=gate.revive if _restart(engines) else None))
+            models = await _models(self.plan, auxiliary, clients)
+            await _onlookers(self.plan, policy, models, clients)
             self._explorer = Explorer(
                 self.plan.explorer,
-                model=cast(ChatModel, EnginePool(engines, revive=gate.revive if _restart(engines) else None)),
+                model=policy,
                 buffer=cast(BufferWriter, writer),
                 gate=cast(ExploreGate, gate),
                 sink=cast(MetricSink, sink),
                 lineage=start.lineage,
                 cursor=start.cursor,
-                models=await _models(self.plan, auxiliary, clients),
+                models=models,
             )
             await self._explorer.run()
 
@@ -254,7 +261,9 @@ class ExplorerPart:
         """Evaluates the weights that the engines serve; what was reported."""
         from rft.engine.pool import EnginePool
         from rft.explorer.bench import bench
+        from rft.reward.place import run_folder
 
+        run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
             return await bench(
                 self.plan.explorer,
@@ -281,9 +290,33 @@ async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: Async
             if e.external is not None:
                 engines.append(await make(e))
                 clients.push_async_callback(engines[-1].close)
-        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given))
+        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given), identity=identity(settings))
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
+
+
+def identity(settings: AuxiliarySettings) -> str:
+    """Which model it is: its files, or its name and server."""
+    first = settings.engines[0]
+    if (server := first.external) is None:
+        return f"{first.model_path} ({first.dtype})"
+    return f"{server.model_name} at {server.base_url or server.base_url_env}"
+
+
+async def _onlookers(plan: Plan, policy: ChatModel, models: dict[str, ChatModel], servers: AsyncExitStack) -> None:
+    """Servers for people outside the run; their addresses and keys stand in a file that only its owner can read."""
+    from rft.workflow.endpoint import public
+
+    found = {}
+    for api in plan.explorer.apis:
+        name, model = api.model or "policy", policy if api.model is None else models[api.model]
+        found[name] = await servers.enter_async_context(public(model, name, port=api.port, key=api.key))
+        log.info("%s is served at %s; the key is in openai_api.json", name, found[name]["base_url"])
+    if found:
+        file = plan.run_dir / "openai_api.json"
+        file.touch(mode=0o600)
+        file.write_text(json.dumps(found, indent=1))
+        servers.callback(file.unlink, missing_ok=True)
 
 
 async def explorer(plan: Plan) -> ExplorerPart:

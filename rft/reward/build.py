@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, Plugin, checked_args
-from rft.reward import functions, lists, manager, overlong, sources
+from rft.reward import functions, known, lists, manager, overlong, sources
 from rft.reward.base import Reward
 
 
@@ -23,7 +23,14 @@ def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
         name = ours
         takes = _own(REGISTRY.get("reward", ours))
         args = {n: v for n, v in args.items() if n not in sources.SANDBOX_ARGS or n in takes}
-    plugin = REGISTRY.get("reward", name)
+    if (why := known.advice(name)) and name not in REGISTRY.names("reward"):
+        raise ConfigError(f"reward {name!r}: {why}", key=key, given=name)
+    return of(REGISTRY.get("reward", name), args, key=key)
+
+
+def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
+    """The same for a reward that is there already."""
+    name = plugin.name
     own, penalty = overlong.split(args, _own(plugin), key=key)
     own, calls = manager.split(own, _own(plugin), key=key)
     made: Any

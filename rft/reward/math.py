@@ -17,6 +17,7 @@ from rft.types.completion import Transcript
 from rft.types.task import Task
 
 POOL = WorkerPool("math_verify", "rft.reward.math_worker")
+_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -31,6 +32,13 @@ class MathArgs(BaseModel):
 class BoxedArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
     timeout_s: float = 10.0
+
+
+class MathBoxedArgs(BoxedArgs):
+    """`format_score_coef`: taken away, with `with_think`, from an answer that does not begin with <think>...</think>."""
+
+    with_think: bool = False
+    format_score_coef: float = 0.0
 
 
 @reward("math_reward", args=MathArgs)
@@ -51,15 +59,24 @@ async def accuracy_reward(task: Task, transcript: Transcript, *, timeout_s: floa
     return {"accuracy": await same(transcript.answer, task, timeout_s)}
 
 
-@reward("math_boxed_reward", args=BoxedArgs)
-async def math_boxed_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> dict[str, float]:
+@reward("math_boxed_reward", args=MathBoxedArgs)
+async def math_boxed_reward(
+    task: Task, transcript: Transcript, *, with_think: bool = False, format_score_coef: float = 0.0, timeout_s: float = 10.0
+) -> dict[str, float]:
     """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0."""
-    boxed = last_boxed(transcript.answer)
+    parts = {"accuracy": await _boxed(task, transcript.answer, timeout_s)}
+    if with_think and format_score_coef:
+        parts["format"] = 0.0 if _THOUGHT.match(transcript.answer) else -format_score_coef
+    return parts
+
+
+async def _boxed(task: Task, answer: str, timeout_s: float) -> float:
+    boxed = last_boxed(answer)
     if boxed is None:
-        return {"accuracy": 0.0}
+        return 0.0
     if task.truth is not None and boxed.strip() == str(task.truth).strip():  # also where math-verify could not read the truth
-        return {"accuracy": 1.0}
-    return {"accuracy": await same(f"\\boxed{{{boxed}}}", task, timeout_s)}
+        return 1.0
+    return await same(f"\\boxed{{{boxed}}}", task, timeout_s)
 
 
 async def same(answer: str, task: Task, timeout_s: float) -> float:

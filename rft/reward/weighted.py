@@ -71,6 +71,12 @@ class WeightedReward:
                 return Score(value=None, parts=parts, reason=f"{name} is unscored: {given.reason or 'no reason given'}")
         return Score(value=math.fsum(terms) if terms else None, parts=parts, reason="; ".join(reasons))
 
+    def asks(self, models: Any) -> None:
+        """Raises ConfigError where a part asks a model that is not there."""
+        for made in self._made.values():
+            if callable(asks := getattr(made, "asks", None)):
+                asks(models)
+
     async def prepare(self, models: Any) -> None:
         for made in self._made.values():
             if callable(prepare := getattr(made, "prepare", None)):

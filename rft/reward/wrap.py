@@ -23,6 +23,8 @@ class Over:
         self.whole_group = bool(getattr(inner, "whole_group", False))
         if callable(gold := getattr(inner, "gold_answer", None)):
             self.gold_answer = gold
+        if callable(asks := getattr(inner, "asks", None)):
+            self.asks = asks
 
     async def __call__(self, task: Task, given: Any) -> Any:
         if not self.whole_group:

@@ -140,8 +140,8 @@ class ScriptedEngine:
             raise self._failures.popleft()
         if not request.prompt_tokens and not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
-        prompt = _prompt(request)
-        check_prompt(len(prompt), self.settings)
+        prompt = conversation(request)
+        check_prompt(len(prompt), self.settings, goes_on=request.prefix_tokens is not None and not request.prompt_tokens)
         texts = [self._next(request) for _ in range(request.n)]
         await self._count(request.n)
         try:
@@ -268,7 +268,8 @@ class ScriptedEngine:
             raise EngineFailed(f"{self.settings.name}: {self._dead}")
 
 
-def _prompt(request: GenerateRequest) -> np.ndarray:
+def conversation(request: GenerateRequest) -> np.ndarray:
+    """int32: the prompt of a request, after the tokens that it goes on from."""
     if request.prompt_tokens:
         return np.array(request.prompt_tokens, np.int32)
     if request.prefix_tokens is None:

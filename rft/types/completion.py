@@ -70,6 +70,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     score: Score | None = None  # of this call alone, where the workflow gives one (`ctx.score_step`)
     info: dict[str, Any] = field(default_factory=dict)
     teacher_logprobs: np.ndarray | None = None  # float32 [R] of another model for the same tokens
+    mask: np.ndarray | None = None  # bool [R]: which of its tokens are trained; None = all
 
 
 Layout = Literal["joined", "steps", "chains"]
@@ -85,6 +86,7 @@ class Transcript(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     score: Score | None = None  # set by workflows that score themselves; else the task's reward is called
+    limited: bool = False  # a limit of the whole run ended it: its last experience counts as truncated
 
     @property
     def answer(self) -> str:
@@ -93,4 +95,4 @@ class Transcript(Struct, frozen=True, kw_only=True):
 
     @property
     def truncated(self) -> bool:
-        return any(t.completion.finish_reason == "length" for t in self.turns)
+        return self.limited or any(t.completion.finish_reason == "length" for t in self.turns)

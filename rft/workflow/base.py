@@ -56,6 +56,7 @@ class RunContext:
         self._model = model
         self._task = task
         self._turns: list[Turn] = []
+        self._asked = 0
         self.run = run
         self.request_id = request_id
         self.seed = seed
@@ -76,25 +77,65 @@ class RunContext:
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **overrides: Any
     ) -> Completion:
         """One model call.  `overrides` replace fields of the task's sampling arguments, e.g. max_tokens=8."""
+        (completion,) = await self.sample(messages, tools=tools, **overrides)
+        return completion
+
+    async def sample(
+        self,
+        messages: Sequence[dict[str, Any]] = (),
+        *,
+        n: int = 1,
+        tools: Sequence[dict[str, Any]] | None = None,
+        prompt_tokens: Sequence[int] = (),
+        chat_template: str | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> list[Completion]:
+        """`n` answers to the same messages, or to `prompt_tokens`; each is recorded as a call of its own."""
+        request = self.request(
+            messages,
+            n=n,
+            tools=tools,
+            prompt_tokens=prompt_tokens,
+            chat_template=chat_template,
+            chat_template_args=chat_template_args,
+            **overrides,
+        )
+        completions = await self._model.generate(request)
+        for completion in completions:
+            self.record(Turn(messages=request.messages, completion=completion))
+        return completions
+
+    def request(
+        self,
+        messages: Sequence[dict[str, Any]] = (),
+        *,
+        n: int = 1,
+        tools: Sequence[dict[str, Any]] | None = None,
+        prompt_tokens: Sequence[int] = (),
+        chat_template: str | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> GenerateRequest:
+        """What `sample` asks the policy's engine.  Every call of a run has a number of its own, also of those at the same time."""
         sampling = msgspec.structs.replace(self._task.sampling, **overrides) if overrides else self._task.sampling
-        number = len(self._turns)
+        number, self._asked = self._asked, self._asked + 1
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))
-        before = self._before(messages)
-        request = GenerateRequest(
-            messages=tuple(messages),
+        before = None if chat_template is not None else self._before(messages)
+        return GenerateRequest(
+            messages=tuple(dict(m) for m in messages),  # a caller may go on with its own
             tools=tuple(tools if tools is not None else self._task.tools),
+            prompt_tokens=tuple(prompt_tokens),
             prefix_tokens=None if before is None else _tokens(before.completion),
             prefix_messages=0 if before is None else len(before.messages) + 1,
-            chat_template=self._task.chat_template,
-            chat_template_args=self._task.chat_template_args,
+            chat_template=chat_template if chat_template is not None else self._task.chat_template,
+            chat_template_args={**self._task.chat_template_args, **(chat_template_args or {})},
             prompt_truncation=self._task.prompt_truncation if not self._turns else "error",
             sampling=sampling,
+            n=n,
             request_id=f"{self.request_id}-{number}",
         )
-        (completion,) = await self._model.generate(request)
-        self.record(Turn(messages=request.messages, completion=completion))
-        return completion
 
     def record(self, turn: Turn) -> None:
         """Adds a call that something else has made with the policy's engine."""
@@ -135,9 +176,11 @@ class RunContext:
         metrics: dict[str, float] | None = None,
         info: dict[str, Any] | None = None,
         layout: Layout = "joined",
+        limited: bool = False,
     ) -> Transcript:
         """The calls so far.  Give `score` if the workflow scores itself; otherwise the taskset's reward is called."""
-        return Transcript(turns=tuple(self._turns), score=score, metrics=metrics or {}, info=info or {}, layout=layout)
+        turns = tuple(self._turns)
+        return Transcript(turns=turns, score=score, metrics=metrics or {}, info=info or {}, layout=layout, limited=limited)
 
 
 def _tokens(c: Completion) -> np.ndarray:
@@ -146,7 +189,11 @@ def _tokens(c: Completion) -> np.ndarray:
 
 
 def _answers(message: Mapping[str, Any], c: Completion) -> bool:
-    return message.get("role") == "assistant" and message.get("content") in (c.text, c.message["content"])
+    """Whether `message` is this answer: the same text, and the same tool calls where it has any."""
+    if message.get("role") != "assistant" or (message.get("content") or "") != c.text:
+        return False
+    calls = message.get("tool_calls")
+    return not calls or [call.get("function") for call in calls] == [call.get("function") for call in c.tool_calls]
 
 
 def sampling_of(task: Task, **overrides: Any) -> SamplingArgs:

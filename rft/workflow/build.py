@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, checked_args
+from rft.plugins import REGISTRY, Plugin, checked_args
 from rft.reward.base import Reward
 from rft.reward.build import build as build_reward
 from rft.types.ports import ChatModel
 from rft.types.task import Task
+from rft.workflow import known
 from rft.workflow.base import NO_MODELS, Workflow
 from rft.workflow.isolated import Place
 
@@ -85,17 +86,25 @@ class Recipes:
 
 
 def _build(task: Task) -> Recipe:
+    reward = None
+    if task.reward is not None:
+        reward = build_reward(task.reward, task.reward_args, key=f"taskset {task.taskset}.reward_fn_args")
+    if (why := known.advice(task.workflow)) and task.workflow not in REGISTRY.names("workflow"):
+        raise ConfigError(f"workflow {task.workflow!r}: {why}", key=f"taskset {task.taskset}.workflow", given=task.workflow)
+    return recipe(REGISTRY.get("workflow", task.workflow), task, reward)
+
+
+def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
+    """How `task` is played by this workflow and scored by this reward.  Raises ConfigError for arguments that do not fit."""
     where = f"taskset {task.taskset}"
-    plugin = REGISTRY.get("workflow", task.workflow)
     cls: Any = plugin.obj
-    known = inspect.isclass(cls)
+    a_class = inspect.isclass(cls)
     plays_group = callable(getattr(cls, "run_group", None))
-    if not known or not (plays_group or callable(getattr(cls, "run", None))):
+    if not a_class or not (plays_group or callable(getattr(cls, "run", None))):
         raise ConfigError(
             f"workflow {task.workflow!r} must be a class with a method run(self, task, ctx)", key=f"{where}.workflow"
         )
     keywords = checked_args(plugin, task.workflow_args, key=f"{where}.workflow_args")
-    reward = None if task.reward is None else build_reward(task.reward, task.reward_args, key=f"{where}.reward_fn_args")
     blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
     wanted = getattr(cls, "isolated", False)
     place = None if wanted is False else Place(cls, wanted, key=f"{where}.workflow")

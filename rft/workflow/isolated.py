@@ -94,6 +94,7 @@ class Played(msgspec.Struct, kw_only=True):
     metrics: dict[str, float]
     info: dict[str, Any]
     score: Score | None
+    limited: bool = False
 
 
 def pack(value: Any) -> bytes:
@@ -247,7 +248,9 @@ class _Talk:
                 if number not in self._turns:
                     raise ValueError(f"call {number} was never made")
                 ctx.record(msgspec.structs.replace(self._turns[number], score=score, info=info, teacher_logprobs=teacher))
-            made.append(ctx.transcript(score=run.score, metrics=run.metrics, info=run.info, layout=run.layout))
+            made.append(
+                ctx.transcript(score=run.score, metrics=run.metrics, info=run.info, layout=run.layout, limited=run.limited)
+            )
         return made
 
     async def _answer(self, call: Call) -> None:

@@ -119,8 +119,10 @@ async def _run(made: Any, order: Order, contexts: list[RunContext]) -> list[Tran
 
 
 def _played(t: Transcript, link: _Link) -> Played:
+    if any(turn.mask is not None for turn in t.turns):
+        raise ValueError("an isolated workflow cannot leave tokens out of training (mask); play it without isolated")
     calls = [(link.numbers[id(turn.completion)], turn.score, turn.info, turn.teacher_logprobs) for turn in t.turns]
-    return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score)
+    return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score, limited=t.limited)
 
 
 def _limit(order: Order) -> None:

@@ -43,7 +43,9 @@ def experiences(
             metrics={name: float(value) for name, value in transcript.metrics.items()},
             info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
         )
-        rows.append(_taught(row, turns))
+        rows.append(_taught(_masked(row, turns), turns))
+    if transcript.limited:
+        rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
     return tuple(rows)
 
 
@@ -88,6 +90,20 @@ def value(transcript: Transcript, verdict: Score | None) -> float | None:
         return verdict.value
     own = [t.score.value for t in transcript.turns if t.score is not None and t.score.value is not None]
     return sum(own) if own else None
+
+
+def _masked(row: Experience, turns: Sequence[Turn]) -> Experience:
+    """The row without the tokens that its calls leave out of training."""
+    if all(t.mask is None for t in turns):
+        return row
+    keep = row.loss_mask.copy()
+    for t in turns:
+        start, size = len(t.completion.prompt_tokens), len(t.completion.tokens)
+        if t.mask is not None:
+            if t.mask.shape != (size,) or t.mask.dtype != np.bool_:
+                raise ValueError(f"mask: {t.mask.dtype} {t.mask.shape}, must be bool for {size} tokens")
+            keep[start : start + size] &= t.mask
+    return msgspec.structs.replace(row, loss_mask=keep, logprobs=np.where(keep, row.logprobs, np.float32(0)))
 
 
 def _taught(row: Experience, turns: Sequence[Turn]) -> Experience:

@@ -157,7 +157,7 @@ OTHERWISE = {  # what is not vLLM's to know, and who reads it
     ),
     **dict.fromkeys(("max_response_tokens", "min_response_tokens", "repetition_penalty", "ignore_eos"), "SamplingArgs"),
     **dict.fromkeys(("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"), "Parsers, which are vLLM's"),
-    **dict.fromkeys(("enable_openai_api", "base_port", "api_key"), "engines open no port"),
+    **dict.fromkeys(("enable_openai_api", "base_port", "api_key"), "the explorer's endpoint"),
     **dict.fromkeys(("enable_history", "use_v1"), "no effect"),
     **dict.fromkeys(("fully_sharded_loras", "max_cpu_loras"), "not active: adapters come with LoRA"),
     "external_model_config": "models behind a server",

@@ -74,9 +74,16 @@ def test_importing_light_rooms_loads_nothing_heavy() -> None:
 
 
 def test_room_packages_are_empty() -> None:
-    """An import in a room's __init__ would be paid by everyone who touches the room."""
+    """An import in a room's __init__ would be paid by everyone who touches the room; the two rooms that users import names from look
+    them up when they are asked for."""
     for path in (ROOT / "rft").glob("*/__init__.py"):
         body = ast.parse(path.read_text()).body
+        if path.parent.name in ("testing", "compat"):
+            at_once = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+            named = {a.name for node in at_once if isinstance(node, ast.Import) for a in node.names}
+            named |= {str(node.module) for node in at_once if isinstance(node, ast.ImportFrom)}
+            assert named <= {"__future__", "importlib", "typing"}, f"{path.relative_to(ROOT)} imports {named} at once"
+            continue
         assert all(isinstance(node, ast.Expr) for node in body), f"{path.relative_to(ROOT)} holds more than a docstring"
 
 

@@ -13,7 +13,6 @@ EngineType = Annotated[
     renamed(vllm_async="vllm", hf="transformers", openai="external"),
 ]
 
-_NO_SERVER = "engines open no port yet; workflows call ctx.chat"
 _NO_ADAPTERS = "adapters come with LoRA; the whole model is trained and served"
 _SERVE = "belongs to mode: serve, which comes later"
 
@@ -101,12 +100,15 @@ class ServedModelConfig(Section):
     enable_auto_tool_choice: bool = key(
         False, "Take tool calls out of the answer's text; needs tool_call_parser.", on_resume="safe"
     )
-    enable_openai_api: bool = key(False, "Open an OpenAI-compatible port.", on_resume="safe", later=Later(_NO_SERVER, True))
-    base_port: int | None = key(
-        None, "First port of these servers.  Null: free ones.", on_resume="safe", ge=1, le=65535, later=Later(_NO_SERVER, True)
+    enable_openai_api: bool = key(
+        False,
+        "Serve the model to onlookers of this machine too, by OpenAI's protocol, while the run goes on: calls are answered, not recorded. "
+        "Agents in workflows need no such port.",
+        on_resume="safe",
     )
+    base_port: int | None = key(None, "Port of that server, on 127.0.0.1.  Null: a free one.", on_resume="safe", ge=1, le=65535)
     api_key: str | None = key(
-        None, "Key that these servers ask for.  Null: none.", on_resume="safe", later=Later(_NO_SERVER, True)
+        None, "Key that it asks for.  Null: a random one, in openai_api.json of the run folder.", on_resume="safe"
     )
     enable_history: bool = key(
         True, "Keep every model call of a run.  They are always kept; false has no effect.", on_resume="safe"

@@ -101,9 +101,9 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     (f"{ENGINE}.enable_chunked_prefill", "false", "maybe", RUNS),
     (f"{ENGINE}.disable_log_stats", "false", "maybe", RUNS),
     (f"{ENGINE}.enable_log_requests", "true", "maybe", RUNS),
-    (f"{ENGINE}.enable_openai_api", "true", "maybe", WARNS),
-    (f"{ENGINE}.base_port", "8000", "0", WARNS),
-    (f"{ENGINE}.api_key", "EMPTY", "[1]", WARNS),
+    (f"{ENGINE}.enable_openai_api", "true", "maybe", RUNS),
+    (f"{ENGINE}.base_port", "8000", "0", RUNS),
+    (f"{ENGINE}.api_key", "EMPTY", "[1]", RUNS),
     (f"{ENGINE}.enable_history", "false", "maybe", RUNS),
     (f"{ENGINE}.use_v1", "false", "maybe", RUNS),
     (f"{ENGINE}.tokenization_check", "Strict", "on", RUNS),
@@ -148,6 +148,7 @@ def test_a_changed_key_changes_the_plan() -> None:
     same |= {(k, v) for k, v, _, _ in KEYS if "replay" in k and v != "true"}  # each needs replay_buffer.enable
     same |= {("synchronizer.partial_rollout", "true"), (f"{ENGINE}.enable_history", "true"), ("buffer.total_tasks", "8")}
     same |= {("explorer.dynamic_timeout.ratio", "2.5")}  # needs dynamic_timeout.enable
+    same |= {(f"{ENGINE}.base_port", "8000"), (f"{ENGINE}.api_key", "EMPTY")}  # need enable_openai_api
     plain = plan()
     for key, good, _, _ in KEYS:
         changed = replace(plan(f"{key}={good}"), monitor=plain.monitor, derived=plain.derived, warnings=plain.warnings)

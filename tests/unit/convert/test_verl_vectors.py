@@ -98,7 +98,6 @@ def test_kl_in_reward() -> None:
     ((f"{A}.strategy=megatron",), f"{A}.strategy"),
     (("trainer.device=npu",), "trainer.device"),
     (("algorithm.adv_estimator=mine",), "algorithm.adv_estimator"),
-    ((f"{R}.multi_turn.enable=True",), f"{R}.multi_turn.enable"),
     ((f"{R}.prompt_length=77",), f"{R}.prompt_length"),
     ((f"{A}.optim.lr_decay_style=linear",), f"{A}.optim.lr_decay_style"),
     (("data.train_files=hdfs://x/train.parquet", ), "data.train_files"),
@@ -273,6 +272,9 @@ def test_options_of_the_command() -> None:
         made(engine_num=0)
     workflow = ("buffer.explorer_input.default_workflow_type=my_tools",)
     assert not made(f"{R}.multi_turn.enable=True", f"{R}.multi_turn.max_turns=3", overrides=workflow).refused
+    turns = found(made(f"{R}.multi_turn.enable=True", f"{R}.multi_turn.max_assistant_turns=3"))
+    assert turns["buffer.explorer_input.default_workflow_type"] == "tool_workflow"
+    assert turns["buffer.explorer_input.tasksets[0].workflow_args.max_assistant_turns"] == 3
 
 
 def test_numbers_that_are_none_name_their_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -28,6 +29,22 @@ def test_howto(page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest
         for key, plugin in list(REGISTRY._found.items()):
             if plugin.source.startswith(str(tmp_path)):
                 del REGISTRY._found[key]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_page_can_be_found(page: Path) -> None:
+    """From the start page or one that it links to, and in the site's menu."""
+    docs = howto.ROOT / "docs"
+    menu, start = (howto.ROOT / "mkdocs.yml").read_text(), (docs / "index.md").read_text()
+    linked = [docs / to for to in re.findall(r"\]\(([\w/.-]+\.md)", start)]
+    assert f"howto/{page.name}" in menu, "not in mkdocs.yml"
+    assert page in linked or any(f"({page.name}" in p.read_text() or f"howto/{page.name}" in p.read_text() for p in linked)
+
+
+def test_authors_have_their_pages() -> None:
+    start = (howto.ROOT / "docs" / "index.md").read_text()
+    for name in ("workflow", "reward", "judge", "agent", "environment", "testing", "debug"):
+        assert f"(howto/{name}.md)" in start, name
 
 
 def test_the_runner_notices_what_is_wrong(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

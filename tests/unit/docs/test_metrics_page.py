@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rft.launch.execute import execute
+from rft.testing.judge import FakeJudge, JudgeServer
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
@@ -43,7 +44,12 @@ def form(name: str) -> re.Pattern[str]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, set[str]]:
     """role -> names of small runs that switch on what they can."""
-    folder = tmp_path_factory.mktemp("metrics")
+    with pytest.MonkeyPatch.context() as patch, JudgeServer(FakeJudge(1)) as server:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        return _written(tmp_path_factory.mktemp("metrics"), tiny_model, server.url)
+
+
+def _written(folder: Path, tiny_model: Path, judge: str) -> dict[str, set[str]]:
     (folder / "flow.py").write_text(FLOW)
     common = [
         f"model.model_path={tiny_model}",
@@ -71,6 +77,8 @@ def written(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
         *("name=valued", "trainer.total_steps=2", "algorithm.algorithm_type=ppo", "algorithm.kl_penalty_fn=k1"),
         *("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1"),
         *("algorithm.rollout_correction.rollout_rs_threshold=5.0", "explorer.eval_on_startup=false"),
+        "buffer.explorer_input.default_reward_fn_type=rubric_judge",
+        f"explorer.auxiliary_models=[{{engine_type: external, model_path: j, external_model_config: {{base_url: {json.dumps(judge)}}}}}]",
     ]
     given = [*common[:2], "trainer.total_steps=1"]
     runs = [("tiny", [*common, *changes]) for changes in (plain, more, valued)] + [("sft_tiny", given)]

@@ -1,7 +1,5 @@
-"""Bad runs and faults that reach the explorer: which test shows what becomes of each; and those that have no other home.
-
-Tool calls (I18), judges' replies (I19) and servers (I22) have tables where these are tested.
-"""
+"""Bad runs and faults that reach the explorer, its workflows and its models: which test shows what becomes of each; and those that
+have no other home."""
 
 from __future__ import annotations
 
@@ -42,12 +40,46 @@ TABLE = {
         "unit/engine/test_chat_prefix.py::test_the_check_warns_once_counts_and_ends",
         "unit/workflow/test_rows_of_a_run.py::test_joined_calls_that_do_not_go_on_are_refused",
     ),
+    "I18 tool calls": (
+        "unit/workflow/test_bad_tools_and_servers.py::test_whatever_a_tool_gives_the_run_goes_on",
+        "unit/workflow/test_bad_tools_and_servers.py::test_whatever_a_model_calls_it_is_told",
+        "unit/workflow/test_tools_in_runs.py::test_results_and_errors_are_told_and_counted",
+        "unit/workflow/test_tools_in_runs.py::test_a_slow_tool_is_not_waited_for",
+        "unit/workflow/test_tools_in_runs.py::test_long_results_are_cut",
+    ),
+    "I19 replies of judges": (
+        "unit/reward/test_judge.py::test_anything_else_is_unreadable",
+        "unit/reward/test_judge.py::test_unreadable_is_asked_again_then_unscored_and_never_zero",
+        "unit/reward/test_judge.py::test_no_text_closes_its_block_or_the_message",
+        "unit/reward/test_judge_probes.py::test_a_fenced_prompt_is_not",
+    ),
+    "I22 servers": (
+        "unit/workflow/test_bad_tools_and_servers.py::test_strangers_get_nothing_and_change_nothing",
+        "unit/workflow/test_bad_tools_and_servers.py::test_connections_that_say_nothing_hold_up_nobody",
+        "unit/workflow/test_endpoint.py::test_keys_open_their_own_run_only",
+        "unit/workflow/test_endpoint.py::test_what_cannot_be_served_is_refused_by_name",
+    ),
     "I23 plugins": (
         "integration/test_run_doors.py::test_a_plugin_that_does_not_import_stops_the_run_before_it_starts",
         "unit/workflow/test_run_group.py::test_bad_workflows_are_named",
         "unit/workflow/test_isolated_runs.py::test_what_ends_a_run_is_its_record",
         "unit/workflow/test_isolated_runs.py::test_what_a_run_leaves_behind_is_gone",
         "unit/workflow/test_bad_input_rows.py::test_a_run_that_changes_its_task_changes_nothing_for_others",
+    ),
+    "I28 programs as answers": (
+        "unit/reward/test_sandbox_attacks.py::test_attack",
+        "unit/reward/test_sandbox_attacks.py::test_a_daemon_dies_with_its_space",
+        "unit/reward/test_sandbox_attacks.py::test_a_box_dies_with_its_caller",
+    ),
+    "F3 engine killed": (
+        "fault/test_run_engine_kill.py::test_engines_that_are_killed_come_back",
+        "unit/engine/test_pool.py::test_requests_of_a_dead_engine_are_asked_elsewhere",
+        "unit/engine/test_pool.py::test_an_engine_that_cannot_be_brought_back_fails_everyone",
+    ),
+    "F4 judge killed": (
+        "fault/test_run_engine_kill.py::test_engines_that_are_killed_come_back",
+        "unit/reward/test_judge.py::test_sixteen_pending_scores_survive_the_death_of_the_judge",
+        "unit/reward/test_judge.py::test_a_model_that_is_gone_ends_the_run_and_writes_no_score",
     ),
     "F13 stuck workflow": (
         "unit/workflow/test_run_group.py::test_deadline",
@@ -57,10 +89,16 @@ TABLE = {
         "unit/explorer/test_explorer_limits.py::test_deadlines_are_counted",
     ),
     "F14 malformed rollouts": ("unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",),
-    "F22 hang without death": ("unit/explorer/test_explorer_limits.py::test_the_report_names_batches_and_the_longest_run",),
+    "F22 hang without death": (
+        "unit/explorer/test_explorer_limits.py::test_an_engine_that_answers_nothing_any_more_ends_the_run_with_its_reason",
+        "unit/explorer/test_explorer_limits.py::test_the_report_names_batches_and_the_longest_run",
+        "unit/reward/test_judge.py::test_a_question_that_is_refused_or_not_answered_in_time_is_unscored",
+    ),
     "F23 network": (
         "unit/engine/test_external_engine.py::test_it_asks_again_where_the_server_was_busy_or_gone",
         "unit/engine/test_external_engine.py::test_it_gives_up_with_the_reason",
+        "unit/workflow/test_bad_tools_and_servers.py::test_a_server_that_breaks_off_is_asked_again",
+        "unit/workflow/test_endpoint.py::test_onlookers_ask_without_being_recorded",
     ),
     "F25 crash loop": (
         "unit/explorer/test_explorer.py::test_a_workflow_that_raises_every_time_trips_the_breaker",

@@ -1,0 +1,254 @@
+"""A judge: a prompt, a strict parser and a scale.  It asks an auxiliary model and is a reward like any other.
+
+    @reward("clear_judge")
+    class ClearJudge(Judge):
+        scale = Scale(1, 5)
+
+        def prompt(self, case, fence):
+            return f"How clear is this?\\n{fence('answer', case.answer)}\\n{fence.ask(score=self.scale)}"
+
+`fence(name, text)` shows what somebody else wrote as data; `fence.ask(...)` asks for the verdict, which `read` finds and `value` turns into
+a reward.  A reply that cannot be read is asked for again (`max_retries`), then the answer is unscored.
+Invariant: no answer gets a number that the judge did not give it, except that one that says nothing gets the lowest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+from rft.errors import ConfigError
+from rft.reward.base import RewardResult
+from rft.reward.judge import meter
+from rft.reward.judge.args import JudgeArgs
+from rft.reward.judge.cache import Reply
+from rft.reward.judge.desk import BudgetUsedUp, Desk, get_up, sit_down
+from rft.reward.judge.fence import Fence, Scale, inert
+from rft.reward.judge.parse import Unreadable, read, says_nothing
+from rft.types.completion import Score, Transcript
+from rft.types.ports import ChatModel, GenerateRequest
+from rft.types.task import SamplingArgs, Task
+
+log = logging.getLogger(__name__)
+Messages = list[dict[str, Any]]
+REPEAT: ContextVar[int] = ContextVar("repeat", default=0)  # the same question, asked anew: how consistent a judge is
+AGAIN_TEMPERATURE = 0.5  # at least, when a reply could not be read
+_LONG = 24  # an answer of so many characters is not in a prompt by chance
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is judged: `question` is the last thing that was asked of the policy in its first call."""
+
+    task: Task
+    transcript: Transcript
+    question: str
+    answer: str
+
+    @classmethod
+    def of(cls, task: Task, transcript: Transcript) -> Case:
+        asked = [m for m in transcript.turns[0].messages if m.get("role") == "user"]
+        question = str(asked[-1].get("content", "")) if asked else task.prompt or ""
+        return cls(task, transcript, question, transcript.answer)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What came of a question: the verdict's fields, or None and why."""
+
+    verdict: dict[str, Any] | None
+    why: str = ""
+
+
+class Judge:
+    """Subclass with `prompt`, and `value` where there is not one field on `scale`; raise `version` when `read` changes its meaning.
+
+    The arguments are those of `Args`, by default `JudgeArgs`; they are `self.args`.
+    """
+
+    Args: ClassVar[type[BaseModel]] = JudgeArgs
+    scale: Scale = Scale(1, 10)
+    version: str = "1"
+    whole_group = False
+
+    def __init__(self, **given: Any) -> None:
+        self.args: Any = self.Args(**given)
+        if not isinstance(self.args, JudgeArgs):
+            raise TypeError(f"{type(self).__name__}.Args must be a subclass of JudgeArgs")
+        mark = vars(type(self)).get("__rft_plugin__")
+        self.kind = mark.name if mark is not None else type(self).__name__
+        self.name = self.args.name or self.kind
+        self.meter = meter.meter(self.name)
+        self._desk: Desk | None = None
+        self._warned: set[str] = set()
+
+    # ------------------------------------------------------------ yours
+
+    def prompt(self, case: Case, fence: Fence) -> str | Messages:
+        """The question: a text, or messages.  Whatever the policy, the task or another model wrote goes through `fence`."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method prompt(self, case, fence)")
+
+    def read(self, reply: str, fence: Fence) -> dict[str, Any]:
+        """The verdict in a reply.  Raises Unreadable.  By default: its last line, which has the form of `fence.ask`."""
+        return read(reply, fence)
+
+    def value(self, verdict: dict[str, Any], case: Case) -> RewardResult:
+        """The reward of a verdict: number / highest number.  By default of its only field."""
+        (number,) = verdict.values()
+        return self.scale.value(number)
+
+    # ------------------------------------------------------------ a reward
+
+    def asks(self, models: Mapping[str, object]) -> str:
+        """The name of the auxiliary model.  Raises ConfigError where it is not there, or is not the only one and not named."""
+        name: str | None = self.args.judge
+        if name is None and len({id(m) for m in models.values()}) != 1:
+            raise ConfigError(
+                f"there are {', '.join(models) or 'no'} auxiliary models; {self.kind} asks one, name it here",
+                key="reward_fn_args.judge",
+            )
+        name = name or next(iter(models))
+        if name not in models:
+            raise ConfigError(
+                f"no auxiliary model has this name; explorer.auxiliary_models has {', '.join(models) or 'none'}",
+                key="reward_fn_args.judge",
+                given=name,
+            )
+        return name
+
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
+        """Raises ConfigError as `asks`, and where judges that ask the same model have different limits."""
+        name = self.asks(models)
+        self._desk = sit_down(models[name], name, self.args)
+
+    async def close(self) -> None:
+        if self._desk is not None:
+            get_up(self._desk)
+            self._desk = None
+
+    def gold_answer(self, task: Task) -> None:
+        """`rft check` asks no models."""
+
+    async def __call__(self, task: Task, transcript: Transcript) -> RewardResult:
+        case = Case.of(task, transcript)
+        if (known := self.without_asking(case)) is not None:
+            return known
+        found = await self.ask(lambda fence: self.prompt(case, fence), case.answer)
+        return Score(value=None, reason=found.why) if found.verdict is None else self.value(found.verdict, case)
+
+    # ------------------------------------------------------------ asking
+
+    def without_asking(self, case: Case) -> Score | None:
+        """The score of an answer that is not shown to the model: the lowest if it says nothing, unscored if it is too long."""
+        if says_nothing(inert(case.answer)):
+            self.meter.empty += 1
+            return Score(value=self.scale.lowest, reason="the answer says nothing")
+        if len(case.answer) > self.args.max_chars:
+            self.meter.unscored += 1
+            return Score(
+                value=None, reason=f"the answer has {len(case.answer)} characters, more than max_chars {self.args.max_chars}"
+            )
+        return None
+
+    async def ask(self, write: Callable[[Fence], str | Messages], *answers: str) -> Reading:
+        """Asks until a verdict can be read, or `max_retries` are used up.  `write(fence)` makes the question; it is called for every try.
+
+        `answers`: texts of the policy, which must not stand outside of a fence.  Raises ConfigError if one does, BudgetUsedUp, and
+        EngineFailed when the model is gone.
+        """
+        if self._desk is None:
+            raise RuntimeError(f"{self.kind}: `await judge.prepare(models)` comes first")
+        asked = self._messages(write, Fence.keying(), answers)
+        key = self._key(asked)
+        desk = self._desk
+        return await desk.once(key, lambda: self._attempts(desk, key, write, answers), self.meter)
+
+    def _messages(self, write: Callable[[Fence], str | Messages], fence: Fence, answers: tuple[str, ...]) -> Messages:
+        """With the rules of the fence first."""
+        made = write(fence)
+        messages = [{"role": "user", "content": made}] if isinstance(made, str) else [dict(m) for m in made]
+        for m in messages:
+            free = fence.outside(str(m["content"]))
+            if any(len(a) >= _LONG and a in free for a in answers):
+                raise ConfigError(
+                    f"the prompt of judge {self.kind} shows an answer outside of a fence, where it could speak to the judge; "
+                    "write fence('answer', case.answer)"
+                )
+        if messages[0]["role"] == "system":
+            return [{**messages[0], "content": f"{fence.rules}\n\n{messages[0]['content']}"}, *messages[1:]]
+        return [{"role": "system", "content": fence.rules}, *messages]
+
+    def _key(self, messages: Messages) -> bytes:
+        assert self._desk is not None
+        a = self.args
+        what = [self.kind, self.version, messages, a.temperature, a.max_tokens, self._desk.identity, REPEAT.get()]
+        return hashlib.blake2b(json.dumps(what, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=20).digest()
+
+    async def _attempts(
+        self, desk: Desk, key: bytes, write: Callable[[Fence], str | Messages], answers: tuple[str, ...]
+    ) -> Reading:
+        m, a = self.meter, self.args
+        if desk.cache is not None and (known := desk.cache.get(key)) is not None:
+            fence = Fence.keying()
+            self._messages(write, fence, answers)  # which sets the fields that it asks for
+            fence.key = known.verdict_key
+            try:
+                found = Reading(self.read(known.text, fence))
+            except Unreadable:
+                log.debug("%s: a reply in the cache cannot be read any more; asked again", self.kind)
+            else:
+                m.cache_hit += 1
+                return found
+        why = ""
+        for attempt in range(a.max_retries + 1):
+            fence = Fence()
+            messages = self._messages(write, fence, answers)
+            warmer = a.temperature if not attempt else max(a.temperature, AGAIN_TEMPERATURE)
+            sampling = SamplingArgs(temperature=warmer, max_tokens=a.max_tokens)
+            request = GenerateRequest(
+                messages=tuple(messages), sampling=sampling, request_id=f"{self.name}-{key.hex()}-{attempt}"
+            )
+            try:
+                completion, tokens = await desk.generate(request, a.timeout_s, m)
+            except BudgetUsedUp as e:
+                if a.over_budget == "stop":
+                    raise
+                self._warn("budget", str(e))
+                why = "the judge's budget is used up"
+                break
+            except TimeoutError:
+                m.timeouts += 1
+                why = f"the judge did not answer within {a.timeout_s:g} s"
+                continue
+            except ValueError as e:  # too long for it, or refused by its server: asking again would not help
+                self._warn("refused", f"a question was refused: {e}")
+                why = f"the judge refused the question: {str(e)[:200]}"
+                break
+            try:
+                if completion.finish_reason != "stop":
+                    raise Unreadable(f"the reply was cut at max_tokens {a.max_tokens}")
+                found = Reading(self.read(completion.text, fence))
+            except Unreadable as e:
+                m.unreadable += 1
+                why = f"the judge's reply cannot be read: {e}"
+                continue
+            if desk.cache is not None:
+                reply = Reply(completion.text, fence.key)
+                desk.cache.put(key, reply, judge=self.kind, model=desk.identity, tokens=tokens)
+            return found
+        m.unscored += 1
+        log.debug("%s: unscored: %s", self.name, why)
+        return Reading(None, why)
+
+    def _warn(self, what: str, message: str) -> None:
+        """Once for each kind of trouble."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("judge %s: %s", self.name, message)

@@ -1,0 +1,192 @@
+"""Where judges hand in questions for one model: cache, questions under way, room, rates and the budget.
+
+    same question answered before? ─> under way? ─> budget left? ─> room ─> rate ─> the model
+
+Knows no prompt and no verdict.  Invariant: the cost of all calls, those of earlier processes with the same cache included, never passes
+`max_cost_usd`: what a call can cost at most is set aside before it is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rft.errors import ConfigError, RftError, RunFailed
+from rft.reward.judge.args import SHARED, JudgeArgs
+from rft.reward.judge.cache import Cache
+from rft.reward.judge.meter import Meter
+from rft.reward.place import run_folder
+from rft.types.completion import Completion
+from rft.types.ports import ChatModel, GenerateRequest
+
+T = TypeVar("T")
+FILE = "judge_cache.db"
+TEMPLATE_TOKENS = 64  # a chat template may add so many to each message
+
+
+class BudgetUsedUp(RunFailed):
+    """A judge's `max_cost_usd` is spent."""
+
+
+class Pace:
+    """So many per minute, on average: a call may begin once those before it are paid for."""
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._each_s = 0.0 if per_minute is None else 60.0 / per_minute
+        self._next = 0.0
+
+    async def turn(self, amount: float) -> None:
+        """Waits until `amount` more may begin."""
+        if not self._each_s:
+            return
+        now = time.monotonic()
+        mine = max(now, self._next)
+        self._next = mine + amount * self._each_s
+        if mine > now:
+            await asyncio.sleep(mine - now)
+
+    def correct(self, amount: float) -> None:
+        """A call took so many more than was said (or, negative, fewer)."""
+        self._next += amount * self._each_s
+
+
+class Desk:
+    """One auxiliary model, as judges with the limits of `args` ask it."""
+
+    def __init__(self, model: ChatModel, identity: str, args: JudgeArgs) -> None:
+        self.identity, self.limits = identity, args.limits
+        self._model, self._args = model, args
+        path = _path(args.cache)
+        self.cache = None if path is None else Cache(path)
+        self._room = asyncio.Semaphore(args.max_concurrent)
+        self._requests, self._tokens = Pace(args.requests_per_minute), Pace(args.tokens_per_minute)
+        self._spent = self.cache.spent(identity) if self.cache is not None else 0.0
+        self._set_aside = 0.0
+        self._settled = asyncio.Event()
+        self._under_way: dict[bytes, tuple[asyncio.Future[Any], list[int]]] = {}
+        self.users = 0
+
+    async def once(self, key: bytes, answer: Callable[[], Awaitable[T]], meter: Meter) -> T:
+        """What `answer()` gives; one who asks the same meanwhile gets the same.  It is cancelled when nobody waits for it any more."""
+        if key in self._under_way:
+            meter.shared += 1
+        else:
+            job: asyncio.Future[Any] = asyncio.ensure_future(answer())
+            self._under_way[key] = (job, [0])
+            job.add_done_callback(lambda done: self._over(key, done))
+        job, waiting = self._under_way[key]
+        waiting[0] += 1
+        try:
+            result: T = await asyncio.shield(job)
+            return result
+        finally:
+            waiting[0] -= 1
+            if not waiting[0] and not job.done():
+                self._over(key, job)
+                job.cancel()
+
+    def _over(self, key: bytes, job: asyncio.Future[Any]) -> None:
+        if key in self._under_way and self._under_way[key][0] is job:
+            del self._under_way[key]
+
+    async def generate(self, request: GenerateRequest, timeout_s: float, meter: Meter) -> tuple[Completion, tuple[int, int]]:
+        """One call: the completion, and its tokens (prompt, answer).
+
+        Raises BudgetUsedUp, TimeoutError, and what the model raises.
+        """
+        size = sum(len(str(m["content"]).encode()) for m in request.messages)
+        most = self._cost(size + TEMPLATE_TOKENS * (1 + len(request.messages)), request.sampling.max_tokens)
+        guess = size // 4 + request.sampling.max_tokens
+        await self._reserve(most)
+        cost = most  # of a call that did not come back
+        try:
+            async with self._room:
+                await self._requests.turn(1)
+                await self._tokens.turn(guess)
+                began = time.monotonic()
+                meter.calls += 1
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        (completion,) = await self._model.generate(request)
+                except (ValueError, RftError):
+                    cost = 0.0  # refused, or not answered
+                    raise
+                finally:
+                    meter.seconds += time.monotonic() - began
+            tokens = completion.usage or (len(completion.prompt_tokens), len(completion.tokens))
+            if any(tokens):
+                cost = self._cost(*tokens)
+            else:  # a server that does not count: what it can have been at most is what it was
+                tokens = (size // 3, len(completion.text.encode("utf-8", "replace")) // 3 + 1)
+            meter.prompt_tokens += tokens[0]
+            meter.completion_tokens += tokens[1]
+            self._tokens.correct(sum(tokens) - guess)
+            return completion, tokens
+        finally:
+            meter.cost_usd += cost
+            self._set_aside -= most
+            self._spent += cost
+            if self.cache is not None and cost:
+                self.cache.spend(self.identity, cost)
+            self._settled.set()
+
+    async def _reserve(self, most: float) -> None:
+        limit = self._args.max_cost_usd
+        while limit is not None and self._spent + self._set_aside + most > limit:
+            if self._set_aside <= 1e-12:
+                raise BudgetUsedUp(
+                    f"the judge {self.identity} has cost ${self._spent:.4f} of max_cost_usd ${limit:g}, and the next call may cost "
+                    f"${most:.4f}.  Raise reward_fn_args.max_cost_usd and start again (it goes on from its last checkpoint), use a "
+                    "cheaper judge, or leave what is left unscored with over_budget: unscored"
+                )
+            self._settled.clear()
+            await self._settled.wait()
+        self._set_aside += most
+
+    def _cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        a = self._args
+        return (prompt_tokens * a.price_per_1k_prompt_tokens + completion_tokens * a.price_per_1k_completion_tokens) / 1000
+
+    def close(self) -> None:
+        for job, _ in list(self._under_way.values()):
+            job.cancel()
+        if self.cache is not None:
+            self.cache.close()
+
+
+_DESKS: dict[int, tuple[ChatModel, Desk]] = {}
+
+
+def sit_down(model: ChatModel, name: str, args: JudgeArgs) -> Desk:
+    """The desk of `model`, shared by all judges that ask it.  Raises ConfigError for other limits than theirs."""
+    found = _DESKS.get(id(model))
+    if found is None:
+        identity = str(getattr(model, "identity", "") or name)
+        found = _DESKS[id(model)] = (model, Desk(model, identity, args))
+    desk = found[1]
+    if differ := [n for n in SHARED if desk.limits[n] != args.limits[n]]:
+        both = ", ".join(f"{n} ({desk.limits[n]} and {args.limits[n]})" for n in differ)
+        raise ConfigError(f"two judges ask {name} with different limits: {both}; write the same", key="reward_fn_args")
+    desk.users += 1
+    return desk
+
+
+def get_up(desk: Desk) -> None:
+    desk.users -= 1
+    if not desk.users:
+        for key, (_, other) in list(_DESKS.items()):
+            if other is desk:
+                del _DESKS[key]
+        desk.close()
+
+
+def _path(cache: str) -> Path | None:
+    if cache == "off":
+        return None
+    if cache != "run":
+        return Path(cache).expanduser()
+    folder = run_folder.get()
+    return None if folder is None else folder / FILE

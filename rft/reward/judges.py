@@ -1,0 +1,230 @@
+"""Judges that are ready to use: rubric, reference, pairwise and group-relative.  docs/howto/judge.md shows each.
+
+explorer.auxiliary_models: [{name: judge, model_path: ...}]
+buffer.explorer_input.taskset: {default_reward_fn_type: rubric_judge, reward_fn_args: {judge: judge, criteria: {correct: 2, clear: 1}}}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from rft.reward.base import RewardResult, reward
+from rft.reward.judge.args import JudgeArgs
+from rft.reward.judge.base import REPEAT, Case, Judge
+from rft.reward.judge.fence import Choice, Fence, Scale
+from rft.types.completion import Score, Transcript
+from rft.types.task import Task
+
+
+class RubricArgs(JudgeArgs):
+    """`criteria`: weights by name; `describe`: what a name means.  `rubric_key`: column with a row's own list of {criterion, points}."""
+
+    criteria: dict[str, float] = Field({"quality": 1.0}, min_length=1)
+    describe: dict[str, str] = Field(default_factory=dict)
+    rubric_key: str | None = None
+    instruction: str = "Judge how good the answer is by each criterion."
+
+    @field_validator("criteria")
+    @classmethod
+    def _weighed(cls, given: dict[str, float]) -> dict[str, float]:
+        if "key" in given or any(w < 0 for w in given.values()) or not any(given.values()):
+            raise ValueError("weights must not be negative, not all 0, and no criterion may be called key")
+        return given
+
+
+@reward("rubric_judge")
+class RubricJudge(Judge):
+    """1 to 10 by each criterion; the reward is the weighted mean of the tenths, 0.1 to 1.0, and every criterion is a part."""
+
+    Args = RubricArgs
+
+    def prompt(self, case: Case, fence: Fence) -> str:
+        criteria = self._criteria(case.task)
+        listed = "\n".join(f"- {name}" + (f": {says}" if says else "") for name, (_, says) in criteria.items())
+        return (
+            f"{self.args.instruction}  1 is worst, 10 is best.\n\nCriteria:\n{listed}\n\n{fence('question', case.question)}\n\n"
+            f"{fence('answer', case.answer)}\n\n{fence.ask(**dict.fromkeys(criteria, self.scale))}"
+        )
+
+    def value(self, verdict: dict[str, Any], case: Case) -> RewardResult:
+        weights = {name: weight for name, (weight, _) in self._criteria(case.task).items()}
+        parts = {name: self.scale.value(number) for name, number in verdict.items()}
+        mean = math.fsum(weights[n] * v for n, v in parts.items()) / math.fsum(weights.values())
+        return Score(value=mean, parts=parts)
+
+    def _criteria(self, task: Task) -> dict[str, tuple[float, str]]:
+        """name -> (weight, meaning)."""
+        if (column := self.args.rubric_key) is None:
+            return {name: (weight, self.args.describe.get(name, "")) for name, weight in self.args.criteria.items()}
+        rows = task.row.get(column)
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"row {task.index} has no list of criteria in column {column!r}")
+        return {
+            f"criterion {i}": (float(r.get("points", r.get("weight", 1))), str(r.get("criterion", r.get("description", ""))))
+            for i, r in enumerate(rows, 1)
+        }
+
+
+class ReferenceArgs(JudgeArgs):
+    instruction: str = (
+        "Is the final result of the answer the same as the reference's?  Other words and forms of the same result are right.  "
+        "An answer without a final result, or with several different ones, is wrong."
+    )
+
+
+@reward("reference_judge")
+class ReferenceJudge(Judge):
+    """1 if the answer agrees with the row's gold answer, else 0."""
+
+    Args = ReferenceArgs
+    scale = Scale(0, 1)
+
+    async def __call__(self, task: Task, transcript: Transcript) -> RewardResult:
+        if task.truth is None:
+            return Score(value=None, reason="the row has no reference answer")
+        return await super().__call__(task, transcript)
+
+    def prompt(self, case: Case, fence: Fence) -> str:
+        return (
+            f"{self.args.instruction}\n\n{fence('question', case.question)}\n\n{fence('reference', _text(case.task.truth))}\n\n"
+            f"{fence('answer', case.answer)}\n\n{fence.ask(correct=Choice(('yes', 'no')))}"
+        )
+
+    def value(self, verdict: dict[str, Any], case: Case) -> RewardResult:
+        return float(verdict["correct"] == "yes")
+
+
+class PairwiseArgs(JudgeArgs):
+    """`against`: the row's reference answer, or the group's other answers: each meets the next `opponents` of them in turn."""
+
+    against: Literal["reference", "group"] = "reference"
+    opponents: int = Field(1, ge=1)
+    instruction: str = "Which answer to the question is better?  Length and order do not matter."
+
+
+@reward("pairwise_judge")
+class PairwiseJudge(Judge):
+    """1 for the better answer, 0 for the other, 0.5 for a tie; every pair is judged in both orders and the two are averaged."""
+
+    Args = PairwiseArgs
+    scale = Scale(0, 1, whole=False)
+    words = Choice(("first", "second", "tie"))
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.whole_group = self.args.against == "group"
+
+    async def __call__(self, task: Task, given: Any) -> Any:
+        if self.whole_group:
+            return await self._among(task, given)
+        case = Case.of(task, given)
+        if (known := self.without_asking(case)) is not None:
+            return known
+        if task.truth is None:
+            return Score(value=None, reason="the row has no reference answer")
+        value, why = await self._meet(case.question, case.answer, _text(task.truth))
+        return Score(value=value, reason=why)
+
+    async def _among(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
+        """Mean over an answer's meetings; one that says nothing meets nobody."""
+        cases = [Case.of(task, t) for t in transcripts]
+        known = [self.without_asking(c) for c in cases]
+        there = [i for i, k in enumerate(known) if k is None]
+        steps = range(1, min(self.args.opponents, len(there) - 1) + 1)
+        pairs = {(there[i], there[(i + s) % len(there)]) for i in range(len(there)) for s in steps}
+        pairs = {(min(p), max(p)) for p in pairs}
+        met = await asyncio.gather(*(self._meet(cases[i].question, cases[i].answer, cases[j].answer) for i, j in sorted(pairs)))
+        won: dict[int, list[float]] = {i: [] for i in there}
+        for (i, j), (value, _) in zip(sorted(pairs), met, strict=True):
+            if value is not None:
+                won[i].append(value)
+                won[j].append(1 - value)
+        why = next((w for _, w in met if w), "there is no other answer to compare with")
+        return [
+            k if k is not None else Score(value=math.fsum(won[i]) / len(won[i]) if won[i] else None, reason="" if won[i] else why)
+            for i, k in enumerate(known)
+        ]
+
+    async def _meet(self, question: str, one: str, other: str) -> tuple[float | None, str]:
+        """How far `one` is better than `other`, or None and why."""
+        if one.strip() == other.strip():
+            return 0.5, ""
+        orders = await asyncio.gather(self._compare(question, one, other), self._compare(question, other, one))
+        if (unread := next((o.why for o in orders if o.verdict is None), None)) is not None:
+            return None, unread
+        points = {"first": 1.0, "tie": 0.5, "second": 0.0}
+        ahead, behind = (points[o.verdict["better"]] for o in orders if o.verdict is not None)
+        self.meter.pairs += 1
+        self.meter.order_flips += ahead != 1 - behind
+        return (ahead + 1 - behind) / 2, ""
+
+    async def _compare(self, question: str, first: str, second: str) -> Any:
+        def write(fence: Fence) -> str:
+            return (
+                f"{self.args.instruction}\n\n{fence('question', question)}\n\n{fence('first', first)}\n\n{fence('second', second)}\n\n"
+                f"{fence.ask(better=self.words)}"
+            )
+
+        return await self.ask(write, first, second)
+
+
+class RulerArgs(JudgeArgs):
+    """`rubric`: what makes an answer good."""
+
+    rubric: str = (
+        "An answer that reaches the goal of its task is better than one that does not; of two that do, the one with less detour."
+    )
+
+
+@reward("ruler_judge")
+class RulerJudge(Judge):
+    """All answers to a task in one question, each scored from 0 to 1 beside the others.
+
+    Their order is shuffled; equal ones are shown once.
+
+    Method of OpenPipe ART's RULER (relative scores need no absolute scale, and a group's advantages use nothing else).
+    """
+
+    Args = RulerArgs
+    scale = Scale(0, 1, whole=False)
+    whole_group = True
+
+    async def __call__(self, task: Task, transcripts: Any) -> Any:
+        cases = [Case.of(task, t) for t in transcripts]
+        known = [self.without_asking(c) for c in cases]
+        texts = sorted({c.answer.strip() for c, k in zip(cases, known, strict=True) if k is None})
+        order = hashlib.blake2b(json.dumps([texts, REPEAT.get()]).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        random.Random(order).shuffle(texts)
+        names = {text: f"answer {i}" for i, text in enumerate(texts, 1)}
+
+        def write(fence: Fence) -> str:
+            shown = "\n\n".join(fence(name, text) for text, name in names.items())
+            return (
+                "Score every answer to the question from 0 (worst) to 1 (best), each beside the others.  Use the range: small "
+                f"differences count.\n{self.args.rubric}\n\n{fence('question', cases[0].question)}\n\n{shown}\n\n"
+                f"{fence.ask(**dict.fromkeys(names.values(), self.scale))}"
+            )
+
+        verdict, why = None, ""
+        if texts:
+            found = await self.ask(write, *texts)
+            verdict, why = found.verdict, found.why
+        return [
+            k if k is not None else Score(value=None if verdict is None else verdict[names[c.answer.strip()]], reason=why)
+            for c, k in zip(cases, known, strict=True)
+        ]
+
+
+def _text(truth: Any) -> str:
+    """A gold answer as a text; of {"target": ...} the target."""
+    while isinstance(truth, dict) and "target" in truth:
+        truth = truth["target"]
+    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)

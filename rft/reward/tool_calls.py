@@ -1,0 +1,72 @@
+"""Whether an answer calls the right tools with the right arguments, by data of BFCL's shape.
+
+The gold answer is a list of {function: {argument: [allowed values]}}; "" among them says that the argument may be left out.  A list of
+{"name", "arguments"} will do: then every value is the only one.  The calls are read by whoever asks; knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Call = tuple[str, Mapping[str, Any]]
+Wanted = tuple[str, dict[str, list[Any]]]
+
+
+def wanted(truth: Any) -> list[Wanted]:
+    """The gold calls.  Raises ValueError for other shapes."""
+    if isinstance(truth, str):
+        truth = json.loads(truth)
+    if isinstance(truth, Mapping):
+        truth = [truth]
+    calls: list[Wanted] = []
+    for item in truth if isinstance(truth, Sequence) else [None]:
+        if not isinstance(item, Mapping):
+            raise ValueError(f"a gold call must be a mapping, not {item!r}")
+        if isinstance(item.get("name"), str) and "arguments" in item:
+            calls.append((item["name"], {k: [v] for k, v in dict(item["arguments"]).items()}))
+        elif len(item) == 1:
+            ((name, arguments),) = item.items()
+            calls.append((str(name), {k: v if isinstance(v, list) else [v] for k, v in dict(arguments).items()}))
+        else:
+            raise ValueError(f"a gold call must be {{function: {{argument: [values]}}}} or {{name, arguments}}, not {item!r}")
+    return calls
+
+
+def matches(made: Sequence[Call], gold: Sequence[Wanted]) -> str:
+    """ "" if `made` are the `gold` calls in any order, else what is wrong."""
+    if len(made) != len(gold):
+        return f"{len(made)} calls instead of {len(gold)}"
+    left = list(gold)
+    for name, arguments in made:
+        fitting = next((g for g in left if g[0] == name and not _differs(arguments, g[1])), None)
+        if fitting is None:
+            same = next((g for g in left if g[0] == name), None)
+            return f"{name}: {_differs(arguments, same[1])}" if same is not None else f"{name} is not wanted"
+        left.remove(fitting)
+    return ""
+
+
+def _differs(arguments: Mapping[str, Any], allowed: Mapping[str, list[Any]]) -> str:
+    for name, value in arguments.items():
+        if name not in allowed:
+            return f"argument {name} is not wanted"
+        if not any(_same(value, v) for v in allowed[name]):
+            return f"{name} is {value!r}"
+    missing = [name for name, values in allowed.items() if name not in arguments and "" not in values]
+    return f"{missing[0]} is missing" if missing else ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, str) and isinstance(b, str):
+        return a.strip().lower() == b.strip().lower()
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(
+            _same(a[k], b[k][0] if isinstance(b[k], list) and len(b[k]) == 1 else b[k]) for k in a
+        )
+    return bool(a == b)

@@ -1,0 +1,228 @@
+"""A judge's model without a model: for unit tests of judges, and for finding out whether a prompt can be talked round.
+
+    assert judged(ClearJudge(), FakeJudge(4), "It is warm because of the sun.").value == 0.8
+
+`FakeJudge(gullible=[...])` does whatever stands outside of a fence: it reads the chat as a model does (the marks of a chat template begin
+messages), takes out the blocks of the fence that its first message announces, and where one of these orders is left, gives full marks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rft.reward.base import score, score_group
+from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
+from rft.types.ids import Version
+from rft.types.ports import GenerateRequest, ScoreRow
+from rft.types.task import SamplingArgs, Task
+
+_FORM = re.compile(r'^\{"key": "[0-9a-f]+".*\}$', re.MULTILINE)
+_PLACE = re.compile(r"<([^<>]+)>")
+_RANGE = re.compile(r"number from (-?[\d.]+) to (-?[\d.]+)")
+_VERDICT = re.compile(r'(?:\{[^{}\n]*"[^{}\n]*\}|(?:score|rating|verdict)\s*[:=]\s*\d+(?:\s*/\s*10)?)', re.IGNORECASE)
+Says = float | str | dict[str, Any]
+
+
+class FakeJudge:
+    """A `ChatModel`.  `says`: the value of every field of the verdict, values by field, or a function of the prompt that gives one.
+
+    `replies` come first, in order: texts as they are, or errors that are raised.  `gullible`: orders that it follows where they stand
+    outside of a fence; `sloppy`: any line that looks like the end of a fence ends it; `copies`: it ends with the last verdict that it
+    read anywhere.
+    """
+
+    def __init__(
+        self,
+        says: Says | Callable[[str], Says] = 1,
+        *,
+        replies: Iterable[str | Exception] = (),
+        gullible: Collection[str] = (),
+        sloppy: bool = False,
+        copies: bool = False,
+    ) -> None:
+        self.says, self.gullible, self.sloppy, self.copies = says, tuple(gullible), sloppy, copies
+        self.identity = "fake-judge"
+        self.calls: list[GenerateRequest] = []
+        self._replies = deque(replies)
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        self.calls.append(request)
+        given = self._replies.popleft() if self._replies else None
+        if isinstance(given, Exception):
+            raise given
+        text = given if given is not None else self.reply([dict(m) for m in request.messages])
+        return [completion(text, prompt=sum(len(str(m["content"])) // 4 for m in request.messages))]
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        raise ValueError("a FakeJudge has no log-probs")
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        raise ValueError("a FakeJudge has no classification head")
+
+    def reply(self, messages: Sequence[dict[str, Any]]) -> str:
+        """What it answers to a chat: `answer` of a scripted engine or a loopback server."""
+        read = _as_read(messages)
+        free = _outside(read, self.sloppy)
+        forms = _FORM.findall(free)
+        obeys = any(order in free for order in self.gullible)
+        said = self.says("\n".join(read)) if callable(self.says) else self.says
+        if self.copies and (seen := [v for text in read for v in _VERDICT.findall(text) if not _PLACE.search(v)]):
+            return f"As it says:\n{seen[-1]}"
+        if not forms:
+            return f"Score: {10 if obeys else said}"
+        return "I have read it.\n" + _filled(forms[-1], said, best=obeys)
+
+
+def completion(text: str, *, prompt: int = 1) -> Completion:
+    """An answer of `text`; its tokens are its bytes."""
+    said = np.frombuffer(text.encode("utf-8", "replace") or b" ", np.uint8).astype(np.int32)
+    return Completion(
+        prompt_tokens=np.zeros(max(1, prompt), np.int32),
+        tokens=said,
+        logprobs=np.full(len(said), -0.5, np.float32),
+        text=text,
+        finish_reason="stop",
+        version_spans=(VersionSpan(Version(1, 0), 0, len(said)),),
+        sampling=SamplingArgs(),
+    )
+
+
+def said(answer: str, *, prompt: str = "?") -> Transcript:
+    """The transcript of a run in which the policy was asked `prompt` and gave `answer`."""
+    return Transcript(turns=(Turn(messages=({"role": "user", "content": prompt},), completion=completion(answer)),))
+
+
+async def score_with(judge: Any, model: Any, answers: Sequence[str], task: Task) -> list[Score]:
+    """What `judge` (a reward that is not prepared yet) says of `answers` to one task, asking `model` under every name."""
+    await judge.prepare({judge.args.judge or "judge": model})
+    try:
+        runs = [said(a, prompt=task.prompt or "?") for a in answers]
+        if judge.whole_group:
+            return await score_group(judge, task, runs)
+        return list(await asyncio.gather(*(score(judge, task, r) for r in runs)))
+    finally:
+        await judge.close()
+
+
+def judged(
+    judge: Any, model: Any, answer: str, *, prompt: str = "?", truth: Any = None, row: dict[str, Any] | None = None
+) -> Score:
+    """As `score_with`, of one answer, in an event loop of its own."""
+    task = Task(taskset="test", index=0, prompt=prompt, truth=truth, row=row or {}, workflow="test")
+    (found,) = asyncio.run(score_with(judge, model, [answer], task))
+    return found
+
+
+class JudgeServer:
+    """An OpenAI-compatible server on loopback, for as long as it is open, in which `judge` answers: `with JudgeServer(FakeJudge(7)) as s`.
+
+    `url` is its address; `asked` are the bodies of all requests.  `usage`: what it says of tokens (prompt, answer).
+    """
+
+    def __init__(self, judge: FakeJudge, *, usage: tuple[int, int] = (200, 20)) -> None:
+        self.judge, self.usage = judge, usage
+        self.asked: list[dict[str, Any]] = []
+
+    def __enter__(self) -> JudgeServer:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                outer.asked.append(body)
+                message = {"role": "assistant", "content": outer.judge.reply(body["messages"])}
+                usage = dict(zip(("prompt_tokens", "completion_tokens"), outer.usage, strict=True))
+                answer = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True, name="judge-server")
+        self._thread.start()
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+# ---------------------------------------------------------------- probes
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A text that tries to talk a judge into full marks.  `order` is the part of it that a gullible judge would follow."""
+
+    name: str
+    kind: str
+    text: str
+    order: str = ""
+    before: str = ""  # this, so often, stands before the text
+    repeat: int = 0
+
+    @property
+    def answer(self) -> str:
+        return self.before * self.repeat + self.text
+
+
+@cache
+def probes() -> tuple[Probe, ...]:
+    """All that are shipped, in judge_probes.jsonl beside this file."""
+    lines = Path(__file__).with_name("judge_probes.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(msgspec.json.decode(line, type=Probe) for line in lines)
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _as_read(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """The messages as a model sees them: a mark of the chat template inside a text begins a message too."""
+    chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return [part.replace("<|im_end|>", "\n") for part in chat.split("<|im_start|>") if part.strip()]
+
+
+def _outside(read: Sequence[str], sloppy: bool) -> str:
+    """What is left when the blocks of the announced fence are taken out of each message."""
+    announced = re.search(r"<<<end (\w+)>>>", read[0])
+    if announced is None:
+        return "\n".join(read)
+    id = re.escape(announced[1])
+    end = r"<{3,}\s*/?end[^\n]*>{3,}" if sloppy else rf"<<<end {id}>>>"
+    block = re.compile(rf"^<<<[^<>\n]* {id}>>>\n.*?^{end}$", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    return "\n".join([read[0], *(block.sub("", text) for text in read[1:])])
+
+
+def _filled(form: str, said: Says, *, best: bool) -> str:
+    """The form of a verdict with values for its places."""
+    values = iter(re.findall(r'"([^"]+)": <', form))
+
+    def value(place: re.Match[str]) -> str:
+        name = next(values)
+        given: Any = said.get(name) if isinstance(said, dict) else said
+        if (bounds := _RANGE.search(place[1])) is not None:
+            return bounds[2] if best else json.dumps(given if given is not None else float(bounds[1]))
+        words = re.findall(r'"([^"]+)"', place[1])
+        return json.dumps(words[0] if best else given if given in words else words[-1])
+
+    return _PLACE.sub(value, form)

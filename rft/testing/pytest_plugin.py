@@ -1,0 +1,72 @@
+"""pytest fixtures for authors of workflows; nothing is loaded until a test asks for one of them.
+
+    def test_mine(run_workflow, scripted_model):
+        assert run_workflow(Mine, "2+2?", scripted_model("4")).reward == 1.0
+
+`run_workflow` prints each trace, which pytest shows when a test fails; in an async test await `run_workflow_async`.
+`recorded_model(model)` plays cassettes/FILE/TEST.json beside the test's file; --rft-record=all records anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("rft").addoption(
+        "--rft-record",
+        choices=("once", "none", "all"),
+        default="once",
+        help="recorded_model: record where there is no cassette (once), never (none), everything (all)",
+    )
+
+
+@pytest.fixture
+def scripted_model() -> Callable[..., Any]:
+    """`rft.testing.ScriptedModel`, to be called with answers."""
+    from rft.testing.fakes import ScriptedModel
+
+    return ScriptedModel
+
+
+@pytest.fixture
+def recorded_model(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`recorded_model(model=None, name=None)`: a RecordedModel with a cassette of this test's own."""
+    from rft.testing.cassette import RecordedModel
+
+    def make(model: Any = None, name: str | None = None) -> RecordedModel:
+        test = re.sub(r"[^\w.-]+", "_", request.node.name) if name is None else name
+        path = request.path.parent / "cassettes" / request.path.stem / f"{test}.json"
+        return RecordedModel(path, model, record=request.config.getoption("--rft-record"))
+
+    return make
+
+
+@pytest.fixture
+def run_workflow() -> Callable[..., Any]:
+    """`rft.testing.run_workflow`, whose trace is printed."""
+    from rft.testing import play
+
+    def run(*given: Any, **more: Any) -> Any:
+        result = play.run_workflow(*given, **more)
+        print(result.trace())
+        return result
+
+    return run
+
+
+@pytest.fixture
+def run_workflow_async() -> Callable[..., Awaitable[Any]]:
+    """`rft.testing.run_workflow_async`, whose trace is printed."""
+    from rft.testing import play
+
+    async def run(*given: Any, **more: Any) -> Any:
+        result = await play.run_workflow_async(*given, **more)
+        print(result.trace())
+        return result
+
+    return run

@@ -1,0 +1,215 @@
+"""A played task as text for people: messages by role, tool calls, rewards by part, time per call; and which tokens are trained.
+
+Knows results only.  Invariant: nothing that a model or a data set says can drive the terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rft.cli.terminal import safe
+from rft.logs import redact
+from rft.testing.scripted import decode as decode_bytes
+from rft.types.experience import Experience
+from rft.types.ports import GenerateRequest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from rft.testing.play import Call, RunResult, WorkflowResult
+
+Decode = Callable[[Sequence[int]], str]
+_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+_PACKAGE = Path(__file__).parents[1]
+LONGEST = 4000  # characters of one message that are shown
+
+
+def trace(result: WorkflowResult, *, tokens: bool = False, decode: Decode = decode_bytes, width: int = 110) -> str:
+    """The whole result as plain text.  `decode` gives the text of token ids; the default is the scripted model's."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    show(result, Console(file=out, width=width, no_color=True, highlight=False, emoji=False), tokens=tokens, decode=decode)
+    return out.getvalue()
+
+
+def show(result: WorkflowResult, out: Console, *, tokens: bool = False, decode: Decode = decode_bytes) -> None:
+    """Prints the whole result."""
+    for run in result.runs:
+        _run(result, run, out)
+        if tokens:
+            for row in run.experiences:
+                if row.num_tokens:
+                    _tokens(row, out, decode)
+    others = [c for c in result.calls if c.run is None]
+    if others:
+        _line(out, "calls for all runs together", "bold")
+        for call in others:
+            _call(call, (), out)
+    if len(result.runs) > 1:
+        told = ", ".join("none" if r is None else f"{r:g}" for r in result.rewards)
+        group = "can be trained" if result.group.accepted else f"cannot be trained: {result.group.reason}"
+        equal = "; all are equal, so the runs cannot be told apart" if len(set(result.rewards)) == 1 else ""
+        _line(out, f"rewards {told}{equal}; the group {group}", "bold")
+
+
+def _run(result: WorkflowResult, run: RunResult, out: Console) -> None:
+    task = result.task
+    first = run.experiences[0]
+    head = f"{first.workflow} plays {task.taskset}[{task.index}], run {run.number}: {first.status}"
+    _line(out, head, "bold red" if run.failed else "bold")
+    if task.truth is not None:
+        _line(out, f"  truth      {_short(task.truth)}", "dim")
+    shown: tuple[Any, ...] = ()
+    for call in run.calls:
+        shown = _call(call, shown, out)
+    if run.failed:
+        _line(out, f"  failed     {run.reason}", "red")
+        for line in traceback_of(run).splitlines():
+            _line(out, f"             {line}", "red")
+    else:
+        _rewards(run, out)
+    spent = f"{run.played.run_s:.3f} s playing, {run.played.reward_s:.3f} s scoring, {len(run.calls)} model calls"
+    tried = f", attempt {run.played.attempts}" if run.played.attempts > 1 else ""
+    _line(out, f"  time       {spent}{tried}", "dim")
+
+
+def traceback_of(run: RunResult) -> str:
+    """Where a failed run's error comes from: the author's own lines; all lines where none is the author's."""
+    if run.error is None:
+        return run.traceback
+    frames = traceback.extract_tb(run.error.__traceback__)
+    own = [f for f in frames if not Path(f.filename).is_relative_to(_PACKAGE)] or frames
+    lines = traceback.format_list(own) + traceback.format_exception_only(run.error)
+    return redact("".join(lines)).rstrip()
+
+
+def _rewards(run: RunResult, out: Console) -> None:
+    score, rows = run.score, run.experiences
+    value = "none: unscored, never trained" if score.value is None else f"{score.value:g}"
+    parts = "".join(f", {safe(n)} {v:g}" for n, v in score.parts.items()) if len(rows) == 1 else ""
+    _line(out, f"  reward     {value}{parts}" + (f"  ({score.reason})" if score.reason else ""), "bold")
+    if len(rows) > 1:
+        for step, row in enumerate(rows):
+            own = "none" if row.reward is None else f"{row.reward:g}"
+            told = "".join(f", {n} {v:g}" for n, v in row.reward_parts.items())
+            _line(out, f"    step {step}: reward {own}{told}, {row.num_response_tokens} trained tokens")
+    first = rows[0]
+    if first.metrics:
+        _line(out, "  metrics    " + ", ".join(f"{n} {v:g}" for n, v in first.metrics.items()))
+    info = {n: v for n, v in first.info.items() if n != "reward_reason"}
+    if info:
+        _line(out, f"  info       {_short(info)}")
+
+
+def _call(call: Call, shown: tuple[Any, ...], out: Console) -> tuple[Any, ...]:
+    """Prints a call, but not the messages in `shown`; gives back what the policy's next call need not show again."""
+    from rft.testing.play import POLICY
+
+    mine = call.model == POLICY
+    if not mine:
+        _line(out, f"  {call.model} is asked", "blue")
+    asked = call.asked
+    messages = tuple(asked.messages) if isinstance(asked, GenerateRequest) else tuple(asked) if isinstance(asked, list) else ()
+    new = messages[len(shown) :] if mine and shown and messages[: len(shown)] == shown else messages
+    if mine and shown and new is messages and messages:
+        _line(out, "  (a new conversation)", "dim")
+    if isinstance(asked, GenerateRequest) and asked.tools and not shown:
+        _line(out, "  tools      " + ", ".join(str(t.get("function", t).get("name")) for t in asked.tools), "dim")
+    if isinstance(asked, GenerateRequest) and asked.prompt_tokens:
+        _line(out, f"  prompt     {len(asked.prompt_tokens)} tokens", "dim")
+    for m in new:
+        _message(m, out)
+    if call.error is not None:
+        _line(out, f"  raised     {type(call.error).__name__}: {call.error}  [{call.took_s:.3f} s]", "red")
+        return messages if mine else shown
+    for c in call.answers:
+        if c.reasoning:
+            _said("reasoning", c.reasoning, out, "dim")
+        cut = ", cut off" if c.finish_reason == "length" else ""
+        _message(c.message, out, note=f"[{len(c.tokens)} tokens{cut}, {call.took_s:.3f} s]")
+    if call.values:
+        _line(out, f"  gives      {', '.join(f'{v:.4g}' for v in call.values[:8])}{' ...' if len(call.values) > 8 else ''}")
+    return (*messages, call.answers[0].message) if mine and call.answers else shown
+
+
+def _message(m: Mapping[str, Any], out: Console, note: str = "") -> None:
+    role, content = str(m.get("role", "?")), m.get("content")
+    calls = m.get("tool_calls") or ()
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    if text or not calls:
+        _said(role, text, out, _STYLES.get(role, ""), note)
+        note = ""
+    for call in calls:
+        function = call.get("function", {})
+        _said(role, f"-> {function.get('name')}({function.get('arguments')})", out, "yellow", note)
+        note = ""
+
+
+def _said(role: str, text: str, out: Console, style: str, note: str = "") -> None:
+    more = len(text) - LONGEST
+    shown = text if more <= 0 else f"{text[:LONGEST]} ... and {more} characters more"
+    lines = safe(shown, lines=True).expandtabs(4).split("\n")
+    for i, line in enumerate(lines):
+        name = safe(role)[:10] if i == 0 else ""
+        _line(out, f"  {name:10} {line}{'  ' + note if note and i == len(lines) - 1 else ''}", style)
+
+
+def _tokens(row: Experience, out: Console, decode: Decode) -> None:
+    """One line for every trained token, with its log-prob; what is not trained stands together."""
+    from rich.text import Text
+
+    trained = row.num_response_tokens
+    mean = float(row.logprobs[row.loss_mask].mean()) if trained else 0.0
+    _line(out, f"  tokens     {row.num_tokens}, of which {trained} are trained, mean log-prob {mean:.3f}", "bold")
+    edges = [0, *(np.flatnonzero(np.diff(row.loss_mask)) + 1).tolist(), row.num_tokens]
+    for start, end in itertools.pairwise(edges):
+        ids = row.tokens[start:end].tolist()
+        if not row.loss_mask[start]:
+            _line(out, f"    {start:5}-{end - 1:<5} not trained  {_short(decode(ids), 300)}", "dim")
+            continue
+        for i, token in enumerate(ids, start):
+            logp = float(row.logprobs[i])
+            line = Text(f"    {i:5} {token:7}   ")
+            line.append(f"{logp:8.3f} {'#' * min(20, round(-logp * 4)):20} ", style=_heat(logp))
+            line.append(safe(decode([token])), style=f"bold {_heat(logp)}")
+            if row.teacher_logprobs is not None:
+                line.append(f"   teacher {float(row.teacher_logprobs[i]):.3f}", style="dim")
+            _print(out, line)
+
+
+def _heat(logp: float) -> str:
+    """Likely tokens are green, unlikely ones red."""
+    return "green" if logp > -0.5 else "yellow" if logp > -1.5 else "dark_orange" if logp > -3 else "red"
+
+
+def _short(value: Any, most: int = 200) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return safe(text if len(text) <= most else f"{text[:most]} ...")
+
+
+def _line(out: Console, text: str, style: str = "") -> None:
+    from rich.text import Text
+
+    _print(out, Text(safe(text), style=style))
+
+
+def _print(out: Console, text: Text) -> None:
+    out.print(text, soft_wrap=True)
+
+
+def console(*, width: int | None = None) -> Console:
+    """Standard output as it is now, with colours where it is a terminal."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, width=width, highlight=False, emoji=False)

@@ -1,0 +1,204 @@
+"""Tools as Python functions: their schema from signature and docstring, their errors as text for the model.
+
+    def weather(city: str, days: int = 1) -> str:
+        # its docstring: what it does, then a line `name: text` for each parameter
+
+Knows no workflow.  Invariant: `Toolbox.run` never raises for what a model or a tool does wrong; it gives the text to say and counts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_type_hints
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from rft.errors import ConfigError, RftError
+from rft.plugins import REGISTRY, kind
+from rft.threads import in_thread
+from rft.workflow.toolcalls import ToolCall
+
+tool = kind("tool")
+Side = Literal["left", "middle", "right"]
+_PARAMETER = re.compile(r"^\s*(?::param\s+)?(\w+)(?:\s*\([^)]*\))?\s*:\s+(\S.*)$")
+
+
+class Tool(Protocol):
+    """Something a model may call.  `schema` is OpenAI's form {"type": "function", "function": {name, description, parameters}}."""
+
+    @property
+    def schema(self) -> dict[str, Any]: ...
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """What the model is told.  May raise anything; `ToolError` for what the model did wrong."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ToolError(Exception):
+    """The call is wrong; the text is for the model."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    call: ToolCall
+    text: str
+    error: bool = False
+
+
+class FunctionTool:
+    """A function; an ordinary one runs in a thread, so it may block.  Arguments are checked against its annotations."""
+
+    def __init__(self, function: Callable[..., Any], *, name: str = "") -> None:
+        self.function = function
+        self.name = name or function.__name__
+        self._model = _model(function, self.name)
+        self.schema = _schema(function, self.name, self._model)
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        try:
+            checked = self._model(**arguments)
+        except ValidationError as e:
+            faults = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in e.errors())
+            raise ToolError(f"wrong arguments: {faults}") from None
+        given = {name: getattr(checked, name) for name in type(checked).model_fields}
+        if inspect.iscoroutinefunction(self.function):
+            return as_text(await self.function(**given))
+        return as_text(await in_thread(lambda: self.function(**given), f"tool-{self.name}", error=_no_stop))
+
+    async def close(self) -> None:
+        """A function holds nothing."""
+
+
+@dataclass
+class Toolbox:
+    """The tools of one run.  Limits are veRL's: `parallel` calls of one answer, `length` characters of a result."""
+
+    tools: Sequence[Tool] = ()
+    parallel: int = 1
+    length: int = 256
+    side: Side = "middle"
+    timeout_s: float = 30.0
+    counts: dict[str, int] = field(default_factory=lambda: {"tool_calls": 0, "tool_errors": 0})
+
+    def __post_init__(self) -> None:
+        self._by_name: dict[str, Tool] = {}
+        for tool in self.tools:
+            name = tool.schema["function"]["name"]
+            if name in self._by_name:
+                raise ConfigError(f"two tools are called {name!r}; rename one", key="workflow_args.tools")
+            self._by_name[name] = tool
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [t.schema for t in self.tools]
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """All calls of one answer side by side; those beyond `parallel` are refused."""
+        results = await asyncio.gather(*(self._one(call, i) for i, call in enumerate(calls)))
+        self.counts["tool_calls"] += len(results)
+        self.counts["tool_errors"] += sum(r.error for r in results)
+        return list(results)
+
+    async def _one(self, call: ToolCall, number: int) -> ToolResult:
+        if number >= self.parallel:
+            return ToolResult(call, f"Error: not run; at most {self.parallel} calls in one answer", error=True)
+        if call.error:
+            return ToolResult(call, f"Error: {self.shortened(call.error)}", error=True)
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            known = ", ".join(self._by_name) or "none"
+            return ToolResult(call, f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}", error=True)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                text = await tool.call(call.arguments)
+        except RftError:
+            raise
+        except TimeoutError:
+            return ToolResult(call, f"Error: {call.name} took longer than {self.timeout_s:g} s", error=True)
+        except ToolError as e:
+            return ToolResult(call, f"Error: {self.shortened(str(e))}", error=True)
+        except Exception as e:  # a tool may raise anything; the model is told
+            return ToolResult(call, f"Error: {self.shortened(f'{type(e).__name__}: {e}')}", error=True)
+        return ToolResult(call, self.shortened(text))
+
+    def shortened(self, text: str) -> str:
+        """At most `length` characters of it; `side` says which are kept: the left, the right, or both ends (middle).
+
+        Halves of characters, which no text file and no request can hold, become question marks.
+        """
+        text = text.encode("utf-8", "replace").decode()
+        if len(text) <= self.length:
+            return text
+        if self.side == "left":
+            return f"{text[: self.length]}...(truncated)"
+        if self.side == "right":
+            return f"(truncated)...{text[len(text) - self.length :]}"
+        half = self.length // 2
+        return f"{text[:half]}...(truncated)...{text[len(text) - half :]}"
+
+    async def close(self) -> None:
+        for tool in self.tools:
+            await tool.close()
+
+
+def named(names: Iterable[str]) -> list[Tool]:
+    """Functions by `pkg.module:function` or `path/file.py:function`, or marked with @tool("name")."""
+    return [FunctionTool(_function(name)) for name in names]
+
+
+def _function(name: str) -> Callable[..., Any]:
+    found = REGISTRY.get("tool", name).obj
+    if not callable(found) or inspect.isclass(found):
+        raise ConfigError(f"tool {name!r} must be a function", key="workflow_args.tools", given=name)
+    function: Callable[..., Any] = found
+    return function
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _model(function: Callable[..., Any], name: str) -> type[BaseModel]:
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for p in inspect.signature(function).parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
+            raise ConfigError(
+                f"tool {name!r}: parameter {p.name!r} must have a name that a model can give", key="workflow_args.tools"
+            )
+        fields[p.name] = (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
+    made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    return made
+
+
+def _schema(function: Callable[..., Any], name: str, model: type[BaseModel]) -> dict[str, Any]:
+    description, about = _docstring(function, set(model.model_fields))
+    parameters = model.model_json_schema()
+    parameters.pop("title", None)
+    for key, p in parameters.get("properties", {}).items():
+        p.pop("title", None)
+        if key in about:
+            p.setdefault("description", about[key])
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _docstring(function: Callable[..., Any], parameters: set[str]) -> tuple[str, dict[str, str]]:
+    """(text before the parameters, what is said of each): lines `name: text`, also below Args: or as :param name: text."""
+    text, about = [], {}
+    for line in (inspect.getdoc(function) or "").splitlines():
+        if (m := _PARAMETER.match(line)) and m[1] in parameters:
+            about[m[1]] = m[2].strip()
+        elif not about and line.strip().lower() not in ("args:", "parameters:", "arguments:"):
+            text.append(line)
+    return "\n".join(text).strip(), about
+
+
+def _no_stop(e: BaseException) -> BaseException:
+    return ToolError("StopIteration") if isinstance(e, StopIteration) else e

@@ -1,0 +1,75 @@
+"""`rft new` writes files whose tests pass as they are, and never writes over any."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rft.cli.skeletons import SKELETONS
+from rft.plugins import REGISTRY
+from rft.testing.command import rft
+
+
+def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind in SKELETONS:
+        done = rft("new", kind, f"my_{kind}", "--dir", "mine")
+        assert done.code == 0 and f"mine/tests/test_my_{kind}.py" in done.output and "rft run" in done.output, done.output
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mine"]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    tested = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert tested.returncode == 0 and f"{2 * len(SKELETONS) - 1} passed" in tested.stdout, tested.stdout + tested.stderr
+    style = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "130", "--select", "E,F,W,I,UP,B", "mine"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert style.returncode == 0, style.stdout
+
+
+def test_a_configuration_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        for kind in SKELETONS:
+            assert rft("new", kind, f"found_{kind}").code == 0
+        listed = rft("plugins", "--plugin-dir", "plugins")
+        assert listed.code == 0 and all(f"found_{kind}" in listed.output for kind in SKELETONS), listed.output
+    finally:
+        for key, plugin in list(REGISTRY._found.items()):
+            if plugin.source.startswith(str(tmp_path)):
+                del REGISTRY._found[key]
+
+
+@pytest.mark.parametrize("there", ["plugins/mine.py", "plugins/tests/test_mine.py"])
+def test_nothing_is_written_over(there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / there
+    path.parent.mkdir(parents=True)
+    path.write_text("precious")
+    done = rft("new", "workflow", "mine")
+    assert done.code == 2 and "is there already" in done.output and path.read_text() == "precious"
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        ("workflow", "Mine", "small letters"),
+        ("workflow", "my-own", "small letters"),
+        ("workflow", "../mine", "small letters"),
+        ("workflow", "class", "no word of Python's"),
+        ("workflow", "m", "2 to 50"),
+        ("agent", "simple_workflow", "comes with rft has this name"),
+        ("judge", "exact_answer", "comes with rft has this name"),
+        ("wrokflow", "mine", "write one of: workflow (what happens"),
+    ],
+)
+def test_names_are_checked(kind: str, name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = rft("new", kind, name)
+    assert done.code == 2 and why in done.output, done.output
+    assert not any(tmp_path.rglob("*.py"))

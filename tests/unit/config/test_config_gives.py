@@ -1,0 +1,64 @@
+"""An algorithm that reads what its workflow does not write is refused before anything starts, where that can be known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.config.check import check
+
+TINY = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
+TASKSET = "buffer.explorer_input.taskset"
+TEACHER = "explorer.auxiliary_models=[{name: teacher, model_path: MODEL, engine_type: transformers}]"
+MINE = """
+from rft.workflow.base import Workflow
+
+
+class Mine(Workflow):
+    async def run(self, task, ctx):
+        await ctx.chat(task.chat())
+        ctx.score_step(1.0, env_state_hash="x")
+        return ctx.transcript(layout="steps")
+"""
+
+
+def errors(tiny_model: Path, *more: str) -> list[str]:
+    options = (f"model.model_path={tiny_model}", f"{TASKSET}.default_reward_fn_type=exact_answer", *more)
+    return [str(e) for e in check(TINY, tuple(o.replace("MODEL", str(tiny_model)) for o in options)).errors]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "says"),
+    [
+        ("on_policy_distill", (), "advantage_fn on_policy_distill reads what simple_workflow does not write here"),
+        ("jsd", (f"{TASKSET}.default_workflow_type=frozen_lake_workflow",), "it needs a teacher's log-probs"),
+        ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow",), "asks a teacher; name one"),
+        (
+            "jsd",
+            (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", f"{TASKSET}.workflow_args.teacher=master", TEACHER),
+            "no auxiliary model has this name; there is teacher",
+        ),
+        ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", TEACHER), ""),
+        ("gigpo", (), "advantage_fn gigpo reads what simple_workflow does not write here"),
+        ("gigpo", ("algorithm.advantage_fn_args.omega=0",), ""),
+        ("gigpo", (f"{TASKSET}.default_workflow_type=taxi_workflow",), "layout: steps"),
+        ("gigpo", (f"{TASKSET}.default_workflow_type=taxi_workflow", f"{TASKSET}.workflow_args={{layout: steps}}"), ""),
+        ("gigpo", (f"{TASKSET}.default_workflow_type=mine.py:Mine",), ""),
+        ("multi_step_grpo", (), ""),
+        ("grpo", (), ""),
+    ],
+)
+def test_what_a_workflow_has_to_give(
+    algorithm: str, more: tuple[str, ...], says: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    found: list[Any] = errors(tiny_model, f"algorithm.algorithm_type={algorithm}", *more)
+    assert (len(found), says.lower() in str(found).lower()) == (bool(says), True), found
+
+
+def test_names_that_are_not_offered_are_told_what_to_do(tiny_model: Path) -> None:
+    (error,) = errors(tiny_model, f"{TASKSET}.default_workflow_type=alfworld_workflow")
+    assert "derive from EnvWorkflow" in error and TASKSET in error

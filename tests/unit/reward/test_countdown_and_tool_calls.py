@@ -1,0 +1,134 @@
+"""Rewards whose answer is read: arithmetic with given numbers, tool calls by BFCL's data, boxed answers with a thought."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import pytest
+
+from rft.reward.countdown import evaluated
+from rft.reward.tool_calls import matches, wanted
+from rft.taskset.countdown import countdown
+from rft.testing import ScriptedModel, run_workflow
+from rft.types.task import SamplingArgs, Task
+
+LONG = SamplingArgs(max_tokens=4000)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("<answer>(8 - 3) * 2</answer>", 1.0),
+        ("<answer>2 * (8 - 3) = 10</answer>", 1.0),
+        ("first <answer>1</answer>, no: <answer>8*2-3*2</answer>", 0.1),
+        ("<answer>8 + 2</answer>", 0.1),
+        ("<answer>10</answer>", 0.1),
+        ("<answer>__import__('os').system('x')</answer>", 0.1),
+        ("<answer>" + "9" * 300 + "</answer>", 0.1),
+        ("<answer>8 ** 2 - 3</answer>", 0.1),
+        ("<answer>8 / (3 - 3) + 2</answer>", 0.1),
+        ("it is 10", 0.0),
+    ],
+)
+def test_countdown(answer: str, reward: float) -> None:
+    task = Task(
+        taskset="c",
+        index=0,
+        prompt="go",
+        truth={"numbers": [2, 3, 8], "target": 10},
+        workflow="countdown_workflow",
+        sampling=LONG,
+    )
+    assert run_workflow("countdown_workflow", task, ScriptedModel(answer), reward="countdown_reward").runs[0].reward == reward
+
+
+def test_rows_with_bare_numbers_are_asked_in_words() -> None:
+    model = ScriptedModel("<answer>1+2</answer>")
+    task = Task(taskset="c", index=0, prompt="x", row={"nums": [1, 2], "target": 3}, workflow="countdown_workflow", sampling=LONG)
+    assert run_workflow("countdown_workflow", task, model, reward="countdown_reward").runs[0].reward == 1.0
+    assert "1, 2" in model.calls[0].messages[0]["content"]
+
+
+def test_expressions_are_exact() -> None:
+    assert evaluated("(1 / 3) * 3") == (Fraction(1), [1, 3, 3])
+    with pytest.raises(ValueError, match="only whole numbers"):
+        evaluated("1.5 + 1")
+
+
+def test_countdown_rows_have_solutions_and_splits_share_no_numbers() -> None:
+    train, test = countdown(split="train", count=200), countdown(split="test", count=60)
+    numbers = [{tuple(sorted(r["response"]["numbers"])) for r in rows} for rows in (train, test)]
+    assert not numbers[0] & numbers[1] and train == countdown(split="train", count=200)
+
+
+GOLD = [{"weather": {"city": ["Oslo"], "days": [1, ""]}}]
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ([("weather", {"city": "oslo "})], ""),
+        ([("weather", {"city": "Oslo", "days": 1})], ""),
+        ([("weather", {"city": "Oslo", "days": 2})], "days is 2"),
+        ([("weather", {"city": "Oslo", "days": True})], "days is True"),
+        ([("weather", {"days": 1})], "city is missing"),
+        ([("weather", {"city": "Oslo", "hours": 1})], "argument hours is not wanted"),
+        ([("sing", {})], "sing is not wanted"),
+        ([], "0 calls instead of 1"),
+    ],
+)
+def test_tool_calls_are_compared(made: list[tuple[str, dict[str, object]]], why: str) -> None:
+    assert why in matches(made, wanted(GOLD)) and bool(why) == bool(matches(made, wanted(GOLD)))
+
+
+def test_gold_calls_in_several_shapes() -> None:
+    assert wanted('{"name": "f", "arguments": {"a": [1]}}') == [("f", {"a": [[1]]})]
+    assert matches([("b", {}), ("a", {"x": [1, 2]})], wanted([{"a": {"x": [[1, 2]]}}, {"b": {}}])) == ""
+    for bad in (3, ["x"], [{"a": {}, "b": {}}]):
+        with pytest.raises(ValueError, match="gold call"):
+            wanted(bad)
+
+
+ROW = {
+    "question": [[{"role": "user", "content": "Weather in Oslo?"}]],
+    "function": [
+        {"name": "weather", "description": "d", "parameters": {"type": "dict", "properties": {"city": {"type": "string"}}}}
+    ],
+    "ground_truth": GOLD,
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "args", "reward"),
+    [
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {}, 1.0),
+        ('{"name": "weather", "arguments": {"city": "Bergen"}}', {}, 0.0),
+        ("Oslo is cold", {}, 0.0),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 0.0),
+        ('<think>hm</think><tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>', {"with_think": True}, 1.0),
+    ],
+)
+def test_a_row_of_bfcl(answer: str, args: dict[str, object], reward: float) -> None:
+    task = Task(taskset="b", index=0, prompt="x", row=json.loads(json.dumps(ROW)), workflow="tool_call_workflow", sampling=LONG)
+    model = ScriptedModel(answer)
+    assert run_workflow("tool_call_workflow", task, model, workflow_args=args).runs[0].reward == reward
+    told, asked = model.calls[0].messages
+    assert '"type":"object"' in told["content"] and asked["content"] == "Weather in Oslo?"
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("<think>a</think> \\boxed{4}", 1.0), ("\\boxed{4}", 0.8), ("4", -0.2)])
+def test_boxed_answers_with_a_thought(answer: str, reward: float) -> None:
+    task = Task(taskset="m", index=0, prompt="2+2?", truth="4", workflow="math_boxed_workflow", sampling=LONG)
+    args = {"with_think": True, "format_score_coef": 0.2}
+    model = ScriptedModel(answer)
+    result = run_workflow(None, task, model, reward="math_boxed_reward", reward_args=args, workflow_args={"with_think": True})
+    assert result.runs[0].reward == pytest.approx(reward) and "<think>" in model.calls[0].messages[0]["content"]
+
+
+def test_the_base_models_prompt_and_the_evaluations() -> None:
+    task = Task(taskset="m", index=0, prompt="2+2?", truth="4", workflow="math_boxed_workflow", sampling=LONG)
+    bare, asked = ScriptedModel("\\boxed{4}"), ScriptedModel("\\boxed{4}")
+    run_workflow("math_boxed_workflow", task, bare, reward="math_boxed_reward", workflow_args={"use_base": True})
+    run_workflow("math_eval_workflow", task, asked, reward="math_boxed_reward")
+    assert [m["role"] for m in bare.calls[0].messages] == ["user"] and "\\boxed{}" in asked.calls[0].messages[0]["content"]

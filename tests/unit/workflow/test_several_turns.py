@@ -1,0 +1,179 @@
+"""Runs of several turns: counted turns and tokens, rows of steps, what the model is shown, states for GiGPO."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from rft.algorithm.advantage_args import GigpoArgs
+from rft.engine.base import PromptTooLong
+from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError
+from rft.testing import ScriptedModel, run_workflow
+from rft.testing.scripted import ScriptedEngine
+from rft.types.task import SamplingArgs, Task
+from rft.workflow.env import EnvWorkflow, Step
+from rft.workflow.turns import MultiTurnWorkflow, Reply, RewardPropagationWorkflow, StepWiseWorkflow, TurnArgs
+
+LONG = SamplingArgs(max_tokens=4000)
+
+
+def task(**changes):
+    return Task(**{"taskset": "walk", "index": 3, "prompt": "walk", "truth": "3", "workflow": "x", "sampling": LONG, **changes})
+
+
+class Stairs(EnvWorkflow):
+    """Three stairs; "up" and "down", 0.5 for each stair, over at the top."""
+
+    closed: ClassVar[list[bool]] = []
+
+    def instruction(self, task):
+        return "Climb."
+
+    def reset(self, task):
+        self.at, self.top = 0, int(task.truth)
+        return "stair 0"
+
+    def step(self, action):
+        self.at = max(0, self.at + (1 if action == "up" else -1))
+        top = self.at == self.top
+        return Step(f"stair {self.at}", reward=0.5 if action == "up" else 0.0, done=top, info={"success": top})
+
+    def close(self):
+        self.closed.append(True)
+
+
+def test_one_row_for_the_run_with_the_sum_of_rewards():
+    Stairs.closed.clear()
+    model = ScriptedModel("up", "down", "up", "up", "up")
+    result = run_workflow(Stairs, task(), model)
+    (row,) = result.group.rows
+    assert (row.reward, row.reward_parts, row.status) == (2.0, {"success": 1.0}, "complete")
+    assert row.metrics == {"turns": 5.0, "finished": 1.0, "over_limit": 0.0} and row.info["success"] is True
+    assert [m["content"] for m in model.calls[2].messages] == ["Climb.", "stair 0", "up", "stair 1", "down", "stair 0"]
+    assert row.num_response_tokens == sum(len(a) + 1 for a in ("up", "down", "up", "up", "up")), "answers and their ends alone"
+    assert Stairs.closed == [True]
+
+
+def test_turns_run_out():
+    (row,) = run_workflow(Stairs, task(), ScriptedModel(answer=lambda m: "up"), workflow_args={"max_turns": 2}).group.rows
+    assert (row.reward, row.status, row.metrics["finished"]) == (1.0, "complete", 0.0)
+
+
+@pytest.mark.parametrize(("credit", "rewards"), [("step", [0.5, 0.0, 0.5]), ("run", [1.0, 1.0, 1.0])])
+def test_a_row_for_each_step(credit: str, rewards: list[float]) -> None:
+    args = {"layout": "steps", "credit": credit, "max_turns": 3}
+    result = run_workflow(Stairs, task(), ScriptedModel("up", "down", "up"), workflow_args=args)
+    rows = result.group.rows
+    assert [r.reward for r in rows] == rewards and [r.info["step_reward"] for r in rows] == [0.5, 0.0, 0.5]
+    states = [r.info[GigpoArgs().env_state_hash_key] for r in rows]
+    assert states[0] == states[2] != states[1], "the state in which the step began: stair 0, stair 1, stair 0"
+    assert result.runs[0].reward == 1.0, "the return, either way"
+
+
+@pytest.mark.parametrize(
+    ("history", "shown"),
+    [
+        (0, ["Climb.", "stair 2"]),
+        (1, ["Climb.", "stair 1", "up", "stair 2"]),
+        (9, ["Climb.", "stair 0", "up", "stair 1", "up", "stair 2"]),
+    ],
+)
+def test_a_short_memory(history: int, shown: list[str]) -> None:
+    model = ScriptedModel("up", "up", "up")
+    run_workflow(Stairs, task(), model, workflow_args={"layout": "steps", "history": history})
+    assert [m["content"] for m in model.calls[-1].messages] == shown
+
+
+def test_a_joined_run_has_one_reward_and_its_whole_history():
+    for args in ({"credit": "step"}, {"history": 1}):
+        with pytest.raises(ConfigError, match="need layout: steps"):
+            run_workflow(Stairs, task(), ScriptedModel("up"), workflow_args=args)
+
+
+def test_max_response_tokens_count_all_turns():
+    short = task(sampling=SamplingArgs(max_tokens=60), truth="99")
+    model = ScriptedModel(answer=lambda m: "up")
+    (row,) = run_workflow(Stairs, short, model, workflow_args={"max_turns": 50}).group.rows
+    opening = len(row.tokens) - 60
+    assert row.status == "truncated" and row.metrics["over_limit"] == 1.0 and 2 <= row.metrics["turns"] < 10
+    asked = [c.sampling.max_tokens for c in model.calls]
+    assert asked[0] == 60 and asked == sorted(asked, reverse=True), "each call may take what is left"
+    assert opening >= 0 and asked[-1] < 40
+
+
+def test_each_answer_has_a_limit_of_its_own():
+    model = ScriptedModel(answer=lambda m: "up and up and up")
+    (row,) = run_workflow(Stairs, task(), model, workflow_args={"max_turns": 2, "max_turn_tokens": 4}).group.rows
+    assert {c.sampling.max_tokens for c in model.calls} == {4} and row.num_response_tokens == 8
+
+
+def test_a_conversation_may_use_the_whole_context_and_no_more():
+    """max_prompt_tokens is about openings; where the context is full the run is over, and truncated."""
+    settings = EngineSettings(engine_type="scripted", name="s", max_model_len=120, max_prompt_tokens=60)
+    result = run_workflow(Stairs, task(truth="99"), ScriptedEngine(answer=lambda m: "up", settings=settings))
+    (row,) = result.group.rows
+    assert row.status == "truncated" and 60 < len(row.tokens) <= 120
+    with pytest.raises(PromptTooLong):
+        long = task(prompt="x" * 300)
+        run_workflow("simple_workflow", long, ScriptedEngine("a", settings=settings), reward="exact_answer")
+
+
+class Talk(MultiTurnWorkflow):
+    """Async methods, no rewards: the taskset's reward scores the last answer."""
+
+    async def react(self, answer):
+        await asyncio.sleep(0)
+        return Reply.say("again") if answer.text != "3" else Reply(done=True)
+
+
+def test_without_rewards_the_tasksets_reward_scores():
+    result = run_workflow(Talk, task(), ScriptedModel("1", "2", "3"), reward="exact_answer")
+    assert result.runs[0].reward == 1.0 and result.group.rows[0].metrics["turns"] == 3.0
+
+
+class Steps(StepWiseWorkflow):
+    def react(self, answer):
+        return Reply.say("next", reward=float(answer.text), done=answer.text == "3")
+
+
+class Spread(RewardPropagationWorkflow):
+    react = Steps.react
+
+
+def test_step_wise_and_propagated():
+    for cls, rewards in ((Steps, [1.0, 3.0]), (Spread, [4.0, 4.0])):
+        rows = run_workflow(cls, task(), ScriptedModel("1", "3")).group.rows
+        assert [r.reward for r in rows] == rewards
+        assert np.array_equal(rows[1].tokens[: len(rows[0].tokens)], rows[0].tokens), "the history is not tokenised again"
+
+
+class Hurt(Stairs):
+    blocking = True
+
+    def step(self, action):
+        raise OSError("the world is gone")
+
+
+def test_a_broken_world_is_closed_and_told():
+    Stairs.closed.clear()
+    result = run_workflow(Hurt, task(), ScriptedModel("up"), may_fail=True)
+    assert result.runs[0].failed and "the world is gone" in result.runs[0].reason and Stairs.closed == [True]
+
+
+class Silly(MultiTurnWorkflow):
+    def react(self, answer):
+        return "more"
+
+
+def test_what_react_returns_is_checked():
+    result = run_workflow(Silly, task(), ScriptedModel("up"), may_fail=True)
+    assert "react returned str; it must return a Reply" in result.runs[0].reason
+    assert "must have a method react" in run_workflow(MultiTurnWorkflow, task(), ScriptedModel("a"), may_fail=True).runs[0].reason
+
+
+def test_defaults_say_what_they_are():
+    assert all(f.description for f in TurnArgs.model_fields.values())

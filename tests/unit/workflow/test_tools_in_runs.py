@@ -1,0 +1,293 @@
+"""Tools: schemas, calls in text, errors told to the model, limits, tool files, a real MCP server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from rft.errors import ConfigError
+from rft.testing import ScriptedModel, run_workflow, run_workflow_async
+from rft.types.task import SamplingArgs, Task
+from rft.workflow import mcp, toolfile
+from rft.workflow.toolcalls import in_text
+from rft.workflow.toolrun import ToolWorkflow
+from rft.workflow.tools import FunctionTool, Toolbox
+
+
+def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:
+    """Forecast for a city.
+
+    Args:
+        city (str): name in English
+        days: how many
+    """
+    if city == "Atlantis":
+        raise LookupError("no such city")
+    return f"{city}: {days} sunny days, {unit}"
+
+
+async def add(a: int, b: Annotated[int, Field(ge=0, description="the second")]) -> dict[str, int]:
+    """Adds.
+
+    :param a: the first
+    """
+    return {"sum": a + b}
+
+
+def slow() -> str:
+    """Never done."""
+    time.sleep(0.5)
+    return "late"
+
+
+def call(name: str, **arguments: object) -> str:
+    import json
+
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Own(ToolWorkflow):
+    def make_tools(self, task):
+        return [weather, add, slow]
+
+
+TASK = Task(taskset="t", index=0, prompt="weather?", truth="3", workflow="x", sampling=SamplingArgs(max_tokens=8000))
+
+
+def test_schema_from_signature_and_docstring():
+    schema = FunctionTool(weather).schema["function"]
+    assert (schema["name"], schema["description"]) == ("weather", "Forecast for a city.")
+    p = schema["parameters"]
+    assert p["required"] == ["city"] and p["properties"]["city"] == {"type": "string", "description": "name in English"}
+    assert p["properties"]["days"] == {"type": "integer", "default": 1, "description": "how many"}
+    assert p["properties"]["unit"]["enum"] == ["C", "F"] and p["additionalProperties"] is False
+    props = FunctionTool(add).schema["function"]["parameters"]["properties"]
+    assert props["a"]["description"] == "the first" and props["b"] == {
+        "type": "integer",
+        "minimum": 0,
+        "description": "the second",
+    }
+    with pytest.raises(ConfigError, match="must have a name"):
+        FunctionTool(lambda *args: "", name="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "found"),
+    [
+        ('x <tool_call>{"name": "a", "arguments": {"k": 1}}</tool_call>', "auto", [("a", {"k": 1}, "")]),
+        ('<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>', "hermes", [("a", {}, ""), ("b", {}, "")]),
+        ('{"name": "a", "parameters": {"k": 1}}', "json", [("a", {"k": 1}, "")]),
+        ('so:\n```json\n[{"name": "a", "arguments": "{\\"k\\": 2}"}]\n```', "auto", [("a", {"k": 2}, "")]),
+        ("<tool_call>{oops</tool_call>", "auto", [("", {}, "this tool call is no JSON")]),
+        ("<tool_call>[1]</tool_call>", "auto", [("", {}, 'must be an object with "name"')]),
+        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "auto", [("a", {}, '"arguments" must be an object')]),
+        ('{"answer": 3}', "json", []),
+        ("the answer is 3", "auto", []),
+        ('{"name": "a"}', "hermes", []),
+    ],
+)
+def test_calls_in_text(text: str, form: str, found: list[tuple[str, dict[str, object], str]]) -> None:
+    calls = in_text(text, form)  # type: ignore[arg-type]
+    assert [(c.name, c.arguments) for c in calls] == [f[:2] for f in found]
+    assert all(says in c.error and bool(says) == bool(c.error) for c, (_, _, says) in zip(calls, found, strict=True))
+
+
+def test_results_and_errors_are_told_and_counted():
+    model = ScriptedModel(
+        call("weather", city="Oslo", days=2),
+        call("weather", city="Atlantis"),
+        call("weather", town="Oslo"),
+        call("sing"),
+        "<tool_call>{</tool_call>",
+        call("add", a=1, b=2) + call("add", a=3, b=4) + call("add", a=5, b=6),
+        "It is 3.",
+    )
+    (row,) = run_workflow(Own, TASK, model, reward="exact_answer", workflow_args={"max_parallel_calls": 2}).group.rows
+    said = [m["content"] for m in row.messages if m["role"] == "tool"]
+    assert said[0] == "Oslo: 2 sunny days, C" and said[1] == "Error: LookupError: no such city"
+    assert "town: Extra inputs are not permitted" in said[2] and "city: Field required" in said[2]
+    assert "there is no tool 'sing'; there is: weather, add, slow" in said[3] and "no JSON" in said[4]
+    assert said[5:] == ['{"sum":3}', '{"sum":7}', "Error: not run; at most 2 calls in one answer"]
+    assert (row.reward, row.metrics["tool_calls"], row.metrics["tool_errors"]) == (1.0, 8.0, 5.0)
+    assert [t["function"]["name"] for t in model.calls[0].tools] == ["weather", "add", "slow"]
+
+
+def test_the_engines_parser_wins_and_ids_are_kept():
+    from rft.testing import tool_call
+
+    model = ScriptedModel(tool_call("add", a=2, b=2), "4")
+    run_workflow(Own, TASK, model, reward="exact_answer", may_fail=True)
+    answer = model.calls[1].messages[-2:]
+    assert answer[1]["role"] == "tool" and answer[1]["content"] == '{"sum":4}'
+    assert answer[1]["tool_call_id"] == answer[0]["tool_calls"][0]["id"]
+
+
+def test_the_system_message_may_tell_of_the_tools():
+    model = ScriptedModel("3")
+    run_workflow(Own, TASK, model, reward="exact_answer", workflow_args={"tools_in": "system", "result_role": "user"})
+    assert '"name":"weather"' in model.calls[0].messages[0]["content"] and not model.calls[0].tools
+
+
+def test_turns_have_veRLs_names_too():
+    forever = ScriptedModel(answer=lambda m: call("add", a=1, b=1))
+    row = run_workflow(Own, TASK, forever, reward="exact_answer", workflow_args={"max_assistant_turns": 3}).group.rows[0]
+    assert row.metrics["turns"] == 3.0
+    row = run_workflow(Own, TASK, forever, reward="exact_answer", workflow_args={"max_user_turns": 1}).group.rows[0]
+    assert row.metrics["turns"] == 2.0 and row.info["stopped"] == "max_user_turns"
+    with pytest.raises(ConfigError, match="are the same"):
+        run_workflow(Own, TASK, forever, reward="exact_answer", workflow_args={"max_turns": 3, "max_assistant_turns": 4})
+
+
+async def test_a_slow_tool_is_not_waited_for():
+    box = Toolbox([FunctionTool(slow)], timeout_s=0.05)
+    (result,) = await box.run(in_text(call("slow")))
+    assert result.error and result.text == "Error: slow took longer than 0.05 s"
+
+
+@pytest.mark.parametrize(
+    ("side", "text"), [("left", "abcd...(truncated)"), ("right", "(truncated)...ghij"), ("middle", "ab...(truncated)...ij")]
+)
+def test_long_results_are_cut(side: str, text: str) -> None:
+    box = Toolbox(length=4, side=side)  # type: ignore[arg-type]
+    assert box.shortened("abcdefghij") == text and box.shortened("abcd") == "abcd"
+
+
+def test_two_tools_of_one_name():
+    with pytest.raises(ConfigError, match="two tools are called 'add'"):
+        Toolbox([FunctionTool(add), FunctionTool(add)])
+
+
+# ---------------------------------------------------------------- files
+
+TOOLS = '''
+class Counter:
+    """veRL's shape."""
+
+    def __init__(self, config, tool_schema):
+        self.start, self.open = config["start"], {}
+
+    async def create(self, instance_id, **kwargs):
+        self.open[instance_id] = self.start
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.open[instance_id] += parameters["by"]
+        return f"now {self.open[instance_id]}", 0.25, {}
+
+    async def release(self, instance_id):
+        del self.open[instance_id]
+
+
+def shout(text: str) -> str:
+    """Says it louder."""
+    return text.upper()
+
+
+def server():
+    from mcp.server.mcpserver import MCPServer
+
+    app = MCPServer("demo", log_level="CRITICAL")
+
+    @app.tool()
+    def double(n: int) -> str:
+        """Twice as much."""
+        if n > 100:
+            raise ValueError("too much")
+        return str(2 * n)
+
+    app.run()
+
+
+if __name__ == "__main__":
+    server()
+'''
+FILE = """
+tools:
+  - class_name: tools.py:Counter
+    config: {start: 5}
+    tool_schema:
+      type: function
+      function:
+        name: count
+        description: Counts on.
+        parameters: {type: object, properties: {by: {type: integer}}, required: [by]}
+  - function: tools.py:shout
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    (tmp_path / "tools.yaml").write_text(FILE)
+    (tmp_path / "servers.json").write_text(
+        f'{{"mcpServers": {{"demo": {{"command": "{sys.executable}", "args": ["{tmp_path / "tools.py"}"]}}}}}}'
+    )
+    return tmp_path
+
+
+def test_a_tool_file(folder: Path) -> None:
+    model = ScriptedModel(call("count", by=2), call("count", by=1), call("shout", text="hi"), "3")
+    args = {"tool_config_path": str(folder / "tools.yaml")}
+    (row,) = run_workflow("tool_workflow", TASK, model, reward="exact_answer", workflow_args=args).group.rows
+    assert [m["content"] for m in row.messages if m["role"] == "tool"] == ["now 7", "now 8", "HI"]
+    assert row.metrics["tool_reward"] == 0.5, "what tools give is kept; the taskset's reward decides"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tools: 3", "must hold a list `tools`"),
+        ("tools: [{class_name: Nowhere}]", "needs `function`, or `class_name`"),
+        ("tools: [{class_name: 'tools.py:Counter', config: {start: 1}}]", "tool_schema must be OpenAI's form"),
+        ("tools: [{class_name: x, config: {type: mcp}}]", "needs mcp.mcp_servers_config_path"),
+        ("tools: [", "cannot be read"),
+    ],
+)
+async def test_wrong_tool_files(folder: Path, text: str, says: str) -> None:
+    (folder / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        await toolfile.load(str(folder / "bad.yaml"))
+
+
+async def test_a_server_in_this_process() -> None:
+    server = pytest.importorskip("mcp.server.mcpserver")
+    app = server.MCPServer("demo", log_level="CRITICAL")
+
+    @app.tool()
+    def double(n: int) -> str:
+        """Twice as much."""
+        return str(2 * n)
+
+    (tool,) = await mcp._Server("demo", app).tools()
+    assert tool.schema["function"]["name"] == "double" and tool.schema["function"]["description"] == "Twice as much."
+    box = Toolbox([tool])
+    results = await box.run([*in_text(call("double", n=4)), *in_text("<tool_call>{</tool_call>")])
+    assert results[0].text == "8" and results[1].error
+
+
+@pytest.mark.slow  # starting the program takes seconds
+async def test_an_mcp_server(folder: Path) -> None:
+    pytest.importorskip("mcp")
+    model = ScriptedModel(call("double", n=4), call("double", n=400), "3")
+    where = str(folder / "servers.json")
+    args = {"mcp_config_path": where, "mcp_tools": ["double"]}
+    result = await run_workflow_async("tool_workflow", TASK, model, reward="exact_answer", workflow_args=args, timeout_s=60)
+    (row,) = result.group.rows
+    said = [m["content"] for m in row.messages if m["role"] == "tool"]
+    assert said[0] == "8" and said[1].startswith("Error: ") and row.metrics["tool_errors"] == 1.0
+    with pytest.raises(ConfigError, match="no MCP server has the tool 'triple'; they have double"):
+        await mcp.tools(where, ("triple",))
+
+
+async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:
+    pytest.importorskip("mcp")
+    (folder / "servers.json").write_text('{"mcpServers": {"none": {"command": "/no/such/program"}}}')
+    with pytest.raises(ConfigError, match="MCP server 'none' cannot be used"):
+        await mcp.tools(str(folder / "servers.json"))
+    (folder / "servers.json").write_text('{"servers": []}')
+    with pytest.raises(ConfigError, match="it must be"):
+        await mcp.tools(str(folder / "servers.json"))
