@@ -5,9 +5,6 @@ explorer: {auxiliary_models: [{name: teacher, model_path: ...}]}     # with the 
 explorer_input: {taskset: {default_workflow_type: on_policy_distill_workflow, workflow_args: {teacher: teacher}}}
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from rft.types.completion import Score, Transcript
@@ -29,9 +26,7 @@ class DistillArgs(BaseModel):
 class OnPolicyDistill(Workflow):
     """One answer with its teacher's log-probs.  The taskset's reward, if it names one, is kept; distillation does not read it."""
 
-    @staticmethod
-    def gives(args: Mapping[str, Any]) -> set[str]:
-        return {"teacher"}
+    gives = ("teacher_logprobs",)
 
     def __init__(self, teacher: str | None = None, system_prompt: str | None = None) -> None:
         self.teacher = teacher

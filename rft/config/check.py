@@ -209,11 +209,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         _auxiliary_fit(config, plan, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
     found, counts = given.look(plan, problems) if not problems.errors else ([], {})
-    wants.look(
-        plan,
-        {t.settings.name: {t.settings.workflow, *t.workflows()} - {""} for t in seen.opened if not t.settings.is_eval},
-        problems,
-    )
+    wants.look(plan, seen.opened, problems)
     if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
         problems.error("resume_from_path", "is not a folder", given=str(plan.resume_from_path))
     if not problems.errors:

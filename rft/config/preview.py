@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rft.config import gives
 from rft.config.modelfiles import ModelFiles
 from rft.config.plan import Plan
 from rft.config.problems import Problems
@@ -76,8 +75,6 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
                 taskset = open_taskset(settings)
             tasks = [taskset.task(i) for i in range(min(2, len(taskset)))]
             rewards = [recipes.of(task).reward for task in tasks]
-            if tasks and not settings.is_eval:
-                gives.check(plan, tasks[0], recipes.of(tasks[0]), key, problems)
             _every_reward(taskset, recipes)
             beside = {name: m for m in plan.auxiliary for name in m.names}
             for reward in rewards:

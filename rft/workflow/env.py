@@ -49,8 +49,8 @@ class EnvWorkflow(MultiTurnWorkflow):
 
     @staticmethod
     def gives(args: Mapping[str, Any]) -> set[str]:
-        """What algorithms find in the rows (rft.workflow.known.GIVES)."""
-        return {"state"} if args.get("layout") == "steps" else set()
+        """What algorithms find in the rows."""
+        return {"info.env_state_hash"} if args.get("layout") == "steps" else set()
 
     def reset(self, task: Task) -> Any:
         """The first observation, a text."""

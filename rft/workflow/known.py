@@ -66,11 +66,12 @@ INSTEAD: dict[str, str] = {
     "thinking_budget_workflow": "set max_response_tokens, or write a workflow with two calls (docs/howto/workflow.md)",
 }
 
+TEACHER = "teacher_logprobs"
 GIVES: dict[str, str] = {
-    "teacher": "a teacher's log-probs of every answer: on_policy_distill_workflow, or a workflow that calls ctx.teach(name)",
-    "state": "the state of every step: an environment with workflow_args.layout: steps (docs/howto/environment.md)",
+    TEACHER: "on_policy_distill_workflow, or a workflow that calls ctx.teach(name)",
+    "info.env_state_hash": "an environment and workflow_args.layout: steps (docs/howto/environment.md)",
 }
-"""What some algorithms read and only some workflows write; a class says so with a method `gives(args)`."""
+"""Who writes what only some algorithms read."""
 
 
 def advice(name: str) -> str:

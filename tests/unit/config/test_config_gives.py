@@ -21,6 +21,10 @@ class Mine(Workflow):
         await ctx.chat(task.chat())
         ctx.score_step(1.0, env_state_hash="x")
         return ctx.transcript(layout="steps")
+
+
+class Told(Mine):
+    gives = ("info.env_state_hash",)
 """
 
 
@@ -32,20 +36,21 @@ def errors(tiny_model: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("algorithm", "more", "says"),
     [
-        ("on_policy_distill", (), "advantage_fn on_policy_distill reads what simple_workflow does not write here"),
-        ("jsd", (f"{TASKSET}.default_workflow_type=frozen_lake_workflow",), "it needs a teacher's log-probs"),
+        ("on_policy_distill", (), "on_policy_distill reads teacher_logprobs of every experience, and nobody says"),
+        ("jsd", (f"{TASKSET}.default_workflow_type=frozen_lake_workflow",), "a workflow that calls ctx.teach(name)"),
         ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow",), "asks a teacher; name one"),
         (
             "jsd",
             (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", f"{TASKSET}.workflow_args.teacher=master", TEACHER),
-            "no auxiliary model has this name; there is teacher",
+            "no model has the name of workflow_args.teacher; there is teacher",
         ),
         ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", TEACHER), ""),
-        ("gigpo", (), "advantage_fn gigpo reads what simple_workflow does not write here"),
+        ("gigpo", (), 'gigpo reads info["env_state_hash"] of every experience'),
         ("gigpo", ("algorithm.advantage_fn_args.omega=0",), ""),
         ("gigpo", (f"{TASKSET}.default_workflow_type=taxi_workflow",), "layout: steps"),
         ("gigpo", (f"{TASKSET}.default_workflow_type=taxi_workflow", f"{TASKSET}.workflow_args={{layout: steps}}"), ""),
-        ("gigpo", (f"{TASKSET}.default_workflow_type=mine.py:Mine",), ""),
+        ("gigpo", (f"{TASKSET}.default_workflow_type=mine.py:Mine",), "neither workflow 'mine.py:Mine'"),
+        ("gigpo", (f"{TASKSET}.default_workflow_type=mine.py:Told",), ""),
         ("multi_step_grpo", (), ""),
         ("grpo", (), ""),
     ],

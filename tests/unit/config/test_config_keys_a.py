@@ -212,9 +212,7 @@ def test_rows_of_pairs_are_not_drawn_one_by_one() -> None:
         plan("algorithm.policy_loss_fn=dpo", "algorithm.sample_strategy=pf_ppo")
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), [("jsd", "teacher_logprobs"), ("gigpo", "env_state_hash_key")]
-)
+@pytest.mark.parametrize(("name", "says"), [("jsd", "teacher_logprobs"), ("gigpo", "env_state_hash_key")])
 def test_what_a_workflow_has_to_write_is_told(name: str, says: str) -> None:
     (note,) = [n for n in plan(f"algorithm.algorithm_type={name}").notes if " reads " in n]
     assert re.search(says, note)

@@ -225,8 +225,13 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     # these need a device, or use_dynamic_bsz: false: test_config_every_key.py
     **dict.fromkeys(
         f"trainer.{k}"
-        for k in "fused_kernel_backend use_fused_kernels log_prob_micro_batch_size_per_gpu".split()
-        + ["ref.log_prob_micro_batch_size_per_gpu", "ref.use_dynamic_bsz"]
+        for k in (
+            "fused_kernel_backend",
+            "use_fused_kernels",
+            "log_prob_micro_batch_size_per_gpu",
+            "ref.log_prob_micro_batch_size_per_gpu",
+            "ref.use_dynamic_bsz",
+        )
     ),
     "trainer.param_dtype": None,
     "explorer.rollout_model.device": None,
