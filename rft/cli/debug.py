@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Play one task of a configuration, or score one answer, and show what happens.")
 ENGINES = ("scripted", "transformers", "vllm", "openai")
 _JUDGE = re.compile(r"(?:(?P<name>[^:=]+)=)?(?P<how>scripted|fake):(?P<says>.*)", re.DOTALL)
-_AGAIN = "RFT_DEBUG_VLLM"  # set in the process that was started anew with vLLM's environment
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value", show_default=False)]
@@ -90,8 +89,6 @@ def workflow(
         settings = solo.server_settings(model, base_url)
     elif engine != "scripted":
         settings = solo.policy_settings(plan, engine)
-        if engine == "vllm":
-            _in_vllms_environment(settings)
     one = _task(plan, taskset, task, plugin_dir, counts=engine in ("transformers", "vllm"))
     if settings is None:
         one = _unlimited(one)
@@ -211,11 +208,14 @@ def _play(
     from rft.testing.play import run_workflow_async
     from rft.testing.trace import console, show
 
+    replaced = _judges(plan, judges)
+    _in_vllms_environment(plan, policy, replaced)
+
     async def play() -> WorkflowResult:
         models = solo.Models(plan, lambda text: print(f"starting {text}", file=sys.stderr, flush=True))
         try:
             played_by = await models.policy(policy) if isinstance(policy, EngineSettings) else policy
-            beside = models.auxiliary(_judges(plan, judges))
+            beside = models.auxiliary(replaced)
             args: dict[str, Any] | None = {} if workflow is not None else None
             return await run_workflow_async(
                 workflow, task, played_by, models=beside, n=runs, workflow_args=args, timeout_s=timeout_s, may_fail=True
@@ -237,12 +237,14 @@ def _decoder(settings: EngineSettings) -> Any:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _in_vllms_environment(settings: EngineSettings) -> None:
-    """Starts this program anew with the variables that vLLM reads when its process starts."""
-    from rft.engine.environment import cpu_environment
+def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replaced: Mapping[str, Any]) -> None:
+    """Where a model may be vLLM's: the rest of this command in a process of its own, which ends this one."""
+    from rft.engine.settings import EngineSettings
+    from rft.launch import leftovers, solo
 
-    if _AGAIN in os.environ:
-        return
-    environment = {**os.environ, **cpu_environment(settings), _AGAIN: "1"}
-    sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "rft.cli.main", *sys.argv[1:]], environment)
+    found = [policy] if isinstance(policy, EngineSettings) else []
+    found += [m.engines[0] for m in plan.auxiliary if not set(m.names) & set(replaced)]
+    vllm = next((e for e in found if e.engine_type == "vllm"), None)
+    if vllm is not None and leftovers.RUN_ID not in os.environ:
+        sys.stdout.flush()
+        raise typer.Exit(solo.in_vllms_environment(vllm, [sys.executable, "-m", "rft.cli.main", *sys.argv[1:]]))

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import subprocess
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -20,6 +21,7 @@ import numpy as np
 
 from rft.config.plan import Plan
 from rft.engine.base import make
+from rft.engine.environment import cpu_environment
 from rft.engine.settings import AuxiliarySettings, EngineSettings, ExternalSettings
 from rft.errors import ConfigError
 from rft.launch import leftovers, parts
@@ -72,9 +74,6 @@ class Models:
         if settings.external is not None:
             where = f"{settings.external.model_name} at {settings.external.base_url or '$' + settings.external.base_url_env}"
         self._tell(f"{settings.name}: {settings.engine_type} {where}")
-        if settings.engine_type == "vllm" and leftovers.RUN_ID not in os.environ:
-            run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]  # its processes inherit the mark
-            self._started.callback(_clean, run_id)
         engine = await make(settings)
         self._started.push_async_callback(engine.close)
         return engine
@@ -83,11 +82,15 @@ class Models:
         await self._started.aclose()
 
 
-def _clean(run_id: str) -> None:
-    """Removes what vLLM's processes leave when they are ended."""
-    for line in leftovers.clean(run_id):
-        log.info("%s", line)
-    os.environ.pop(leftovers.RUN_ID, None)
+def in_vllms_environment(settings: EngineSettings, command: Sequence[str]) -> int:
+    """Runs `command` with the variables that vLLM reads when its process starts, and removes what its processes leave; the exit code."""
+    run_id = uuid.uuid4().hex[:12]
+    env = {**os.environ, **cpu_environment(settings), leftovers.RUN_ID: run_id}
+    try:
+        return subprocess.run(command, env=env, check=False).returncode
+    finally:
+        for line in leftovers.clean(run_id):
+            log.info("%s", line)
 
 
 class LazyModel:

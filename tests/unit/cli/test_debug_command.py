@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from rft.cli.skeletons import JUDGE
-from rft.launch import solo
+from rft.launch import leftovers, solo
 from rft.plugins import REGISTRY
 from rft.testing.command import rft
 
@@ -197,20 +199,23 @@ def test_a_server_as_the_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [(p, b["model"], a) for p, b, a in Server.asked] == [("/v1/chat/completions", "some-model", "Bearer sk-of-a-test")] * 2
 
 
-def test_vllm_gets_its_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads variables when its process starts, so the program is started anew; what that then does is tested with vLLM itself."""
+@pytest.mark.parametrize("whose", ["policy", "judge"])
+def test_vllm_gets_its_environment(whose: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads variables when its process starts, so the command goes on in another; tests/integration/test_debug_vllm.py runs one."""
     started: list[Any] = []
 
-    def execve(program: str, arguments: list[str], env: dict[str, str]) -> None:
-        started.append((arguments, env))
-        raise SystemExit(0)
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> Any:
+        started.append((command, env))
+        return subprocess.CompletedProcess(command, 4)
 
-    monkeypatch.setattr("os.execve", execve)
-    monkeypatch.setattr("sys.argv", ["rft", "debug", "workflow", "--engine", "vllm"])
-    assert debug("workflow", "--engine", "vllm").code == 0
-    ((arguments, env),) = started
-    assert arguments[1:] == ["-m", "rft.cli.main", "debug", "workflow", "--engine", "vllm"]
-    assert env["VLLM_NO_USAGE_STATS"] == "1" and env["RFT_DEBUG_VLLM"] == "1"
+    monkeypatch.setattr("rft.launch.solo.subprocess.run", run)
+    monkeypatch.setattr("sys.argv", ["rft", "debug", "workflow", "and", "so", "on"])
+    more = ["--engine", "vllm"] if whose == "policy" else ["explorer.auxiliary_models[0].engine_type=vllm"]
+    assert debug("workflow", *more).code == 4
+    ((command, env),) = started
+    assert command[1:] == ["-m", "rft.cli.main", "debug", "workflow", "and", "so", "on"]
+    assert env["VLLM_NO_USAGE_STATS"] == "1" and env[leftovers.RUN_ID] and leftovers.RUN_ID not in os.environ
+    assert whose == "policy" or debug("workflow", *more, "--judge", "scripted:1").code == 0
 
 
 def test_the_verdict_of_a_judge(folder: Path) -> None:
