@@ -49,7 +49,7 @@ def errors(tiny_model: Path, *more: str) -> list[str]:
         ("gigpo", ("algorithm.advantage_fn_args.omega=0",), ""),
         ("gigpo", (f"{TASKSET}.default_workflow_type=taxi_workflow",), "layout: steps"),
         ("gigpo", (f"{TASKSET}.default_workflow_type=taxi_workflow", f"{TASKSET}.workflow_args={{layout: steps}}"), ""),
-        ("gigpo", (f"{TASKSET}.default_workflow_type=mine.py:Mine",), "neither workflow 'mine.py:Mine'"),
+        ("gigpo", (f"{TASKSET}.default_workflow_type=mine.py:Mine",), "mine.py:Mine"),
         ("gigpo", (f"{TASKSET}.default_workflow_type=mine.py:Told",), ""),
         ("multi_step_grpo", (), ""),
         ("grpo", (), ""),
