@@ -51,6 +51,7 @@ TRAINER_POINTS = (
     "checkpoint.taken",  # what a checkpoint will hold is fixed, none of its files is written
     "checkpoint.files",  # some of its files are written
     "checkpoint.renamed",  # all files are in place, the manifest is not
+    "checkpoint.replacing",  # a step is saved again: the old checkpoint is out of the way, the new one not yet in its place
     "checkpoint.committed",  # the manifest is in place, older checkpoints are still there
     "checkpoint.removing",  # an older one has lost its manifest, not its files
 )

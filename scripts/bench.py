@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import bench_harness as harness
 from bench_buffer import buffer_append_durable, buffer_read_collate, buffer_wakeup, priority_read_at_scale
+from bench_engine import rollout_engine
 from bench_explorer import rollout_many
 from bench_logprob import logprob_kernel
 from bench_start import time_to_first
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
         buffer_read_collate,
         buffer_wakeup,
         priority_read_at_scale,
+        rollout_engine,
         rollout_many,
     )
 }

@@ -33,8 +33,10 @@ def jsd(x: StepInputs, args: JsdArgs) -> list[np.ndarray]:
         b = 0:       t - s
         b = 1:       e^min(t - s, 20) - 1
 
-    The policy gradient is exactly that of -(b KL(teacher || M) + (1 - b) KL(student || M)) with the mixture M = (1 - b) student +
-    b teacher, at 0 of -KL(student || teacher), at 1 of -KL(teacher || student).  float32 [L_i] per row.  Generalised Jensen-Shannon
+    At temperature 1 the policy gradient is exactly that of -(b KL(teacher || M) + (1 - b) KL(student || M)) with the mixture M =
+    (1 - b) student + b teacher, at 0 of -KL(student || teacher), at 1 of -KL(teacher || student).  The ends are named so by users, and
+    are not the limits of what lies between them: near 0 the divergence goes to b KL(teacher || student), near 1 to (1 - b) KL(student
+    || teacher).  float32 [L_i] per row.  Generalised Jensen-Shannon
     divergence, arXiv:2306.13649.  Raises ValueError for a row without a teacher's log-probs.
     """
 

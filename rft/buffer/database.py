@@ -54,6 +54,7 @@ class Database:
         self._owned = False
         self._unknown = False  # a commit whose outcome could not be learnt
         self._stop = threading.Event()
+        self._fd: int | None = None  # of SQLite's file; closing one while it is in use would drop SQLite's own locks on it
 
     def open(self, prepare: Callable[[Connection], R]) -> R:
         """Become the owner; `prepare` makes or checks the tables, in the first transaction.
@@ -76,6 +77,7 @@ class Database:
         result = self.run(begin)
         self._owned = True
         if self.place.path is not None:
+            self._fd = os.open(self.place.path, os.O_RDONLY | os.O_CLOEXEC)
             self._checkpointer = Checkpointer(self.place.path)
         return result
 
@@ -88,6 +90,9 @@ class Database:
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
         if self._file_lock is not None:
             self._file_lock.release()
 
@@ -141,10 +146,11 @@ class Database:
     def sync(self) -> None:
         """What was committed survives a power loss from now on, whatever the durability."""
         path = self.place.path
-        if path is None or self._settings.durability == "power":  # each commit has done so
+        if path is None or self._fd is None or self._settings.durability == "power":  # each commit has done so
             return
         try:
-            for file in (path, path.with_name(path.name + "-wal"), path.parent):
+            os.fsync(self._fd)
+            for file in (path.with_name(path.name + "-wal"), path.parent):  # nothing is locked in these
                 fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     os.fsync(fd)

@@ -124,10 +124,10 @@ def learner(
     budget = t.max_token_len_per_gpu or max(2048, 2 * lengths[0])
     if t.max_token_len_per_gpu is None:
         p.derive("trainer.max_token_len_per_gpu", budget, "2 x max_model_len, at least 2048")
-    elif t.use_dynamic_bsz and budget < lengths[0]:
+    elif t.use_dynamic_bsz and budget < (longest := -(-lengths[0] // t.ulysses_sequence_parallel_size)):
         p.error(
             "trainer.max_token_len_per_gpu",
-            f"is {budget} tokens; the longest experience may have {lengths[0]} (max_model_len)",
+            f"is {budget} tokens; the longest experience may have {longest} on a rank (max_model_len)",
             given=budget,
         )
     if not t.use_dynamic_bsz and t.micro_batch_size_per_gpu is None:
@@ -142,7 +142,8 @@ def learner(
     threads = t.cpu_threads or max(1, facts.cpus // (world if device == "cpu" else 1))
     if t.cpu_threads is None:
         p.derive("trainer.cpu_threads", threads, f"{facts.cpus} cores for {world} rank(s)")
-    critic = _critic(config, clip, budget, lengths[0], steps, find, p)
+    longest = -(-lengths[0] // t.ulysses_sequence_parallel_size)
+    critic = _critic(config, clip, budget, longest, steps, find, p)
     return LearnerSettings(
         model_path=find(config.model.model_path),
         tokenizer_path=None if config.model.tokenizer_path is None else find(config.model.tokenizer_path),
@@ -189,7 +190,7 @@ def _critic(
         if getattr(c, name) is not None and value < longest and dynamic:
             p.error(
                 f"trainer.critic.{name}",
-                f"is {value} tokens; the longest experience may have {longest} (max_model_len)",
+                f"is {value} tokens; the longest experience may have {longest} on a rank (max_model_len)",
                 given=value,
             )
     rows = c.micro_batch_size_per_gpu or t.micro_batch_size_per_gpu

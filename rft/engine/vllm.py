@@ -57,7 +57,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._paused = False
         self._running = 0
-        self._counted = dict.fromkeys(("requests", "prompt_tokens", "generated_tokens"), 0)
+        self._counted = dict.fromkeys(("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens"), 0)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -89,6 +89,7 @@ class VllmEngine:
             finals = await asyncio.gather(*(self._ask(request, prompt, params) for _ in range(asks)))
         finally:
             self._running -= request.n
+        self._counted["prefilled_tokens"] += sum(len(prompt) - (f.num_cached_tokens or 0) for f in finals)
         outputs = [out for final in finals for out in sorted(final.outputs, key=lambda o: o.index)]
         return self._completions(request, np.array(prompt, np.int32), outputs)
 

@@ -50,6 +50,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     check_available(plan.monitor.kinds, plan.monitor.args)
     run = _runner(plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
     rundir = RunDir.claim(plan.run_dir)
+    manifests.recover(rundir.checkpoints)
     began = time.time()
     changed = _changes(loaded, rundir)
     handler = logs.to_file(rundir.logs / "launcher.log", plan.log_level)

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from rft.errors import CheckpointInvalid
 from rft.faults import fault
 from rft.monitor.read import read, series
@@ -59,18 +61,24 @@ class Checkpoints:
     ) -> Manifest:
         for path in (aside, *aside.rglob("*")):
             manifests.fsync_path(path)
-        old = None
-        if final.exists():  # the same step of an earlier lineage, or one that was never committed
-            old = final.with_name(f"{final.name}.old.tmp")
-            shutil.rmtree(old, ignore_errors=True)
+        old = final.with_name(f"{final.name}{manifests.REPLACED}")
+        manifests.recover(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+        if (final / manifests.NAME).is_file():  # the same step, saved again: the new one is whole before the old one goes
+            manifest = manifests.commit(aside, version=version, parent=parent, consumption=consumption, hashes=hashes)
             final.rename(old)
-        aside.rename(final)
-        manifests.fsync_path(self.folder)
-        fault("checkpoint.renamed")
-        manifest = manifests.commit(final, version=version, parent=parent, consumption=consumption, hashes=hashes)
+            fault("checkpoint.replacing")
+            aside.rename(final)
+            manifests.fsync_path(self.folder)
+            manifest = replace(manifest, folder=final)
+        else:
+            shutil.rmtree(final, ignore_errors=True)  # one that was never committed
+            aside.rename(final)
+            manifests.fsync_path(self.folder)
+            fault("checkpoint.renamed")
+            manifest = manifests.commit(final, version=version, parent=parent, consumption=consumption, hashes=hashes)
         fault("checkpoint.committed")
-        if old is not None:
-            shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
         self._prune()
         return manifest
 

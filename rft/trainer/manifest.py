@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 FORMAT = 3  # has a sha256 of itself; before: 2 without, 1 one file for all ranks
 READS = (1, 2, FORMAT)
 NAME = "manifest.json"
+REPLACED = ".old.tmp"  # behind the name of a checkpoint that another of the same step is about to replace
 _FOLDER = re.compile(r"global_step_(\d+)")
 
 
@@ -151,6 +153,17 @@ def latest(checkpoints: Path) -> Manifest | None:
     if broken:
         raise CheckpointInvalid(f"no checkpoint in {checkpoints} is whole; the newest problem: {broken[0]}")
     return None
+
+
+def recover(checkpoints: Path) -> None:
+    """Put back checkpoints that were being replaced when the process died and whose successor is not there."""
+    for old in checkpoints.glob(f"*{REPLACED}"):
+        final = old.with_name(old.name.removesuffix(REPLACED))
+        if (old / NAME).is_file() and not (final / NAME).is_file():
+            log.warning("%s was being replaced when the run ended; it is put back", final)
+            shutil.rmtree(final, ignore_errors=True)
+            old.rename(final)
+            fsync_path(checkpoints)
 
 
 def committed(checkpoints: Path) -> list[Path]:
