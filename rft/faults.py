@@ -51,11 +51,11 @@ TRAINER_POINTS = (
     "checkpoint.taken",  # what a checkpoint will hold is fixed, none of its files is written
     "checkpoint.files",  # some of its files are written
     "checkpoint.renamed",  # all files are in place, the manifest is not
-    "checkpoint.replacing",  # a step is saved again: the old checkpoint is out of the way, the new one not yet in its place
     "checkpoint.committed",  # the manifest is in place, older checkpoints are still there
     "checkpoint.removing",  # an older one has lost its manifest, not its files
 )
-KILL_POINTS = (*BUFFER_POINTS, *TRAINER_POINTS)
+REPLACING = "checkpoint.replacing"  # a step is saved again: the old checkpoint is out of the way, the new one is not in its place
+KILL_POINTS = (*BUFFER_POINTS, *TRAINER_POINTS, REPLACING)
 _ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "eio": errno.EIO}
 ACTIONS = ("kill", "stop", *_ERRORS)  # SIGKILL or SIGSTOP of this process, or an OSError with that number
 _ENTRY = re.compile(r"(?P<point>[^\s:=,]+)(:(?P<first>\d+)(?P<range>-(?P<last>\d*))?)?(=(?P<action>\w+))?")

@@ -200,3 +200,27 @@ def test_the_room_is_light() -> None:
     code = f"import sys, rft.buffer.buffer, rft.buffer.audit; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3], timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+CLIENT = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); print(c.execute('SELECT count(*) FROM experiences').fetchone()[0]); c.close()"
+
+
+async def test_a_persons_client_takes_nothing_away_after_a_checkpoint(tmp_path: Path) -> None:
+    """The last client of a SQLite file removes its log; the owner's locks say that it is not the last."""
+
+    def count() -> int:
+        done = subprocess.run([sys.executable, "-c", CLIENT, str(path)], capture_output=True, text=True, check=True, timeout=60)
+        return int(done.stdout)
+
+    buffer = await opened(tmp_path)
+    (path,) = (tmp_path / "buffer").glob("*.db")
+    start = await buffer.start_lineage(None, None)
+    await fill(buffer, start.lineage, 0)
+    await take(buffer, start.lineage, 1)
+    await buffer.reader(start.lineage).use(1)
+    await buffer.reader(start.lineage).consumption(1)  # syncs the file, as each checkpoint does
+    assert count() == 8
+    await fill(buffer, start.lineage, 1)
+    assert count() == 16
+    await buffer.close()
+    assert count() == 16

@@ -160,3 +160,34 @@ async def test_the_same_step_of_an_earlier_lineage_is_replaced(tmp_path: Path) -
 def test_reading_a_manifest_loads_no_torch() -> None:
     code = "import sys, rft.trainer.manifest, rft.trainer.settings, rft.trainer.pack; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+SAVE_AGAIN = """
+import asyncio, sys
+from pathlib import Path
+from rft.trainer.checkpoint import Checkpoints
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+async def inline(work, *args):
+    return work(*args)
+
+async def fill(aside):
+    (aside / "model.safetensors").write_bytes(b"again")
+    return {}
+
+used = Consumption(num_uses=32, digest="ab" * 16, cursor=4)
+asyncio.run(Checkpoints(Path(sys.argv[1]), keep=1, run=inline).save(Version(2, 3), None, used, fill))
+"""
+
+
+@pytest.mark.parametrize("point", ["checkpoint.replacing", "checkpoint.committed", ""])
+async def test_a_step_that_is_saved_again_is_there_whenever_the_process_dies(tmp_path: Path, point: str) -> None:
+    await save(tmp_path, 3)
+    child = subprocess.run([sys.executable, "-c", SAVE_AGAIN, str(tmp_path)], env={**os.environ, "RFT_FAULT": point}, timeout=60)
+    assert (child.returncode != 0) == bool(point)
+    manifests.recover(tmp_path)
+    found = manifests.latest(tmp_path)
+    assert found is not None and found.version == Version(1 if point == "checkpoint.replacing" else 2, 3)
+    await save(tmp_path, 3, lineage=3)
+    assert {p.name for p in tmp_path.iterdir()} == {"global_step_3"}
