@@ -28,7 +28,7 @@ def learner(config: RunConfig, budget: int, longest: int, p: Problems) -> dict[s
     if not dynamic and r.log_prob_micro_batch_size_per_gpu is None and log_prob.micro_batch_size is None:
         p.error(keys[0], "is required with trainer.ref.use_dynamic_bsz: false")
     ref = _cut(log_prob, dynamic, r.log_prob_micro_batch_size_per_gpu, r.max_token_len_per_gpu, keys, longest, p)
-    return {"log_prob": None if log_prob == training else log_prob, "ref": None if ref == log_prob else ref}
+    return {"log_prob": None if log_prob == training else log_prob, "ref": None if ref == log_prob == training else ref}
 
 
 def _cut(

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from rft.errors import ConfigError
-from rft.trainer.prefix import Branch, Tree
+from rft.trainer.prefix import MAX_MASK, Branch, Tree
 
 NAME = "rft_tree"
-MAX_MASK = 1 << 24  # entries of one rectangle's mask: 64 MiB in float32
 _WASTE = 0.6  # a rectangle takes branches down to this share of its longest
 
 

@@ -55,7 +55,7 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
         return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device)
 
     if share:
-        tree = prefix.build(inputs, max_mask=attention.MAX_MASK)
+        tree = prefix.build(inputs)
         ids, positions = (torch.from_numpy(a).to(device)[None] for a in (tree.tokens, tree.positions))
         mask, how = None, attention.layout(tree, heads_per_key=heads_per_key, dtype=dtype, device=device)
         predict = [path[at - 1] for path, at in zip(tree.paths, trained, strict=True)]

@@ -39,7 +39,10 @@ class Tree:
     paths: tuple[np.ndarray, ...]
 
 
-def build(rows: Sequence[np.ndarray], *, max_mask: int | None = None) -> Tree:
+MAX_MASK = 1 << 24  # entries of one branch's mask: 64 MiB in float32
+
+
+def build(rows: Sequence[np.ndarray], *, max_mask: int = MAX_MASK) -> Tree:
     """The prefix tree of `rows`, int32 [L_i] each.
 
     A branch needs a mask of own x path entries; where that would exceed `max_mask` a row shares nothing, and plain causal attention
@@ -51,9 +54,7 @@ def build(rows: Sequence[np.ndarray], *, max_mask: int | None = None) -> Tree:
     count, before, path = 0, np.zeros(0, np.int32), np.zeros(0, np.int64)
     for i in _order(rows):
         row = rows[i]
-        shared = _common(before, row)
-        if max_mask is not None and (len(row) - shared) * len(row) > max_mask:
-            shared = 0
+        shared = _shared(before, row, max_mask)
         added = len(row) - shared
         path = np.concatenate([path[:shared], np.arange(count, count + added)])
         if added:
@@ -65,10 +66,16 @@ def build(rows: Sequence[np.ndarray], *, max_mask: int | None = None) -> Tree:
     return Tree(_join(tokens), _join(positions), tuple(branches), tuple(paths))
 
 
-def shared_length(rows: Sequence[np.ndarray]) -> int:
+def shared_length(rows: Sequence[np.ndarray], *, max_mask: int = MAX_MASK) -> int:
     """How many slots the prefix tree of `rows` has."""
     order = _order(rows)
-    return sum(len(rows[i]) for i in order) - sum(_common(rows[a], rows[b]) for a, b in pairwise(order))
+    return sum(len(rows[i]) for i in order) - sum(_shared(rows[a], rows[b], max_mask) for a, b in pairwise(order))
+
+
+def _shared(before: np.ndarray, row: np.ndarray, max_mask: int) -> int:
+    """How many slots of the row before it `row` shares."""
+    common = _common(before, row)
+    return common if (len(row) - common) * len(row) <= max_mask else 0
 
 
 def _order(rows: Sequence[np.ndarray]) -> list[int]:

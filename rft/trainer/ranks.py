@@ -97,14 +97,24 @@ class Ranks:
         if not c.use_dynamic_bsz and c.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.critic.micro_batch_size_per_gpu")
         rows = None if c.use_dynamic_bsz else c.micro_batch_size
-        return Budget(c.max_token_len_per_gpu * self.settings.sequence_parallel, self.settings.share_prompts, rows, "trainer.critic.max_token_len_per_gpu")
+        return Budget(
+            c.max_token_len_per_gpu * self.settings.sequence_parallel,
+            self.settings.share_prompts,
+            rows,
+            "trainer.critic.max_token_len_per_gpu",
+        )
 
     def forward_budget(self, what: Computed) -> Budget:
         """Of a forward pass that computes `what`, of any number of rows."""
         s, c = self.settings, self.settings.critic
         if what == "values":
             rows = None if c.use_dynamic_bsz else c.forward_micro_batch_size
-            return Budget(c.forward_max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, rows, "trainer.critic.forward_max_token_len_per_gpu")
+            return Budget(
+                c.forward_max_token_len_per_gpu * s.sequence_parallel,
+                s.share_prompts,
+                rows,
+                "trainer.critic.forward_max_token_len_per_gpu",
+            )
         own = (s.ref or s.log_prob) if what == "ref" else s.log_prob
         if own is None:
             return self.budget

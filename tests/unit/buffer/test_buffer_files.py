@@ -202,7 +202,12 @@ def test_the_room_is_light() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-CLIENT = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); print(c.execute('SELECT count(*) FROM experiences').fetchone()[0]); c.close()"
+CLIENT = """
+import sqlite3, sys
+c = sqlite3.connect(sys.argv[1])
+print(c.execute("SELECT count(*) FROM experiences").fetchone()[0])
+c.close()
+"""
 
 
 async def test_a_persons_client_takes_nothing_away_after_a_checkpoint(tmp_path: Path) -> None:

@@ -37,3 +37,5 @@ def test_paths_spell_their_rows_and_every_prefix_is_there_once(rows: list[list[i
 def test_rows_whose_mask_would_be_too_large_share_nothing(rows: list[list[int]]) -> None:
     tree = prefix.build(arrays(rows), max_mask=0)
     assert all(b.start == 0 for b in tree.branches)
+    for most in (0, 10, 40):
+        assert prefix.shared_length(arrays(rows), max_mask=most) == len(prefix.build(arrays(rows), max_mask=most).tokens)
