@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rft.config.modelshape import ModelShape, Tensors
+from rft.config.plan import Plan
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
 from rft.config.schema.trainer import RefConfig
@@ -84,6 +85,17 @@ def fits(settings: LearnerSettings, tensors: Tensors, problems: Problems) -> Non
         problems.take(e)
     except CheckpointInvalid as e:
         problems.error(f"{KEY}.path", str(e), given=settings.lora.path)
+
+
+def rounding(plan: Plan, problems: Problems) -> None:
+    """Engines get the base with the adapter added; a short type rounds away what is small beside the base."""
+    dtypes = {e.dtype for e in plan.engines} & {"bfloat16", "float16"}
+    if plan.learner.lora is not None and dtypes and plan.trainer.given is None:
+        problems.warn(
+            f"explorer.rollout_model.dtype is {dtypes.pop()}: the base with the adapter added is rounded to it, which loses most of an "
+            "adapter's first small steps, so engines stay near the base while the trainer moves.  mismatch/* shows how far apart they are; "
+            "dtype: float32 loses nothing"
+        )
 
 
 def parameters(lora: LoraSettings, sizes: ModelShape, tensors: Tensors | None) -> int:

@@ -206,6 +206,7 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
         _model_fits(model, plan, problems)
         _critic_fits(model, plan, problems)
         adapter.fits(plan.learner, model.tensors, problems)
+        adapter.rounding(plan, problems)
         _auxiliary_fit(config, plan, problems)
     seen = preview.look(plan, _keys(config, plan), model, problems)
     found, counts = given.look(plan, problems) if not problems.errors else ([], {})

@@ -190,6 +190,8 @@ class Synchronizer:
                     return
                 except _Rejected as e:
                     why = str(e)
+                    if self._restart is not None:
+                        self._dead.add(index)  # also one that only hangs
             began = time.perf_counter()
             log.warning("%s; it is restarted with %s", why, self._served_text())
             try:
@@ -367,13 +369,16 @@ class Synchronizer:
     # ------------------------------------------------------------ waiting and asking
 
     async def _each(self, what: str, ask: Callable[[Engine], Awaitable[T]], *, generated: bool = False) -> list[T]:
-        """Ask all engines at once and wait for all; the first failure becomes _Rejected and names the engine."""
+        """Ask all engines at once and wait for all; a failure becomes _Rejected and names the engine.
+
+        Of several the one that says something against the weights counts, before an engine that died.
+        """
         results = await asyncio.gather(
             *(self._ask(i, what, ask, generated) for i in range(len(self._engines))), return_exceptions=True
         )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        failures = [r for r in results if isinstance(r, BaseException)]
+        if failures:
+            raise next((f for f in failures if isinstance(f, _Rejected) and f.generated), failures[0])
         return results  # type: ignore[return-value]  # exceptions are gone
 
     async def _ask(self, index: int, what: str, ask: Callable[[Engine], Awaitable[T]], generated: bool) -> T:

@@ -18,6 +18,7 @@ from rft.config.memory import RoleMemory, estimate
 from rft.config.modelfiles import look
 from rft.config.modelshape import shape
 from rft.config.plan import Facts, Plan
+from rft.config.problems import Problems
 from rft.config.resolve import resolve
 from rft.convert.launch import Argument, Launch
 from rft.convert.verl import Conversion, convert
@@ -195,3 +196,10 @@ def test_verls_lora_keys_are_ours(program: str) -> None:
     assert entry.get("lora_alpha", 32) == 32 and entry["target_modules"] == ["q_proj", "v_proj"]
     none = converted(program, **others, **{f"{at}lora_rank": 0, f"{at}lora_alpha": 16})
     assert "lora_configs" not in none.values["model"]
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", True), ("float32", False)])
+def test_rounding_of_the_adapter_is_told(dtype: str, told: bool) -> None:
+    problems = Problems()
+    adapter.rounding(plan(f"{KEY}=[{{name: a}}]", f"explorer.rollout_model.dtype={dtype}"), problems)
+    assert any("rounded to it" in w for w in problems.warnings) == told
