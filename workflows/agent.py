@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,6 +49,8 @@ class ReactArgs(BaseModel):
 class ReactAgent(AgentWorkflow):
     """Thinks, calculates, answers; written against the `openai` client as any other agent would be."""
 
+    needs: ClassVar[Mapping[str, str]] = {"openai": "agent"}
+
     def __init__(self, max_turns: int = 4, system_prompt: str | None = None) -> None:
         self.max_turns = max_turns
         self.instruction = system_prompt if system_prompt is not None else INSTRUCTION
@@ -80,9 +82,9 @@ def calculate(expression: str) -> str:
         if len(expression) > 200:
             raise ValueError("the expression is too long")
         value = _value(ast.parse(expression.strip(), mode="eval").body)
+        return str(int(value)) if value == int(value) else f"{value:.6g}"
     except (ValueError, SyntaxError, ZeroDivisionError, OverflowError, RecursionError) as e:
         return f"error: {e}"
-    return str(int(value)) if value == int(value) else f"{value:.6g}"
 
 
 def _value(node: ast.expr) -> float:

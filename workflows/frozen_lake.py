@@ -39,6 +39,7 @@ class FrozenLake(GymWorkflow):
     """Reward 1 for reaching the goal, else 0."""
 
     env_id = "FrozenLake-v1"
+    needs: ClassVar[Mapping[str, str]] = {"gymnasium": "gymnasium"}
     actions: ClassVar[Mapping[str, int]] = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 
     def make(self, task: Task) -> Any:

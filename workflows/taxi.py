@@ -30,6 +30,7 @@ class TaxiArgs(GymArgs):
 class Taxi(GymWorkflow):
     """The environment's rewards times `scale`; the part `success` says whether the passenger has arrived."""
 
+    needs: ClassVar[Mapping[str, str]] = {"gymnasium": "gymnasium"}
     actions: ClassVar[Mapping[str, int]] = {"South": 0, "North": 1, "East": 2, "West": 3, "Pickup": 4, "Dropoff": 5}
 
     def make(self, task: Task) -> Any:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from rft.config.plan import Plan
+    from rft.explorer.stored import Scored
+    from rft.taskset.base import Taskset
     from rft.taskset.settings import TasksetSettings
 
 _VERL = {
@@ -46,15 +49,17 @@ def bench(
     import json
 
     from rft.errors import ConfigError
-    from rft.explorer.stored import score_stored, summary
+    from rft.explorer.stored import summary
     from rft.plugins import load_all
     from rft.taskset.base import open_taskset
 
     if not stored.is_file():
         raise ConfigError("is not a file", key="--input", given=str(stored))
-    folders, timeout_s, room = list(plugin_dir or []), 1800.0, 256
+    plan: Plan | None = None
+    folders = list(plugin_dir or [])
     if config is not None:
-        settings, folders, timeout_s, room = _of_config(config, taskset, folders)
+        plan, settings = _of_config(config, taskset)
+        folders = [*plan.plugin_dirs, *folders]
     elif reward_fn is None:
         raise ConfigError("name the reward with --reward-fn, or a configuration with --config", key="--reward-fn")
     else:
@@ -62,9 +67,7 @@ def bench(
     load_all(folders)
     settings = _for_file(settings, stored, prompt_key, truth_key, reward_fn, own=config is not None)
     opened = open_taskset(settings)
-    rows = asyncio.run(
-        score_stored(opened, response_key=response_key, group_key=group_key, timeout_s=timeout_s, max_concurrent=room)
-    )
+    rows = asyncio.run(_scored(plan, opened, response_key, group_key))
     told = summary(rows)
     why = next((r.why for r in rows if r.why), "")
     if as_json:
@@ -75,8 +78,32 @@ def bench(
         print(f"not scored, the first one: {why}")
 
 
-def _of_config(path: Path, name: str | None, folders: list[str]) -> tuple[TasksetSettings, list[str], float, int]:
-    """(taskset, plugin folders, seconds for one reward, rows at a time) of a configuration, of which nothing else is opened."""
+async def _scored(plan: Plan | None, opened: Taskset, response_key: str, group_key: str) -> list[Scored]:
+    """With the models of the plan for rewards that ask one; each is started by its first question."""
+    from rft.explorer.stored import score_stored
+
+    if plan is None:
+        return await score_stored(opened, response_key=response_key, group_key=group_key, timeout_s=1800.0, max_concurrent=256)
+    from rft.launch.solo import Models
+    from rft.reward.place import run_folder
+
+    models, limits = Models(plan, lambda text: typer.echo(text, err=True)), plan.explorer
+    run_folder.set(plan.run_dir)
+    try:
+        return await score_stored(
+            opened,
+            response_key=response_key,
+            group_key=group_key,
+            timeout_s=limits.max_timeout_s,
+            max_concurrent=limits.max_concurrent_runs,
+            models=models.auxiliary({}),
+        )
+    finally:
+        await models.close()
+
+
+def _of_config(path: Path, name: str | None) -> tuple[Plan, TasksetSettings]:
+    """The plan of a configuration, and the taskset that is meant."""
     from rft.config.load import load
     from rft.config.resolve import resolve
     from rft.errors import ConfigError
@@ -87,7 +114,7 @@ def _of_config(path: Path, name: str | None, folders: list[str]) -> tuple[Taskse
         name = next(iter(found))
     if name not in found:
         raise ConfigError(f"write one of {', '.join(found) or 'no taskset'}", key="--taskset", given=name)
-    return found[name], [*plan.plugin_dirs, *folders], plan.explorer.max_timeout_s, plan.explorer.max_concurrent_runs
+    return plan, found[name]
 
 
 def _plain() -> TasksetSettings:

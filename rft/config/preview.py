@@ -23,7 +23,7 @@ from rft.taskset.pipeline import Prepared, prepare
 from rft.types.completion import Completion, Transcript, Turn, VersionSpan
 from rft.types.ids import Version
 from rft.types.task import Task
-from rft.workflow.build import Recipes
+from rft.workflow.build import Recipes, refuse_group_reward
 
 ROWS_COUNTED = 200
 ROWS_COMPARED = 50_000
@@ -76,6 +76,9 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
             tasks = [taskset.task(i) for i in range(min(2, len(taskset)))]
             rewards = [recipes.of(task).reward for task in tasks]
             _every_reward(taskset, recipes)
+            if plan.explorer.baseline and not settings.is_eval:
+                for index in {*range(len(tasks)), *taskset.rewards().values()}:
+                    refuse_group_reward(recipes.of(taskset.task(index)), taskset.task(index))
             beside = {name: m for m in plan.auxiliary for name in m.names}
             for reward in rewards:
                 if callable(asks := getattr(reward, "asks", None)):

@@ -31,6 +31,7 @@ def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[st
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "INFO" if settings.log_stats or settings.log_requests else "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
+        "SPT_NOENV": "1",  # a process that gives itself a title keeps its environment readable, which tells whose it is
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOOPBACK_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",

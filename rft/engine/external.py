@@ -22,6 +22,7 @@ from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.logs import learn_secrets, redact
 from rft.types.completion import Completion, FinishReason
+from rft.types.held import HELD
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 
@@ -226,13 +227,14 @@ class ExternalEngine:
             raise EngineFailed(f"{self.settings.name}: the server did not answer with JSON: {_short(response.text)}") from e
 
     async def _turn(self) -> None:
-        """Waits until the next request may begin (requests_per_minute)."""
+        """Waits until the next request may begin (requests_per_minute), and says so to who counts the seconds."""
         if (rate := self._server.requests_per_minute) is None:
             return
         now = time.monotonic()
         mine = max(now, self._next)
         self._next = mine + 60.0 / rate
         if mine > now:
+            HELD.get()(mine - now)
             await asyncio.sleep(mine - now)
 
 

@@ -38,7 +38,7 @@ FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
 FIXED = Version(1, 0)
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by nobody
 CPU_KV_CACHE_BYTES = 1 << 30
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 6.0  # less than who closes an engine waits for it: its processes are to be killed by then
 
 
 @engine("vllm")

@@ -36,7 +36,7 @@ from rft.types.metrics import Metric, MetricRecord, Role
 from rft.types.ports import BufferWriter, ChatModel, ExploreGate, HeldGroup, MetricSink, TaskOutcome
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS
-from rft.workflow.build import Recipes
+from rft.workflow.build import Recipes, refuse_group_reward
 from rft.workflow.group import Group, judge, run_group
 from rft.workflow.run import Limits
 from rft.workflow.seeds import seed_for
@@ -72,7 +72,9 @@ class Explorer:
         self._slots = Slots(settings.max_concurrent_runs)
         self._evaluator = Evaluator(settings, self._recipes, model, sink, self._slots, proven=gate.served, models=models)
         for taskset in (*self.order.tasksets, *self._evaluator.tasksets):
-            self._recipes.of(taskset.task(0))
+            recipe = self._recipes.of(taskset.task(0))
+            if settings.baseline and taskset in self.order.tasksets:
+                refuse_group_reward(recipe, taskset.task(0))
         self.num_batches = settings.total_batches
         if self.num_batches is None and settings.total_epochs is not None:
             self.num_batches = self.order.num_batches(settings.total_epochs)
@@ -251,9 +253,9 @@ class Explorer:
         return played.after(done.rows, accepted=done.accepted, reason=done.reason)
 
     async def _store(self, group: Group) -> Group:
-        """Appends the group.  One that the buffer refuses (too large, no token) is stored as failed runs instead."""
+        """Appends the group.  One that cannot be stored (values of its workflow, too large, no token) becomes failed runs instead."""
         try:
-            await self._buffer.append(encode(group.rows), accepted=group.accepted, reason=group.reason)
+            await self._buffer.append(_encoded(group), accepted=group.accepted, reason=group.reason)
         except FrameRejected as e:
             log.warning("group %s: %s", group.id, e)
             group = group.refused(f"rejected by the buffer: {e}")
@@ -286,7 +288,7 @@ class Explorer:
                 seed=(lambda run: seed_for(s.seed, batch.number, number, run)) if s.deterministic else None,
                 models=self._models,
                 ending=batch.ending,
-                baseline=s.baseline,
+                baseline=self._slots.take if s.baseline else None,
             )
         finally:
             batch.begun(left)  # a group that was ended early has runs that never began
@@ -329,6 +331,14 @@ class Explorer:
             f"{self._max_refill} refills are used up.  Correct the workflow or reward, make the tasks easier, or set "
             f"buffer.on_short_batch to train or carry.{last}"
         )
+
+
+def _encoded(group: Group) -> bytes:
+    """Raises FrameRejected for what a workflow put into messages, info or metrics and that is no JSON."""
+    try:
+        return encode(group.rows)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise FrameRejected(f"not_storable: {type(e).__name__}: {e}") from e
 
 
 def _first(error: BaseException) -> BaseException:

@@ -29,6 +29,7 @@ import psutil
 
 T = TypeVar("T")
 RUN_ID = "RFT_RUN_ID"
+PART = "RFT_PART"  # beside it in parts that may be restarted: which one
 MARK = "RFT_LEFTOVER_MARK"
 SHM = Path("/dev/shm")
 SETTLED_S = 10.0
@@ -138,6 +139,24 @@ def clean(run_id: str) -> list[str]:
         ):
             shutil.rmtree(path, ignore_errors=True)
             done.append(f"removed folder {path}")
+    return done
+
+
+def end_former() -> list[str]:
+    """Ends what the process that was this part before left: memory of its engine, for example.  Says what it did, one line each.
+
+    These have this process's RFT_RUN_ID and RFT_PART and stand no longer below its parent, as it and those beside it do.
+    """
+    mine = {name: os.environ.get(name) for name in (RUN_ID, PART)}
+    parent = psutil.Process().parent()
+    if parent is None or None in mine.values():
+        return []
+    placed = {parent.pid, *(p.pid for p in (*parent.parents(), *parent.children(recursive=True)))}
+    found = [p for p in _all_processes() if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)]
+    done = [f"ended process {_describe(p)}" for p in found]
+    for process in found:
+        _quietly(process.kill)
+    psutil.wait_procs(found, timeout=GRACE_S)
     return done
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, RunFailed, is_out_of_memory
+from rft.launch import leftovers
 from rft.logs import learn_secrets, redact, to_file
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,11 @@ class Host:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Builds the part, where there is none yet."""
+        """Builds the part, where there is none yet.  What a process that was it before has left is ended first."""
         async with self._starting:
             if self._part is None:
+                for line in await asyncio.to_thread(leftovers.end_former):
+                    log.warning("%s: %s", self._name, line)
                 self._part = await getattr(importlib.import_module("rft.launch.parts"), self._factory)(*self._args)
 
     async def broken(self) -> str:

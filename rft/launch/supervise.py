@@ -232,7 +232,7 @@ class _Parts:
         return [[self.proxies[e.name] for e in model.engines if e.external is None] for model in self.plan.auxiliary]
 
     async def _engine(self, name: str, settings: EngineSettings, factory: str, *args: Any, **seat: Any) -> None:
-        env = cpu_environment(settings)
+        env = {**cpu_environment(settings), leftovers.PART: name}
         await self._part(name, factory, *args, env=env, error=EngineFailed, max_restarts=RESTARTS, **seat)
 
     async def _part(

@@ -40,15 +40,32 @@ class RubricArgs(JudgeArgs):
         return given
 
 
+FAULT = " (a fault: 1 if the answer does not have it at all, 10 if it fully has it)"
+
+
 @reward("rubric_judge")
 class RubricJudge(Judge):
-    """1 to 10 by each criterion; the reward is the weighted mean of the tenths, 0.1 to 1.0, and every criterion is a part."""
+    """1 to 10 by each criterion; the reward is the weighted mean of the tenths, 0.1 to 1.0, and every criterion is a part.
+
+    A row's criterion may have negative points: a fault, of which 1 says not at all and 10 fully.
+    Formula: reward = max(0.1, (sum of w x n/10 where w > 0  -  sum of |w| x (n - 1)/9 where w < 0) / sum of w where w > 0)
+    so that a fault that is not there costs nothing.  A row without positive points is unscored.
+    """
 
     Args = RubricArgs
 
+    async def __call__(self, task: Task, transcript: Transcript) -> RewardResult:
+        if not any(weight > 0 for weight, _ in self._criteria(task).values()):
+            self.meter.unscored += 1
+            return Score(value=None, reason=f"no criterion of row {task.index} has positive points")
+        return await super().__call__(task, transcript)
+
     def prompt(self, case: Case, fence: Fence) -> str:
         criteria = self._criteria(case.task)
-        listed = "\n".join(f"- {name}" + (f": {says}" if says else "") for name, (_, says) in criteria.items())
+        listed = "\n".join(
+            f"- {name}" + (FAULT if weight < 0 else "") + (f": {says}" if says else "")
+            for name, (weight, says) in criteria.items()
+        )
         return (
             f"{self.args.instruction}  1 is worst, 10 is best.\n\nCriteria:\n{listed}\n\n{fence('question', case.question)}\n\n"
             f"{fence('answer', case.answer)}\n\n{fence.ask(**dict.fromkeys(criteria, self.scale))}"
@@ -57,8 +74,9 @@ class RubricJudge(Judge):
     def value(self, verdict: dict[str, Any], case: Case) -> RewardResult:
         weights = {name: weight for name, (weight, _) in self._criteria(case.task).items()}
         parts = {name: self.scale.value(number) for name, number in verdict.items()}
-        mean = math.fsum(weights[n] * v for n, v in parts.items()) / math.fsum(weights.values())
-        return Score(value=mean, parts=parts)
+        low, high = self.scale.low, self.scale.high
+        earned = math.fsum(w * (parts[n] if w > 0 else (verdict[n] - low) / (high - low)) for n, w in weights.items())
+        return Score(value=max(self.scale.lowest, earned / math.fsum(w for w in weights.values() if w > 0)), parts=parts)
 
     def _criteria(self, task: Task) -> dict[str, tuple[float, str]]:
         """name -> (weight, meaning)."""
@@ -67,10 +85,22 @@ class RubricJudge(Judge):
         rows = task.row.get(column)
         if not isinstance(rows, list) or not rows:
             raise ValueError(f"row {task.index} has no list of criteria in column {column!r}")
-        return {
-            f"criterion {i}": (float(r.get("points", r.get("weight", 1))), str(r.get("criterion", r.get("description", ""))))
-            for i, r in enumerate(rows, 1)
-        }
+        return {f"criterion {i}": _of_row(r, f"criterion {i} of row {task.index}") for i, r in enumerate(rows, 1)}
+
+
+def _of_row(given: Any, where: str) -> tuple[float, str]:
+    """(points, text) of one criterion of a row.  Raises ValueError."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} is {given!r:.80}; write {{criterion: TEXT, points: NUMBER}}")
+    points: Any = given.get("points", given.get("weight", 1))
+    says = str(given.get("criterion", given.get("description", "")))
+    try:
+        number = float(points)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: its points are {points!r:.80}, not a number")
+    return number, says
 
 
 class ReferenceArgs(JudgeArgs):
@@ -167,9 +197,9 @@ class PairwiseJudge(Judge):
         return (ahead + 1 - behind) / 2, ""
 
     async def _compare(self, question: str, first: str, second: str) -> Any:
-        def write(fence: Fence) -> str:
+        def write(fence: Fence, one: str, other: str) -> str:
             return (
-                f"{self.args.instruction}\n\n{fence('question', question)}\n\n{fence('first', first)}\n\n{fence('second', second)}\n\n"
+                f"{self.args.instruction}\n\n{fence('question', question)}\n\n{fence('first', one)}\n\n{fence('second', other)}\n\n"
                 f"{fence.ask(better=self.words)}"
             )
 
@@ -205,8 +235,8 @@ class RulerJudge(Judge):
         random.Random(order).shuffle(texts)
         names = {text: f"answer {i}" for i, text in enumerate(texts, 1)}
 
-        def write(fence: Fence) -> str:
-            shown = "\n\n".join(fence(name, text) for text, name in names.items())
+        def write(fence: Fence, *given: str) -> str:
+            shown = "\n\n".join(fence(name, text) for name, text in zip(names.values(), given, strict=True))
             return (
                 "Score every answer to the question from 0 (worst) to 1 (best), each beside the others.  Use the range: small "
                 f"differences count.\n{self.args.rubric}\n\n{fence('question', cases[0].question)}\n\n{shown}\n\n"

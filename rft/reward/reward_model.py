@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rft.errors import ConfigError
 from rft.reward.base import reward
+from rft.reward.named import named
 from rft.types.completion import Score, Transcript
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -34,23 +34,13 @@ class RewardModel:
         self._name, self._label, self._scale = model, label, scale
         self._model: ChatModel | None = None
 
+    def asks(self, models: Mapping[str, object]) -> str:
+        """The name of the auxiliary model.  Raises ConfigError where it is not there, or is not the only one and not named."""
+        return named(models, self._name, who="reward_model (of task: score)", key="reward_fn_args.model")
+
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises ConfigError where the model is not there, or is not the only one and not named."""
-        distinct = len({id(m) for m in models.values()})
-        if self._name is None and distinct != 1:
-            raise ConfigError(
-                f"there are {distinct or 'no'} auxiliary models ({', '.join(models) or 'explorer.auxiliary_models is empty'}); "
-                "reward_model asks one with task: score, name it here",
-                key="reward_fn_args.model",
-            )
-        name = self._name or next(iter(models))
-        if name not in models:
-            raise ConfigError(
-                f"no auxiliary model has this name; there is {', '.join(models) or 'none'}",
-                key="reward_fn_args.model",
-                given=name,
-            )
-        self._model = models[name]
+        """Raises ConfigError as `asks`."""
+        self._model = models[self.asks(models)]
 
     def gold_answer(self, task: Task) -> None:
         """`rft check` starts no models."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, SetupError
 from rft.plugins import REGISTRY, Plugin, checked_args
 from rft.reward.base import Reward
 from rft.reward.build import build as build_reward
@@ -94,8 +95,23 @@ def _build(task: Task) -> Recipe:
     return recipe(REGISTRY.get("workflow", task.workflow), task, reward)
 
 
+def refuse_group_reward(recipe: Recipe, task: Task) -> None:
+    """Raises ConfigError for a reward that sees all runs of a task: that of a greedy run, alone in its group, is not comparable."""
+    if recipe.scores_group:
+        raise ConfigError(
+            "this algorithm takes the reward of a greedy run from those of a task's other runs, and this reward sees all runs of a task "
+            "at once; use one that scores each run alone, or algorithm_type: rloo, whose baseline comes from the other runs",
+            key=f"taskset {task.taskset}.default_reward_fn_type",
+            given=task.reward,
+        )
+
+
 def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
-    """How `task` is played by this workflow and scored by this reward.  Raises ConfigError for arguments that do not fit."""
+    """How `task` is played by this workflow and scored by this reward.
+
+    Raises ConfigError for arguments that do not fit, SetupError where a library of the class's `needs` (by the extra that brings it) is
+    not installed.
+    """
     where = f"taskset {task.taskset}"
     cls: Any = plugin.obj
     a_class = inspect.isclass(cls)
@@ -104,6 +120,9 @@ def recipe(plugin: Plugin, task: Task, reward: Reward | None) -> Recipe:
         raise ConfigError(
             f"workflow {task.workflow!r} must be a class with a method run(self, task, ctx)", key=f"{where}.workflow"
         )
+    for library, extra in getattr(cls, "needs", {}).items():
+        if importlib.util.find_spec(library) is None:
+            raise SetupError(f"workflow {task.workflow} needs {library}: pip install 'rft-platform[{extra}]'")
     keywords = checked_args(plugin, task.workflow_args, key=f"{where}.workflow_args")
     blocking = not inspect.iscoroutinefunction(cls.run_group if plays_group else cls.run)
     wanted = getattr(cls, "isolated", False)

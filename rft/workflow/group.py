@@ -17,7 +17,7 @@ from rft.types.ids import GroupId, Version
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, RunContext
-from rft.workflow.build import Recipe
+from rft.workflow.build import Recipe, refuse_group_reward
 from rft.workflow.run import Ended, Limits, Played, Run, RunError, play_one, play_together, record, score_one, score_together
 
 log = logging.getLogger(__name__)
@@ -60,21 +60,22 @@ class Group:
         return [r.value for r in self.runs if r.value is not None]
 
     def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> Group:
-        """The same group with every run turned into a failed record: what is left when its rows cannot be used."""
-        info = {"traceback": traceback} if traceback else None
-        runs = tuple(
-            run if run.failed else replace(run, experiences=(self._gone(run, why, info),), value=None) for run in self.runs
-        )
+        """The same group with every run turned into a failed record, which can be stored: what is left when its rows cannot be used."""
+        info = {"traceback": _unicode(traceback)} if traceback else None
+        runs = tuple(replace(run, experiences=(self._gone(run, why, info),), value=None) for run in self.runs)
         return Group(self.id, self.task, runs, accepted=False, reason=reason)
 
     def _gone(self, run: Played, why: str, info: dict[str, Any] | None) -> Experience:
+        """The header row of a run; one that had failed before keeps its own reason."""
         first = run.experiences[0]
+        if run.failed:
+            why, info = first.reason, {k: _unicode(v) if isinstance(v, str) else v for k, v in first.info.items()}
         return failed(
             first.id,
             taskset=self.task.taskset,
             task_index=self.task.index,
             workflow=first.workflow,
-            reason=why[:300],
+            reason=_unicode(why[:300]),
             info=info,
         )
 
@@ -125,20 +126,21 @@ async def run_group(
     request_prefix: str = "",
     models: Mapping[str, ChatModel] = NO_MODELS,
     ending: Ending | None = None,
-    baseline: bool = False,
+    baseline: Slot | None = None,
 ) -> Group:
     """Plays `task.num_runs` runs at the same time, each inside a `slot(1)`; `seed(run)` gives its seeds.  Raises RftError only.
 
     `models` are the auxiliary ones, by name.  Scoring is inside the slot too, except where the reward sees all runs at once.
-    `ending` may end it early.  With `baseline` the task is also played once at temperature 0, and that reward stands in the info of
-    every row as "baseline_reward".
+    `ending` may end it early.  With `baseline` the task is also played once at temperature 0, inside that slot, and its reward stands
+    in the info of every row as "baseline_reward"; the reward must see each run alone.
     """
-    more: dict[str, Any] = {"slot": slot, "seed": seed, "models": models}
-    if not baseline:
-        return await _Play(task, recipe, model, id, limits, ending, request_prefix, **more).run()
+    more: dict[str, Any] = {"seed": seed, "models": models}
+    if baseline is None:
+        return await _Play(task, recipe, model, id, limits, ending, request_prefix, slot=slot, **more).run()
+    refuse_group_reward(recipe, task)
     plays = (
-        _Play(task, recipe, model, id, limits, ending, request_prefix, **more),
-        _Play(_greedy(task), recipe, model, id, limits, ending, f"{request_prefix}greedy-", **more),
+        _Play(task, recipe, model, id, limits, ending, request_prefix, slot=slot, **more),
+        _Play(_greedy(task), recipe, model, id, limits, ending, f"{request_prefix}greedy-", slot=baseline, **more),
     )
     both = [asyncio.ensure_future(play.run()) for play in plays]
     try:
@@ -163,6 +165,11 @@ def _with_baseline(group: Group, greedy: Group) -> Group:
         return replace(group, accepted=False, reason=group.reason or "no_baseline")
     runs = tuple(replace(run, experiences=tuple(_told(x, value) for x in run.experiences)) for run in group.runs)
     return replace(group, runs=runs)
+
+
+def _unicode(text: str) -> str:
+    """Halves of surrogate pairs, which a text of errors may hold and no file, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _told(row: Experience, baseline: float) -> Experience:

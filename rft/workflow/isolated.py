@@ -87,9 +87,9 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """What a child says of one run: the calls by their numbers, with what the workflow added to each."""
+    """What a child says of one run: the completions, each by its call's number and its place there, with what the workflow added."""
 
-    calls: list[tuple[int, Score | None, dict[str, Any], np.ndarray | None]]
+    calls: list[tuple[tuple[int, int], Score | None, dict[str, Any], np.ndarray | None]]
     layout: Layout
     metrics: dict[str, float]
     info: dict[str, Any]
@@ -201,7 +201,7 @@ class _Talk:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, contexts: Sequence[RunContext]) -> None:
         self._reader, self._writer, self._contexts = reader, writer, contexts
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[tuple[int, int], Turn] = {}
         self._jobs: set[asyncio.Task[None]] = set()
         self._too_long: PromptTooLong | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -246,7 +246,7 @@ class _Talk:
         for ctx, run in zip(self._contexts, runs, strict=True):
             for number, score, info, teacher in run.calls:
                 if number not in self._turns:
-                    raise ValueError(f"call {number} was never made")
+                    raise ValueError(f"call {number[0]} gave no completion {number[1]}")
                 ctx.record(msgspec.structs.replace(self._turns[number], score=score, info=info, teacher_logprobs=teacher))
             made.append(
                 ctx.transcript(score=run.score, metrics=run.metrics, info=run.info, layout=run.layout, limited=run.limited)
@@ -282,7 +282,8 @@ class _Talk:
             seeded = msgspec.structs.replace(request.sampling, seed=ctx.seed(turn))
             request = msgspec.structs.replace(request, sampling=seeded)
         done: list[Completion] = await model.generate(request)
-        self._turns[call.id] = Turn(messages=request.messages, completion=done[0])
+        for place, completion in enumerate(done):
+            self._turns[call.id, place] = Turn(messages=request.messages, completion=completion)
         return done
 
 
@@ -307,32 +308,42 @@ class _Server:
     def fork(self, name: str, theirs: socket.socket) -> int:
         """The id of a new process, leader of its group, that plays class `name` as it is told over `theirs`."""
         with theirs, self._lock:
-            control = self._started()
-            try:
-                fds = array.array("i", [theirs.fileno()])
-                control.sendmsg([name.encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-                said = control.recv(64).decode()
-            except OSError as e:
-                said = f"failed: {e}"
+            said = self._asked(name, theirs) or self._asked(name, theirs)  # a server that has died costs no run
             if not said.isdecimal():
-                self._stop()
                 raise IsolatedRunFailed(f"a process for the run could not be forked: {said or 'its server ended'}")
             self._children.add(int(said))
             return int(said)
 
+    def _asked(self, name: str, theirs: socket.socket) -> str:
+        """The id of a new process, or why there is none; "" where the server has died, which the next call starts again."""
+        control = self._started()
+        try:
+            fds = array.array("i", [theirs.fileno()])
+            control.sendmsg([name.encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            said = control.recv(500).decode()
+        except OSError:
+            said = ""
+        if not said:
+            self._stop()
+        return said
+
     def kill(self, pid: int) -> int | None:
         """Kills the group of a child, which is not waited for by anybody else; its wait status, None if that was told before."""
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._stop()  # its children died with it, and their ids may be others' by now
             if pid not in self._children or self._control is None:
                 return None
             self._children.discard(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            try:
+            said = b""
+            with contextlib.suppress(OSError):
                 self._control.send(f"reap {pid}".encode())
-                return int(self._control.recv(64))
-            except (OSError, ValueError):
-                return None
+                said = self._control.recv(64)
+            if not said:
+                self._stop()
+            return int(said) if said.isdigit() else None
 
     def _started(self) -> socket.socket:
         if self._control is not None:
@@ -365,11 +376,15 @@ class _Server:
 
     def _stop(self) -> None:
         if self._process is not None:
+            for pid in self._children if self._process.poll() is None else ():  # of a dead server, ids may be others' by now
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
         if self._control is not None:
             self._control.close()
         self._control = self._process = None
+        self._children.clear()
 
 
 def _said(status: int | None) -> str:

@@ -31,30 +31,47 @@ from rft.workflow.isolated import Answer, Call, Order, Played, frame, pack, read
 
 def main(argv: Sequence[str]) -> None:
     """`argv`: control descriptor, file to import.  Says "ready", then forks for every class name that comes with a descriptor."""
-    control = socket.socket(fileno=int(argv[0]))
+    with socket.socket(fileno=int(argv[0])) as control:
+        try:
+            module = _module(Path(argv[1]))
+        except BaseException as e:  # whatever an import raises is told, not lost
+            control.send(f"{type(e).__name__}: {e}"[:4000].encode())
+            return
+        control.send(b"ready")
+        while _served(control, module):
+            pass
+
+
+def _served(control: socket.socket, module: Any) -> bool:
+    """Answers one message; False where the other side is gone: children die with this process."""
+    fds = array.array("i")
+    said, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_LEN(fds.itemsize))
+    if not said:
+        return False
+    if said.startswith(b"reap "):
+        control.send(_reaped(int(said[5:])))
+        return True
+    fds.frombytes(ancillary[0][2][: fds.itemsize])
     try:
-        module = _module(Path(argv[1]))
-    except BaseException as e:  # whatever an import raises is told, not lost
-        control.send(f"{type(e).__name__}: {e}"[:4000].encode())
-        return
-    control.send(b"ready")
-    while True:
-        fds = array.array("i")
-        said, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_LEN(fds.itemsize))
-        if not said:
-            return  # the other side is gone; children die with this process
-        if said.startswith(b"reap "):
-            _, status = os.waitpid(int(said[5:]), 0)
-            control.send(str(status).encode())
-            continue
-        fds.frombytes(ancillary[0][2][: fds.itemsize])
         pid = os.fork()
+    except OSError as e:  # too many processes, too little memory: this run fails, later ones may not
+        control.send(f"{type(e).__name__}: {e}".encode())
+    else:
         if pid == 0:
             control.close()
             _child(socket.socket(fileno=fds[0]), getattr(module, said.decode()))
         os.setpgid(pid, pid)
-        os.close(fds[0])
         control.send(str(pid).encode())
+    os.close(fds[0])
+    return True
+
+
+def _reaped(pid: int) -> bytes:
+    """The wait status of a child that was killed."""
+    try:
+        return str(os.waitpid(pid, 0)[1]).encode()
+    except ChildProcessError:
+        return b"no child of this server"
 
 
 def _module(file: Path) -> Any:
@@ -121,7 +138,7 @@ async def _run(made: Any, order: Order, contexts: list[RunContext]) -> list[Tran
 def _played(t: Transcript, link: _Link) -> Played:
     if any(turn.mask is not None for turn in t.turns):
         raise ValueError("an isolated workflow cannot leave tokens out of training (mask); play it without isolated")
-    calls = [(link.numbers[id(turn.completion)], turn.score, turn.info, turn.teacher_logprobs) for turn in t.turns]
+    calls = [(link.number(turn.completion), turn.score, turn.info, turn.teacher_logprobs) for turn in t.turns]
     return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score, limited=t.limited)
 
 
@@ -144,10 +161,19 @@ class _Link:
         self._reader, self._writer = reader, writer
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self.numbers: dict[int, int] = {}  # id() of a completion, which the context keeps → number of its call
+        self._given: dict[int, tuple[Completion, int, int]] = {}  # id() of a completion → itself, number of its call, place there
 
     def model(self, run: int, name: str = "") -> _Model:
         return _Model(self, run, name)
+
+    def gave(self, call: int, done: Sequence[Completion]) -> None:
+        """`call` of the policy was answered with these."""
+        self._given |= {id(completion): (completion, call, place) for place, completion in enumerate(done)}
+
+    def number(self, completion: Completion) -> tuple[int, int]:
+        if id(completion) not in self._given:
+            raise ValueError("the transcript has a completion that no call of the policy's engine gave")
+        return self._given[id(completion)][1:]
 
     async def listen(self) -> None:
         while True:
@@ -178,7 +204,7 @@ class _Model:
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         number, done = await self._link.ask("generate", self._run, self._name, request, list[Completion])
         if not self._name:
-            self._link.numbers[id(done[0])] = number
+            self._link.gave(number, done)
         return list(done)
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:

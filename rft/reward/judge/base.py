@@ -17,11 +17,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import msgspec
 from pydantic import BaseModel
 
 from rft.errors import ConfigError
@@ -32,7 +34,8 @@ from rft.reward.judge.cache import Reply
 from rft.reward.judge.desk import BudgetUsedUp, Desk, get_up, sit_down
 from rft.reward.judge.fence import Fence, Scale, inert
 from rft.reward.judge.parse import Unreadable, read, says_nothing
-from rft.types.completion import Score, Transcript
+from rft.reward.named import named
+from rft.types.completion import Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
 
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 REPEAT: ContextVar[int] = ContextVar("repeat", default=0)  # the same question, asked anew: how consistent a judge is
 AGAIN_TEMPERATURE = 0.5  # at least, when a reply could not be read
-_LONG = 24  # an answer of so many characters is not in a prompt by chance
+Write = Callable[..., str | Messages]  # write(fence, *answers): a question
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,15 @@ class Case:
         asked = [m for m in transcript.turns[0].messages if m.get("role") == "user"]
         question = str(asked[-1].get("content", "")) if asked else task.prompt or ""
         return cls(task, transcript, question, transcript.answer)
+
+    def saying(self, answer: str) -> Case:
+        """The same with another answer."""
+        if answer == self.answer:
+            return self
+        last: Turn = self.transcript.turns[-1]
+        other = msgspec.structs.replace(last, completion=msgspec.structs.replace(last.completion, text=answer))
+        transcript = msgspec.structs.replace(self.transcript, turns=(*self.transcript.turns[:-1], other))
+        return replace(self, transcript=transcript, answer=answer)
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,7 @@ class Judge:
         self.meter = meter.meter(self.name)
         self._desk: Desk | None = None
         self._warned: set[str] = set()
+        self._fenced: set[str] = set()  # ways to ask that are known to keep answers inside of the fence
 
     # ------------------------------------------------------------ yours
 
@@ -108,20 +121,7 @@ class Judge:
 
     def asks(self, models: Mapping[str, object]) -> str:
         """The name of the auxiliary model.  Raises ConfigError where it is not there, or is not the only one and not named."""
-        name: str | None = self.args.judge
-        if name is None and len({id(m) for m in models.values()}) != 1:
-            raise ConfigError(
-                f"there are {', '.join(models) or 'no'} auxiliary models; {self.kind} asks one, name it here",
-                key="reward_fn_args.judge",
-            )
-        name = name or next(iter(models))
-        if name not in models:
-            raise ConfigError(
-                f"no auxiliary model has this name; explorer.auxiliary_models has {', '.join(models) or 'none'}",
-                key="reward_fn_args.judge",
-                given=name,
-            )
-        return name
+        return named(models, self.args.judge, who=self.kind, key="reward_fn_args.judge")
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         """Raises ConfigError as `asks`, and where judges that ask the same model have different limits."""
@@ -130,8 +130,8 @@ class Judge:
 
     async def close(self) -> None:
         if self._desk is not None:
-            get_up(self._desk)
-            self._desk = None
+            desk, self._desk = self._desk, None
+            await get_up(desk)
 
     def gold_answer(self, task: Task) -> None:
         """`rft check` asks no models."""
@@ -140,7 +140,7 @@ class Judge:
         case = Case.of(task, transcript)
         if (known := self.without_asking(case)) is not None:
             return known
-        found = await self.ask(lambda fence: self.prompt(case, fence), case.answer)
+        found = await self.ask(lambda fence, answer: self.prompt(case.saying(answer), fence), case.answer)
         return Score(value=None, reason=found.why) if found.verdict is None else self.value(found.verdict, case)
 
     # ------------------------------------------------------------ asking
@@ -157,30 +157,47 @@ class Judge:
             )
         return None
 
-    async def ask(self, write: Callable[[Fence], str | Messages], *answers: str) -> Reading:
-        """Asks until a verdict can be read, or `max_retries` are used up.  `write(fence)` makes the question; it is called for every try.
+    async def ask(self, write: Write, *answers: str) -> Reading:
+        """Asks until a verdict can be read, or `max_retries` are used up.
 
-        `answers`: texts of the policy, which must not stand outside of a fence.  Raises ConfigError if one does, BudgetUsedUp, and
-        EngineFailed when the model is gone.
+        `answers`: texts of the policy, which must not stand outside of a fence.  `write(fence, *answers)` makes the question; it is called
+        for every try, and before the first one with other texts, which show where it puts them.  Raises ConfigError if that is outside,
+        BudgetUsedUp, and EngineFailed when the model is gone.
         """
         if self._desk is None:
             raise RuntimeError(f"{self.kind}: `await judge.prepare(models)` comes first")
-        asked = self._messages(write, Fence.keying(), answers)
-        key = self._key(asked)
+        self._probe(write, len(answers))
         desk = self._desk
-        return await desk.once(key, lambda: self._attempts(desk, key, write, answers), self.meter)
 
-    def _messages(self, write: Callable[[Fence], str | Messages], fence: Fence, answers: tuple[str, ...]) -> Messages:
+        def question(fence: Fence) -> Messages:
+            return self._messages(write, fence, answers)
+
+        key = self._key(question(Fence.keying()))
+        return await desk.once(key, lambda: self._attempts(desk, key, question), self.meter)
+
+    def _probe(self, write: Write, answers: int) -> None:
+        """Once for each `write`, with random answers: what the policy wrote cannot end a run."""
+        way = getattr(write, "__qualname__", "")
+        if way in self._fenced:
+            return
+        fence, probes = Fence(), tuple(secrets.token_hex(16) for _ in range(answers))
+        try:
+            messages = self._messages(write, fence, probes)
+        except Exception as e:  # a prompt that takes answers of some form only
+            log.debug("%s: no question with a random answer: %s: %s", self.kind, type(e).__name__, e)
+            return
+        free = "\n".join(fence.outside(str(m["content"])) for m in messages).lower()
+        if any(p in free for p in probes):
+            raise ConfigError(
+                f"the prompt of judge {self.kind} shows an answer outside of a fence, where it could speak to the judge; "
+                "write fence('answer', case.answer)"
+            )
+        self._fenced.add(way)
+
+    def _messages(self, write: Write, fence: Fence, answers: tuple[str, ...]) -> Messages:
         """With the rules of the fence first."""
-        made = write(fence)
+        made = write(fence, *answers)
         messages = [{"role": "user", "content": made}] if isinstance(made, str) else [dict(m) for m in made]
-        for m in messages:
-            free = fence.outside(str(m["content"]))
-            if any(len(a) >= _LONG and a in free for a in answers):
-                raise ConfigError(
-                    f"the prompt of judge {self.kind} shows an answer outside of a fence, where it could speak to the judge; "
-                    "write fence('answer', case.answer)"
-                )
         if messages[0]["role"] == "system":
             return [{**messages[0], "content": f"{fence.rules}\n\n{messages[0]['content']}"}, *messages[1:]]
         return [{"role": "system", "content": fence.rules}, *messages]
@@ -191,13 +208,11 @@ class Judge:
         what = [self.kind, self.version, messages, a.temperature, a.max_tokens, self._desk.identity, REPEAT.get()]
         return hashlib.blake2b(json.dumps(what, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=20).digest()
 
-    async def _attempts(
-        self, desk: Desk, key: bytes, write: Callable[[Fence], str | Messages], answers: tuple[str, ...]
-    ) -> Reading:
+    async def _attempts(self, desk: Desk, key: bytes, question: Callable[[Fence], Messages]) -> Reading:
         m, a = self.meter, self.args
         if desk.cache is not None and (known := desk.cache.get(key)) is not None:
             fence = Fence.keying()
-            self._messages(write, fence, answers)  # which sets the fields that it asks for
+            question(fence)  # which sets the fields that it asks for
             fence.key = known.verdict_key
             try:
                 found = Reading(self.read(known.text, fence))
@@ -209,7 +224,7 @@ class Judge:
         why = ""
         for attempt in range(a.max_retries + 1):
             fence = Fence()
-            messages = self._messages(write, fence, answers)
+            messages = question(fence)
             warmer = a.temperature if not attempt else max(a.temperature, AGAIN_TEMPERATURE)
             sampling = SamplingArgs(temperature=warmer, max_tokens=a.max_tokens)
             request = GenerateRequest(

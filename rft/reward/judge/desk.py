@@ -20,6 +20,7 @@ from rft.reward.judge.cache import Cache
 from rft.reward.judge.meter import Meter
 from rft.reward.place import run_folder
 from rft.types.completion import Completion
+from rft.types.held import HELD
 from rft.types.ports import ChatModel, GenerateRequest
 
 T = TypeVar("T")
@@ -53,6 +54,33 @@ class Pace:
         self._next += amount * self._each_s
 
 
+class Deadline:
+    """`timeout_s` from when a call is sent: the time for which the model says that it holds the call back is added."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.held_s, self._sent_at = 0.0, 0.0
+
+    @property
+    def sent(self) -> bool:
+        return time.monotonic() >= self._sent_at
+
+    async def call(self, model: ChatModel, request: GenerateRequest) -> list[Completion]:
+        """Raises TimeoutError, and what the model raises."""
+        async with asyncio.timeout(self._timeout_s) as until:
+
+            def held(seconds: float) -> None:
+                self.held_s += seconds
+                self._sent_at = time.monotonic() + seconds
+                until.reschedule((until.when() or 0.0) + seconds)
+
+            before = HELD.set(held)
+            try:
+                return await model.generate(request)
+            finally:
+                HELD.reset(before)
+
+
 class Desk:
     """One auxiliary model, as judges with the limits of `args` ask it."""
 
@@ -67,6 +95,7 @@ class Desk:
         self._set_aside = 0.0
         self._settled = asyncio.Event()
         self._under_way: dict[bytes, tuple[asyncio.Future[Any], list[int]]] = {}
+        self._jobs: set[asyncio.Future[Any]] = set()  # also those that are being cancelled
         self.users = 0
 
     async def once(self, key: bytes, answer: Callable[[], Awaitable[T]], meter: Meter) -> T:
@@ -76,6 +105,7 @@ class Desk:
         else:
             job: asyncio.Future[Any] = asyncio.ensure_future(answer())
             self._under_way[key] = (job, [0])
+            self._jobs.add(job)
             job.add_done_callback(lambda done: self._over(key, done))
         job, waiting = self._under_way[key]
         waiting[0] += 1
@@ -89,6 +119,8 @@ class Desk:
                 job.cancel()
 
     def _over(self, key: bytes, job: asyncio.Future[Any]) -> None:
+        if job.done():
+            self._jobs.discard(job)
         if key in self._under_way and self._under_way[key][0] is job:
             del self._under_way[key]
 
@@ -101,21 +133,21 @@ class Desk:
         most = self._cost(size + TEMPLATE_TOKENS * (1 + len(request.messages)), request.sampling.max_tokens)
         guess = size // 4 + request.sampling.max_tokens
         await self._reserve(most)
-        cost = most  # of a call that did not come back
+        cost = 0.0  # of a call that was not made
         try:
             async with self._room:
                 await self._requests.turn(1)
                 await self._tokens.turn(guess)
-                began = time.monotonic()
-                meter.calls += 1
+                deadline = Deadline(timeout_s)
+                cost = most  # of a call that does not come back
                 try:
-                    async with asyncio.timeout(timeout_s):
-                        (completion,) = await self._model.generate(request)
+                    completion = await self._call(request, deadline, meter)
                 except (ValueError, RftError):
                     cost = 0.0  # refused, or not answered
                     raise
-                finally:
-                    meter.seconds += time.monotonic() - began
+                except asyncio.CancelledError:
+                    cost = most if deadline.sent else 0.0
+                    raise
             tokens = completion.usage or (len(completion.prompt_tokens), len(completion.tokens))
             if any(tokens):
                 cost = self._cost(*tokens)
@@ -129,9 +161,18 @@ class Desk:
             meter.cost_usd += cost
             self._set_aside -= most
             self._spent += cost
+            self._settled.set()
             if self.cache is not None and cost:
                 self.cache.spend(self.identity, cost)
-            self._settled.set()
+
+    async def _call(self, request: GenerateRequest, deadline: Deadline, meter: Meter) -> Completion:
+        began = time.monotonic()
+        meter.calls += 1
+        try:
+            (completion,) = await deadline.call(self._model, request)
+            return completion
+        finally:
+            meter.seconds += max(0.0, time.monotonic() - began - deadline.held_s)
 
     async def _reserve(self, most: float) -> None:
         limit = self._args.max_cost_usd
@@ -150,11 +191,16 @@ class Desk:
         a = self._args
         return (prompt_tokens * a.price_per_1k_prompt_tokens + completion_tokens * a.price_per_1k_completion_tokens) / 1000
 
-    def close(self) -> None:
-        for job, _ in list(self._under_way.values()):
+    async def close(self) -> None:
+        """Ends what is under way; what that cost is written before the cache is closed."""
+        jobs = list(self._jobs)
+        for job in jobs:
             job.cancel()
-        if self.cache is not None:
-            self.cache.close()
+        try:
+            await asyncio.gather(*jobs, return_exceptions=True)
+        finally:
+            if self.cache is not None:
+                self.cache.close()
 
 
 _DESKS: dict[int, tuple[ChatModel, Desk]] = {}
@@ -174,13 +220,13 @@ def sit_down(model: ChatModel, name: str, args: JudgeArgs) -> Desk:
     return desk
 
 
-def get_up(desk: Desk) -> None:
+async def get_up(desk: Desk) -> None:
     desk.users -= 1
     if not desk.users:
         for key, (_, other) in list(_DESKS.items()):
             if other is desk:
                 del _DESKS[key]
-        desk.close()
+        await desk.close()
 
 
 def _path(cache: str) -> Path | None:

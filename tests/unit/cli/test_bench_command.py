@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from rft.cli.main import make
 from rft.convert import bench
 from rft.errors import ConfigError
+from rft.testing.judge import FakeJudge, JudgeServer
 
 SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -98,6 +99,34 @@ buffer:
     assert told["sources"]["sums"]["mean"] == 0.5 and told["reward"] == "exact_answer"
     with pytest.raises(ConfigError, match="write one of sums, other"):
         run("--input", str(tmp_path / "x.jsonl"), "--config", str(file))
+
+
+def test_a_judge_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "2+2?", "responses": ["It is 4.", "It is 5."]}) + "\n")
+    with JudgeServer(FakeJudge(lambda prompt: 10 if "is 4" in prompt else 1)) as server:
+        file = tmp_path / "c.yaml"
+        file.write_text(
+            f"""
+model: {{model_path: not-needed, max_model_len: 64}}
+checkpoint_root_dir: {tmp_path / "runs"}
+buffer:
+  batch_size: 2
+  total_steps: 1
+  explorer_input:
+    default_workflow_type: simple_workflow
+    default_reward_fn_type: rubric_judge
+    taskset: {{name: sums, path: rows.jsonl}}
+explorer:
+  auxiliary_models:
+    - {{name: judge, engine_type: external, model_path: judge-1, external_model_config: {{base_url: "{server.url}"}}}}
+"""
+        )
+        result = CliRunner().invoke(
+            make("bench"), ["bench", "-i", str(tmp_path / "x.jsonl"), "-c", str(file), "--json"], catch_exceptions=False
+        )
+        assert result.exit_code == 0 and len(server.asked) == 2
+    assert json.loads(result.stdout)["sources"]["sums"]["mean"] == pytest.approx(0.55)
 
 
 def test_what_is_missing_is_named(stored: Path, tmp_path: Path) -> None:

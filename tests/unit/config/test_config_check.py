@@ -358,6 +358,15 @@ def test_what_nobody_provides_is_refused(model: Path, overrides: tuple[str, ...]
     assert error.key == "algorithm.advantage_fn" and re.search(says, error.message), error.message
 
 
+def test_a_greedy_baseline_needs_rewards_of_single_runs(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ranks.py"
+    call = "def __call__(self, task, transcripts):\n        return [1.0] * len(transcripts)"
+    file.write_text(f"class Ranks:\n    whole_group = True\n\n    {call}\n")
+    given = (f"buffer.explorer_input.default_reward_fn_type={file}:Ranks",)
+    assert "this algorithm takes the reward of a greedy run" in errors(run(model, "algorithm.algorithm_type=remax", *given))
+    assert run(model, "algorithm.algorithm_type=rloo", *given).ok
+
+
 def test_a_workflow_says_what_it_provides(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "flows.py"
     file.write_text(WRITES)

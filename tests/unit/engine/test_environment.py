@@ -38,6 +38,7 @@ def test_more_shards_than_cores_are_refused() -> None:
 def test_cuda_gets_the_neutral_variables_only() -> None:
     env = cpu_environment(EngineSettings(device="cuda"))
     assert "LD_PRELOAD" not in env and "VLLM_CPU_OMP_THREADS_BIND" not in env and env["VLLM_NO_USAGE_STATS"] == "1"
+    assert env["SPT_NOENV"] == "1"  # vLLM's processes take titles; with this their environment still says whose they are
 
 
 def test_what_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

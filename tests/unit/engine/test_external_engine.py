@@ -18,6 +18,7 @@ from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import EngineFailed, SetupError
 from rft.logs import redact
 from rft.testing.engine_contract import ask
+from rft.types.held import HELD
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs
 
@@ -178,3 +179,16 @@ async def test_what_it_cannot_do(server: Server, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("JUDGE_URL")
     with pytest.raises(SetupError, match="set JUDGE_URL"):
         await make(settings())
+
+
+async def test_a_call_held_back_for_the_rate_is_told_to_who_waits(server: Server) -> None:
+    engine, told = await make(settings(requests_per_minute=600)), list[float]()
+    before = HELD.set(told.append)
+    try:
+        await engine.generate(ask())
+        assert told == [], "the first is sent at once"
+        await engine.generate(ask())
+    finally:
+        HELD.reset(before)
+    assert len(told) == 1 and 0 < told[0] <= 0.1
+    await engine.close()

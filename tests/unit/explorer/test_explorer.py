@@ -9,12 +9,15 @@ from rft.errors import ConfigError, EngineFailed, FrameRejected, RunFailed, Shor
 from rft.explorer.state import Batch
 from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine
-from rft.types.block import decode
+from rft.types.block import decode, encode
 from rft.types.completion import Score
-from rft.types.ids import Version
+from rft.types.experience import failed
+from rft.types.ids import GroupId, Version
 from rft.types.ports import HeldGroup
-from rft.types.task import SamplingArgs
+from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import Workflow, workflow
+from rft.workflow.group import Group
+from rft.workflow.run import Played
 
 DEADLINE_S = 20
 
@@ -305,6 +308,32 @@ async def test_rows_the_buffer_refuses_become_failed_records(world):
     refused = [r for r in world.buffer.rows if r.id.task == 1]
     assert [(r.status, r.reason) for r in refused] == [("failed", "rejected by the buffer: too_large: 40 MB")] * 2
     assert sorted({r.id.task for r in world.buffer.rows}) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, "\ud800"])
+async def test_values_that_cannot_be_stored_become_failed_records(world, value):
+    @workflow("test_unstorable")
+    class Unstorable:
+        async def run(self, task, ctx):
+            await ctx.chat([{"role": "user", "content": "?", **({"meta": value} if task.index == 1 else {})}])
+            return ctx.transcript(score=Score(value=1.0))
+
+    await world.explorer(tasksets=(world.taskset(workflow="test_unstorable", reward=None),), total_batches=1).run()
+    assert world.buffer.closed == [(0, 2, 2, {"rejected": 1})]
+    refused = [r for r in world.buffer.rows if r.id.task == 1]
+    assert {r.status for r in refused} == {"failed"} and all("not_storable: " in r.reason for r in refused)
+
+
+def test_a_refused_group_can_be_stored():
+    header = failed(
+        GroupId(1, 0, 0, 0).run(0), taskset="t", task_index=0, workflow="w", reason="\udc80", info={"traceback": "\udc80", "n": 1}
+    )
+    runs = (Played((header,), None, 0.0, 0.0, 1),)
+    group = Group(
+        GroupId(1, 0, 0, 0), Task(taskset="t", index=0, prompt="?", workflow="w"), runs, accepted=False, reason="failed"
+    )
+    (row,) = decode(encode(group.refused("why").rows))
+    assert row.reason == "\\udc80" and row.info == {"traceback": "\\udc80", "n": 1}
 
 
 async def test_unknown_names_are_found_before_anything_runs(world):

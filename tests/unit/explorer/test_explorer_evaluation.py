@@ -8,7 +8,9 @@ from statistics import fmean
 
 import pytest
 
+from rft.errors import ConfigError
 from rft.explorer.evaluate import at_k
+from rft.explorer.state import Batch
 from rft.reward.base import reward
 from rft.types.completion import Score
 from rft.types.ids import Version
@@ -97,6 +99,30 @@ async def test_remax_gets_the_reward_of_a_greedy_run_of_the_same_weights(world):
     assert len(world.buffer.rows) == 4  # the greedy runs are not stored
     assert all(r.info["baseline_reward"] == r.reward for r in world.buffer.rows)  # a scripted answer does not vary
     assert {v for r in world.buffer.rows for v in (s.version for s in r.version_spans)} == {Version(1, 0)}
+
+
+async def test_a_greedy_run_is_no_run_of_its_batch(world, monkeypatch):
+    begun, count = [], Batch.begun
+    monkeypatch.setattr(Batch, "begun", lambda self, runs: (begun.append(runs), count(self, runs)))
+    await world.explorer(total_batches=1, baseline=True).run()
+    assert sorted(begun) == [0, 0, 1, 1, 1, 1]  # four runs and the ends of two groups
+
+
+async def test_remax_refuses_rewards_that_compare_runs(world):
+    @reward("test_evaluation_compares")
+    class Compares:
+        whole_group = True
+
+        def __call__(self, task, transcripts):
+            return [0.0 for _ in transcripts]
+
+    given = (world.taskset(reward="test_evaluation_compares"),)
+    with pytest.raises(
+        ConfigError, match=r"default_reward_fn_type: this algorithm takes the reward of a greedy run.*use one that"
+    ):
+        world.explorer(tasksets=given, baseline=True)
+    world.explorer(tasksets=given)
+    world.explorer(eval_tasksets=(world.taskset("held", reward="test_evaluation_compares"),), baseline=True)
 
 
 async def test_a_group_without_a_baseline_is_replaced(world):

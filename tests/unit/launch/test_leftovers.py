@@ -137,6 +137,24 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
         ended(other)
 
 
+def test_a_part_ends_what_it_was_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = uuid.uuid4().hex
+    ours = started(RFT_RUN_ID=run_id, RFT_PART="engine-0")
+    others = [started(RFT_RUN_ID=run_id, RFT_PART="engine-1"), started(RFT_RUN_ID="x", RFT_PART="engine-0"), started()]
+    try:
+        assert leftovers.end_former() == []  # this process is no part
+        monkeypatch.setenv(leftovers.RUN_ID, run_id)
+        monkeypatch.setenv(leftovers.PART, "engine-0")
+        assert leftovers.end_former() == [] and ours.poll() is None  # it stands below this process
+        monkeypatch.setattr(leftovers.psutil.Process, "children", lambda self, recursive=False: [])
+        (line,) = leftovers.end_former()
+        assert line.startswith(f"ended process {ours.pid} ") and ours.wait(10) is not None
+        assert all(p.poll() is None for p in others)
+    finally:
+        for process in (ours, *others):
+            ended(process)
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "before.json"
     assert leftovers.main(["--before", str(file)]) == 0

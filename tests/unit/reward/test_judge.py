@@ -14,12 +14,14 @@ from rft.plugins import load_all
 from rft.reward.build import build
 from rft.reward.judge import meter
 from rft.reward.judge.base import REPEAT, Judge
+from rft.reward.judge.cache import Cache
 from rft.reward.judge.desk import BudgetUsedUp
 from rft.reward.judge.fence import Choice, Fence, Scale, inert
 from rft.reward.judge.parse import Unreadable, read
 from rft.reward.place import run_folder
 from rft.testing.judge import FakeJudge, completion, judged, said, score_with
 from rft.types.completion import Completion
+from rft.types.held import HELD
 from rft.types.ports import GenerateRequest
 from rft.types.task import Task
 
@@ -137,6 +139,21 @@ async def test_a_prompt_that_shows_an_answer_outside_of_the_fence_is_refused() -
         await score_with(Open(cache="off"), FakeJudge(5), ["the light of the sun is scattered"], TASK)
 
 
+async def test_what_the_policy_writes_cannot_make_it_look_so() -> None:
+    (score,) = await score_with(clear(), FakeJudge(4), ["Then end with one line of JSON"], TASK)
+    assert score.value == 0.8, "words of the judge's own prompt are an answer as any other"
+
+    class Picky(Clear):
+        def prompt(self, case: Any, fence: Fence) -> str:
+            if not case.answer.startswith("air"):
+                raise ValueError("another form")
+            assert case.transcript.answer == case.answer
+            return super().prompt(case, fence)
+
+    (score,) = await score_with(Picky(cache="off"), FakeJudge(4), ["air does it"], TASK)
+    assert score.value == 0.8
+
+
 def test_the_rules_stand_in_the_system_message_also_with_one_of_its_own() -> None:
     class Own(Clear):
         def prompt(self, case: Any, fence: Fence) -> Any:
@@ -200,7 +217,7 @@ async def test_the_model_is_named_or_the_only_one() -> None:
     one, two = FakeJudge(), FakeJudge()
     for models, args, why in (
         ({}, {}, "no auxiliary models"),
-        ({"a": one, "b": two}, {}, "a, b auxiliary models"),
+        ({"a": one, "b": two}, {}, r"2 auxiliary models \(a, b\)"),
         ({"a": one}, {"judge": "c"}, "has a"),
     ):
         with pytest.raises(ConfigError, match=why):
@@ -322,7 +339,7 @@ async def test_rates_hold_on_average() -> None:
     assert loop.time() - began >= 3 * 64 * 60 / 600_000
 
 
-PRICED = {"price_per_1k_prompt_tokens": 1.0, "price_per_1k_completion_tokens": 2.0, "max_tokens": 100}
+PRICED: dict[str, Any] = {"price_per_1k_prompt_tokens": 1.0, "price_per_1k_completion_tokens": 2.0, "max_tokens": 100}
 
 
 async def test_the_budget_is_never_passed_and_then_the_run_stops(tmp_path: Path) -> None:
@@ -337,6 +354,46 @@ async def test_the_budget_is_never_passed_and_then_the_run_stops(tmp_path: Path)
     with pytest.raises(BudgetUsedUp):  # a process that goes on has what was spent before it, and pays nothing for what it knows
         await score_with(Clear(**args), model, [f"reason number {i}" for i in range(40)], TASK)
     assert meter.counts()["paid/cost_usd"] <= 4.0 and len(model.calls) <= asked + 1
+
+
+async def test_only_calls_that_were_made_are_paid(tmp_path: Path) -> None:
+    """Four wait: one in the model, which is paid, one for the rate, two for room."""
+    model, args = Slow(5), {**PRICED, "cache": str(tmp_path / "c.db"), "requests_per_minute": 0.1, "max_concurrent": 2}
+    judge = Clear(**args, name="waiting")
+    await judge.prepare({"j": model})
+    jobs = [asyncio.ensure_future(judge(TASK, said(f"reason number {i}"))) for i in range(4)]
+    await model.works_on(1)
+    desk = judge._desk
+    assert desk is not None and desk.cache is not None
+    await judge.close()  # while all are under way: what the one may have cost is written all the same
+    assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*jobs, return_exceptions=True))
+    spent = Cache(tmp_path / "c.db")
+    assert spent.spent("fake-judge") == pytest.approx(meter.counts()["waiting/cost_usd"])
+    assert spent._db.execute("SELECT calls FROM spent").fetchall() == [(1,)] and desk._set_aside == pytest.approx(0)
+    spent.close()
+
+
+async def test_the_deadline_counts_from_when_a_call_is_sent() -> None:
+    class Paced(FakeJudge):
+        """Holds every call back, as a client with a rate does; the second one for ever."""
+
+        async def generate(self, request: GenerateRequest) -> list[Completion]:
+            seconds = 0.1 if not self.calls else 3600.0
+            HELD.get()(seconds)
+            self.calls.append(request)
+            await asyncio.sleep(seconds)
+            return [completion(self.reply([dict(m) for m in request.messages]))]
+
+    model, judge = Paced(5), clear(**PRICED, timeout_s=0.05, max_retries=0, name="paced")
+    await judge.prepare({"j": model})
+    assert await judge(TASK, said("because of the air")) == 1.0
+    paid = meter.counts()["paced/cost_usd"]
+    waiting = asyncio.ensure_future(judge(TASK, said("because of the sea")))
+    await asyncio.sleep(0.1)
+    assert not waiting.done() and len(model.calls) == 2
+    await judge.close()
+    assert meter.counts()["paced/cost_usd"] == paid and meter.counts().get("paced/timeouts", 0) == 0
+    await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def test_over_budget_answers_may_stay_unscored_instead() -> None:

@@ -53,6 +53,37 @@ def test_rubric_of_each_row() -> None:
         judged(made("rubric_judge", rubric_key="rubric"), model, "Rayleigh did it.")
 
 
+def test_negative_points_are_faults() -> None:
+    row = {"rubric": [{"criterion": "is right", "points": 3}, {"criterion": "invents a source", "points": -5}]}
+
+    def value(right: int, invents: int) -> float | None:
+        model = FakeJudge({"criterion 1": right, "criterion 2": invents})
+        return judged(made("rubric_judge", rubric_key="rubric"), model, "Rayleigh did it.", row=row).value
+
+    assert value(10, 1) == 1.0 and value(4, 1) == pytest.approx(0.4), "a fault that is not there costs nothing"
+    assert value(10, 4) == pytest.approx((3 - 5 / 3) / 3)
+    assert [value(10, 10), value(1, 1), value(1, 10)] == pytest.approx([0.1] * 3), "never below an answer that says nothing"
+    model = FakeJudge(1)
+    judged(made("rubric_judge", rubric_key="rubric"), model, "Rayleigh did it.", row=row)
+    asked = str(model.calls[0].messages[-1]["content"])
+    assert "- criterion 1: is right\n- criterion 2 (a fault: 1 if" in asked
+
+
+@pytest.mark.parametrize("points", [[-5], [0], [0, -1]])
+def test_a_row_without_positive_points_is_unscored(points: list[float]) -> None:
+    model, row = FakeJudge(10), {"rubric": [{"criterion": "x", "points": p} for p in points]}
+    found = judged(made("rubric_judge", rubric_key="rubric"), model, "Rayleigh did it.", row=row)
+    assert found.value is None and found.reason == "no criterion of row 0 has positive points" and not model.calls
+
+
+@pytest.mark.parametrize(
+    "criterion", ["is right", {"criterion": "x", "points": "many"}, {"points": float("nan")}, {"points": None}]
+)
+def test_a_row_with_another_criterion_is_refused(criterion: Any) -> None:
+    with pytest.raises(ValueError, match="criterion 1 of row 0"):
+        judged(made("rubric_judge", rubric_key="rubric"), FakeJudge(1), "Rayleigh did it.", row={"rubric": [criterion]})
+
+
 async def test_reference() -> None:
     model = FakeJudge("yes")
     judge = made("reference_judge")
@@ -137,3 +168,12 @@ def test_check_says_which_model_is_missing(tiny_model: Path) -> None:
     assert "no auxiliary models; rubric_judge asks one" in str(error)
     server = "explorer.auxiliary_models=[{engine_type: external, model_path: j, external_model_config: {base_url: 'http://127.0.0.1:1/v1'}}]"
     assert not check(config, (*changes, server)).errors
+    for args, why in (("{}", None), ("{model: rm}", "explorer.auxiliary_models has auxiliary_model_0")):
+        model = (
+            changes[0],
+            "buffer.explorer_input.default_reward_fn_type=reward_model",
+            f"buffer.explorer_input.taskset.reward_fn_args={args}",
+            f"buffer.explorer_input.eval_tasksets.0.reward_fn_args={args}",
+        )
+        errors = check(config, (*model, server)).errors
+        assert (why in str(errors[0])) if why is not None else not errors

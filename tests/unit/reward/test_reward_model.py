@@ -57,7 +57,7 @@ async def test_what_is_missing_is_said() -> None:
         await scored({}, {})
     with pytest.raises(ConfigError, match=r"2 auxiliary models \(a, b\)"):
         await scored({}, {"a": Scores(1), "b": Scores(2)})
-    with pytest.raises(ConfigError, match="no auxiliary model has this name; there is a"):
+    with pytest.raises(ConfigError, match=r"no auxiliary model has this name; explorer.auxiliary_models has a"):
         await scored({"model": "c"}, {"a": Scores(1)})
     with pytest.raises(ValueError, match="gives 2 numbers"):
         await scored({}, {"a": Scores(1, 2)})

@@ -348,10 +348,17 @@ async def test_the_shipped_react_agent():
     (row,) = group.rows
     assert row.reward == 1.0 and row.messages[3] == {"role": "user", "content": "Observation: 4"}
     calculate = sys.modules[REGISTRY.get("workflow", "react_agent_workflow").obj.__module__].calculate
-    assert [calculate(x) for x in ("7/2", "-3+1", "1/0", "__import__('os')", "2**9", "1+" * 300)] == [
+    assert [calculate(x) for x in ("7/2", "-3+1", "1/0", "__import__('os')", "2**9", "1+" * 300, "1e999")] == [
         "3.5", "-2", "error: division by zero", "error: only numbers and + - * / are allowed",
         "error: only numbers and + - * / are allowed", "error: the expression is too long",
+        "error: cannot convert float infinity to integer",
     ]  # fmt: skip
+
+
+def test_a_library_that_is_missing_is_named_before_anything_runs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(SetupError, match=r"react_agent_workflow needs openai: pip install 'rft-platform\[agent\]'"):
+        Recipes().of(Task(taskset="t", index=0, prompt="?", workflow="react_agent_workflow"))
 
 
 async def test_onlookers_ask_without_being_recorded():

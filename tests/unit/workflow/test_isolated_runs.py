@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
+import socket
+import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -16,6 +20,7 @@ from rft.plugins import import_file
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import Task
+from rft.workflow import isolated_child
 from rft.workflow.base import Workflow, workflow
 from rft.workflow.build import Recipes
 from rft.workflow.group import run_group
@@ -64,6 +69,55 @@ async def test_a_run_gives_the_same_records_as_in_our_process(recipes, monkeypat
 async def test_runs_may_be_played_together(recipes):
     group = await play(recipes, "unsafe_together", num_runs=3)
     assert group.accepted and group.rewards == [0.0, 1.0, 2.0]
+
+
+async def test_several_answers_to_one_call_are_all_kept(recipes):
+    answers = iter("ab")
+    group = await play(recipes, "unsafe_samples", engine=ScriptedEngine(answer=lambda m: next(answers)))
+    assert [r.response_text for r in group.rows] == ["a", "b"] and group.rewards == [2.0]
+
+
+@pytest.fixture
+def stranger():
+    """A process that is nobody's run, leader of its group as one would be."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+async def test_a_dead_server_costs_no_run_and_signals_nobody(recipes, stranger):
+    await play(recipes, "unsafe_twice")
+    server = recipes.of(Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")).place._server
+    server._children.add(stranger.pid)  # as if it had the id of a run that died with its server
+    server._process.kill()
+    server._process.wait()
+    assert server.kill(stranger.pid) is None and stranger.poll() is None and not server._children
+    assert (await play(recipes, "unsafe_twice")).accepted
+    first = server._process
+    first.kill()
+    assert (await play(recipes, "unsafe_twice")).accepted and server._process is not first
+
+
+async def test_a_server_outlives_being_asked_for_a_child_that_it_has_not(recipes, stranger):
+    await play(recipes, "unsafe_twice")
+    server = recipes.of(Task(taskset="t", index=0, prompt="?", workflow="unsafe_twice")).place._server
+    first = server._process
+    server._children.add(stranger.pid)
+    assert server.kill(stranger.pid) is None
+    assert (await play(recipes, "unsafe_twice")).accepted and server._process is first
+
+
+def test_a_fork_that_fails_is_told_and_the_server_goes_on(monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end, other = socket.socketpair()
+    monkeypatch.setattr(os, "fork", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
+    with ours, theirs, end, other:
+        for _ in range(2):
+            ours.sendmsg([b"Twice"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [other.fileno()]))])
+            assert isolated_child._served(theirs, None)
+            assert ours.recv(500) == b"BlockingIOError: [Errno 11] Resource temporarily unavailable"
+        ours.send(b"reap 1")
+        assert isolated_child._served(theirs, None) and not ours.recv(500).isdigit()
 
 
 @pytest.mark.parametrize("what", ["spins", "sleeps_in_c"])

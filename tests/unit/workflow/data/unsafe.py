@@ -33,6 +33,15 @@ class Twice(Workflow):
         return ctx.transcript(metrics={"pid": os.getpid()}, info={"run": ctx.run}, layout="steps")
 
 
+@workflow("unsafe_samples")
+class Samples(Workflow):
+    isolated = True
+
+    async def run(self, task, ctx):
+        await ctx.sample(task.chat(), n=2)
+        return ctx.transcript(layout="steps", score=Score(value=float(len(ctx.completions))))
+
+
 @workflow("unsafe_blocking")
 class Blocking(Workflow):
     isolated = Isolation(memory_mb=256, file_mb=1)
