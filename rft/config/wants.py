@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rft.algorithm.args import KINDS, check_args
 from rft.config.plan import Plan
@@ -17,8 +17,10 @@ from rft.config.problems import Problems
 from rft.config.roles import explores, trains
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
-from rft.taskset.base import Taskset
 from rft.workflow.known import GIVES, TEACHER
+
+if TYPE_CHECKING:
+    from rft.taskset.base import Taskset
 
 _INFO = "info."
 

@@ -651,9 +651,7 @@ def test_what_is_missing_is_named(name: str, missing: str, says: str) -> None:
 @pytest.mark.parametrize("found", [None, "0.5", math.nan, True])
 def test_remax_says_how_to_get_its_baseline(found: object) -> None:
     info = {} if found is None else {"baseline_reward": found}
-    with pytest.raises(
-        ValueError, match=r'info\["baseline_reward"\].*Let the workflow run the task once at temperature 0.*or use rloo'
-    ):
+    with pytest.raises(ValueError, match=r'info\["baseline_reward"\].*The explorer plays it.*or use rloo'):
         advantages("remax", step([row(1.0, 2, info=info)]))
 
 

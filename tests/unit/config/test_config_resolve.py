@@ -300,6 +300,8 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "explorer.rollout_model.repetition_penalty": None,
     "explorer.rollout_model.tool_call_parser": None,  # read with enable_auto_tool_choice, which needs it
     "explorer.rollout_model.enable_auto_tool_choice": None,
+    "explorer.rollout_model.base_port": None,  # read with enable_openai_api
+    "explorer.rollout_model.api_key": None,
     "explorer.rollout_model.enable_prompt_truncation": "false",
     "ignore_validator_suggestions": None,
     "synchronizer.explorer_sync_interval": None,
