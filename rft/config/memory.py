@@ -32,8 +32,8 @@ RAY_AND_LAUNCHER = 1300 * MIB
 CUDA_CONTEXT = 600 * MIB
 NCCL = 400 * MIB
 
-# As rft.trainer.logprobs cuts: logits of a tile, its least width, float32 sums of a token.
-CPU_TILE, GPU_TILE, LEAST_WIDTH, SUMS = 1 << 20, 1 << 26, 512, 8
+# As rft.trainer.logprobs cuts: logits of a tile, its least width, float32 sums of a token, logits that are kept.
+CPU_TILE, GPU_TILE, LEAST_WIDTH, SUMS, KEPT_BYTES = 1 << 20, 1 << 26, 512, 8, 192 << 20
 
 PREFILL_TOKENS = 4096  # of one forward of the transformers engine
 _NAMES = {"adamw": "AdamW", "nadam": "NAdam", "radam": "RAdam", "adagrad": "Adagrad", "sgd": "SGD"}
@@ -397,6 +397,7 @@ def logits(shape: ModelShape, s: LearnerSettings, micro: MicroBatch, *, entropy:
     tiles = tile * (4 * (2 if entropy else 1) + (item if item < 4 else 0))
     sums = (SUMS + (1 if reference else 0)) * 4 * micro.trained
     hidden = micro.trained * shape.hidden * item
+    sums += min(KEPT_BYTES, 4 * micro.trained * shape.vocab)
     return tiles + sums + 2 * hidden, tiles + sums + 2 * hidden + micro.trained * shape.hidden * 4
 
 

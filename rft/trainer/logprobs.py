@@ -2,8 +2,8 @@
 
 Knows hidden states, the output layer's weight and temperatures; not models or losses.  Logits are computed a tile at a time, some
 tokens by some of the vocabulary; the forward pass carries running sums of softmax from tile to tile (arXiv:1805.02867), the backward
-pass computes each tile again.  Tiles are small enough for a processor's cache, where the passes over them cost little.
-Invariant: beside inputs, outputs and gradients there are at most two tiles of logits at the same time.
+pass computes most tiles again.  Tiles are small enough for a processor's cache, where the passes over them cost little.
+Invariant: beside inputs, outputs and gradients there are at most two tiles of logits, and `KEPT_BYTES` of them for the backward pass.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 CPU_TILE = 1 << 20  # logits of a tile: 4 MiB in float32 stay in the cache
 GPU_TILE = 1 << 26
+KEPT_BYTES = 192 << 20  # logits that the backward pass need not compute again
 LEAST_WIDTH = 512  # entries of the vocabulary in a tile, whatever the tokens
 
 
@@ -88,8 +89,12 @@ class _Tile(NamedTuple):
     bias: torch.Tensor | None  # [W]
     inverse: torch.Tensor | None  # [C]
     at: torch.Tensor  # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
+    known: torch.Tensor | None = None  # [C, W], the logits, where they were kept
 
     def logits(self, dtype: torch.dtype) -> torch.Tensor:
+        """[C, W], the caller's to change."""
+        if self.known is not None:
+            return self.known.clone()
         made = self.hidden @ self.weight.t()
         if self.bias is not None and self.inverse is not None:
             made += self.bias * self.inverse[:, None].to(self.bias.dtype)
@@ -129,8 +134,16 @@ class _Given:
             self.targets[tokens] - entries.start,
         )
 
-    def sums(self, order: int) -> _Sums:
-        """`order` 0: what log-probs need; 1: also for entropies; 2: all."""
+    def kept(self) -> torch.Tensor:
+        """Room for the logits of all tokens and the first entries of the vocabulary, whole tiles of them."""
+        width = 0
+        for entries in self.entries():
+            if entries.stop * len(self.hidden) * self.dtype.itemsize <= KEPT_BYTES:
+                width = entries.stop
+        return self.hidden.new_empty((len(self.hidden), width), dtype=self.dtype)
+
+    def sums(self, order: int, kept: torch.Tensor | None = None) -> _Sums:
+        """`order` 0: what log-probs need; 1: also for entropies; 2: all.  `kept`: takes the logits that it has room for."""
         see = _compiled(_see) if self.fused else _see
         found = _Sums(*(self.hidden.new_zeros(len(self.hidden), dtype=self.dtype) for _ in range(6)))
         found.top.fill_(torch.finfo(self.dtype).min)
@@ -138,7 +151,11 @@ class _Given:
         for tokens in self.tokens():
             seen = tuple(f[tokens] for f in fields)
             for entries in self.entries():
-                seen = see(self.tile(tokens, entries), seen, order)
+                tile = self.tile(tokens, entries)
+                if kept is not None and entries.stop <= kept.shape[1]:
+                    kept[tokens, entries] = tile.logits(self.dtype)
+                    tile = tile._replace(known=kept[tokens, entries])
+                seen = see(tile, seen, order)
             for into, value in zip(fields, seen, strict=True):
                 into[tokens] = value
         return found
@@ -157,17 +174,19 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
         fused: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums = _Given(hidden, weight, bias, inverse, targets, chunk, fused).sums(order=int(entropy))
+        given = _Given(hidden, weight, bias, inverse, targets, chunk, fused)
+        kept = given.kept() if any(ctx.needs_input_grad) else None
+        sums = given.sums(int(entropy), kept)
         log_total = sums.total.log()
         norm = sums.top + log_total
         entropies = log_total - sums.mean / sums.total if entropy else norm[:0]
-        ctx.save_for_backward(hidden, weight, bias, inverse, targets, norm, entropies)
+        ctx.save_for_backward(hidden, weight, bias, inverse, targets, norm, entropies, kept)
         ctx.chunk, ctx.entropy, ctx.fused = chunk, entropy, fused
         return sums.picked - norm, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, inverse, targets, norm, entropies = ctx.saved_tensors
+        hidden, weight, bias, inverse, targets, norm, entropies, kept = ctx.saved_tensors
         given = _Given(hidden, weight, bias, inverse, targets, ctx.chunk, ctx.fused)
         pull = _compiled(_pull) if ctx.fused else _pull
         grad_hidden = torch.zeros_like(hidden, dtype=given.dtype)
@@ -180,7 +199,10 @@ class _TokenLogprobs(torch.autograd.Function):
             of_bias = torch.zeros_like(bias[entries], dtype=given.dtype) if grad_bias is not None else None
             for tokens in given.tokens():
                 more = (entropies[tokens], grads[1][tokens]) if ctx.entropy else None
-                dz = pull(given.tile(tokens, entries), norm[tokens], grads[0][tokens], more)
+                tile = given.tile(tokens, entries)
+                if entries.stop <= kept.shape[1]:
+                    tile = tile._replace(known=kept[tokens, entries])
+                dz = pull(tile, norm[tokens], grads[0][tokens], more)
                 _add_product(grad_hidden[tokens], dz, weight[entries])
                 if of_weight is not None:
                     _add_product(of_weight, dz.t(), hidden[tokens], first=tokens.start == 0)

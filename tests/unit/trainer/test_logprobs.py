@@ -15,18 +15,20 @@ from rft.trainer.logprobs import token_logprobs, token_statistics
 TILES = [(2, 4), (5, 3), (100, 11), (100, 100)]  # tokens, entries of the vocabulary; 7 tokens and 11 entries there are
 
 
-def tiles(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def tiles(monkeypatch: pytest.MonkeyPatch, width: int, kept: int = 0) -> None:
     monkeypatch.setattr(module, "CPU_TILE", 1)
+    monkeypatch.setattr(module, "KEPT_BYTES", kept)
     monkeypatch.setattr(module, "LEAST_WIDTH", width)
 
 
 @pytest.mark.parametrize(("chunk", "width"), TILES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("kept", [0, 7 * 6 * 4, 1 << 20])
 def test_values_and_gradients_are_those_of_plain_log_softmax(
-    chunk: int, width: int, with_bias: bool, entropy: bool, monkeypatch: pytest.MonkeyPatch
+    chunk: int, width: int, with_bias: bool, entropy: bool, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles(monkeypatch, width)
+    tiles(monkeypatch, width, kept)
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
     bias = torch.randn(11, requires_grad=True) if with_bias else None
