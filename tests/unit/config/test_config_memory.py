@@ -125,7 +125,7 @@ def test_logits_take_a_tile(tokens: int, tile: int) -> None:
     sizes, micro = shape({**LLAMA, "vocab_size": 1_000_000}), micro_batch(plan(*STEP), 10)
     assert micro.trained == 192
     forward, backward = memory.logits(sizes, s, micro, entropy=False, reference=False)
-    assert (forward - 4 * tile, backward - forward) == (192 * (8 * 4 + 2 * 8 * 4), 192 * 8 * 4)
+    assert (forward - 4 * tile - memory.KEPT_BYTES, backward - forward) == (192 * (8 * 4 + 2 * 8 * 4), 192 * 8 * 4)
     more, _ = memory.logits(sizes, s, micro, entropy=True, reference=True)
     assert more - forward == 4 * tile + 4 * 192
 
@@ -133,8 +133,8 @@ def test_logits_take_a_tile(tokens: int, tile: int) -> None:
 def test_the_estimate_cuts_as_log_probs_are_cut() -> None:
     from rft.trainer import logprobs
 
-    assert (memory.CPU_TILE, memory.GPU_TILE, memory.LEAST_WIDTH) == (
-        logprobs.CPU_TILE, logprobs.GPU_TILE, logprobs.LEAST_WIDTH,
+    assert (memory.CPU_TILE, memory.GPU_TILE, memory.LEAST_WIDTH, memory.KEPT_BYTES) == (
+        logprobs.CPU_TILE, logprobs.GPU_TILE, logprobs.LEAST_WIDTH, logprobs.KEPT_BYTES,
     )  # fmt: skip
 
 
