@@ -13,7 +13,10 @@ import gc
 import itertools
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -41,6 +44,33 @@ CPU_KV_CACHE_BYTES = 1 << 30
 CLOSE_TIMEOUT_S = 6.0  # less than who closes an engine waits for it: its processes are to be killed by then
 
 
+class _Sockets:
+    """The folder in which vLLM makes its sockets and leaves them behind.
+
+    One for all engines of a process, because vLLM reads its variables once.  The process's number is in the name, so that
+    `rft.launch.leftovers` finds the folder of one that was killed.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._users = 0
+
+    def open(self) -> None:
+        if self._path is None:
+            self._path = Path(tempfile.mkdtemp(prefix=f"rft-vllm-{os.getpid()}-"))
+            os.environ["VLLM_RPC_BASE_PATH"] = str(self._path)
+        self._path.mkdir(mode=0o700, exist_ok=True)
+        self._users += 1
+
+    def close(self) -> None:
+        self._users -= 1
+        if self._users == 0 and self._path is not None:
+            shutil.rmtree(self._path)
+
+
+_SOCKETS = _Sockets()
+
+
 @engine("vllm")
 class VllmEngine:
     """One vLLM engine; made by `start`.  All methods belong to the event loop that started it."""
@@ -64,17 +94,26 @@ class VllmEngine:
         """Checks vLLM's version, starts its processes, loads the model of `model_path`.  Raises SetupError with the remedy."""
         check_installed()
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(settings.start_timeout_s)))
+        _SOCKETS.open()
         try:
-            self = cls(settings)
-        except TimeoutError:
-            raise DeadlineExceeded(f"{settings.name}: vLLM did not start within {settings.start_timeout_s:.0f} s") from None
-        except (RuntimeError, ValueError, OSError) as e:
-            raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
+            self = cls._started(settings)
+        except BaseException:
+            _SOCKETS.close()
+            raise
         if settings.fixed_weights and settings.task == "generate":
             await self._call("label the fixed weights", self._llm.update_weight_version(str(FIXED)))
         if settings.fixed_weights:
             self.version = FIXED
         return self
+
+    @classmethod
+    def _started(cls, settings: EngineSettings) -> Self:
+        try:
+            return cls(settings)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{settings.name}: vLLM did not start within {settings.start_timeout_s:.0f} s") from None
+        except (RuntimeError, ValueError, OSError) as e:
+            raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         if self.version is None:
@@ -155,6 +194,7 @@ class VllmEngine:
                 llm.output_handler.cancel()  # else it reports the stopping processes as an error
                 await asyncio.wait([llm.output_handler])
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
+            _SOCKETS.close()
             del llm
             gc.collect()  # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at interpreter exit
 

@@ -35,7 +35,7 @@ SHM = Path("/dev/shm")
 SETTLED_S = 10.0
 GRACE_S = 5.0  # how long processes that are ending may take
 _SHM_NAMES = re.compile(r"psm_|__KMP_REGISTERED_LIB_|vllm_dist_|rft-|sem\.mp-|plasma|ray")
-_OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-)(\d+)[_-]")
+_OWNER_IN_NAME = re.compile(r"(?:__KMP_REGISTERED_LIB_|rft-weights-|rft-vllm-)(\d+)[_-]")
 _TEMP_NAMES = re.compile(r"rft-|ray(_|$|-)|ray\.")
 _PROCESS_NAMES = re.compile(r"raylet|gcs_server|ray::|VLLM::|vllm|rft\b")
 _HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # live as long as the process they serve
@@ -83,7 +83,11 @@ def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
         for path in _entries(SHM, _SHM_NAMES)
         if path.name not in before.shm and not others.use(path) and not _owner_lives(path, exclude=mine)
     ]
-    found += [f"temporary folder {path}" for path in _temp_folders() if str(path) not in before.temp and not others.use(path)]
+    found += [
+        f"temporary folder {path}"
+        for path in _temp_folders()
+        if str(path) not in before.temp and not others.use(path) and not _owner_lives(path, exclude=mine)
+    ]
     new = set(_open_listeners({*mine, os.getpid()})) - set(before.listeners)
     return [*found, *(f"listener {line}" for line in sorted(new))]
 
@@ -109,7 +113,7 @@ def clean(run_id: str) -> list[str]:
     """End and remove what the run `run_id`, and killed processes of this user, left; says what it did, one line each.
 
     Ends processes started with RFT_RUN_ID=run_id; removes shared memory whose owner is dead, or that nobody has open and that is
-    not quite new; removes folders of a Ray that no process uses.
+    not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     found = [p for p in _all_processes() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id]
@@ -134,7 +138,7 @@ def clean(run_id: str) -> list[str]:
             path.name.startswith("rft-")
             and stat is not None
             and stat.st_uid == os.getuid()
-            and _was_ray(path)
+            and (_was_ray(path) or (_OWNER_IN_NAME.match(path.name) and not _owner_lives(path, exclude=set())))
             and not others.use(path)
         ):
             shutil.rmtree(path, ignore_errors=True)
@@ -274,7 +278,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _owner_lives(path: Path, exclude: set[int]) -> bool:
-    """Whether the process that the name of a shared-memory file tells is alive and not one of `exclude`."""
+    """Whether the process that the name of a file or folder tells is alive and not one of `exclude`."""
     owner = _OWNER_IN_NAME.match(path.name)
     return owner is not None and int(owner[1]) not in exclude and psutil.pid_exists(int(owner[1]))
 

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Protocol
@@ -273,9 +273,12 @@ def close_all() -> None:
 
 
 def counts() -> dict[str, int]:
-    """For metrics: "<pool>/calls", "/memo_hits", "/timeouts", "/restarts" of every pool and sandbox that was used."""
-    used = [p for p in list(_POOLS) if p.calls]
-    return {f"{p.name}/{what}": getattr(p, what) for p in used for what in ("calls", "memo_hits", "timeouts", "restarts")}
+    """For metrics: "<name>/calls", "/memo_hits", "/timeouts", "/restarts" of the pools and sandboxes that were used; summed by name."""
+    found: Counter[str] = Counter()
+    for pool in list(_POOLS):
+        if pool.calls:
+            found.update({f"{pool.name}/{what}": getattr(pool, what) for what in ("calls", "memo_hits", "timeouts", "restarts")})
+    return dict(found)
 
 
 atexit.register(close_all)

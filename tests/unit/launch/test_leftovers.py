@@ -126,10 +126,13 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
         os.utime(gone[-1], (1, 1))
         (temp / "rft-ray" / "session_1").mkdir(parents=True)
         (temp / "rft-just-made").mkdir()
+        (temp / f"rft-vllm-{dead.pid}-a").mkdir()
+        (temp / f"rft-vllm-{os.getpid()}-a").mkdir()
         done = leftovers.clean(run_id)
-        assert len(done) == 5 and done[0].startswith(f"ended process {ours.pid} ")
+        assert len(done) == 6 and done[0].startswith(f"ended process {ours.pid} ")
         assert not any(f.exists() for f in gone) and all(f.exists() for f in kept)
         assert not (temp / "rft-ray").exists() and (temp / "rft-just-made").exists()
+        assert not (temp / f"rft-vllm-{dead.pid}-a").exists() and (temp / f"rft-vllm-{os.getpid()}-a").exists()
         assert other.poll() is None
         assert leftovers.clean(run_id) == []
     finally:

@@ -219,7 +219,16 @@ async def test_the_server_is_started_again(sandbox: Sandbox) -> None:
     assert (await sandbox.judge("print(2)", Pairs([("", "2")]), LIMITS)).right
     assert (await sandbox.judge("def f(x): return x", Tests(["assert f(1) == 1"]), LIMITS)).right
     assert (await sandbox.judge("def f(x): return x", Calls("f", [([1], 1)]), LIMITS)).right
-    assert counts()["sandbox/restarts"] == 1 and counts()["sandbox/calls"] == 4
+    assert sandbox.restarts == 1 and sandbox.calls == 4
+
+
+async def test_sandboxes_are_counted_together(sandbox: Sandbox) -> None:
+    before = counts().get("sandbox/calls", 0)
+    other = Sandbox(size=1)
+    for one, program in ((sandbox, "print(1)"), (other, "print(1)"), (other, "print(2)")):
+        await one.judge(program, Pairs([("", "1")]), LIMITS)
+    other.close()
+    assert counts()["sandbox/calls"] == before + 3
 
 
 def test_a_machine_without_protection_is_refused(tmp_path: Path) -> None:
