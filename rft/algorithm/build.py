@@ -170,7 +170,7 @@ def _per_token(given: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
     if len(given) != len(rows):
         raise ValueError(f"{len(given)} advantages were given for {len(rows)} rows")
     return [
-        np.broadcast_to(np.asarray(a, np.float32), (r.length,) if np.ndim(a) == 0 else np.shape(a))
+        np.full(r.length, a, np.float32) if np.ndim(a) == 0 else np.asarray(a, np.float32)
         for a, r in zip(given, rows, strict=True)
     ]
 

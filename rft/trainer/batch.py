@@ -25,7 +25,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # int64 [1, T] or [S, W]
     position_ids: torch.Tensor  # same shape
-    attention_mask: torch.Tensor | None
+    attention_mask: torch.Tensor | None  # bool [S, W]
     tree: Any  # Layout, or its share of one (rft.trainer.ulysses); None: padded rows
     predict: torch.Tensor  # int64 [N], flat position in the input that predicts each trained token
     targets: torch.Tensor  # int64 [N]
@@ -47,50 +47,60 @@ class MicroBatch:
 
 def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> MicroBatch:
     """The micro-batch of `rows`, on `device`.  `share`: prefixes are computed once (`rft.trainer.prefix`), else rows are padded."""
-    inputs = [r.tokens[: r.input_length] for r in rows]
-    trained = [r.loss_mask.nonzero()[0] for r in rows]
-    lengths = [len(at) for at in trained]
 
-    def tensor(parts: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(dtype)).to(device)
+    def tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype, copy=False)).to(device)
 
+    inputs = [r.inputs for r in rows]
+    mask = np.concatenate([r.loss_mask for r in rows])
+    trained = mask.nonzero()[0]  # in the tokens of all rows, one row after the other
+    ends = np.cumsum([len(r.tokens) for r in rows])
+    lengths = np.diff(trained.searchsorted(ends), prepend=0)
+    begins = ends - [len(r.tokens) for r in rows]
     if share:
         tree = prefix.build(inputs)
         ids, positions = (torch.from_numpy(a).to(device)[None] for a in (tree.tokens, tree.positions))
-        mask, how = None, attention.layout(tree, heads_per_key=heads_per_key, dtype=dtype, device=device)
-        predict = [path[at - 1] for path, at in zip(tree.paths, trained, strict=True)]
+        attended, how = None, attention.layout(tree, heads_per_key=heads_per_key, dtype=dtype, device=device)
+        paths = np.concatenate(tree.paths)
+        offsets = np.cumsum([0, *map(len, inputs[:-1])])
+        predict = paths[trained + np.repeat(offsets - begins - 1, lengths)]
     else:
-        width = max(map(len, inputs))
-        padded = np.zeros((len(rows), width), np.int64)
-        real = np.zeros((len(rows), width), np.int64)
-        for i, tokens in enumerate(inputs):
-            padded[i, : len(tokens)], real[i, : len(tokens)] = tokens, 1
-        ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
+        read = np.array([len(tokens) for tokens in inputs])
+        width = int(read.max())
+        padded = torch.empty((len(rows), width), dtype=torch.int64)  # filled by NumPy: torch would wake its threads
+        for line, tokens in zip(padded.numpy(), inputs, strict=True):
+            line[: len(tokens)], line[len(tokens) :] = tokens, 0
+        ids, attended = padded.to(device), tensor(np.arange(width) < read[:, None], np.bool_)
         positions, how = torch.arange(width, device=device).expand_as(ids), None
-        predict = [i * width + at - 1 for i, at in enumerate(trained)]
+        predict = trained + np.repeat(np.arange(len(rows)) * width - begins - 1, lengths)
 
-    def spread(name: str, default: float) -> torch.Tensor:
-        """Column `name` of every row, [L] or one value for all its tokens."""
-        values = [default if (v := getattr(r, name)) is None else v for r in rows]
+    def gathered(name: str) -> np.ndarray:
+        """What column `name`, [T] of every row, says of the trained tokens."""
+        values: np.ndarray = np.concatenate([getattr(r, name) for r in rows])[mask]
+        return values
+
+    def spread(values: Sequence[Any], default: Any, dtype: type = np.float32) -> torch.Tensor:
+        """Values of every row, [L] or one for all its tokens; None is `default`."""
+        values = [default if v is None else v for v in values]
         if any(isinstance(v, np.ndarray) for v in values):
-            each = [v if isinstance(v, np.ndarray) else np.full(n, v, np.float32) for v, n in zip(values, lengths, strict=True)]
-            return tensor(each, np.float32)
-        return torch.from_numpy(np.repeat(np.asarray(values, np.float32), lengths)).to(device)
+            return tensor(np.concatenate([np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]), dtype)
+        return tensor(np.repeat(np.asarray(values, dtype), lengths), dtype)
 
+    temperatures = [t[r.loss_mask] if isinstance(t := r.temperatures, np.ndarray) else t for r in rows]
     return MicroBatch(
         input_ids=ids,
         position_ids=positions,
-        attention_mask=mask,
+        attention_mask=attended,
         tree=how,
         predict=tensor(predict, np.int64),
-        targets=tensor([r.tokens[at] for r, at in zip(rows, trained, strict=True)], np.int64),
-        temperatures=tensor([r.temperatures[at] for r, at in zip(rows, trained, strict=True)], np.float32),
-        rollout_logprobs=tensor([r.logprobs[at] for r, at in zip(rows, trained, strict=True)], np.float32),
-        advantages=spread("advantages", 0.0),
-        mask=spread("keep", 1.0).bool(),
-        is_expert=spread("is_expert", 0.0).bool(),
-        row=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
+        targets=tensor(gathered("tokens"), np.int64),
+        temperatures=spread(temperatures, 1.0),
+        rollout_logprobs=tensor(gathered("logprobs"), np.float32),
+        advantages=spread([r.advantages for r in rows], 0.0),
+        mask=spread([r.keep for r in rows], True, np.bool_),
+        is_expert=spread([r.is_expert for r in rows], False, np.bool_),
+        row=tensor(np.repeat(np.arange(len(rows)), lengths), np.int64),
         num_rows=len(rows),
-        given={name: spread(name, 0.0) for name in GIVEN if getattr(rows[0], name) is not None},
-        extra={name: tensor([r.extra[name] for r in rows], np.float32) for name in rows[0].extra},
+        given={name: spread([getattr(r, name) for r in rows], 0.0) for name in GIVEN if getattr(rows[0], name) is not None},
+        extra={name: tensor(np.concatenate([r.extra[name] for r in rows]), np.float32) for name in rows[0].extra},
     )

@@ -7,6 +7,7 @@ Invariant: denominators count every trained token of the lease, also of rows who
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,17 +54,18 @@ class Feed:
 
 def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> Read:
     """`samples` and `pairs` are what the policy loss needs.  Raises RunFailed for rows that it cannot use."""
-    experiences = decode(lease.frame)
+    experiences = decode(lease.frame, checked=True)
     known = {g.group for g in lease.groups}
-    for x in experiences:
+    rows = [train_row(x, pairs) for x in experiences]
+    for x, row in zip(experiences, rows, strict=True):
         check(x, samples)
-        if not x.is_expert and str(x.group) not in known:
-            raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {x.group}")
+        if not x.is_expert and row.group not in known:
+            raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {row.group}")
     if samples != "none":
         _say_if_certain(lease.step, experiences)
     if pairs:
         _check_pairs(experiences)
-    return Read(lease, experiences, [train_row(x, pairs) for x in experiences])
+    return Read(lease, experiences, rows)
 
 
 def make(
@@ -83,14 +85,13 @@ def make(
     lease, experiences = given.lease, given.experiences
     stats = {g.group: g for g in lease.groups}
     computed = computed or [{}] * len(experiences)
-    x = StepInputs(
-        rows=[_step_row(x, more) for x, more in zip(experiences, computed, strict=True)], groups=stats, step=lease.step, seed=seed
-    )
+    rows = [_step_row(x, row.group, more) for x, row, more in zip(experiences, given.rows, computed, strict=True)]
+    x = StepInputs(rows=rows, groups=stats, step=lease.step, seed=seed)
     prepared = algorithm.prepare(x, kl_coef=kl_coefs.get("kl_penalty"))
     drawn = range(len(given.rows)) if prepared.drawn is None else prepared.drawn
     made = [_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)]
     skippable = algorithm.needs.skips_zero and budget.rows is None
-    kept = [row for row in made if not (skippable and row.advantages is not None and not row.advantages.any())]
+    kept = [row for row in made if not (skippable and row.advantages is not None and not np.count_nonzero(row.advantages))]
     if budget.rows is None:
         kept = [row for row in kept if row.keep is None or row.keep.any()]
     shares = _shares(made, plan(kept, world_size, budget), kept, lease.step, kl_coefs.get("kl_loss"))
@@ -151,9 +152,11 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
     rows, groups = given.experiences, given.lease.groups
     rewards = [r.reward for r in rows if r.reward is not None]
     zero = [not g.rewards or min(g.rewards) == max(g.rewards) for g in groups]
-    lengths = [r.num_response_tokens for r in rows]
+    totals, lengths = [r.num_tokens for r in rows], [r.num_response_tokens for r in rows]
     which = range(len(rows)) if prepared.drawn is None else prepared.drawn
-    sizes = [np.abs(a).mean() for i, a in zip(which, prepared.advantages, strict=True) if not rows[i].is_expert] or [0.0]
+    own = [a for i, a in zip(which, prepared.advantages, strict=True) if not rows[i].is_expert]
+    each = [len(a) for a in own]
+    sizes = np.add.reduceat(np.abs(np.concatenate(own)), np.cumsum([0, *each[:-1]])) / each if own else [0.0]
     found = {
         "experience/rows": float(len(rows)),
         "experience/groups": float(len(groups)),
@@ -161,10 +164,10 @@ def _metrics(given: Read, prepared: Prepared, staleness: list[int], tokens: int)
         "experience/response_length/mean": float(np.mean(lengths)) if lengths else 0.0,
         "experience/response_length/max": float(max(lengths, default=0)),
         "experience/response_length/min": float(min(lengths, default=0)),
-        "experience/prompt_length/mean": float(np.mean([r.num_tokens - r.num_response_tokens for r in rows])) if rows else 0.0,
-        "experience/prompt_length/max": float(max((r.num_tokens - r.num_response_tokens for r in rows), default=0)),
+        "experience/prompt_length/mean": float(np.mean(np.subtract(totals, lengths))) if rows else 0.0,
+        "experience/prompt_length/max": float(max(map(operator.sub, totals, lengths), default=0)),
         "experience/truncated_ratio": float(np.mean([r.status == "truncated" for r in rows])) if rows else 0.0,
-        "experience/tokens": float(sum(r.num_tokens for r in rows)),
+        "experience/tokens": float(sum(totals)),
     }
     if staleness:  # rows that somebody sampled
         found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
@@ -183,28 +186,34 @@ def check(row: Experience, samples: Sampled = "all") -> None:
 
     `samples`: which rows have to have these.
     """
-    where = f"experience {row.id} of taskset {row.taskset!r}"
     scored = row.reward is not None or row.is_expert  # an expert's row has no reward, and none is read
-    if row.status == "failed" or not scored or not row.loss_mask.any():
+    if row.status == "failed" or not scored or not row.num_response_tokens:
         raise RunFailed(
-            f"{where} was leased but is {row.status} with reward {row.reward}; only scored rows with a response can be trained on"
+            f"{_where(row)} was leased but is {row.status} with reward {row.reward}; only scored rows with a response can be trained on"
         )
-    if row.loss_mask[0]:
-        raise RunFailed(f"{where}: its first token is trained, but nothing comes before it to predict it")
+    if row.loss_mask.item(0):
+        raise RunFailed(f"{_where(row)}: its first token is trained, but nothing comes before it to predict it")
     if samples == "none" or (samples == "own" and row.is_expert):
         return
     if row.is_expert or not row.has_logprobs:
-        raise RunFailed(f"{where} has no log-probs of a sampling policy; this loss needs them")
+        raise RunFailed(f"{_where(row)} has no log-probs of a sampling policy; this loss needs them")
     for record in row.sampling:
         if not record.sampling.reproducible:
             s = record.sampling
             raise RunFailed(
-                f"{where} was sampled with temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, min_p {s.min_p}, min_tokens "
-                f"{s.min_tokens} and penalties {s.presence_penalty}/{s.frequency_penalty}/{s.repetition_penalty}.  An on-policy loss can "
-                "only use temperature > 0, top_p 1, top_k -1, min_p 0, min_tokens 0 and no penalties: change the taskset's rollout_args"
+                f"{_where(row)} was sampled with temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, min_p {s.min_p}, "
+                f"min_tokens {s.min_tokens} and penalties {s.presence_penalty}/{s.frequency_penalty}/{s.repetition_penalty}.  An "
+                "on-policy loss can only use temperature > 0, top_p 1, top_k -1, min_p 0, min_tokens 0 and no penalties: change the "
+                "taskset's rollout_args"
             )
         if record.logprob_mode != "processed":
-            raise RunFailed(f"{where} has {record.logprob_mode} log-probs; training needs those of the processed distribution")
+            raise RunFailed(
+                f"{_where(row)} has {record.logprob_mode} log-probs; training needs those of the processed distribution"
+            )
+
+
+def _where(row: Experience) -> str:
+    return f"experience {row.id} of taskset {row.taskset!r}"
 
 
 def _say_if_certain(step: int, rows: Sequence[Experience]) -> None:
@@ -232,28 +241,30 @@ def _check_pairs(rows: Sequence[Experience]) -> None:
 
 def train_row(row: Experience, pairs: bool = False) -> TrainRow:
     """What the learner sees of an experience; `pairs`: the rows of its group are a pair."""
-    temperatures = np.full(len(row.tokens), row.temperature, np.float32)
-    for record in row.sampling:
-        temperatures[record.start : record.end] = record.sampling.temperature
+    temperatures: np.ndarray | float = row.temperature
+    if any(record.sampling.temperature != temperatures for record in row.sampling):
+        temperatures = np.full(len(row.tokens), row.temperature, np.float32)
+        for record in row.sampling:
+            temperatures[record.start : record.end] = record.sampling.temperature
     return TrainRow(
         tokens=row.tokens,
         loss_mask=row.loss_mask,
         logprobs=row.logprobs,
         temperatures=temperatures,
         is_expert=row.is_expert,
-        group=str(row.group),
-        pair=str(row.group) if pairs else "",
+        group=(group := str(row.group)),
+        pair=group if pairs else "",
     )
 
 
-def _step_row(row: Experience, computed: Mapping[Computed, np.ndarray]) -> StepRow:
+def _step_row(row: Experience, group: str, computed: Mapping[Computed, np.ndarray]) -> StepRow:
     mask = row.loss_mask
 
     def trained(values: np.ndarray | None) -> np.ndarray | None:
         return None if values is None else values[mask]
 
     return StepRow(
-        group=str(row.group),
+        group=group,
         run=row.id.run,
         step=row.id.step,
         reward=float(row.reward or 0.0),  # of an expert's row never read

@@ -28,7 +28,7 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]; never True at token 0, which nothing predicts
     logprobs: np.ndarray  # float32 [T], of the policy that sampled them
-    temperatures: np.ndarray  # float32 [T]
+    temperatures: np.ndarray | float  # float32 [T], or one for all tokens
     advantages: np.ndarray | None = None  # float32 [L]; None = 0
     old: np.ndarray | None = None  # float32 [L], log-probs of the policy as it was before the step
     ref: np.ndarray | None = None  # float32 [L], log-probs of the reference model
@@ -42,17 +42,19 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     pair: str = ""
 
     @property
-    def input_length(self) -> int:
-        """Tokens the model has to read: all before the last trained one."""
-        last = len(self.loss_mask) - 1 - int(self.loss_mask[::-1].argmax())  # asked often, and mostly found at once
+    def inputs(self) -> np.ndarray:
+        """What the model has to read, int32 [< T]: all before the last trained token."""
+        if len(self.loss_mask) and self.loss_mask.item(-1):  # mostly so
+            return self.tokens[:-1]
+        last = len(self.loss_mask) - 1 - int(self.loss_mask[::-1].argmax())
         if not self.loss_mask[last]:
             raise ValueError("no token of this row is trained")
-        return last
+        return self.tokens[:last]
 
     @property
     def counted(self) -> int:
         """Trained tokens that count in the loss."""
-        return int((self.loss_mask if self.keep is None else self.keep).sum())
+        return int(np.count_nonzero(self.loss_mask if self.keep is None else self.keep))
 
 
 class RankBatch(Struct, frozen=True, kw_only=True):
@@ -76,14 +78,12 @@ class Budget:
     rows: int | None = None  # fixed micro-batches
     key: str = field(default="trainer.max_token_len_per_gpu", compare=False)  # what may be raised
 
-    def cost(self, rows: Sequence[TrainRow]) -> int:
-        """Positions the model computes for these rows: distinct prefixes when shared, else the padded rectangle."""
-        lengths = [r.input_length for r in rows]
-        return (
-            shared_length([r.tokens[:n] for r, n in zip(rows, lengths, strict=True)])
-            if self.share_prompts
-            else len(rows) * max(lengths)
-        )
+    def cost(self, inputs: Sequence[np.ndarray]) -> int:
+        """Positions the model computes for rows that it reads as `inputs`: distinct prefixes when shared, else the padded rectangle."""
+        return shared_length(inputs) if self.share_prompts else len(inputs) * max(map(len, inputs))
+
+
+Inputs = Sequence[np.ndarray]  # of each row int32 [L], what the model reads
 
 
 @dataclass
@@ -108,14 +108,15 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
                 given=budget.rows,
             )
         return _fixed(len(rows), world_size, budget.rows)
-    units = sorted(_units(rows, world_size, budget), key=lambda u: -u[1])
+    inputs = [row.inputs for row in rows]
+    units = sorted(_units(rows, inputs, world_size, budget), key=lambda u: -u[1])
     ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
     load = [0] * world_size
     for unit in units:
         rank = load.index(min(load))
         ranks[rank].append(unit)
         load[rank] += unit[1]
-    packed = [_first_fit(mine, rows, budget) for mine in ranks]
+    packed = [_first_fit(mine, inputs, budget) for mine in ranks]
     count = max(map(len, packed), default=0)
     return [mine + [[] for _ in range(count - len(mine))] for mine in packed]
 
@@ -140,12 +141,12 @@ def _fixed(count: int, world_size: int, size: int) -> list[list[list[int]]]:
     return [[list(range(at, at + size)) for at in range(rank * each, (rank + 1) * each, size)] for rank in range(world_size)]
 
 
-def _units(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[tuple[list[int], int]]:
+def _units(rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Budget) -> list[tuple[list[int], int]]:
     """Sets of rows that stay together, with their cost."""
     if any(row.pair for row in rows):
-        return [(pair, _checked(budget.cost([rows[i] for i in pair]), budget, "pair")) for pair in _pairs(rows)]
+        return [(pair, _checked(budget.cost([inputs[i] for i in pair]), budget, "pair")) for pair in _pairs(rows)]
     if not budget.share_prompts:
-        return [([i], _checked(budget.cost([row]), budget)) for i, row in enumerate(rows)]
+        return [([i], _checked(len(tokens), budget)) for i, tokens in enumerate(inputs)]
     groups: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         groups[row.group].append(i)
@@ -153,7 +154,7 @@ def _units(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[tu
     made = []
     for members in groups.values():
         for piece in np.array_split(members, min(pieces, len(members))):
-            made += _within(piece.tolist(), rows, budget)
+            made += _within(piece.tolist(), inputs, budget)
     return made
 
 
@@ -166,12 +167,12 @@ def _pairs(rows: Sequence[TrainRow]) -> list[list[int]]:
     return pairs
 
 
-def _within(members: list[int], rows: Sequence[TrainRow], budget: Budget) -> list[tuple[list[int], int]]:
-    cost = budget.cost([rows[i] for i in members])
+def _within(members: list[int], inputs: Inputs, budget: Budget) -> list[tuple[list[int], int]]:
+    cost = budget.cost([inputs[i] for i in members])
     if cost <= budget.tokens or len(members) == 1:
         return [(members, _checked(cost, budget))]
     half = len(members) // 2
-    return _within(members[:half], rows, budget) + _within(members[half:], rows, budget)
+    return _within(members[:half], inputs, budget) + _within(members[half:], inputs, budget)
 
 
 def _checked(cost: int, budget: Budget, what: str = "row") -> int:
@@ -184,15 +185,17 @@ def _checked(cost: int, budget: Budget, what: str = "row") -> int:
     return cost
 
 
-def _first_fit(units: list[tuple[list[int], int]], rows: Sequence[TrainRow], budget: Budget) -> list[list[int]]:
+def _first_fit(units: list[tuple[list[int], int]], inputs: Inputs, budget: Budget) -> list[list[int]]:
     bins: list[_Bin] = []
-    grown: Callable[[_Bin, list[int], int], int] = _sum if budget.share_prompts else partial(_rectangle, rows)
+    grown: Callable[[_Bin, list[int], int], int] = _sum if budget.share_prompts else partial(_rectangle, inputs)
     for members, cost in units:
-        bin = next((b for b in bins if grown(b, members, cost) <= budget.tokens), None)
-        if bin is None:
+        for bin in bins:
+            if (size := grown(bin, members, cost)) <= budget.tokens:
+                break
+        else:
             bins.append(bin := _Bin())
-        bin.cost = grown(bin, members, cost)
-        bin.width = max(bin.width, *(rows[i].input_length for i in members))
+            size = grown(bin, members, cost)
+        bin.cost, bin.width = size, max(bin.width, *(len(inputs[i]) for i in members))
         bin.rows += members
     return [sorted(b.rows) for b in bins]
 
@@ -201,5 +204,5 @@ def _sum(bin: _Bin, members: list[int], cost: int) -> int:
     return bin.cost + cost
 
 
-def _rectangle(rows: Sequence[TrainRow], bin: _Bin, members: list[int], cost: int) -> int:
-    return (len(bin.rows) + len(members)) * max(bin.width, *(rows[i].input_length for i in members))
+def _rectangle(inputs: Inputs, bin: _Bin, members: list[int], cost: int) -> int:
+    return (len(bin.rows) + len(members)) * max(bin.width, *(len(inputs[i]) for i in members))

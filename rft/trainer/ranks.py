@@ -258,5 +258,5 @@ def _train_row(row: ScoreRow) -> TrainRow:
         tokens=row.tokens,
         loss_mask=np.arange(count) >= row.prompt_length,
         logprobs=np.zeros(count, np.float32),
-        temperatures=np.full(count, row.temperature, np.float32),
+        temperatures=row.temperature,
     )

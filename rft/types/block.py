@@ -53,6 +53,13 @@ class _Chosen(msgspec.Struct, array_like=True):
     rewards: list[float | None]
 
 
+class _Checked(Experience, frozen=True, kw_only=True):
+    """An experience that was checked when it was written."""
+
+    def __post_init__(self) -> None:
+        """Nothing is checked again."""
+
+
 class _CutShort(Exception):
     """An array outside its frame; no ValueError, because msgspec would call that a wrong value of the field."""
 
@@ -74,22 +81,17 @@ def bundle(chosen: Sequence[tuple[bytes, Sequence[int], Sequence[float | None]]]
     return _frame(BUNDLE_MAGIC, _ENCODER.encode(heads), [x for block, _, _ in chosen for x in (block, _PAD[len(block) % _ALIGN])])
 
 
-def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Experience]:
+def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None, *, checked: bool = False) -> list[Experience]:
     """The experiences of a block or bundle, or those at `positions` of a block; arrays are read-only views into it.
 
-    Raises ValueError on a foreign or damaged frame, msgspec.ValidationError (a ValueError too) that names the field on a value that
-    `Experience` refuses, IndexError for a position that the block has not.
+    `checked`: these very bytes were decoded before, as the buffer does with every append and shows with its hashes at every lease; so
+    values are not looked at again.  Raises ValueError on a foreign or damaged frame, msgspec.ValidationError (a ValueError too) that
+    names the field on a value that `Experience` refuses, IndexError for a position that the block has not.
     """
     view = memoryview(frame)
+    row = _Row(_Checked if checked else Experience)
     with _told():
-        if view[:4] == BUNDLE_MAGIC:
-            return _decode_bundle(view)
-        if view[:4] == OLD_MAGIC:
-            row = _Row()
-            heads, row.arrays = _old_heads(view)
-            return [row.decode(heads[i]) for i in (range(len(heads)) if positions is None else positions)]
-        rows = _rows(view)
-        return _decode_rows(rows if positions is None else [rows[i] for i in positions])
+        return _decode_bundle(view, row) if view[:4] == BUNDLE_MAGIC else _decode_block(view, positions, row)
 
 
 def read(block: bytes) -> tuple[list[Experience], list[Content]]:
@@ -99,7 +101,7 @@ def read(block: bytes) -> tuple[list[Experience], list[Content]]:
         return decode(block), contents(block)
     with _told():
         rows = _rows(view)
-        return _decode_rows(rows), [_content(head, arrays) for head, arrays in rows]
+        return _Row(Experience).all(rows), [_content(head, arrays) for head, arrays in rows]
 
 
 def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Content]:
@@ -139,11 +141,13 @@ def _content(head: memoryview, arrays: memoryview) -> Content:
     return Content(hashed.hexdigest(), len(head) + len(arrays))
 
 
-def _decode_rows(rows: Sequence[tuple[memoryview, memoryview]]) -> list[Experience]:
-    row, found = _Row(), []
-    for head, row.arrays in rows:
-        found.append(row.decode(head))
-    return found
+def _decode_block(view: memoryview, positions: Sequence[int] | None, row: _Row) -> list[Experience]:
+    if view[:4] == OLD_MAGIC:
+        heads, arrays = _old_heads(view)
+        rows = [(memoryview(head), arrays) for head in heads]
+    else:
+        rows = _rows(view)
+    return row.all(rows if positions is None else [rows[i] for i in positions])
 
 
 def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
@@ -192,7 +196,7 @@ def _rows(view: memoryview) -> list[tuple[memoryview, memoryview]]:
     return found
 
 
-def _decode_bundle(view: memoryview) -> list[Experience]:
+def _decode_bundle(view: memoryview, row: _Row) -> list[Experience]:
     head, body = _head(view)
     found, at = [], 0
     for chosen in _BUNDLE.decode(head):
@@ -201,7 +205,7 @@ def _decode_bundle(view: memoryview) -> list[Experience]:
         block = body[at : at + chosen.size]
         if block[:4] == BUNDLE_MAGIC:
             raise ValueError("experience frame is a bundle in a bundle")
-        rows = decode(block, chosen.positions)
+        rows = _decode_block(block, chosen.positions, row)
         found += [x if x.reward == r else msgspec.structs.replace(x, reward=r) for x, r in zip(rows, chosen.rewards, strict=True)]
         at += chosen.size + -chosen.size % _ALIGN
     return found
@@ -210,20 +214,27 @@ def _decode_bundle(view: memoryview) -> list[Experience]:
 class _Row:
     """Decodes a row's fields; its arrays are views into `arrays`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Experience]) -> None:
         self.arrays = memoryview(b"")
-        self.decode = msgspec.msgpack.Decoder(Experience, strict=False, dec_hook=self._array).decode
+        self.decode = msgspec.msgpack.Decoder(kind, strict=False, dec_hook=self._array).decode
+
+    def all(self, rows: Sequence[tuple[memoryview, memoryview]]) -> list[Experience]:
+        """The experiences of these fields and arrays."""
+        found = []
+        for head, self.arrays in rows:
+            found.append(self.decode(head))
+        return found
 
     def _array(self, kind: Any, spec: Any) -> np.ndarray:
-        if kind is not np.ndarray or not isinstance(spec, list) or len(spec) != 3:
+        if kind is not np.ndarray or type(spec) is not list or len(spec) != 3:
             raise TypeError(f"cannot make {kind.__name__} from {spec!r}")
-        dtype, length, offset = spec
-        if dtype not in _BY_NAME or type(length) is not int or type(offset) is not int:
+        name, length, offset = spec
+        dtype = _BY_NAME.get(name)
+        if dtype is None or type(length) is not int or type(offset) is not int:
             raise TypeError(f"not an array of a frame: {spec!r}")
-        found = _BY_NAME[dtype]
-        if length < 0 or offset < 0 or offset + length * found.itemsize > len(self.arrays):
-            raise _CutShort(f"experience frame is cut short: an array of {length} {dtype} at byte {offset} of {len(self.arrays)}")
-        return np.frombuffer(self.arrays, found, length, offset)
+        if length < 0 or offset < 0 or offset + length * dtype.itemsize > len(self.arrays):
+            raise _CutShort(f"experience frame is cut short: an array of {length} {name} at byte {offset} of {len(self.arrays)}")
+        return np.frombuffer(self.arrays, dtype, length, offset)
 
 
 def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:

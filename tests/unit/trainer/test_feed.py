@@ -60,7 +60,7 @@ def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
     assert (share.tokens, share.rows, made.skipped_rows) == (8.0, 4.0, 2)
     assert first.advantages is not None and second.advantages is not None
     assert [*first.advantages, *second.advantages] == pytest.approx([0.7071058] * 2 + [-0.7071058] * 2)
-    assert first.temperatures[3:].tolist() == [0.5, 0.5]
+    assert first.temperatures == 0.5
     assert made.metrics["frac_reward_zero_std"] == 0.5
 
 

@@ -25,7 +25,7 @@ def test_each_row_once_within_budget_and_equal_counts(
     ranks = plan(made, world_size, budget)
     assert sorted(i for mine in ranks for micro in mine for i in micro) == list(range(len(made)))
     assert len({len(mine) for mine in ranks}) == 1
-    assert all(budget.cost([made[i] for i in micro]) <= 20 for mine in ranks for micro in mine if micro)
+    assert all(budget.cost([made[i].inputs for i in micro]) <= 20 for mine in ranks for micro in mine if micro)
 
 
 def test_dynamic_batching_is_a_hard_limit(make_row: Callable[..., TrainRow]) -> None:
@@ -36,7 +36,9 @@ def test_dynamic_batching_is_a_hard_limit(make_row: Callable[..., TrainRow]) -> 
 
 def test_a_group_stays_together_and_is_counted_once(make_row: Callable[..., TrainRow]) -> None:
     rows = [make_row([1, 2, 3, 4], [5 + i, 0], group="a") for i in range(4)]
-    assert Budget(tokens=8).cost(rows) == 8  # 4 prompt tokens, 4 first answer tokens; the last of each row is only predicted
+    assert (
+        Budget(tokens=8).cost([r.inputs for r in rows]) == 8
+    )  # 4 prompt tokens, 4 first answer tokens; the last of each row is only predicted
     assert plan(rows, 1, Budget(tokens=8)) == [[[0, 1, 2, 3]]]
 
 
@@ -69,7 +71,7 @@ def test_a_pair_is_never_split(make_row: Callable[..., TrainRow], lengths: list[
     micros = [micro for mine in ranks for micro in mine if micro]
     assert sorted(i for micro in micros for i in micro) == list(range(len(made)))
     assert all(i % 2 == 0 and j == i + 1 for micro in micros for i, j in zip(micro[0::2], micro[1::2], strict=True))
-    assert all(budget.cost([made[i] for i in micro]) <= 24 for micro in micros)
+    assert all(budget.cost([made[i].inputs for i in micro]) <= 24 for micro in micros)
 
 
 def test_pairs_that_do_not_fit_are_refused(make_row: Callable[..., TrainRow]) -> None:

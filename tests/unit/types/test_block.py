@@ -59,6 +59,16 @@ def test_rows_come_back_all_or_chosen() -> None:
         decode(frame, [3])
 
 
+def test_checked_rows_are_the_same_and_their_values_are_not_looked_at_again() -> None:
+    frame = encode(ROWS)
+    assert all(map(same, decode(frame, checked=True), ROWS))
+    assert all(map(same, decode(bundle([(frame, [2, 0], [1.0, 1.0])]), checked=True), [ROWS[2], ROWS[0]]))
+    broken = frame.replace(np.float32(-0.5).tobytes(), np.float32(np.nan).tobytes())
+    with pytest.raises(ValueError, match="logprobs: not finite"):
+        decode(broken)
+    assert np.isnan(decode(broken, checked=True)[0].logprobs[-1])
+
+
 def test_a_row_has_one_hash_in_every_block() -> None:
     alone = [contents(encode([x]))[0] for x in ROWS]
     assert contents(encode(ROWS)) == alone
@@ -91,8 +101,9 @@ def test_a_bundle_holds_chosen_rows_with_the_rewards_that_stand() -> None:
 def test_every_cut_is_noticed(make: object) -> None:
     frame: bytes = make()  # type: ignore[operator]
     for end in range(0, len(frame) - 8, 7):
-        with pytest.raises(ValueError):
-            decode(frame[:end])
+        for checked in (False, True):
+            with pytest.raises(ValueError):
+                decode(frame[:end], checked=checked)
 
 
 def test_what_is_no_frame_is_refused() -> None:
