@@ -67,6 +67,10 @@ class Host:
         """Says that this process answers: its machine and number."""
         return os.uname().nodename, os.getpid()
 
+    async def last(self) -> None:
+        """As long as this process lives."""
+        await asyncio.Event().wait()
+
     async def facts(self) -> dict[str, Any]:
         return {
             "name": self._name,
@@ -139,14 +143,26 @@ class Proxy:
 
     async def restart(self) -> None:
         """The part anew, in a new process.  Raises when it cannot be built, or has died more often than Ray was told to allow."""
-        import ray
-
         if why := await self._broken():
             log.warning("%s: %s; its process is ended", self._name, why)
-            ray.kill(self._handle, no_restart=False)
-            if self._pulse is not None:
-                self._pulse.hung = ""
+            await self._end()
         await self._guarded(self._handle.start.remote(), self._start_s)
+
+    async def _end(self) -> None:
+        """Returns when the process is gone: until then it would answer for the one that follows."""
+        import ray
+
+        gone = asyncio.ensure_future(self._guarded(self._handle.last.remote(), ANSWER_S))
+        await asyncio.sleep(0)  # it is asked before it is ended
+        ray.kill(self._handle, no_restart=False)
+        try:
+            await gone
+        except DeadlineExceeded:
+            raise self._error(f"{self._name}: its process could not be ended") from None
+        except RunFailed:
+            pass
+        if self._pulse is not None:
+            self._pulse.hung = ""
 
     async def _broken(self) -> str:
         """Why its process has to be ended; empty where it has ended, or its part is well."""
