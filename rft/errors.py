@@ -129,6 +129,10 @@ class EngineFailed(RunFailed):
     """An engine died or answered nonsense."""
 
 
+class EngineStalled(EngineFailed):
+    """An engine lives, has work and does not get on with it."""
+
+
 class Interrupted(RftError):
     """A person asked the run to stop."""
 

@@ -22,19 +22,22 @@ from rft.testing.models import smollm2
 GROUP = 8
 MOST_TOKENS = 256
 DEADLINE_S = 900.0
+TAIL_LINES = 40
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 
 class Side:
-    """One child process."""
+    """One child process; what it says beside its answers stands in `folder/NAME.err`."""
 
     def __init__(self, name: str, spec: Path, env: dict[str, str]) -> None:
         self._name = name
-        self._process = subprocess.Popen(
-            [sys.executable, str(harness.ROOT / "scripts" / "engine_sides.py"), name, str(spec)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env={**os.environ, **env, "PYTHONPATH": str(harness.ROOT)},
-        )  # fmt: skip
+        self._errors = spec.with_name(f"{name}.err")
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(harness.ROOT / "scripts" / "engine_sides.py"), name, str(spec)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
+                env={**os.environ, **env, "PYTHONPATH": str(harness.ROOT)},
+            )  # fmt: skip
 
     def __enter__(self) -> Self:
         self._answer()
@@ -46,9 +49,13 @@ class Side:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """The next line that is an object; libraries print others."""
+        """The next line that is an object; libraries print others.  Raises RuntimeError with the end of what a dead child has said."""
         while True:
-            line = harness.read_lines(self._process.stdout, DEADLINE_S, f"engine_sides.py {self._name}")
+            try:
+                line = harness.read_lines(self._process.stdout, DEADLINE_S, f"engine_sides.py {self._name}")
+            except (EOFError, TimeoutError) as e:
+                said = self._errors.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+                raise RuntimeError("\n".join([f"{e}; the last of its messages:", *said])) from e
             if line.startswith("{"):
                 return dict(json.loads(line))
 
@@ -70,7 +77,7 @@ def rollout_engine(quick: bool) -> harness.Result:
     engine, at least 0.95.  `prefill`: 1.4 unique prompt tokens / tokens that a group's prompts were computed for (KV blocks of 32 tokens).
     Published: the same against transformers' `generate` on a quarter of the prompts, seconds per token.
     """
-    rounds, prompts, mean = (3, 16, 48) if quick else (5, 32, 96)
+    rounds, prompts, mean = (4, 8, 24) if quick else (5, 32, 96)
     measured = harness.probes()
     threads = os.cpu_count() or 1
     seconds: dict[str, list[float]] = {"ours": [], "raw": [], "hf": []}

@@ -46,8 +46,6 @@ def plan(spec: dict[str, Any]) -> Plan:
 
 
 async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
-    import ray
-
     from rft.engine.pool import EnginePool
     from rft.launch.cluster import Cluster
     from rft.launch.remote import Host, Proxy, guarded
@@ -66,14 +64,16 @@ async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
             await ctx.chat(task.chat(), max_tokens=length)
             return ctx.transcript(score=Score(value=0.0))
 
-    cluster = Cluster.connect(None, num_cpus=8)
+    cluster = Cluster.connect(None, num_cpus=8)  # before Ray is imported, which reads its settings then
     try:
+        import ray
+
         logs = plan.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         options = {"num_cpus": 0, "max_concurrency": 10000, "runtime_env": {"env_vars": cpu_environment(plan.engines[0])}}
-        host: Any = ray.remote(Host).options(**options)
-        host = host.remote("engine-0", str(logs), "WARNING", [])
-        await guarded(host.start.remote("engine", plan, 0), "engine-0")
+        made: Any = ray.remote(Host).options(**options)
+        host = made.remote("engine-0", str(logs), "WARNING", [], "engine", (plan, 0))
+        await guarded(host.start.remote(), "engine-0")
         engine: Any = Proxy(host, "engine-0")
         pool = EnginePool([engine])
         recipe = Recipe("forced", Forced, False, None)

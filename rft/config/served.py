@@ -316,6 +316,8 @@ def _shared(
         "tool_call_parser": e.tool_call_parser if e.enable_auto_tool_choice else None,
         "reasoning_parser": e.reasoning_parser,
         "start_timeout_s": e.start_timeout,
+        "stall_timeout_s": e.stall_timeout,
+        "step_timeout_s": e.step_timeout,
     }
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from rft.engine.base import worst
-from rft.errors import EngineFailed
+from rft.errors import EngineFailed, EngineStalled
 from rft.types.completion import Completion
 from rft.types.metrics import Metric
 from rft.types.ports import Engine, GenerateRequest, LoadReport, ScoreRow, WeightManifest
@@ -30,6 +30,7 @@ T = TypeVar("T")
 Revive = Callable[[int], Awaitable[None]]
 REMEMBERED = 1 << 16  # beginnings whose engine is known
 SPILL = 16  # a cached beginning is not worth waiting behind so many more completions than elsewhere (and twice as many)
+RUNNING = "engine/requests_running"  # the one metric of engines that is not counted from their start
 RETRIES = 2  # of a request whose engine failed
 
 
@@ -58,6 +59,9 @@ class EnginePool:
         self._serving: Counter[bytes] = Counter()  # beginnings, by requests under way
         self._homes: OrderedDict[bytes, int] = OrderedDict()  # beginning -> engine that has it in its cache
         self._lost: dict[int, asyncio.Future[None]] = {}  # engines that are being brought back
+        self._counted = dict.fromkeys(("lost", "stalled", "asked_again"), 0)
+        self._told: list[dict[str, Metric]] = [{} for _ in engines]  # what each process of an engine said last
+        self._former: list[Metric] = []  # what processes that are gone had said
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         key = b"" if len(self.engines) == 1 else _beginning(request)
@@ -81,7 +85,8 @@ class EnginePool:
                     failure = EngineFailed(f"engine {index} of {len(self.engines)}: {e}")
                     if self._revive is None or attempt == RETRIES:
                         raise failure from e
-                    self._lose(index, failure)
+                    self._lose(index, failure, e)
+                    self._counted["asked_again"] += 1
                 else:
                     if key and isinstance(result, list):
                         for c in result:
@@ -119,10 +124,12 @@ class EnginePool:
         if len(self._homes) > REMEMBERED:
             self._homes.popitem(last=False)
 
-    def _lose(self, index: int, failure: EngineFailed) -> None:
+    def _lose(self, index: int, failure: EngineFailed, why: EngineFailed) -> None:
         assert self._revive is not None
         if index in self._lost:
             return
+        self._counted["lost"] += 1
+        self._counted["stalled"] += isinstance(why, EngineStalled)
         log.warning("%s; it is brought back", failure)
 
         async def back(revive: Revive) -> None:
@@ -147,7 +154,23 @@ class EnginePool:
         await self._each(*(e.health() for e in self.engines))
 
     async def metrics(self) -> list[Metric]:
-        return [m for ms in await self._each(*(e.metrics() for e in self.engines)) for m in ms]
+        """Of all engines that can answer; numbers of a process that has ended are kept as it said them last."""
+        up = [i for i in range(len(self.engines)) if i not in self._lost]
+        for i, found in zip(up, await asyncio.gather(*(self._metrics(self.engines[i]) for i in up)), strict=True):
+            told, now = self._told[i], {m.name: m for m in found}
+            if now and any(now[name].value < told[name].value for name in told if name in now and name != RUNNING):
+                self._former += [m for m in told.values() if m.name != RUNNING]
+            if now:
+                self._told[i] = now
+        own = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
+        return [*own, *self._former, *(m for told in self._told for m in told.values())]
+
+    async def _metrics(self, engine: Engine) -> list[Metric]:
+        try:
+            return await engine.metrics()
+        except EngineFailed as e:
+            log.warning("no metrics: %s", e)
+            return []
 
     async def close(self) -> None:
         for task in self._lost.values():

@@ -57,6 +57,8 @@ class EngineSettings:
     extra_engine_args: dict[str, Any] = field(default_factory=dict)
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0  # pause, load, resume, health
+    stall_timeout_s: float | None = 10.0  # with work, and neither a finished step nor processor time; None = never
+    step_timeout_s: float | None = 600.0  # with work, and no finished step
     request_timeout_s: float = 3600.0  # one generate call, waits while paused included
     deterministic: bool = False  # transformers: every text is computed alone, so that no rounding tells of its company
     fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused

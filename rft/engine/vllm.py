@@ -21,12 +21,15 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
+import psutil
 
 from rft.engine.base import check_row, engine, no_logprobs, no_scores, not_loaded, worst
 from rft.engine.chat import Chat
 from rft.engine.parsing import Parsers
 from rft.engine.settings import EngineSettings
-from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError
+from rft.engine.vllm_stats import Stats, without_prometheus
+from rft.engine.watch import Usage, Watch, usage
+from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, SetupError
 from rft.types import rotary
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
@@ -81,12 +84,20 @@ class VllmEngine:
 
         self.settings = settings
         self.version: Version | None = None
-        self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings))
+        self._stats = Stats()
+        before = set(psutil.Process().children(recursive=True))
+        self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings), stat_loggers=[lambda config, index: self._stats])
+        self._processes = [p.pid for p in psutil.Process().children() if p not in before]
+        without_prometheus(self._llm.logger_manager)
         self._chat = Chat(settings, self._llm.renderer.get_tokenizer())
         self._parse = Parsers(settings, self._chat.tokenizer)
         self._ids = itertools.count()
         self._paused = False
-        self._running = 0
+        self._running = 0  # completions
+        self._requests = self._calls = 0  # of vLLM under way: those that wait while it is paused, and all
+        self._deadlines: set[asyncio.Timeout] = set()  # of all calls of vLLM under way
+        self._stalled = ""  # why it counts as hung, for good
+        self._watching = asyncio.ensure_future(self._watch())
         self._counted = dict.fromkeys(("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens"), 0)
 
     @classmethod
@@ -179,12 +190,14 @@ class VllmEngine:
         self._paused = False
 
     async def health(self) -> None:
+        if self._stalled:
+            raise EngineStalled(f"{self.settings.name}: vLLM hangs: {self._stalled}")
         await self._call("answer a health check", self._llm.check_health())
 
     async def metrics(self) -> list[Metric]:
         counted = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
         differing = Metric("engine/tokenization_differs", float(self._chat.differing), "sum")
-        return [Metric("engine/requests_running", float(self._running), "sum"), differing, *counted]
+        return [Metric("engine/requests_running", float(self._running), "sum"), differing, *counted, *self._stats.metrics()]
 
     async def close(self) -> None:
         """Stops vLLM's processes.  May be called twice."""
@@ -193,6 +206,7 @@ class VllmEngine:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # else it reports the stopping processes as an error
                 await asyncio.wait([llm.output_handler])
+            self._watching.cancel()
             await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
             _SOCKETS.close()
             del llm
@@ -202,8 +216,15 @@ class VllmEngine:
         from vllm import TokensPrompt
 
         name = f"{request.request_id or 'request'}-{next(self._ids)}"
-        stream = self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name)
-        return await self._call("answer a request", _last(stream), self.settings.request_timeout_s)
+        return await self._answer("answer a request", self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name))
+
+    async def _answer(self, what: str, stream: Any) -> Any:
+        """The last output of a request, which waits while the engine is paused."""
+        self._requests += 1
+        try:
+            return await self._call(what, _last(stream), self.settings.request_timeout_s)
+        finally:
+            self._requests -= 1
 
     def _completions(self, request: GenerateRequest, prompt: np.ndarray, outputs: list[Any]) -> list[Completion]:
         self._counted["requests"] += request.n
@@ -237,9 +258,17 @@ class VllmEngine:
         """Awaits vLLM with a deadline and gives its failures our names."""
         limit = self.settings.call_timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(limit):
-                return await call
+            async with asyncio.timeout(0 if self._stalled else limit) as deadline:
+                self._deadlines.add(deadline)
+                self._calls += 1
+                try:
+                    return await call
+                finally:
+                    self._calls -= 1
+                    self._deadlines.discard(deadline)
         except TimeoutError:
+            if self._stalled:
+                raise EngineStalled(f"{self.settings.name}: vLLM hangs: {self._stalled}") from None
             raise DeadlineExceeded(f"{self.settings.name}: vLLM did not {what} within {limit:.0f} s") from None
         except MemoryError as e:
             raise OutOfMemory(f"{self.settings.name}: out of memory; lower max_num_seqs, max_model_len or kv_cache_bytes") from e
@@ -247,6 +276,29 @@ class VllmEngine:
             raise
         except Exception as e:  # vLLM's engine errors share no base class with a meaning
             raise EngineFailed(f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}") from e
+
+    async def _watch(self) -> None:
+        """Ends all calls, those to come too, once vLLM hangs.  While it is paused, requests are no work for it."""
+        s = self.settings
+        if s.stall_timeout_s is None and s.step_timeout_s is None:
+            return
+        watch = Watch(s.stall_timeout_s, s.step_timeout_s, self._usage)
+        steps = self._stats.steps
+        while not self._stalled:
+            await asyncio.sleep(watch.interval_s)
+            waiting = self._requests if self._paused else 0
+            if self._calls == waiting or self._stats.steps != steps:
+                steps = self._stats.steps
+                watch.progress()
+            else:
+                self._stalled = await asyncio.to_thread(watch.look)
+        log.error("%s: vLLM hangs: %s", s.name, self._stalled)
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0)
+
+    def _usage(self) -> Usage:
+        return usage(self._processes)
 
 
 class VllmClassifier(VllmEngine):
@@ -268,7 +320,7 @@ class VllmClassifier(VllmEngine):
         )
         self._running += 1
         try:
-            final = await self._call("score a chat", _last(stream), self.settings.request_timeout_s)
+            final = await self._answer("score a chat", stream)
         finally:
             self._running -= 1
         self._counted["requests"] += 1

@@ -1,16 +1,47 @@
-"""Numbers of one explore batch, for people.  Pure; knows no sink."""
+"""Numbers of one explore batch, for people.  Knows no sink."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 
 from rft.types.experience import Experience
 from rft.types.metrics import Metric, reduce
+from rft.types.ports import ChatModel, Measured
 from rft.workflow.group import Group
 
 _ENDED = ("group_timeout", "hopeless", "over_rollout")
+_COUNTED = (
+    "requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens", "tokenization_differs", "steps",
+    "preemptions", "lost", "stalled", "asked_again",
+)  # fmt: skip
+_OVER_STEPS = {"running": "running_steps", "waiting": "waiting_steps", "kv_cache_usage": "kv_cache_steps"}
+
+
+class EngineMetrics:
+    """What the policy's engines did from one question to the next, whoever asked them (rollouts, evaluations, the canary)."""
+
+    def __init__(self, model: ChatModel, clock: Callable[[], float] = time.monotonic) -> None:
+        self._model, self._clock = model, clock
+        self._asked, self._before = clock(), dict[str, float]()
+
+    async def since(self) -> dict[str, float]:
+        """Names as in docs/metrics; those that the engine knows, none for a model that does not count."""
+        if not isinstance(self._model, Measured):
+            return {}
+        now, asked = reduce(await self._model.metrics()), self._clock()
+        more = {n.removeprefix("engine/"): v - self._before.get(n, 0.0) for n, v in now.items() if n.startswith("engine/")}
+        passed, self._asked, self._before = asked - self._asked, asked, now
+        out = {f"engine/{name}": more[name] for name in _COUNTED if name in more}
+        if "generated_tokens" in more:
+            out["engine/tokens_per_s"] = more["generated_tokens"] / max(passed, 1e-9)
+        if steps := more.get("steps"):
+            out |= {f"engine/{name}/mean": more[total] / steps for name, total in _OVER_STEPS.items()}
+        if asked_tokens := more.get("prefix_cache_queries"):
+            out["engine/prefix_cache_hit_rate"] = more["prefix_cache_hits"] / asked_tokens
+        return out
 
 
 def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:

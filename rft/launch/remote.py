@@ -20,9 +20,11 @@ from typing import Any
 
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, RunFailed, is_out_of_memory
 from rft.launch import leftovers
+from rft.launch.pulse import Pulse
 from rft.logs import learn_secrets, redact, to_file
 
 log = logging.getLogger(__name__)
+ANSWER_S = 60.0  # for a process to say whether its part is well; one that Ray is making anew is waited for
 
 
 class Host:
@@ -60,6 +62,14 @@ class Host:
         if self._part is None:
             raise EngineFailed(f"{self._name} was restarted and is not up yet")
         return await getattr(self._part, method)(*args, **kwargs)
+
+    async def beat(self) -> tuple[str, int]:
+        """Says that this process answers: its machine and number."""
+        return os.uname().nodename, os.getpid()
+
+    async def last(self) -> None:
+        """As long as this process lives."""
+        await asyncio.Event().wait()
 
     async def facts(self) -> dict[str, Any]:
         return {
@@ -99,33 +109,80 @@ def _die_with_parent() -> None:
 
 
 class Proxy:
-    """Calls a part in another process: `await proxy.method(...)`.  Can be sent to other actors."""
+    """Calls a part in another process: `await proxy.method(...)`.  Can be sent to other actors.
 
-    def __init__(self, handle: Any, name: str, error: type[RunFailed] = RunFailed, bound: tuple[Any, ...] = ()) -> None:
-        self._handle, self._name, self._error, self._bound = handle, name, error, bound
+    With `limits` (`stall_s`, `step_s` of `rft.engine.watch`) calls of a process that hangs raise EngineStalled.  `start_s`: how long
+    building the part anew may take.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        name: str,
+        error: type[RunFailed] = RunFailed,
+        bound: tuple[Any, ...] = (),
+        limits: tuple[float | None, float | None] = (None, None),
+        start_s: float | None = None,
+    ) -> None:
+        self._handle, self._name, self._error, self._bound, self._limits, self._start_s = (
+            handle,
+            name,
+            error,
+            bound,
+            limits,
+            start_s,
+        )
+        self._pulse = Pulse(name, lambda: self._guarded(handle.beat.remote()), *limits) if limits != (None, None) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Proxy, (self._handle, self._name, self._error, self._bound))
+        return (Proxy, (self._handle, self._name, self._error, self._bound, self._limits, self._start_s))
 
     def bind(self, *first: Any) -> Proxy:
         """The same part, with these arguments put first in every call."""
-        return Proxy(self._handle, self._name, self._error, (*self._bound, *first))
+        return Proxy(self._handle, self._name, self._error, (*self._bound, *first), self._limits, self._start_s)
 
     async def restart(self) -> None:
         """The part anew, in a new process.  Raises when it cannot be built, or has died more often than Ray was told to allow."""
+        if why := await self._broken():
+            log.warning("%s: %s; its process is ended", self._name, why)
+            await self._end()
+        await self._guarded(self._handle.start.remote(), self._start_s)
+
+    async def _end(self) -> None:
+        """Returns when the process is gone: until then it would answer for the one that follows."""
         import ray
 
-        if why := await guarded(self._handle.broken.remote(), self._name, self._error):
-            log.warning("%s: %s; its process is ended", self._name, why)
-            ray.kill(self._handle, no_restart=False)
-        await guarded(self._handle.start.remote(), self._name, self._error)
+        gone = asyncio.ensure_future(self._guarded(self._handle.last.remote(), ANSWER_S))
+        await asyncio.sleep(0)  # it is asked before it is ended
+        ray.kill(self._handle, no_restart=False)
+        try:
+            await gone
+        except DeadlineExceeded:
+            raise self._error(f"{self._name}: its process could not be ended") from None
+        except RunFailed:
+            pass
+        if self._pulse is not None:
+            self._pulse.hung = ""
+
+    async def _broken(self) -> str:
+        """Why its process has to be ended; empty where it has ended, or its part is well."""
+        if self._pulse is not None and self._pulse.hung:
+            return self._pulse.hung
+        try:
+            return str(await self._guarded(self._handle.broken.remote(), ANSWER_S))
+        except DeadlineExceeded as e:
+            return str(e)
+
+    async def _guarded(self, ref: Any, timeout_s: float | None = None) -> Any:
+        return await guarded(ref, self._name, self._error, timeout_s)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await guarded(self._handle.call.remote(method, *self._bound, *args, **kwargs), self._name, self._error)
+            answer = self._guarded(self._handle.call.remote(method, *self._bound, *args, **kwargs))
+            return await (answer if self._pulse is None else self._pulse.during(answer))
 
         return call
 

@@ -233,7 +233,8 @@ class _Parts:
 
     async def _engine(self, name: str, settings: EngineSettings, factory: str, *args: Any, **seat: Any) -> None:
         env = {**cpu_environment(settings), leftovers.PART: name}
-        await self._part(name, factory, *args, env=env, error=EngineFailed, max_restarts=RESTARTS, **seat)
+        limits = (settings.stall_timeout_s, settings.step_timeout_s)
+        await self._part(name, factory, *args, env=env, error=EngineFailed, limits=limits, max_restarts=RESTARTS, **seat)
 
     async def _part(
         self,
@@ -242,6 +243,7 @@ class _Parts:
         *args: Any,
         env: dict[str, str] | None = None,
         error: type[RunFailed] = RunFailed,
+        limits: tuple[float | None, float | None] = (None, None),
         **options: Any,
     ) -> None:
         import ray
@@ -257,7 +259,7 @@ class _Parts:
         deadline_s = self.plan.cluster.actor_start_timeout_s
         self.pids[name] = (await guarded(handle.facts.remote(), name, error, deadline_s))["pid"]
         await guarded(handle.start.remote(), name, error, deadline_s)
-        self.proxies[name] = Proxy(handle, name, error)
+        self.proxies[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         log.info("%s is up (pid %d)", name, self.pids[name])
 
     async def end(self, graceful: bool) -> None:

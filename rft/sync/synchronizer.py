@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from rft.errors import DeadlineExceeded, EngineFailed, RftError, WeightSyncFailed
+from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
@@ -69,6 +69,8 @@ class Synchronizer:
     ) -> None:
         self._restart = restart
         self._dead: set[int] = set()  # engines to restart before anything is asked of them
+        self._stalled: set[int] = set()  # of them, those that hang
+        self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last
         self._settings, self._schedule, self._start = settings, schedule, start
         self._engines: tuple[Engine, ...] = tuple(engine.engines) if isinstance(engine, _Pool) else (engine,)
         self._canary = Canary(settings, probes, scorer)
@@ -224,7 +226,10 @@ class Synchronizer:
             except Exception as e:  # whatever the launcher's side raises
                 raise _Rejected(f"engine {index} could not be restarted: {type(e).__name__}: {e}") from e
             log.warning("engine %d was restarted", index)
+            self._restarts["engines_restarted"] += 1
+            self._restarts["engines_stalled"] += index in self._stalled
             self._dead.discard(index)
+            self._stalled.discard(index)
 
     @property
     def manifest(self) -> WeightManifest | None:
@@ -257,7 +262,9 @@ class Synchronizer:
             self._trained = max(self._trained, version.step)
             self._proven.add(version)
             self._changed.notify_all()
+        restarts, self._restarts = self._restarts, dict.fromkeys(self._restarts, 0)
         return [
+            *(Metric(f"sync/{name}", float(count), "sum") for name, count in restarts.items()),
             Metric("sync/pause_s", paused - began, "max"),
             Metric("sync/load_s", loaded - paused, "max"),
             Metric("sync/resume_s", resumed - loaded, "max"),
@@ -391,6 +398,8 @@ class Synchronizer:
         except EngineFailed as e:  # nothing is said against the weights
             if self._restart is not None:
                 self._dead.add(index)
+                if isinstance(e, EngineStalled):
+                    self._stalled.add(index)
                 generated = False
             raise _Rejected(f"engine {index}: {what}: {type(e).__name__}: {e}", generated=generated) from e
         except Exception as e:  # a remote engine may raise anything; all of it means the way back

@@ -6,7 +6,7 @@ Every call is awaited, every wait inside has a deadline and a name.  No port car
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from msgspec import Struct, field
@@ -80,6 +80,15 @@ class ChatModel(Protocol):
     async def logprobs(self, row: ScoreRow) -> np.ndarray: ...
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]: ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A model that counts what it does, as local engines and pools do."""
+
+    async def metrics(self) -> list[Metric]:
+        """Counted from its start; those of several engines are reduced by their names."""
+        ...
 
 
 # ---------------------------------------------------------------- weights

@@ -151,7 +151,10 @@ OTHERWISE = {  # what is not vLLM's to know, and who reads it
     **dict.fromkeys(
         ("name", "engine_type", "engine_num", "data_parallel_size", "device"), "the launcher: which engines, and where"
     ),
-    **dict.fromkeys(("cpu_threads", "start_timeout"), "the environment and the clock of the engine's process"),
+    **dict.fromkeys(
+        ("cpu_threads", "start_timeout", "stall_timeout", "step_timeout"),
+        "the environment and the clocks of the engine's process",
+    ),
     **dict.fromkeys(
         ("max_prompt_tokens", "enable_prompt_truncation", "chat_template", "enable_thinking", "tokenization_check"), "Chat"
     ),

@@ -126,6 +126,23 @@ class ServedModelConfig(Section):
         None, "What engine_type external asks; auxiliary models only.", on_resume="safe"
     )
     start_timeout: float = key(600.0, "How long an engine may take to start.", unit="s", on_resume="safe", gt=0)
+    stall_timeout: float | None = key(
+        10.0,
+        "An engine that has work, and for so long neither finished a step (vllm) or answered at all (every engine) nor used its "
+        "processors, counts as hung: its processes are killed, it is restarted with the current weights, its requests are asked again.  "
+        "However slow an engine is, it uses its processors.  Null: never.",
+        unit="s",
+        on_resume="safe",
+        ge=1,
+    )
+    step_timeout: float | None = key(
+        600.0,
+        "How long one step may take of an engine that uses its processors, before it counts as hung all the same (waiting in circles).  "
+        "Null: never.",
+        unit="s",
+        on_resume="safe",
+        ge=1,
+    )
     extra_engine_args: Args = key({}, "Further arguments of the engine, handed on as they are.", on_resume="safe")
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from rft.engine import pool as pool_module
 from rft.engine.pool import EnginePool
-from rft.errors import EngineFailed
+from rft.errors import EngineFailed, EngineStalled
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine, echo
 from rft.types.completion import Completion
+from rft.types.metrics import Metric, reduce
 from rft.types.ports import GenerateRequest, ScoreRow
 
 
@@ -119,6 +120,40 @@ async def test_requests_of_a_dead_engine_are_asked_elsewhere() -> None:
     await asyncio.gather(*(r.pool.generate(ask(f"later {i}")) for i in range(4)))
     assert len(r.made[0].calls) == 6, "it takes its share again"
     await r.pool.close()
+
+
+async def test_what_was_lost_is_counted_and_what_it_had_counted_is_kept() -> None:
+    r = Reviving(2)
+
+    async def metrics() -> dict[str, float]:
+        return reduce(await r.pool.metrics())
+
+    await asyncio.gather(*(r.pool.generate(ask(str(i))) for i in range(4)))
+    before = await metrics()
+    assert before["engine/generated_tokens"] > 0 and before["engine/lost"] == 0
+    r.made[0].will_fail(EngineStalled("it hangs"))
+    r.made[1].will_fail(EngineFailed("it died"))
+    r.go.set()
+    await asyncio.gather(*(r.pool.generate(ask(f"again {i}")) for i in range(2)))
+    await asyncio.sleep(0)
+    now = await metrics()
+    assert (now["engine/lost"], now["engine/stalled"], now["engine/asked_again"]) == (2, 1, 2)
+    r.made[0]._num_tokens = 0  # a new process
+    assert (await metrics())["engine/generated_tokens"] == now["engine/generated_tokens"]
+    await r.pool.generate(ask("and on"))
+    assert (await metrics())["engine/generated_tokens"] > now["engine/generated_tokens"]
+
+
+async def test_an_engine_that_cannot_count_holds_up_nobody() -> None:
+    r = Reviving(2)
+    await asyncio.gather(*(r.pool.generate(ask(str(i))) for i in range(4)))
+    before = reduce(await r.pool.metrics())
+
+    async def hangs() -> list[Metric]:
+        raise EngineStalled("it hangs")
+
+    r.made[0].metrics = hangs  # type: ignore[method-assign]
+    assert reduce(await r.pool.metrics()) == before
 
 
 async def test_with_no_engine_left_requests_wait() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rft.engine.pool import EnginePool
-from rft.errors import EngineFailed, WeightSyncFailed
+from rft.errors import EngineFailed, EngineStalled, WeightSyncFailed
 from rft.sync.base import Transport, make
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
@@ -19,6 +19,7 @@ from rft.sync.synchronizer import Synchronizer
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.types.ids import Version
+from rft.types.metrics import reduce
 from rft.types.ports import LoadReport, ScoreRow, WeightManifest
 
 PROMPTS = [[10 + i, 20, 30] for i in range(8)]
@@ -75,7 +76,7 @@ class World:
         weights = {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}
         manifest = self.transport.stage(Version(1, step), weights.items(), {})
         self.key = weights_key(manifest)
-        await self.sync.publish(manifest)
+        self.told = reduce(await self.sync.publish(manifest))
 
     def serve(self, step: int) -> None:
         assert [e.version for e in self.engines] == [Version(1, step)] * 2
@@ -97,6 +98,24 @@ async def test_it_serves_the_current_version_again(tmp_path: Path) -> None:
     assert w.restarted == [1]
     await w.publish(2)
     w.serve(2)
+
+
+async def test_restarts_are_reported_once(tmp_path: Path) -> None:
+    w = World(tmp_path)
+    await w.publish(0)
+    assert (w.told["sync/engines_restarted"], w.told["sync/engines_stalled"]) == (0, 0)
+
+    async def hangs() -> None:
+        raise EngineStalled("engine-1 hangs: no sign of life for 10 s")
+
+    w.engines[1].health = hangs  # type: ignore[method-assign]
+    w.engines[1].anew = lambda: (delattr(w.engines[1], "health"), Mortal.anew(w.engines[1]))[1]  # type: ignore[method-assign]
+    await w.sync.revive(1)
+    w.engines[0].die("kill -9")
+    await w.publish(1)
+    assert (w.told["sync/engines_restarted"], w.told["sync/engines_stalled"]) == (2, 1)
+    await w.publish(2)
+    assert (w.told["sync/engines_restarted"], w.told["sync/engines_stalled"]) == (0, 0)
 
 
 @pytest.mark.parametrize("moment", ["before", "load", "resume"])

@@ -1,0 +1,55 @@
+"""What vLLM's scheduler says of each of its steps, added up.  Stat loggers of vLLM are known by their methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rft.types.metrics import Metric
+
+
+class Stats:
+    """A stat logger of vLLM.  Everything is counted from the engine's start; `..._steps` are sums over steps, to be divided by `steps`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._running = self._waiting = self._preempted = self._cache_asked = self._cache_hit = 0
+        self._kv_cache = 0.0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+        """Called by vLLM after every step.  One without scheduler_stats ends requests that were aborted."""
+        if iteration_stats is not None:
+            self._preempted += iteration_stats.num_preempted_reqs
+        if scheduler_stats is None:
+            return
+        self.steps += 1
+        self._running += scheduler_stats.num_running_reqs
+        self._waiting += scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self._kv_cache += scheduler_stats.kv_cache_usage
+        cache = scheduler_stats.prefix_cache_stats
+        self._cache_asked += cache.queries
+        self._cache_hit += cache.hits
+
+    def metrics(self) -> list[Metric]:
+        counted = {
+            "steps": self.steps,
+            "running_steps": self._running,
+            "waiting_steps": self._waiting,
+            "kv_cache_steps": self._kv_cache,
+            "preemptions": self._preempted,
+            "prefix_cache_queries": self._cache_asked,
+            "prefix_cache_hits": self._cache_hit,
+        }
+        return [Metric(f"engine/{name}", float(value), "sum") for name, value in counted.items()]
+
+    def log(self) -> None: ...
+
+    def log_engine_initialized(self) -> None: ...
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None: ...
+
+
+def without_prometheus(manager: Any) -> None:
+    """Takes vLLM's own exporter out, which works for every token and which nobody reads: nothing is served."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    manager.stat_loggers = [logger for logger in manager.stat_loggers if not isinstance(logger, PrometheusStatLogger)]

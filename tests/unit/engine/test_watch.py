@@ -1,0 +1,108 @@
+"""When a process counts as hung: by a simulated clock, and of a real process that is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rft.engine.watch import Usage, Watch, usage
+
+
+class World:
+    """A clock, and processes that use `share` of a core."""
+
+    def __init__(self, stall_s: float | None = 10.0, step_s: float | None = 600.0) -> None:
+        self.now = 0.0
+        self.used: Usage | None = Usage(5.0)
+        self.watch = Watch(stall_s, step_s, lambda: self.used, lambda: self.now)
+
+    def passes(self, seconds: float, *, share: float = 0.0, step_every: float = 0.0) -> tuple[float, str]:
+        """Looks as often as it should; when and why it counts as hung, or "" at the end."""
+        began, last_step = self.now, self.now
+        while self.now < began + seconds:
+            self.now += self.watch.interval_s
+            if self.used is not None:
+                self.used = Usage(self.used.cpu_s + share * self.watch.interval_s, self.used.stopped, self.used.on_disk)
+            if step_every and self.now - last_step >= step_every:
+                last_step = self.now
+                self.watch.progress()
+            elif why := self.watch.look():
+                return self.now - began, why
+        return self.now - began, ""
+
+
+def test_a_process_that_does_nothing_is_found_in_time() -> None:
+    after, why = World().passes(100.0)
+    assert 10.0 <= after <= 14.0 and "do nothing" in why
+
+
+def test_waking_up_now_and_then_is_no_sign_of_life() -> None:
+    assert World().passes(100.0, share=0.005)[0] <= 14.0
+
+
+def test_a_stopped_process_is_found_although_others_turn_in_circles() -> None:
+    world = World()
+    assert world.passes(20.0, share=1.0)[1] == ""
+    world.used = Usage(30.0, stopped=True)
+    after, why = world.passes(100.0, share=1.0)
+    assert after <= 14.0 and "is stopped" in why
+
+
+def test_one_that_goes_on_in_time_is_well() -> None:
+    world = World()
+    world.used = Usage(5.0, stopped=True)
+    assert world.passes(8.0)[1] == ""
+    world.used = Usage(5.0)
+    assert world.passes(300.0, share=0.5)[1] == ""
+
+
+@pytest.mark.parametrize(("share", "on_disk"), [(1.0, False), (0.05, False), (0.0, True)])
+def test_a_slow_step_is_not_held_against_it(share: float, on_disk: bool) -> None:
+    world = World()
+    world.used = Usage(5.0, on_disk=on_disk)
+    assert world.passes(590.0, share=share) == (pytest.approx(590.0, abs=2.0), "")
+
+
+def test_a_long_generation_goes_on_for_ever() -> None:
+    assert World(step_s=20.0).passes(36_000.0, share=0.001, step_every=9.0)[1] == ""
+
+
+def test_a_step_that_never_ends_is_found_too() -> None:
+    after, why = World(step_s=60.0).passes(1000.0, share=2.0)
+    assert 60.0 <= after <= 64.0 and "no step" in why
+
+
+def test_without_limits_nothing_counts() -> None:
+    assert World(None, 1e9).passes(5000.0)[1] == ""
+    assert World(10.0, None).passes(5000.0, share=1.0)[1] == ""
+
+
+def test_of_unknown_processes_only_the_step_counts() -> None:
+    world = World(step_s=60.0)
+    world.used = None
+    assert world.passes(55.0)[1] == "" and world.passes(20.0)[1]
+
+
+def test_time_in_which_the_watcher_slept_does_not_count() -> None:
+    world = World()
+    world.now += 3600.0  # a suspended machine
+    assert world.watch.look() == ""
+
+
+def test_a_real_process_that_is_stopped_and_goes_on() -> None:
+    program = "import sys\nsys.stdout.write('x'); sys.stdout.flush()\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.read(1)
+        before = usage([child.pid])
+        assert before.cpu_s > 0 and not before.stopped
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert usage([child.pid]).stopped
+        assert usage([os.getpid()]).stopped and not usage([os.getpid()], family=False).stopped
+        child.kill()
+    assert usage([child.pid]) == Usage(0.0)

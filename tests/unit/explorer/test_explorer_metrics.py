@@ -1,0 +1,75 @@
+"""What engines count from their start becomes what they did in each explore step."""
+
+from __future__ import annotations
+
+import pytest
+
+from rft.engine.vllm_stats import Stats
+from rft.explorer.metrics import EngineMetrics
+from rft.testing.scripted import ScriptedEngine, echo
+from rft.types.metrics import Metric
+
+
+class Step:
+    """What vLLM says of one step, as far as we read it."""
+
+    def __init__(self, running: int, waiting: int, usage: float, asked: int = 0, hit: int = 0) -> None:
+        self.num_running_reqs, self.num_waiting_reqs, self.num_skipped_waiting_reqs = running, waiting, 0
+        self.kv_cache_usage, self.prefix_cache_stats, self.queries, self.hits = usage, self, asked, hit
+
+
+class Iteration:
+    num_preempted_reqs = 3
+
+
+class Model(ScriptedEngine):
+    """Two engines' worth of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(answer=echo)
+        self.stats = [Stats(), Stats()]
+        self.tokens = 0.0
+
+    async def metrics(self) -> list[Metric]:
+        counted = [Metric("engine/generated_tokens", self.tokens, "sum"), Metric("engine/lost", 1.0, "sum")]
+        return [*counted, *(m for s in self.stats for m in s.metrics())]
+
+
+async def test_a_step_has_what_came_since_the_step_before() -> None:
+    now = 0.0
+    model = Model()
+    engines = EngineMetrics(model, lambda: now)
+    model.stats[0].record(Step(8, 0, 0.5, asked=100, hit=25), None)
+    model.stats[0].record(Step(4, 2, 0.25), Iteration())
+    model.stats[1].record(Step(0, 1, 0.0, asked=100, hit=75), None)
+    model.stats[1].record(None, None)  # requests that were aborted: no step
+    model.tokens, now = 500.0, 10.0
+    first = await engines.since()
+    assert first == {
+        "engine/generated_tokens": 500.0,
+        "engine/tokens_per_s": 50.0,
+        "engine/lost": 1.0,
+        "engine/steps": 3.0,
+        "engine/preemptions": 3.0,
+        "engine/running/mean": 4.0,
+        "engine/waiting/mean": 1.0,
+        "engine/kv_cache_usage/mean": 0.25,
+        "engine/prefix_cache_hit_rate": 0.5,
+    }
+    model.stats[1].record(Step(2, 0, 1.0, asked=10, hit=9), None)
+    model.tokens, now = 600.0, 15.0
+    second = await engines.since()
+    assert second["engine/tokens_per_s"] == 20.0 and second["engine/generated_tokens"] == 100.0
+    assert (second["engine/steps"], second["engine/running/mean"], second["engine/lost"]) == (1.0, 2.0, 0.0)
+    assert second["engine/prefix_cache_hit_rate"] == pytest.approx(0.9)
+    quiet = await engines.since()
+    assert (
+        quiet["engine/tokens_per_s"] == 0.0 and "engine/running/mean" not in quiet and "engine/prefix_cache_hit_rate" not in quiet
+    )
+
+
+async def test_a_model_that_does_not_count_has_none() -> None:
+    class Plain:
+        generate = logprobs = classify = None
+
+    assert await EngineMetrics(Plain()).since() == {}  # type: ignore[arg-type]
