@@ -12,7 +12,6 @@ import importlib
 import io
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, RunFailed, is_out_of_memory
 from rft.launch import leftovers
 from rft.logs import learn_secrets, redact, to_file
+from rft.parent import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,7 @@ def own_output(logs: Path, name: str, level: str) -> None:
     os.dup2(out, 2)
     sys.stdout = sys.stderr = _Redacting(os.fdopen(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
     faulthandler.enable(file=2)
-    if sys.platform == "linux":
-        _die_with_parent()
+    die_with_parent()
 
 
 class _Redacting(io.TextIOWrapper):
@@ -90,12 +89,6 @@ class _Redacting(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         super().write(redact(text))
         return len(text)
-
-
-def _die_with_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Proxy:
