@@ -37,7 +37,7 @@ $(VENV)/.installed-vllm: $(VENV)/.python pyproject.toml $(LOCKS)
 quickstart: install  ## fetch SmolLM2 and watch it learn (ENGINE=vllm|transformers SEED=42)
 	$(RUN)rft quickstart --engine $(ENGINE) --seed $(SEED)
 
-test: install  ## the fast tests
+test: install  ## the fast tests (WORKERS=2)
 	$(RUN)python -m pytest -m "not slow" -n $(WORKERS)
 
 test-all: install  ## the fast tests and the long ones

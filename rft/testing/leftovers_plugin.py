@@ -32,8 +32,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     left, config = session.config.stash[_LEFT], session.config
     if not config.getoption("numprocesses", None):  # with workers it played no test itself, and they have told
         left += leftovers.compare(config.stash[_BEFORE])
-    if hasattr(config, "workerinput"):
-        config.workeroutput["left"] = left
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output["left"] = left
     elif left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
