@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 42
+WORKERS ?= 2
 PLATFORM := $(shell uname -s)-$(shell uname -m)
 # vLLM has a CPU build for Linux on x86-64; elsewhere the transformers engine generates.
 ENGINE ?= $(if $(filter Linux-x86_64,$(PLATFORM)),vllm,transformers)
@@ -36,11 +37,11 @@ $(VENV)/.installed-vllm: $(VENV)/.python pyproject.toml $(LOCKS)
 quickstart: install  ## fetch SmolLM2 and watch it learn (ENGINE=vllm|transformers SEED=42)
 	$(RUN)rft quickstart --engine $(ENGINE) --seed $(SEED)
 
-test: install  ## the fast tests
-	$(RUN)python -m pytest -m "not slow"
+test: install  ## the fast tests (WORKERS=2)
+	$(RUN)python -m pytest -m "not slow" -n $(WORKERS)
 
 test-all: install  ## the fast tests and the long ones
-	$(RUN)python -m pytest
+	$(RUN)python -m pytest -n $(WORKERS)
 
 check: install  ## style, types and import contracts
 	$(RUN)ruff check

@@ -30,13 +30,11 @@ from pydantic import BaseModel
 
 from rft.algorithm.argbase import Args
 from rft.algorithm.args import ARGS
-from rft.algorithm.catalog import ALGORITHMS, LATER, AlgorithmDefaults, algorithm_defaults
-from rft.algorithm.coming import COMING
+from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults
 from rft.config.reference import default_text, type_text
 from rft.plugins import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "algorithms"
-EVERY = (*ALGORITHMS, *LATER)
 TITLES = {
     "advantage_fn": "Advantage",
     "policy_loss_fn": "Policy loss",
@@ -88,17 +86,11 @@ def _made(what: str) -> str:
 
 def _type(name: str) -> str:
     d = algorithm_defaults(name)
-    lines = [_linked(d.doc)]
-    if name in LATER:
-        lines.append(
-            "**Not active yet.** `rft check` accepts it and a run refuses it: reading the rows that it needs comes later. Its formulas are "
-            "there and tested."
-        )
     parts = ("advantage_fn", "policy_loss_fn", "kl_loss_fn", "kl_penalty_fn", "entropy_loss_fn", "sample_strategy")
     rows = [f"| `{kind}` | {_link(kind, getattr(d, kind), name)}{_own_args(d, kind)} |" for kind in parts]
     rows += [f"| `loss_agg_mode` | [`{d.loss_agg_mode}`](aggregation.md) |", f"| `repeat_times` | `{d.repeat_times}` |"]
     table = "\n".join(["| Key of `algorithm` | Where it is not written |", "|---|---|", *rows])
-    return "\n\n".join([*lines, table, *_needs(d)])
+    return "\n\n".join([_linked(d.doc), table, *_needs(d)])
 
 
 def _own_args(d: AlgorithmDefaults, kind: str) -> str:
@@ -143,7 +135,7 @@ def _both(name: str, say: Callable[[str, str], str]) -> str:
 
 def home(kind: str, part: str) -> str:
     """The page that describes a part: of the algorithm of its name, else of the first one that is made with it, else parts."""
-    users = [n for n in EVERY if getattr(algorithm_defaults(n), kind) == part]
+    users = [n for n in ALGORITHMS if getattr(algorithm_defaults(n), kind) == part]
     return part if part in users else users[0] if users and part != "none" else "parts"
 
 
@@ -170,11 +162,10 @@ def _others() -> str:
 
 def _strategies() -> str:
     said = []
-    for (kind, name), model in (ARGS | COMING).items():
+    for (kind, name), model in ARGS.items():
         if kind == "sample_strategy" and model.model_fields:
             text = _docstring(kind, name) if name in REGISTRY.names(kind) else inspect.getdoc(model) or ""
-            later = "**Not active yet.**\n\n" if (kind, name) in COMING else ""
-            said.append(f"## {name}\n\n{later}{prose(text)}\n\n{_arguments(kind, name)}")
+            said.append(f"## {name}\n\n{prose(text)}\n\n{_arguments(kind, name)}")
     return "\n\n".join(said)
 
 
@@ -188,7 +179,7 @@ def _docstring(kind: str, part: str) -> str:
 
 
 def _arguments(kind: str, part: str) -> str:
-    model = (ARGS | COMING)[kind, part]
+    model = ARGS[kind, part]
     key = f"`algorithm.{kind}_args` of `{part}`"
     if not model.model_fields:
         return f"{key}: none."
@@ -207,13 +198,12 @@ def _table(model: type[BaseModel]) -> str:
 
 def _index() -> str:
     rows = ["| Algorithm | For | Advantage | Policy loss | Runs of a task |", "|---|---|---|---|---|"]
-    for name in EVERY:
+    for name in ALGORITHMS:
         d = algorithm_defaults(name)
         text = (FOLDER / f"{name}.md").read_text(encoding="utf-8").split("\n## What it is for\n", 1)[1].split("\n## ")[0]
         (first,) = re.findall(r"\A\s*(.+?[.])(?:\s|\Z)", text, re.DOTALL)
-        later = " *(not active yet)*" if name in LATER else ""
         rows.append(
-            f"| [{name}]({name}.md){later} | {' '.join(first.split())} | {_link('advantage_fn', d.advantage_fn, '')} | "
+            f"| [{name}]({name}.md) | {' '.join(first.split())} | {_link('advantage_fn', d.advantage_fn, '')} | "
             f"{_link('policy_loss_fn', d.policy_loss_fn, '')} | {d.repeat_times} |"
         )
     return "\n".join(rows)

@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -213,6 +214,78 @@ def read_lines(stream: Any, deadline_s: float, who: str) -> str:
             raise EOFError(f"{who} has ended")
         line += byte
     return line.decode()
+
+
+class Child:
+    """A program in a process of its own that is asked over its pipes: one JSON object a line, both ways; it ends when stdin closes.
+
+    Lines on its stdout that are no object are of libraries and are passed over.  Its stderr is kept, and its end is told when it has
+    ended (RuntimeError) or says nothing for too long (TimeoutError).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        answer_s: float,
+        ready_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`ready_s`: how long its first line, which it says by itself, may take; None where it only answers.  `env` adds variables."""
+        self._name, self._answer_s, self._ready_s = name, answer_s, ready_s
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0, start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        try:
+            self.ready = {} if self._ready_s is None else self._hear(self._ready_s)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def ask(self, do: str = "", /, **order: Any) -> dict[str, Any]:
+        """The answer to an order, {"do": `do`, ...} or what is given alone; to a program that can do one thing any order is the same."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **order} if do else order).encode() + b"\n")
+        except BrokenPipeError:
+            raise self._ended() from None
+        return self._hear(self._answer_s)
+
+    def _hear(self, deadline_s: float) -> dict[str, Any]:
+        ends = time.monotonic() + deadline_s
+        try:
+            while not (line := read_lines(self._process.stdout, max(0.0, ends - time.monotonic()), self._name)).startswith("{"):
+                pass
+        except EOFError:
+            raise self._ended() from None
+        except TimeoutError:
+            raise TimeoutError(f"{self._name} said nothing for {deadline_s:.0f} s:\n{self._tail()}") from None
+        return dict(json.loads(line))
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"{self._name} has ended:\n{self._tail()}")
+
+    def _tail(self, nbytes: int = 3000) -> str:
+        """Read at a place of its own: where the child goes on writing is shared with this process."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), nbytes, max(0, size - nbytes)).decode(errors="replace")
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
 
 
 class FolderWatch:

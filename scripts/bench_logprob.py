@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
-from typing import Any, Self
+from typing import Any
 
 import bench_harness as harness
 
@@ -31,35 +30,16 @@ class Unequal(Exception):
     """The ways did not compute the same; no ratio is worth anything."""
 
 
-class Child:
+def _child() -> harness.Child:
     """`logprob_sides.py`."""
-
-    def __init__(self) -> None:
-        threads = os.cpu_count() or 1
-        spec = {"hidden": HIDDEN, "vocab": VOCAB, "threads": threads}
-        self._process = subprocess.Popen(
-            [sys.executable, str(harness.ROOT / "scripts" / "logprob_sides.py"), json.dumps(spec)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env={**os.environ, **trainer_environment(threads), "PYTHONPATH": str(harness.ROOT)},
-        )  # fmt: skip
-
-    def __enter__(self) -> Self:
-        return self
-
-    def ask(self, **order: Any) -> dict[str, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        return dict(json.loads(harness.read_lines(self._process.stdout, DEADLINE_S, "logprob_sides.py")))
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+    threads = os.cpu_count() or 1
+    spec = {"hidden": HIDDEN, "vocab": VOCAB, "threads": threads}
+    return harness.Child(
+        "logprob_sides.py",
+        [sys.executable, harness.ROOT / "scripts" / "logprob_sides.py", json.dumps(spec)],
+        answer_s=DEADLINE_S,
+        env={**trainer_environment(threads), "PYTHONPATH": str(harness.ROOT)},
+    )
 
 
 def logprob_kernel(quick: bool) -> harness.Result:
@@ -73,7 +53,7 @@ def logprob_kernel(quick: bool) -> harness.Result:
     checks: list[harness.Check] = []
     ours: dict[str, Any] = {}
     peer: dict[str, Any] = {}
-    with Child() as child:
+    with _child() as child:
         apart: dict[str, float] = {}
         for entropy in (True, False):
             apart |= {f"{name}{' entropy' * entropy}": v for name, v in child.ask(compare=TOKENS, entropy=entropy).items()}
@@ -108,14 +88,14 @@ def logprob_kernel(quick: bool) -> harness.Result:
     )
 
 
-def _timed(child: Child, side: str, order: dict[str, Any]) -> Any:
+def _timed(child: harness.Child, side: str, order: dict[str, Any]) -> Any:
     return lambda: child.ask(side=side, **order)["seconds"]
 
 
 def _peak(side: str, tokens: int, entropy: bool) -> float:
     """Bytes, in a process that does nothing else."""
-    with Child() as child:
-        return child.ask(side=side, tokens=tokens, entropy=entropy, backward=True)["peak_bytes"]
+    with _child() as child:
+        return float(child.ask(side=side, tokens=tokens, entropy=entropy, backward=True)["peak_bytes"])
 
 
 def _memory(name: str, peer: list[float], ours: list[float], goal: float | None) -> harness.Check:

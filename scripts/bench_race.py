@@ -145,41 +145,18 @@ def agree(what: str, ours: dict[str, Any], peer: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- the two sides
 
 
-class Trinity:
+class Trinity(harness.Child):
     """The peer in a process and environment of its own; it answers one order at a time."""
 
     def __init__(self, work: Work, folder: Path) -> None:
-        self._folder = folder
-        self._spec = folder / "spec.json"
-        self._spec.write_text(json.dumps({**work.save(folder), "folder": str(folder), "threads": THREADS}))
-        self._count = 0
-
-    def __enter__(self) -> Self:
         python = harness.peer_python()
         if subprocess.run([python, "-c", "import trinity.buffer.storage.sql"], capture_output=True).returncode:
             raise harness.PeerMissing(f"{harness.PEERS.name} cannot import trinity-rft: run `make peers` again")
+        spec = folder / "spec.json"
+        spec.write_text(json.dumps({**work.save(folder), "folder": str(folder), "threads": THREADS}))
         script = harness.ROOT / "scripts" / "peers" / "trinity_buffer.py"
-        with (self._folder / "peer.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [python, script, self._spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0
-            )
-        self._answer(300)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    def ask(self, do: str, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
-        return self._answer(1800)
+        super().__init__("trinity-rft", [python, script, spec], ready_s=300, answer_s=1800)
+        self._folder, self._count = folder, 0
 
     def database(self) -> str:
         self._count += 1
@@ -193,14 +170,6 @@ class Trinity:
         found = {p["name"].lower(): p["version"] for p in json.loads(listed)}
         ours = harness.versions(*LIBRARIES)
         return {**ours, **{f"peer's {name}": found[name] for name in ("trinity-rft", *LIBRARIES) if name in found}}
-
-    def _answer(self, deadline_s: float) -> dict[str, Any]:
-        try:
-            answer: dict[str, Any] = json.loads(harness.read_lines(self._process.stdout, deadline_s, "trinity-rft"))
-        except EOFError:
-            said = (self._folder / "peer.log").read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"trinity-rft has ended:\n{said}") from None
-        return answer
 
 
 class Ours:

@@ -34,43 +34,21 @@ PROMPTS, RUNS, MAX_TOKENS, LR = 4, 8, 24, 1e-7
 START_S, STEP_S = 600.0, 600.0
 
 
-class Trl:
+class Trl(harness.Child):
     """TRL in its own environment; `step` makes one optimizer step."""
 
     def __init__(self, spec: dict[str, Any], folder: Path) -> None:
         path = folder / "trl.json"
         path.write_text(json.dumps({**spec, "folder": str(folder / "trl")}))
-        self._log = (folder / "trl.log").open("wb")
-        command = [str(harness.peer_python()), str(harness.ROOT / "scripts/peers/trl_step.py"), str(path)]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0, start_new_session=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-        self.reports: list[dict[str, float]] = []
-
-    def __enter__(self) -> Self:
-        self._hear(START_S)
-        return self
+        command = [harness.peer_python(), harness.ROOT / "scripts/peers/trl_step.py", path]
+        super().__init__("TRL", command, ready_s=START_S, answer_s=STEP_S, env={"HF_HUB_OFFLINE": "1"})
+        self.reports: list[dict[str, Any]] = []
 
     def step(self) -> float:
         """Seconds of one step: generation, scoring, update."""
-        assert self._child.stdin is not None
         began = time.monotonic()
-        self._child.stdin.write(b"step\n")
-        self.reports.append(self._hear(STEP_S))
+        self.reports.append(self.ask("step"))
         return time.monotonic() - began
-
-    def _hear(self, deadline_s: float) -> dict[str, Any]:
-        try:
-            return dict(json.loads(harness.read_lines(self._child.stdout, deadline_s, "TRL")))
-        except EOFError:
-            raise RuntimeError(f"TRL has ended:\n{Path(self._log.name).read_text()[-3000:]}") from None
-
-    def __exit__(self, *_: object) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        _end(self._child)
-        self._log.close()
 
 
 class Ours:
@@ -143,19 +121,18 @@ class Ours:
             run.close()
         self._server.close()
         self._watch.__exit__()
-        _end(self._child)
+        self._end()
         self._log.close()
 
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ask the child to stop, as Ctrl-C does; if it does not, kill what it started."""
-    if child.poll() is None:
-        child.send_signal(signal.SIGINT)
-    try:
-        child.wait(120)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    def _end(self) -> None:
+        """Ask it to stop, as Ctrl-C does; if it does not, kill what it started."""
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGINT)
+        try:
+            self._child.wait(120)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
 
 
 def config(model: Path, folder: Path, gate: Path, steps: int) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import bench_harness as harness
 import numpy as np
@@ -65,54 +64,31 @@ def rollouts(count: int, path: Path) -> dict[str, float]:
     }
 
 
-class Side:
+class Side(harness.Child):
     """One trainer in a process of its own; `step` makes one train step."""
 
     def __init__(self, python: Path | str, script: str, spec: dict[str, Any], folder: Path, threads: int) -> None:
-        self.folder = folder
         folder.mkdir()
         path = folder / "spec.json"
         path.write_text(json.dumps({**spec, "folder": str(folder)}))
-        self._log = (folder / "log").open("wb")
-        env = {**os.environ, **trainer_environment(threads), "HF_HUB_OFFLINE": "1"}
-        self._child = subprocess.Popen(
-            [str(python), str(harness.ROOT / "scripts" / script), str(path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0, env=env,
-        )  # fmt: skip
-        self.reports: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Self:
-        self.ready = self._hear(START_S)
-        return self
+        super().__init__(
+            folder.name,
+            [python, harness.ROOT / "scripts" / script, path],
+            ready_s=START_S,
+            answer_s=STEP_S,
+            env={**trainer_environment(threads), "HF_HUB_OFFLINE": "1"},
+        )
+        self.folder, self.reports = folder, list[dict[str, Any]]()
 
     def step(self) -> float:
         """Seconds from the rows at hand until the weights are updated."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(b"step\n")
-        self.reports.append(self._hear(STEP_S))
+        self.reports.append(self.ask("step"))
         return float(self.reports[-1]["seconds"])
 
     def logprobs(self) -> dict[str, np.ndarray]:
         """Of all rows, before the first update."""
         found: dict[str, np.ndarray] = load_file(self.folder / "logprobs.safetensors")
         return found
-
-    def _hear(self, deadline_s: float) -> dict[str, Any]:
-        try:
-            return dict(json.loads(harness.read_lines(self._child.stdout, deadline_s, self.folder.name)))
-        except EOFError:
-            raise RuntimeError(f"{self.folder.name} has ended:\n{Path(self._log.name).read_text()[-3000:]}") from None
-
-    def __exit__(self, *_: object) -> None:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.close()
-        try:
-            self._child.wait(60)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-        self._child.stdout.close()
-        self._log.close()
 
 
 class Unequal(Exception):

@@ -6,9 +6,10 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # before anything imports torch, transformers or ray
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.update(
     WANDB_MODE="offline", HF_HUB_DISABLE_TELEMETRY="1", RAY_USAGE_STATS_ENABLED="0", DO_NOT_TRACK="1", MPLBACKEND="Agg"
@@ -21,8 +22,33 @@ from rft.testing.postgres import postgres as postgres
 if importlib.util.find_spec("rft.testing.leftovers_plugin"):
     pytest_plugins = ["rft.testing.leftovers_plugin"]
 
+# Whole runs on Ray or vLLM: with several workers (-n) one of them plays these, one after the other, and begins with them.
+ON_RAY = {
+    f"test_{name}.py"
+    for name in (
+        *("main_job", "run_doors", "run_trackers", "run_kill", "run_engine_kill", "sync_faults", "vllm_engine", "vllm_models"),
+        *("place_ray", "run_bad_input", "run_storages", "resume_exactness", "debug_vllm", "learning_goals", "memory_estimate"),
+    )
+}
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share what it sets up, so they go to one worker; those of ON_RAY all go to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "on Ray" if Path(file).name in ON_RAY else file
+
+    config.option.loadscopereorder = False  # files in the order below, not those of many small tests first
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name not in ON_RAY)
     if not importlib.util.find_spec("vllm"):
         _skip(items, "vllm", "vLLM is not installed")
     if any(item.get_closest_marker("gpu") for item in items):

@@ -18,7 +18,6 @@ from rft.algorithm.advantage_args import GrpoArgs as GrpoArgs
 from rft.algorithm.argbase import AggMode as AggMode
 from rft.algorithm.argbase import Args as Args
 from rft.algorithm.argbase import NoArgs as NoArgs
-from rft.algorithm.coming import COMING
 from rft.algorithm.loss_args import LOSSES
 from rft.algorithm.loss_args import PpoArgs as PpoArgs
 from rft.errors import ConfigError, ConfigErrors
@@ -125,18 +124,8 @@ def check_args(kind: str, name: str, given: Mapping[str, Any], *, key: str = "")
     return validate(part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args", kind=kind)
 
 
-def accept_args(kind: str, name: str, given: Mapping[str, Any]) -> BaseModel:
-    """`check_args`, which also accepts parts that are not there yet."""
-    if (model := COMING.get((kind, name))) is None:
-        return check_args(kind, name, given)
-    return validate(model, given, what=f'{KINDS[kind]} "{name}"', key=f"algorithm.{kind}_args", kind=kind)
-
-
 def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
-    """The model that arguments of this part are checked against; raises ConfigError for a name that is not available.
-
-    Parts of `COMING` are not: whoever only checks a configuration looks there first, as `accept_args` does.
-    """
+    """The model that arguments of this part are checked against; raises ConfigError for a name that is not available."""
     if (model := ARGS.get((kind, name))) is not None:
         return model
     if ":" in name or name in REGISTRY.names(kind):
@@ -149,12 +138,7 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     if reason := _REFUSED.get((kind, name)):
         raise ConfigError(f"{name!r} is not offered: {reason}", key=key, given=name)
     known = sorted({n for k, n in ARGS if k == kind} | set(REGISTRY.names(kind)))
-    if (kind, name) in COMING:
-        raise ConfigError(f"{KINDS[kind]} {name!r} comes later.  Available: {', '.join(known)}.", key=key, given=name)
-    later = sorted(n for k, n in COMING if k == kind)
-    told = f"  Later: {', '.join(later)}." if later else ""
-    near = _near(name, [*known, *later])
-    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{told}{near}", key=key, given=name)
+    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{_near(name, known)}", key=key, given=name)
 
 
 def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str, kind: str = "") -> BaseModel:

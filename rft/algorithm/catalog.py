@@ -1,7 +1,7 @@
 """Algorithms by name: which parts each one is made of, and what a configuration of parts needs computed.  Torch-free.
 
 A configuration names an algorithm and may replace any part of it.  Invariant: every entry's parts and arguments pass
-`accept_args`.
+`check_args`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rft.algorithm.argbase import Args, Computed, Sampled
-from rft.algorithm.args import ARGS, KINDS, AggMode, EntropyArgs, KlArgs, check_args, validate
+from rft.algorithm.args import AggMode, EntropyArgs, KlArgs, check_args, validate
 from rft.algorithm.controller import KlController
 from rft.algorithm.correction_args import CorrectionArgs
 from rft.errors import ConfigError
@@ -50,7 +50,7 @@ def _of(name: str, advantage_fn: str, policy_loss_fn: str, repeat_times: int, do
 _SEQUENCES: Any = {"loss_agg_mode": "seq-mean-token-mean"}
 _MIXED: Any = {"entropy_loss_fn": "mix", "sample_strategy": "mix"}
 _NO_BONUS: Any = {"entropy_loss_fn": "none"}
-_EVERY: dict[str, AlgorithmDefaults] = {
+ALGORITHMS: dict[str, AlgorithmDefaults] = {
     d.name: d
     for d in (
         AlgorithmDefaults(
@@ -118,27 +118,17 @@ _EVERY: dict[str, AlgorithmDefaults] = {
         _of("dpo", "none", "dpo", 1, "Direct preference optimisation (arXiv:2305.18290).", data="pairs", **_NO_BONUS),
     )
 }
-
-
-def _there(d: AlgorithmDefaults) -> bool:
-    return all((kind, getattr(d, kind)) in ARGS for kind in KINDS)
-
-
-ALGORITHMS = {name: d for name, d in _EVERY.items() if _there(d)}
-LATER = {name: d for name, d in _EVERY.items() if not _there(d)}  # accepted; a run is refused until what they need is there
 RENAMED = {"grpo_verl": "grpo"}  # older names that people bring along
 
 
 def algorithm_defaults(name: str, *, key: str = "algorithm.algorithm_type") -> AlgorithmDefaults:
-    """The parts of algorithm `name`, `LATER` ones too; raises ConfigError that lists what there is."""
+    """The parts of algorithm `name`; raises ConfigError that lists what there is."""
     name = RENAMED.get(name, name)
-    if (found := ALGORITHMS.get(name) or LATER.get(name)) is not None:
+    if (found := ALGORITHMS.get(name)) is not None:
         return found
-    near = difflib.get_close_matches(name, [*ALGORITHMS, *LATER], n=1)
+    near = difflib.get_close_matches(name, ALGORITHMS, n=1)
     tail = f"  Did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"unknown algorithm {name!r}.  Available: {', '.join(ALGORITHMS)}; later: {', '.join(LATER)}.{tail}", key=key, given=name
-    )
+    raise ConfigError(f"unknown algorithm {name!r}.  Available: {', '.join(ALGORITHMS)}.{tail}", key=key, given=name)
 
 
 _NO_GROUPS = ("none", "ppo", "reinforce", "reinforceplusplus", "remax", "on_policy_distill", "jsd")

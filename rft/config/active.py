@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 
 from rft.algorithm.args import ARGS, KINDS, RENAMED
 from rft.algorithm.catalog import algorithm_defaults
-from rft.algorithm.coming import COMING
 from rft.config.messages import models
 from rft.config.outside import LATER_OUTSIDE
 from rft.config.schema.algorithm import AlgorithmConfig
@@ -68,10 +67,6 @@ def listed() -> list[tuple[str, str]]:
             if mark := marked(field):
                 values = f": {', '.join(map(str, mark['values']))}" if mark.get("values") else ""
                 found.append((f"algorithm.{kind}_args.{name} of {part}{values}", mark["instead"]))
-    for (kind, part), model in COMING.items():
-        found += [
-            (f"algorithm.{kind}_args.{name} of {part}", f"it belongs to {part}, which comes later") for name in model.model_fields
-        ]
     return [*found, ("mode: train without sft, cpt or dpo", _TRAIN), *LATER_OUTSIDE.items()]
 
 
@@ -83,7 +78,7 @@ def _reads_data(a: AlgorithmConfig) -> bool:
 
 
 def _arguments(a: AlgorithmConfig, key: str) -> Iterator[NotActive]:
-    """Arguments of parts: all of a part that is not there yet, single ones of the others."""
+    """Single arguments of parts."""
     try:
         base = algorithm_defaults(a.algorithm_type)
     except ConfigError:
@@ -93,12 +88,10 @@ def _arguments(a: AlgorithmConfig, key: str) -> Iterator[NotActive]:
         part = RENAMED.get((kind, part), part)
         fields = ARGS[kind, part].model_fields if (kind, part) in ARGS else {}
         for name, value in getattr(a, f"{kind}_args").items():
-            here = f"{key}.{kind}_args.{name}"
-            if (kind, part) in COMING:
-                yield NotActive(key=here, value=value, instead=f"it belongs to {part}, which comes later")
-            elif name in fields and (mark := marked(fields[name])):
+            if name in fields and (mark := marked(fields[name])):
                 later = value in mark["values"] if mark.get("values") else value != fields[name].default
                 if later:
+                    here = f"{key}.{kind}_args.{name}"
                     yield NotActive(key=here, value=value, instead=mark["instead"], harmless=mark.get("harmless", False))
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rft.algorithm.args import ARGS
-from rft.algorithm.coming import COMING
 from rft.config import aliases, reference
 from rft.config.active import marked
 from rft.config.known import advice
@@ -57,8 +56,6 @@ READ_BY = (  # longest beginning first: who does what with a key
     ("deterministic", "explorer, engines and trainer"),
     ("", "launcher: the run and its folder"),
 )
-
-PARTS = {**ARGS, **COMING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,13 +270,12 @@ def _argument(name: str) -> Description | None:
             trinity=key,
         )
     kind, argument = match.groups()
-    takers = {part: m.model_fields[argument] for (k, part), m in PARTS.items() if k == kind and argument in m.model_fields}
+    takers = {part: m.model_fields[argument] for (k, part), m in ARGS.items() if k == kind and argument in m.model_fields}
     if not takers:
         return None
     one = next(iter(takers.values()))
-    coming = [part for part in takers if (kind, part) in COMING]
     later = marked(one)
-    active = f"not yet: {later['instead']}" if later else "yes" if not coming else f"not yet for {', '.join(coming)}"
+    active = f"not yet: {later['instead']}" if later else "yes"
     return Description(
         key=name,
         meaning=one.description or f"argument of {kind}",
@@ -297,7 +293,7 @@ def _argument(name: str) -> Description | None:
 def _parts(key: str) -> tuple[str, ...]:
     """Names of the arguments that the shipped parts take below an _args key."""
     match = re.fullmatch(r"algorithm\.(\w+)_args", key)
-    return tuple(dict.fromkeys(n for (k, _), m in PARTS.items() if match and k == match[1] for n in m.model_fields))
+    return tuple(dict.fromkeys(n for (k, _), m in ARGS.items() if match and k == match[1] for n in m.model_fields))
 
 
 @cache

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, accept_args
+from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, check_args
 from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
-from rft.algorithm.coming import COMING
 from rft.algorithm.loss_args import LOSSES
 from rft.buffer.settings import BufferSettings
 from rft.config import given, policies, roles, served, spread, steps
@@ -230,10 +229,7 @@ def _lengths(config: RunConfig, p: Problems) -> tuple[int, int, int]:
 
 
 def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmSettings, int, bool]:
-    """(settings, runs of a task, whether these are compared with each other).
-
-    The settings hold parts that exist; grpo's stand in for those that come later, and the run is refused (`Plan.not_active`).
-    """
+    """(settings, runs of a task, whether these are compared with each other)."""
     a = config.algorithm
     try:
         base = algorithm_defaults(a.algorithm_type)
@@ -242,7 +238,6 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
         base = next(iter(ALGORITHMS.values()))
     if base.name != a.algorithm_type and not p.errors:
         p.warn(f"algorithm.algorithm_type: {a.algorithm_type} is the older name of {base.name}")
-    there = ALGORITHMS.get(base.name, ALGORITHMS["grpo"])
     parts: dict[str, Any] = {}
     for kind in KINDS:
         written, default = getattr(a, kind), getattr(base, kind)
@@ -255,16 +250,13 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
         args = {**inherited, **getattr(a, f"{kind}_args")}
         if (
             (kind, part) in ARGS
-            or (kind, part) in COMING
             or facts.plugins_loaded
             or (":" not in part and not config.plugin_dirs and not facts.plugin_dirs and not _entry_points())
         ):
             try:
-                accept_args(kind, part, args)
+                check_args(kind, part, args)
             except ConfigError as e:
                 p.take(e)
-        if (kind, part) in COMING:
-            part, args = getattr(there, kind), dict(getattr(there, f"{kind}_args", {}))
         if kind in BUILT or kind == "sample_strategy":
             parts[kind], parts[f"{kind}_args"] = part, args
     loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], p)
@@ -277,7 +269,7 @@ def _algorithm(config: RunConfig, facts: Facts, p: Problems) -> tuple[AlgorithmS
         if not all(0 <= b < 1 for b in o.betas):
             p.error(f"{key}.betas", "each must be in [0, 1)", given=list(o.betas))
     settings = AlgorithmSettings(
-        algorithm_type=there.name,
+        algorithm_type=base.name,
         loss_agg_mode=loss_agg_mode,
         **parts,
     )
@@ -314,7 +306,7 @@ def _advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problem
     if (model := ARGS.get(("advantage_fn", name))) is None:
         return
     try:
-        args = accept_args("advantage_fn", name, algorithm.advantage_fn_args)
+        args = check_args("advantage_fn", name, algorithm.advantage_fn_args)
     except ConfigError:
         return  # told by `_algorithm`
     if rows is not None and getattr(args, "whole_groups", False):

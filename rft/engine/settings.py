@@ -81,3 +81,7 @@ class AuxiliarySettings:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def task(self) -> str:
+        return self.engines[0].task

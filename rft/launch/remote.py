@@ -12,7 +12,6 @@ import importlib
 import io
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, Ru
 from rft.launch import leftovers
 from rft.launch.pulse import Pulse
 from rft.logs import learn_secrets, redact, to_file
+from rft.parent import die_with_parent
 
 log = logging.getLogger(__name__)
 ANSWER_S = 60.0  # for a process to say whether its part is well; one that Ray is making anew is waited for
@@ -90,8 +90,7 @@ def own_output(logs: Path, name: str, level: str) -> None:
     os.dup2(out, 2)
     sys.stdout = sys.stderr = _Redacting(os.fdopen(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
     faulthandler.enable(file=2)
-    if sys.platform == "linux":
-        _die_with_parent()
+    die_with_parent()
 
 
 class _Redacting(io.TextIOWrapper):
@@ -100,12 +99,6 @@ class _Redacting(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         super().write(redact(text))
         return len(text)
-
-
-def _die_with_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Proxy:

@@ -12,6 +12,8 @@ from rft.plugins import REGISTRY, Plugin, checked_args
 from rft.reward import functions, known, lists, manager, overlong, sources
 from rft.reward.base import Reward
 
+_BESIDE_CALL = ("whole_group", "prepare", "close", "asks", "gold_answer")  # what a reward may have, see `rft.reward.base`
+
 
 def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
     """The reward called `name`, or the one of the data source `name`.
@@ -44,6 +46,7 @@ def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
         made = plugin.obj(**checked_args(plugin, own, key=key))
     else:
         made = partial(plugin.obj, **checked_args(plugin, own, key=key))
+        vars(made).update({name: getattr(plugin.obj, name) for name in _BESIDE_CALL if hasattr(plugin.obj, name)})
     if not callable(made):
         raise ConfigError(
             f"reward {name!r} cannot be called; write a function or a class with __call__(task, transcript)", key=key

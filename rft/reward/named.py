@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from rft.errors import ConfigError
 
 
-def named(models: Mapping[str, object], name: str | None, *, who: str, key: str) -> str:
-    """`name`, or that of the only model.  Raises ConfigError at `key` where it is not there, or is not the only one and not named."""
+def named(models: Mapping[str, object], name: str | None, *, who: str, key: str, task: str) -> str:
+    """`name`, or that of the only model, which must be of `task` ("generate", "score") where it says so, as a configuration's does.
+
+    Raises ConfigError at `key` where it is not there, or is not the only one and not named, and for one of another task.
+    """
     different = len({id(m) for m in models.values()})
     if name is None and different != 1:
         there = f"{different} auxiliary models ({', '.join(models)})" if models else "no auxiliary models"
@@ -17,5 +20,12 @@ def named(models: Mapping[str, object], name: str | None, *, who: str, key: str)
     if name not in models:
         raise ConfigError(
             f"no auxiliary model has this name; explorer.auxiliary_models has {', '.join(models) or 'none'}", key=key, given=name
+        )
+    if (given := getattr(models[name], "task", task)) != task:
+        raise ConfigError(
+            f"{who} asks auxiliary model {name}, which is of task: {given}; write task: {task} in its entry of "
+            "explorer.auxiliary_models, or name another",
+            key=key,
+            given=name,
         )
     return name

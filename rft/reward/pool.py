@@ -27,6 +27,8 @@ from typing import Any, BinaryIO, Protocol
 
 import xxhash
 
+from rft.parent import die_with_parent
+
 START_TIMEOUT_S = 120.0  # importing sympy on a busy machine
 _MEMO = 65536
 _POOLS: weakref.WeakSet[Counted] = weakref.WeakSet()
@@ -230,7 +232,7 @@ class _Worker:
 
 def serve(load: Callable[[], Callable[[dict[str, Any]], Any]]) -> None:
     """The worker's side: answer requests until the parent closes the pipe.  What `load` returns is called with each request."""
-    _die_with_parent()
+    _end_with_parent()
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print must not get between the answers
     answer = load()
@@ -250,13 +252,10 @@ def _send(sink: BinaryIO, reply: dict[str, Any]) -> None:
     sink.flush()
 
 
-def _die_with_parent() -> None:
+def _end_with_parent() -> None:
     """A worker that computes for ever must not outlive a parent that was killed (elsewhere only idle ones end)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent()
     if str(os.getppid()) != os.environ.get("RFT_PARENT"):
         raise SystemExit("the parent is already gone")
 

@@ -36,7 +36,7 @@ class RewardModel:
 
     def asks(self, models: Mapping[str, object]) -> str:
         """The name of the auxiliary model.  Raises ConfigError where it is not there, or is not the only one and not named."""
-        return named(models, self._name, who="reward_model (of task: score)", key="reward_fn_args.model")
+        return named(models, self._name, who="reward_model (of task: score)", key="reward_fn_args.model", task="score")
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         """Raises ConfigError as `asks`."""

@@ -1,12 +1,14 @@
 """pytest plugin: a test session that leaves a process, shared memory, a temporary folder or an open listener behind fails.
 
-Everything the session starts inherits a mark, so what other people run on the machine meanwhile does not count.
+Everything the session starts inherits a mark, so what other people run on the machine meanwhile does not count.  With several workers
+(pytest-xdist) each has its own mark and tells the session what it left.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
+from typing import Any
 
 import pytest
 
@@ -18,15 +20,27 @@ _LEFT = pytest.StashKey[list[str]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_LEFT] = []
+    if hasattr(session.config, "workerinput"):
+        os.environ[leftovers.MARK] = uuid.uuid4().hex
     os.environ.setdefault(leftovers.MARK, uuid.uuid4().hex)
     session.config.stash[_BEFORE] = leftovers.snapshot()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    left = session.config.stash[_LEFT] = leftovers.compare(session.config.stash[_BEFORE])
-    if left and session.exitstatus == pytest.ExitCode.OK:
+    left, config = session.config.stash[_LEFT], session.config
+    if not config.getoption("numprocesses", None):  # with workers it played no test itself, and they have told
+        left += leftovers.compare(config.stash[_BEFORE])
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output["left"] = left
+    elif left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    node.config.stash[_LEFT] += getattr(node, "workeroutput", {}).get("left", [f"worker {node.gateway.id} died and said nothing"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

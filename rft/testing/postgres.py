@@ -12,13 +12,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from rft.parent import die_with_parent
 
 REQUIRE = "RFT_REQUIRE_POSTGRES"
 START_S = 30.0
@@ -136,7 +138,7 @@ class PostgresServer:
                 text=True,
                 user=self._user,
                 cwd="/",
-                preexec_fn=_end_with_parent(),
+                preexec_fn=partial(die_with_parent, signal.SIGINT),
             )
             assert self._process.stderr is not None
             with self._process.stderr as lines:
@@ -165,13 +167,3 @@ def postgres() -> Iterator[PostgresServer]:
         yield server
     finally:
         server.close()
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """What tells the server's process, before it begins, to stop when the tests' process dies."""
-    if sys.platform != "linux":
-        return None
-    import ctypes
-
-    prctl = ctypes.CDLL(None).prctl  # found here: the new user may not read this interpreter's files
-    return lambda: prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from rft.engine.base import PromptTooLong
+from rft.parent import die_with_parent
 from rft.plugins import import_file
 from rft.types.completion import Completion, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
@@ -83,12 +84,10 @@ def _module(file: Path) -> Any:
 
 
 def _child(channel: socket.socket, cls: Any) -> None:
-    from rft.reward.box.kernel import die_with_parent
-
     code = 1
     try:
         os.setpgid(0, 0)
-        die_with_parent(9)
+        die_with_parent()
         asyncio.run(_play(channel, cls))
         code = 0
     finally:

@@ -6,35 +6,20 @@ Generation is stubbed by `rollout_func`, TRL's own hook for it; everything after
 backward, clipping, AdamW.  Two numbers are handed to its loss, so that it is the loss that rft computes: the recorded log-probs as
 those of the old policy, and the tokens of the whole step as denominator, also where generation batches are smaller than the step.
 
-Protocol on the pipes: it prints {"ready": true, "versions"} once everything is loaded; for each line on stdin it does one step and prints
-{"step", "seconds", "loss", "grad_norm", "peak_bytes"}; it ends when stdin closes.  The log-probs of the first step are written to
-logprobs.safetensors in its folder.
+Protocol on the pipes: that of trl_side.py; after each step it prints {"step", "seconds", "loss", "grad_norm", "peak_bytes"}.  The log-probs
+of the first step are written to logprobs.safetensors in its folder.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-SPEC: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+from trl_side import SPEC, OneStepAtATime, race, say, trainer
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-
-OUT = sys.stdout
-sys.stdout = sys.stderr  # whatever the libraries print is not part of the protocol
-
-
-def say(**message: Any) -> None:
-    print(json.dumps(message), file=OUT, flush=True)
+import torch  # isort: skip  # after trl_side, which says how many threads it has
+from safetensors.torch import load_file, save_file  # isort: skip
+from trl import GRPOTrainer  # isort: skip
 
 
 class Rollouts:
@@ -96,22 +81,17 @@ class Trainer(GRPOTrainer):
         return found
 
 
-class OneStepAtATime(TrainerCallback):
-    """Waits for a line before each optimizer step and reports after it."""
+class RecordedStep(OneStepAtATime):
+    """The step holds scoring and the update."""
 
     trainer: Trainer
-    began = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 0:
-            say(ready=True, versions={name: importlib.metadata.version(name) for name in ("trl", "torch", "transformers")})
-        if not sys.stdin.readline():
-            raise KeyboardInterrupt
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        super().on_step_begin(args, state, control, **more)
         self.trainer.loss = 0.0
-        self.began = time.monotonic()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds = time.monotonic() - self.began
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        super().on_step_end(args, state, control, **more)
         if self.trainer.logps:
             save_file(self.trainer.logps, str(Path(SPEC["folder"]) / "logprobs.safetensors"))
             self.trainer.logps = None
@@ -126,48 +106,21 @@ class OneStepAtATime(TrainerCallback):
 
 
 def main() -> None:
-    torch.set_num_threads(SPEC["threads"])
     rollouts = Rollouts(SPEC["rollouts"])
     count, micro = len(rollouts.rows), SPEC["micro_batch"]
     together = max(rollouts.runs, micro) if SPEC["per_group"] else count  # rows that are padded to one length
-    waiter = OneStepAtATime()
-    config = GRPOConfig(
-        output_dir=SPEC["folder"],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,  # faster, and the memory is there
-        learning_rate=SPEC["lr"],
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=count // micro,
-        steps_per_generation=together // micro,
-        num_generations=rollouts.runs,
-        max_completion_length=1024,
-        temperature=1.0,
-        beta=0.0,
-        loss_type="dapo",  # the mean over all tokens of the step
-        num_iterations=1,
-        shuffle_dataset=False,
-        max_steps=SPEC["steps"],
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-    )
-    trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(SPEC["model"], dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(SPEC["model"], padding_side="left"),
-        reward_funcs=recorded_reward,
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": str(g)} for g in range(rollouts.groups)]),
-        callbacks=[waiter],
-        rollout_func=rollouts,
-    )
-    trainer.rollouts, waiter.trainer = rollouts, trainer
-    with contextlib.suppress(KeyboardInterrupt):  # stdin closed: the race is over
-        trainer.train()
+    settings = {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": count // micro,
+        "steps_per_generation": together // micro,
+        "num_generations": rollouts.runs,
+        "max_completion_length": 1024,
+        "shuffle_dataset": False,
+    }
+    rows, waiter = [{"prompt": str(g)} for g in range(rollouts.groups)], RecordedStep()
+    made = trainer(rows, waiter, recorded_reward, settings, Trainer, rollout_func=rollouts)
+    made.rollouts, waiter.trainer = rollouts, made
+    race(made)
 
 
 if __name__ == "__main__":

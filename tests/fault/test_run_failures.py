@@ -104,7 +104,11 @@ FAILS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FAILS)
+SAME_WAY = ("reward is NaN", "reward is text")  # as "reward is None"; tests/unit/reward looks at every value
+EACH = [pytest.param(kind, marks=pytest.mark.slow) if kind in SAME_WAY else kind for kind in FAILS]
+
+
+@pytest.mark.parametrize("kind", EACH)
 def test_user_code_that_always_fails_stops_the_run(tiny_model: Path, tmp_path: Path, broken: Path, kind: str) -> None:
     key, name, says = FAILS[kind]
     done = start(tmp_path, tiny_model, f"{key}={broken}:{name}")

@@ -53,7 +53,7 @@ def test_kill_nine_of_every_process_then_the_same_command(tiny_model, tmp_path):
     assert leftovers.compare(before) == []
 
 
-@pytest.mark.parametrize("phase", ["starting", "exploring", "training"])
+@pytest.mark.parametrize("phase", ["starting", pytest.param("exploring", marks=pytest.mark.slow), "training"])
 def test_ctrl_c(tiny_model, tmp_path, phase):
     before = leftovers.snapshot()
     arguments = runs.arguments(tiny_model, tmp_path, *runs.SMALL, *STEPS, "trainer.total_steps=4000")

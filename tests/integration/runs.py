@@ -57,8 +57,12 @@ class Run:
             assert seen and any(text in line for line in self.lines), f"no {text!r} within {timeout_s} s in:\n{self.output}"
 
     def end(self, timeout_s: float = 240) -> int:
-        """The exit code."""
-        code = self.process.wait(timeout_s)
+        """The exit code.  One that takes longer is killed, and its parts with it."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
         self._reader.join(10)
         assert self.process.stdout is not None
         self.process.stdout.close()

@@ -13,7 +13,7 @@ runs = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runs)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_it_learns_in_eighty_steps(tmp_path, seed):
     model = tiny.make(tmp_path / "model", seed=seed)
     overrides = (f"seed={seed}", "explorer.eval_interval=1000", "explorer.eval_on_startup=true")

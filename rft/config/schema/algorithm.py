@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.algorithm.catalog import ALGORITHMS, LATER
-from rft.algorithm.coming import coming
-from rft.config.schema.base import Args, IgnoreCase, Later, Section, key, renamed, section
+from rft.algorithm.catalog import ALGORITHMS
+from rft.config.schema.base import Args, IgnoreCase, Section, key, renamed, section
 
 Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], IgnoreCase]
 
@@ -88,21 +87,12 @@ class RolloutCorrectionConfig(Section):
     )
 
 
-def _waits(instead: str, names: tuple[str, ...]) -> Later | None:
-    """The mark of a key some of whose values are not there yet."""
-    return Later(instead, values=names) if names else None
-
-
-_PART = "its formula comes with the algorithms that use it; leave it out"
-
-
 class AlgorithmConfig(Section):
     """The algorithm by name, and its parts where they should differ from what the name implies."""
 
     algorithm_type: Annotated[str, IgnoreCase] = key(
         "grpo",
         f"Gives the parts below that are not written: {', '.join(ALGORITHMS)}.",
-        later=_waits("what it needs comes later; use grpo", tuple(LATER)),
     )
     repeat_times: int | None = key(
         None, "Runs of each task, the size of a group.  Null: what the algorithm recommends.", unit="runs", ge=1
@@ -113,35 +103,23 @@ class AlgorithmConfig(Section):
         "Which experiences make a batch: default = what the buffer reads first; staleness_control = the same without experiences older "
         "than its max_staleness, which is synchronizer.max_staleness; pf_ppo = the same as default, its rows drawn anew by their "
         "reward.  Null: the algorithm's own.",
-        later=_waits(
-            "batches hold the policy's own experiences",
-            coming("sample_strategy"),
-        ),
     )
     sample_strategy_args: Args = key({}, "Single arguments of sample_strategy that differ from its defaults.")
-    advantage_fn: str | None = key(
-        None, "How rewards become advantages.  Null: the algorithm's own.", later=_waits(_PART, coming("advantage_fn"))
-    )
+    advantage_fn: str | None = key(None, "How rewards become advantages.  Null: the algorithm's own.")
     advantage_fn_args: Args = key({}, "Single arguments of advantage_fn that differ from its defaults.")
-    policy_loss_fn: str | None = key(
-        None, "The policy loss.  Null: the algorithm's own.", later=_waits(_PART, coming("policy_loss_fn"))
-    )
+    policy_loss_fn: str | None = key(None, "The policy loss.  Null: the algorithm's own.")
     policy_loss_fn_args: Args = key({}, "Single arguments of policy_loss_fn that differ from its defaults.")
     kl_loss_fn: str | None = key(
         None,
         "KL loss against the reference model; none = no reference model.  Null: the algorithm's own.",
-        later=_waits("use k3 or low_var_kl", coming("kl_loss_fn")),
     )
     kl_loss_fn_args: Args = key({}, "Single arguments of kl_loss_fn that differ from its defaults.")
     kl_penalty_fn: str = key(
         "none",
         "KL against the reference model, taken from the rewards of the tokens before the advantages; none: rewards as they are.",
-        later=_waits("use k1", coming("kl_penalty_fn")),
     )
     kl_penalty_fn_args: Args = key({}, "Single arguments of kl_penalty_fn that differ from its defaults.")
-    entropy_loss_fn: str | None = key(
-        None, "Entropy bonus.  Null: the algorithm's own.", later=_waits("use default", coming("entropy_loss_fn"))
-    )
+    entropy_loss_fn: str | None = key(None, "Entropy bonus.  Null: the algorithm's own.")
     entropy_loss_fn_args: Args = key({}, "Single arguments of entropy_loss_fn that differ from its defaults.")
     loss_agg_mode: (
         Annotated[Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"], IgnoreCase]

@@ -14,7 +14,7 @@ RDONLY, NOSUID, NODEV = 1, 2, 4  # MOUNT_ATTR_*
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _MOUNT_SETATTR = 442  # the same number on every machine
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,10 +41,6 @@ def swap_root(new: str, old: str) -> None:
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], new.encode(), f"{new}{old}".encode()), "pivot_root")
     os.chdir("/")
     _check(_libc.umount2(old.encode(), _MNT_DETACH), "unmount of the old root")
-
-
-def die_with_parent(signal: int) -> None:
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal, 0, 0, 0), "PR_SET_PDEATHSIG")
 
 
 def hide_memory() -> None:

@@ -22,6 +22,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
+from rft.parent import die_with_parent
 from rft.reward.box import kernel, program, referee, seccomp, spaces, wire
 
 FDS = ("leash", "channel", "link", "stdin", "stdout", "stderr")
@@ -121,7 +122,7 @@ def _code(status: int) -> int:
 
 def _first(order: dict[str, Any], fds: dict[str, int], level: str, _: int) -> NoReturn:
     """The first process of a process space: when it ends, the kernel kills all others of the space."""
-    kernel.die_with_parent(signal.SIGKILL)
+    die_with_parent()
     pid = os.fork()
     if pid == 0:
         _child(order, fds, level, 1)
@@ -213,7 +214,7 @@ def _drop(order: dict[str, Any], parent: int) -> None:
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     kernel.drop_capabilities()
-    kernel.die_with_parent(signal.SIGKILL)  # after the change of user, which clears it
+    die_with_parent()  # after the change of user, which clears it
     if os.getppid() != parent:
         raise OSError("the keeper is gone")
     kernel.hide_memory()

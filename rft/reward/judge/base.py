@@ -121,7 +121,7 @@ class Judge:
 
     def asks(self, models: Mapping[str, object]) -> str:
         """The name of the auxiliary model.  Raises ConfigError where it is not there, or is not the only one and not named."""
-        return named(models, self.args.judge, who=self.kind, key="reward_fn_args.judge")
+        return named(models, self.args.judge, who=self.kind, key="reward_fn_args.judge", task="generate")
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         """Raises ConfigError as `asks`, and where judges that ask the same model have different limits."""

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from rft import faults
+from rft.parent import die_with_parent
 from rft.testing.lab import roles
 from rft.testing.lab.plan import Plan
 
@@ -89,8 +90,7 @@ def _reap(children: dict[int, str]) -> None:
 def _child(order: Order) -> NoReturn:
     code = 1
     try:
-        libc = ctypes.CDLL(None)
-        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.environ[faults.VARIABLE] = order.fault
         plan = order.plan
@@ -100,7 +100,7 @@ def _child(order: Order) -> NoReturn:
         if order.first_write or plan.power_loss or plan.clock:
             shadow = str(plan.shadow) if plan.power_loss else ""
             writes = (ctypes.c_long(order.first_write), ctypes.c_long(order.last_write))
-            libc.lab_arm(str(plan.run).encode(), shadow.encode(), *writes, order.error, plan.clock)
+            ctypes.CDLL(None).lab_arm(str(plan.run).encode(), shadow.encode(), *writes, order.error, plan.clock)
         if order.sql:
             die_at(order.sql)
         events = roles.Events(plan, order.tag.split("|")[1], lambda event: say(told=order.tag, event=event))

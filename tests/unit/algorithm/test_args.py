@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from rft.algorithm.args import ARGS, BUILT, KINDS, KlArgs, PpoArgs, accept_args, check_args
-from rft.algorithm.catalog import ALGORITHMS, LATER, algorithm_defaults, compares_in_groups, needs
-from rft.algorithm.coming import COMING, coming
+from rft.algorithm.args import ARGS, BUILT, KINDS, KlArgs, PpoArgs, check_args
+from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults, compares_in_groups, needs
 from rft.errors import ConfigError, ConfigErrors
 from rft.plugins import REGISTRY
 from rft.trainer.settings import AlgorithmSettings
@@ -59,9 +58,7 @@ def test_clip_bounds_default_to_clip_range() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    undocumented = [
-        (n, f) for (_, n), model in (ARGS | COMING).items() for f, info in model.model_fields.items() if not info.description
-    ]
+    undocumented = [(n, f) for (_, n), model in ARGS.items() for f, info in model.model_fields.items() if not info.description]
     assert not undocumented
 
 
@@ -71,16 +68,13 @@ def test_every_listed_part_is_registered_with_its_args_and_the_reverse() -> None
         (p.kind, p.name): p.args for p in REGISTRY.all() if p.kind in BUILT and Path(p.source).parent.name == "algorithm"
     }
     assert registered == {k: model for k, model in ARGS.items() if k[0] in BUILT}
-    assert not ARGS.keys() & COMING.keys()
 
 
 def test_algorithms_pass_their_own_checks() -> None:
-    for d in (*ALGORITHMS.values(), *LATER.values()):
+    for d in ALGORITHMS.values():
         for kind in KINDS:
-            check = check_args if d.name in ALGORITHMS and kind in BUILT else accept_args
-            check(kind, getattr(d, kind), getattr(d, f"{kind}_args", {}))
+            check_args(kind, getattr(d, kind), getattr(d, f"{kind}_args", {}))
     assert all(d.repeat_times >= 2 for d in ALGORITHMS.values() if compares_in_groups(d.advantage_fn))
-    assert not ALGORITHMS.keys() & LATER.keys()
 
 
 def test_algorithm_names() -> None:
@@ -111,16 +105,9 @@ def test_algorithm_names() -> None:
     ],
 )
 def test_documented_defaults(kind: str, name: str, defaults: dict[str, Any]) -> None:
-    assert accept_args(kind, name, {}).model_dump().items() >= defaults.items()
+    assert check_args(kind, name, {}).model_dump().items() >= defaults.items()
     with pytest.raises(ConfigError, match=f"algorithm.{kind}_args.nonsense: unknown key"):
-        accept_args(kind, name, {"nonsense": 1})
-
-
-@pytest.mark.parametrize(("kind", "name"), COMING)
-def test_a_part_that_comes_later_says_so(kind: str, name: str) -> None:
-    assert name in coming(kind)
-    with pytest.raises(ConfigError, match=f"{name!r} comes later"):
-        check_args(kind, name, {})
+        check_args(kind, name, {"nonsense": 1})
 
 
 def test_needs_nothing_that_is_not_used() -> None:

@@ -121,9 +121,11 @@ def test_check_looks_at_their_files(tmp_path: Path, tiny_model: Path) -> None:
 
     rm = tiny.make(tmp_path / "rm", labels=1)
 
-    def report(*models: dict[str, Any]) -> Any:
+    def report(*models: dict[str, Any], reward: str = "exact_answer") -> Any:
         path = tmp_path / "run.yaml"
-        path.write_text(yaml.safe_dump(config(*models, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))))
+        values = config(*models, model=str(tiny_model), checkpoint_root_dir=str(tmp_path / "runs"))
+        values["buffer"]["explorer_input"]["default_reward_fn_type"] = reward
+        path.write_text(yaml.safe_dump(values))
         return check(path, facts=Facts(cpus=2, gpus=0))
 
     good = report(
@@ -139,3 +141,12 @@ def test_check_looks_at_their_files(tmp_path: Path, tiny_model: Path) -> None:
         ({"model_path": str(tmp_path / "none")}, "auxiliary model auxiliary_model_0"),
     ):
         assert any(text in str(e) for e in report(model).errors), (text, report(model).errors)
+    scores = {"model_path": str(rm), "task": "score", "engine_type": "transformers"}
+    writes = {"model_path": str(tiny_model), "engine_type": "transformers"}
+    assert report(scores, reward="reward_model").ok
+    for model, reward, text in (
+        (writes, "reward_model", "asks auxiliary model auxiliary_model_0, which is of task: generate; write task: score"),
+        (scores, "rubric_judge", "asks auxiliary model auxiliary_model_0, which is of task: score; write task: generate"),
+    ):
+        (error,) = report(model, reward=reward).errors
+        assert text in error.message and error.key.endswith(("reward_fn_args.model", "reward_fn_args.judge")), error

@@ -358,10 +358,17 @@ def test_what_nobody_provides_is_refused(model: Path, overrides: tuple[str, ...]
     assert error.key == "algorithm.advantage_fn" and re.search(says, error.message), error.message
 
 
-def test_a_greedy_baseline_needs_rewards_of_single_runs(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        "class Ranks:\n    whole_group = True\n\n    def __call__(self, task, transcripts):\n        return [1.0] * len(transcripts)\n",
+        "def Ranks(task, transcripts):\n    return [1.0] * len(transcripts)\n\nRanks.whole_group = True\n",
+    ],
+    ids=["class", "function"],
+)
+def test_a_greedy_baseline_needs_rewards_of_single_runs(model: Path, tmp_path: Path, ranks: str) -> None:
     file = tmp_path / "ranks.py"
-    call = "def __call__(self, task, transcripts):\n        return [1.0] * len(transcripts)"
-    file.write_text(f"class Ranks:\n    whole_group = True\n\n    {call}\n")
+    file.write_text(ranks)
     given = (f"buffer.explorer_input.default_reward_fn_type={file}:Ranks",)
     assert "this algorithm takes the reward of a greedy run" in errors(run(model, "algorithm.algorithm_type=remax", *given))
     assert run(model, "algorithm.algorithm_type=rloo", *given).ok

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from rft.algorithm.args import ARGS, KINDS
-from rft.algorithm.catalog import ALGORITHMS, LATER
-from rft.algorithm.coming import COMING
 from rft.config.active import listed
 from rft.config.known import advice
 from rft.config.load import load
@@ -128,29 +125,6 @@ def test_defaults_use_nothing_that_is_not_active() -> None:
 # ---------------------------------------------------------------- algorithms and their parts
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_every_algorithm_is_accepted_and_the_plan_holds_what_exists(name: str) -> None:
-    p = plan(f"algorithm.algorithm_type={name.upper()}")
-    assert [(n.key, n.value, n.harmless) for n in p.not_active] == [("algorithm.algorithm_type", name, False)]
-    a = p.learner.algorithm
-    assert (a.algorithm_type, p.explorer.tasksets[0].num_runs) == ("grpo", LATER[name].repeat_times)
-    assert all((kind, getattr(a, kind)) in ARGS for kind in ("advantage_fn", "policy_loss_fn", "kl_loss_fn", "entropy_loss_fn"))
-    told = {d.key: d.value for d in p.derived}
-    assert told["algorithm.policy_loss_fn"] == LATER[name].policy_loss_fn, "what the algorithm is made of, not what stands in"
-
-
-@pytest.mark.parametrize(("kind", "part"), COMING, ids=lambda v: str(v))
-def test_every_part_is_accepted(kind: str, part: str) -> None:
-    key = f"algorithm.{kind}"
-    assert waiting(f"{key}={part}") == {key: (part, False)}
-    fields = COMING[kind, part].model_fields
-    with pytest.raises(ConfigError, match=rf"algorithm\.{kind}_args\.nonsense: unknown key for .*\"{part}\""):
-        plan(f"{key}={part}", f"{key}_args.nonsense=1")
-    for name, field in fields.items():
-        if isinstance(field.default, float):
-            assert f"{key}_args.{name}" in waiting(f"{key}={part}", f"{key}_args.{name}={field.default}")
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
@@ -256,7 +230,6 @@ def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
 def test_names_stand_once() -> None:
     told = {key for key, _ in listed()}
     assert "algorithm.advantage_fn_args.duplicate_experiences of grpo" in told
-    assert not ALGORITHMS.keys() & LATER.keys() and {k for k, _ in COMING} <= KINDS.keys()
 
 
 # ---------------------------------------------------------------- aliases, cross-field rules, what becomes active

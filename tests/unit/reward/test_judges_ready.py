@@ -153,8 +153,9 @@ async def test_a_judge_may_be_one_part_of_a_reward_and_be_shaped() -> None:
     await shaped.close()
 
 
-def test_check_says_which_model_is_missing(tiny_model: Path) -> None:
+def test_check_says_which_model_is_missing(tiny_model: Path, tmp_path: Path) -> None:
     from rft.config.check import check
+    from rft.testing import tiny
 
     config = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"
     parts = "{judge: {reward: rubric_judge, args: {enable_overlong_penalty: true}}, exact: {reward: exact_answer}}"
@@ -168,6 +169,8 @@ def test_check_says_which_model_is_missing(tiny_model: Path) -> None:
     assert "no auxiliary models; rubric_judge asks one" in str(error)
     server = "explorer.auxiliary_models=[{engine_type: external, model_path: j, external_model_config: {base_url: 'http://127.0.0.1:1/v1'}}]"
     assert not check(config, (*changes, server)).errors
+    folder = tiny.make(tmp_path / "rm", labels=1)
+    scorer = f"explorer.auxiliary_models=[{{engine_type: transformers, model_path: {folder}, task: score}}]"
     for args, why in (("{}", None), ("{model: rm}", "explorer.auxiliary_models has auxiliary_model_0")):
         model = (
             changes[0],
@@ -175,5 +178,5 @@ def test_check_says_which_model_is_missing(tiny_model: Path) -> None:
             f"buffer.explorer_input.taskset.reward_fn_args={args}",
             f"buffer.explorer_input.eval_tasksets.0.reward_fn_args={args}",
         )
-        errors = check(config, (*model, server)).errors
+        errors = check(config, (*model, scorer)).errors
         assert (why in str(errors[0])) if why is not None else not errors

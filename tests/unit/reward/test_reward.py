@@ -12,7 +12,7 @@ import pytest
 
 from rft.errors import ConfigError, PluginError
 from rft.plugins import load_all
-from rft.reward.base import score
+from rft.reward.base import score, score_group
 from rft.reward.boxed import last_boxed
 from rft.reward.build import build
 from rft.reward.exact import last_number
@@ -255,6 +255,15 @@ def test_workers_die_with_a_killed_parent(tmp_path):
         process.kill()
     assert os.read(read, 1) == b""  # blocks until the last holder of `write` is gone
     os.close(read)
+
+
+async def test_a_function_may_score_the_whole_group(tmp_path):
+    file = tmp_path / "ranks.py"
+    places = "[scale * i for i, _ in enumerate(transcripts)]"
+    file.write_text(f"def ranks(task, transcripts, *, scale=1.0):\n    return {places}\n\nranks.whole_group = True\n")
+    made = build(f"{file}:ranks", {"scale": 2.0})
+    assert made.whole_group
+    assert [s.value for s in await score_group(made, task("1"), [said("a"), said("b")])] == [0.0, 2.0]
 
 
 async def test_reasoning_gym_scores_its_own_rows():

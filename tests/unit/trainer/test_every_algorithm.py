@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.catalog import ALGORITHMS, LATER
+from rft.algorithm.catalog import ALGORITHMS
 from rft.config.load import from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
@@ -414,10 +414,6 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         decided.get_input_embeddings().weight.mul_(6)
     decided.save_pretrained(folder)
     return folder
-
-
-def test_there_is_nothing_left_for_later() -> None:
-    assert not LATER
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

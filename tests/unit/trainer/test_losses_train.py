@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rft.algorithm.base import Denominators, LossInputs
-from rft.algorithm.catalog import ALGORITHMS, LATER, algorithm_defaults
+from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults
 from rft.trainer import feed
 from rft.trainer.learner import Learner
 from rft.trainer.pack import TrainRow
@@ -27,7 +27,7 @@ from rft.types.ids import ExperienceId, Version
 from rft.types.ports import GroupStats, Lease
 from rft.types.task import SamplingArgs
 
-NAMES = [n for n in (*ALGORITHMS, *LATER) if algorithm_defaults(n).policy_loss_fn != "ppo"]
+NAMES = [n for n in ALGORITHMS if algorithm_defaults(n).policy_loss_fn != "ppo"]
 
 
 def experience(task: int, run: int, reward: float, logprobs: np.ndarray | None, **changes: Any) -> Experience:
