@@ -1,7 +1,8 @@
 """pytest plugin: a test session that leaves a process, shared memory, a temporary folder or an open listener behind fails.
 
 Everything the session starts inherits a mark, so what other people run on the machine meanwhile does not count.  With several workers
-(pytest-xdist) each has its own mark and tells the session what it left.
+(pytest-xdist) each has its own mark and tells the session which processes and listeners it left; files, which bear no mark, are looked
+for once, after all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rft.launch import leftovers
 
 _BEFORE = pytest.StashKey[leftovers.Snapshot]()
 _LEFT = pytest.StashKey[list[str]]()
+_MARKED = ("process", "listener")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -27,14 +29,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[_BEFORE] = leftovers.snapshot()
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # when the workers have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    left, config = session.config.stash[_LEFT], session.config
-    if not config.getoption("numprocesses", None):  # with workers it played no test itself, and they have told
-        left += leftovers.compare(config.stash[_BEFORE])
-    if (output := getattr(config, "workeroutput", None)) is not None:
-        output["left"] = left
-    elif left and session.exitstatus == pytest.ExitCode.OK:
+    left = session.config.stash[_LEFT]
+    found = leftovers.compare(session.config.stash[_BEFORE])
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["left"] = [line for line in found if line.startswith(_MARKED)]
+        return
+    left += found
+    if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

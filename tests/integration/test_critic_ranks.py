@@ -6,8 +6,6 @@ Run as a script it is one rank: `test_critic_ranks.py RANK WORLD RENDEZVOUS MODE
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from rft.testing import ranks
 from rft.trainer import shards
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
-
-DEADLINE_S = 120
 
 
 def rows() -> list[TrainRow]:
@@ -85,25 +82,7 @@ def one_rank(rank: int, world: int, rendezvous: str, model: str, folder: Path, d
 
 def run(world: int, model: Path, folder: Path, dtype: str = "float32", source: Path | None = None) -> Path:
     folder.mkdir()
-    more = [str(source)] if source else []
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(r), str(world), str(folder / "rendezvous"), str(model), str(folder), dtype, *more],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(world)
-    ]
-    try:
-        for process in ranks:
-            out, _ = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, out[-4000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    ranks.run(__file__, world, folder, model, folder, dtype, *([source] if source else []))
     return folder
 
 

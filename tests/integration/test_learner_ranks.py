@@ -9,7 +9,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +18,12 @@ import numpy as np
 import pytest
 import torch
 
+from rft.testing import ranks
 from rft.trainer import shards
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
 from rft.types.ids import Version
-
-DEADLINE_S = 120
 
 
 def rows() -> list[TrainRow]:
@@ -158,35 +156,7 @@ def resident(name: str) -> int:
 
 def run(world: int, model: Path, folder: Path, source: Path | None = None, warm: Path | None = None) -> Path:
     folder.mkdir()
-    command = [sys.executable, __file__]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [
-                *command,
-                str(r),
-                str(world),
-                str(folder / "rendezvous"),
-                str(model),
-                str(folder),
-                *([str(source)] if source else []),
-                *(["memory", str(warm)] if warm else []),
-            ],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(world)
-    ]
-    try:
-        for process in ranks:
-            out, _ = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, out[-4000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    ranks.run(__file__, world, folder, model, folder, *([source] if source else []), *(["memory", warm] if warm else []))
     return folder
 
 

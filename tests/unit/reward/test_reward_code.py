@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rft.errors import ConfigError
@@ -22,9 +21,9 @@ from rft.reward.build import build
 from rft.reward.code import CodeArgs, checks_of, program_of
 from rft.reward.sandbox import BrokenTests, Calls, Pairs, Tests
 from rft.reward.sandbox_remote import RemoteSandbox
-from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
-from rft.types.ids import Version
-from rft.types.task import SamplingArgs, Task
+from rft.testing.rewards import said, task
+from rft.types.completion import Score
+from rft.types.task import Task
 
 PROMPT = 'def shout(word: str) -> str:\n    """The word in capitals, with an exclamation mark."""\n'
 TEST = "def check(candidate):\n    assert candidate('a') == 'A!'\n    assert candidate('') == '!'\n"
@@ -45,23 +44,6 @@ def local() -> None:
         code.LOCAL.level()
     except sandbox.SandboxUnavailable as e:
         pytest.skip(str(e))
-
-
-def said(text: str) -> Transcript:
-    completion = Completion(
-        prompt_tokens=np.arange(3, dtype=np.int32),
-        tokens=np.zeros(1, np.int32),
-        logprobs=np.zeros(1, np.float32),
-        text=text,
-        finish_reason="stop",
-        version_spans=(VersionSpan(Version(1, 0), 0, 1),),
-        sampling=SamplingArgs(),
-    )
-    return Transcript(turns=(Turn(messages=(), completion=completion),))
-
-
-def task(truth: Any = None, **row: Any) -> Task:
-    return Task(taskset="t", index=0, prompt="?", truth=truth, workflow="w", row=row)
 
 
 async def scored(name: str, given: Task, text: str, **args: Any) -> Score:

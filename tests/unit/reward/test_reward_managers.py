@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rft.errors import ConfigError
@@ -16,9 +15,8 @@ from rft.plugins import load_all
 from rft.reward import functions
 from rft.reward.base import score, score_group
 from rft.reward.build import build
-from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
-from rft.types.ids import Version
-from rft.types.task import SamplingArgs, Task
+from rft.testing.rewards import said, task
+from rft.types.completion import Score
 
 FILE = """
 import os, threading, time
@@ -72,75 +70,49 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def said(text: str, tokens: int = 1) -> Transcript:
-    completion = Completion(
-        prompt_tokens=np.arange(3, dtype=np.int32),
-        tokens=np.zeros(tokens, np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        text=text,
-        finish_reason="stop",
-        version_spans=(VersionSpan(Version(1, 0), 0, tokens),),
-        sampling=SamplingArgs(),
-    )
-    return Transcript(turns=(Turn(messages=(), completion=completion),))
-
-
-def task(truth: Any = "yes", messages: tuple[dict[str, Any], ...] = (), **row: Any) -> Task:
-    return Task(
-        taskset="t",
-        index=0,
-        prompt="?",
-        messages=messages,
-        truth=truth,
-        workflow="w",
-        row=row,
-        sampling=SamplingArgs(max_tokens=100),
-    )
-
-
 # ---------------------------------------------------------------- managers
 
 
 async def test_naive_and_dapo(file: Path) -> None:
     naive = build(f"{file}:compute_score", {"reward_manager": "naive", "bonus": 0.5})
-    assert await score(naive, task(), said("yes")) == Score(value=1.5)
+    assert await score(naive, task("yes"), said("yes")) == Score(value=1.5)
     dapo = build(
         f"{file}:compute_score",
         {"reward_manager": "dapo", "enable_overlong_penalty": True, "cache_length": 20, "penalty_factor": 1.0},
     )
-    assert await score(dapo, task(), said("yes", 80)) == Score(value=1.0, parts={"acc": 1.0, "overlong": 0.0})
-    assert await score(dapo, task(), said("yes", 90)) == Score(value=0.5, parts={"acc": 1.0, "overlong": -0.5})
-    parts = await score(dapo, task(), said("parts", 100))
+    assert await score(dapo, task("yes"), said("yes", 80)) == Score(value=1.0, parts={"acc": 1.0, "overlong": 0.0})
+    assert await score(dapo, task("yes"), said("yes", 90)) == Score(value=0.5, parts={"acc": 1.0, "overlong": -0.5})
+    parts = await score(dapo, task("yes"), said("parts", 100))
     assert parts.value == 0.0 and parts.parts["acc"] == 1.0
 
 
 async def test_prime_scores_in_processes_that_are_killed(file: Path) -> None:
     prime = build(f"{file}:compute_score", {"reward_manager": "prime", "reward_timeout_s": 30, "bonus": 1})
     texts = ["yes", "no", "parts"]
-    given = await asyncio.gather(*(score(prime, task(), said(t)) for t in texts))
+    given = await asyncio.gather(*(score(prime, task("yes"), said(t)) for t in texts))
     assert [g.value for g in given] == [2.0, 1.0, 1.0] and given[2].parts["pid"] != os.getpid()
-    assert (await score(build(f"{file}:later", {"reward_manager": "prime"}), task(), said("four"))).value == 4.0
+    assert (await score(build(f"{file}:later", {"reward_manager": "prime"}), task("yes"), said("four"))).value == 4.0
     with pytest.raises(RuntimeError, match="KeyError: 'no'"):
-        await score(prime, task(), said("raise"))
+        await score(prime, task("yes"), said("raise"))
     with pytest.raises(RuntimeError, match="exit status 3"):
-        await score(prime, task(), said("die"))
+        await score(prime, task("yes"), said("die"))
     short = build(f"{file}:compute_score", {"reward_manager": "prime", "reward_timeout_s": 0.2})
-    late = await score(short, task(), said("hang"))
+    late = await score(short, task("yes"), said("hang"))
     assert late == Score(value=None, reason="timeout: the reward took longer than 0.2 s")
     assert functions.POOL.timeouts == 1 and functions.POOL.memo_hits == 0
 
 
 async def test_a_thread_that_hangs_leaves_its_run_unscored(file: Path) -> None:
     naive = build(f"{file}:compute_score", {"reward_timeout_s": 0.1})
-    assert (await score(naive, task(), said("hang"))).value is None
+    assert (await score(naive, task("yes"), said("hang"))).value is None
 
 
 async def test_batch_gets_all_answers_of_a_task(file: Path) -> None:
     batch = build(f"{file}:together", {"reward_manager": "batch", "scale": 2.0})
-    given = await score_group(batch, task(), [said("yes"), said("nobody")])
+    given = await score_group(batch, task("yes"), [said("yes"), said("nobody")])
     assert given == [Score(value=1.0, parts={"acc": 1.0}), Score(value=2.0, parts={"acc": 0.0})]
     shaped = build(f"{file}:together", {"enable_overlong_penalty": True, "cache_length": 20})
-    given = await score_group(shaped, task(), [said("yes", 1), said("yes", 100)])
+    given = await score_group(shaped, task("yes"), [said("yes", 1), said("yes", 100)])
     assert [g.value for g in given] == [1.0, 0.0]
 
 
@@ -176,13 +148,13 @@ async def test_functions_written_for_trl(file: Path) -> None:
     assert [g.value for g in await score_group(chats, task(level=3, messages=messages), [said("a"), said("b")])] == [1.0, 1.0]
     assert [g.value for g in await score_group(chats, task(level=3), [said("a")])] == [0.0]
     with pytest.raises(ValueError, match="returned 1 results for 2 answers"):
-        await score_group(build(f"{file}:trl_short", {}), task(), [said("a"), said("b")])
+        await score_group(build(f"{file}:trl_short", {}), task("yes"), [said("a"), said("b")])
     with pytest.raises(ValueError, match="wants missing; the rows of t have answer"):
         await score_group(build(f"{file}:trl_more", {}), task(answer="yes"), [said("a")])
     with pytest.raises(ConfigError, match="unknown argument 'answr'"):
         build(f"{file}:trl_short", {"answr": 1})
     slow = build(f"{file}:trl_slow", {"reward_timeout_s": 0.1})
-    assert [g.value for g in await score_group(slow, task(), [said("a"), said("b")])] == [None, None]
+    assert [g.value for g in await score_group(slow, task("yes"), [said("a"), said("b")])] == [None, None]
 
 
 # ---------------------------------------------------------------- weighted parts
@@ -194,8 +166,10 @@ async def test_weighted_parts_are_all_kept(file: Path) -> None:
         "short": {"reward": "length_reward", "weight": 0.5, "args": {"most": 4}},
     }
     both = build("weighted_reward", {"rewards": rewards})
-    assert await score(both, task(), said("yes", 4)) == Score(value=2.0, parts={"right": 1.0, "short": 0.0, "short/length": 0.0})
-    assert (await score(both, task(), said("yes", 6))).value == 2.0 - 0.25
+    assert await score(both, task("yes"), said("yes", 4)) == Score(
+        value=2.0, parts={"right": 1.0, "short": 0.0, "short/length": 0.0}
+    )
+    assert (await score(both, task("yes"), said("yes", 6))).value == 2.0 - 0.25
     with pytest.raises(ConfigError, match=r"rewards.right.args: unknown argument 'compere'"):
         build("weighted_reward", {"rewards": {"right": {"reward": "exact_answer", "args": {"compere": 1}}}})
     with pytest.raises(ConfigError, match="at least 1"):
@@ -216,6 +190,6 @@ async def test_parts_that_are_unscored(file: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, -1.0), (1, -0.5), (2, 0.0), (4, 0.0), (5, -0.25), (8, -1.0), (99, -1.0)])
 async def test_length(tokens: int, value: float) -> None:
-    assert await score(build("length_reward", {"least": 2, "most": 4}), task(), said("x", tokens)) == Score(
+    assert await score(build("length_reward", {"least": 2, "most": 4}), task("yes"), said("x", tokens)) == Score(
         value=value, parts={"length": value}
     )

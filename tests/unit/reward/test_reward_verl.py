@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rft.errors import ConfigError, PluginError
@@ -15,9 +14,8 @@ from rft.plugins import REGISTRY, load_all
 from rft.reward.base import score
 from rft.reward.build import build
 from rft.reward.sources import REWARDS, reward_of
-from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
-from rft.types.ids import Version
-from rft.types.task import SamplingArgs, Task
+from rft.testing.rewards import said, task
+from rft.types.completion import Score
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,23 +25,6 @@ def plugins() -> Any:
 
     yield
     POOL.close()
-
-
-def said(text: str, tokens: int = 1) -> Transcript:
-    completion = Completion(
-        prompt_tokens=np.arange(3, dtype=np.int32),
-        tokens=np.zeros(tokens, np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        text=text,
-        finish_reason="stop",
-        version_spans=(VersionSpan(Version(1, 0), 0, tokens),),
-        sampling=SamplingArgs(),
-    )
-    return Transcript(turns=(Turn(messages=(), completion=completion),))
-
-
-def task(truth: Any, **row: Any) -> Task:
-    return Task(taskset="t", index=0, prompt="?", truth=truth, workflow="w", row=row, sampling=SamplingArgs(max_tokens=100))
 
 
 async def scored(name: str, truth: Any, text: str, **args: Any) -> Score:

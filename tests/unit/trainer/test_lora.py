@@ -1,15 +1,13 @@
 """An adapter in place of the whole model: what moves, what is published, what the reference is, what is saved, what is refused.
 
-Run as a script it is one of two ranks: `test_lora.py RANK RENDEZVOUS MODEL FOLDER`.
+Run as a script it is one of two ranks: `test_lora.py RANK 2 RENDEZVOUS MODEL FOLDER`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from rft.cli.export import copy_model
 from rft.errors import CheckpointInvalid, ConfigError
+from rft.testing import ranks
 from rft.trainer import adapterfiles, saving, shards, tensors
 from rft.trainer.adapterfiles import Form, choose, fingerprint
 from rft.trainer.assemble import assemble
@@ -495,7 +494,6 @@ VARIANTS: dict[str, dict[str, Any]] = {  # other ways to spread the same step; e
     "sequence": {"sequence_parallel": 2},
     "host": {"offload_policy": True, "gradient_checkpointing": True},
 }
-DEADLINE_S = 120
 
 
 def given_rows() -> list[TrainRow]:
@@ -568,25 +566,7 @@ def one_of_two(rank: int, rendezvous: str, model: str, folder: Path) -> None:
 def two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks leave."""
     folder = tmp_path_factory.mktemp("two")
-    command = [sys.executable, __file__]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "rendezvous"), str(tiny_model), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in ranks:
-            out, _ = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, out[-4000:]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    ranks.run(__file__, 2, folder, tiny_model, folder)
     return folder
 
 
@@ -635,4 +615,5 @@ if __name__ == "__main__":
     import warnings
 
     warnings.simplefilter("error")
-    one_of_two(int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    place, _, meet, path, out = sys.argv[1:]
+    one_of_two(int(place), meet, path, Path(out))
