@@ -7,11 +7,9 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Self
 
 import bench_harness as harness
 
@@ -22,52 +20,15 @@ from rft.testing.models import smollm2
 GROUP = 8
 MOST_TOKENS = 256
 DEADLINE_S = 900.0
-TAIL_LINES = 40
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 
-class Side:
-    """One child process; what it says beside its answers stands in `folder/NAME.err`."""
-
-    def __init__(self, name: str, spec: Path, env: dict[str, str]) -> None:
-        self._name = name
-        self._errors = spec.with_name(f"{name}.err")
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(harness.ROOT / "scripts" / "engine_sides.py"), name, str(spec)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
-                env={**os.environ, **env, "PYTHONPATH": str(harness.ROOT)},
-            )  # fmt: skip
-
-    def __enter__(self) -> Self:
-        self._answer()
-        return self
-
-    def ask(self, prompts: list[str], lengths: list[list[int]]) -> dict[str, float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "lengths": lengths}).encode() + b"\n")
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        """The next line that is an object; libraries print others.  Raises RuntimeError with the end of what a dead child has said."""
-        while True:
-            try:
-                line = harness.read_lines(self._process.stdout, DEADLINE_S, f"engine_sides.py {self._name}")
-            except (EOFError, TimeoutError) as e:
-                said = self._errors.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-                raise RuntimeError("\n".join([f"{e}; the last of its messages:", *said])) from e
-            if line.startswith("{"):
-                return dict(json.loads(line))
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+def _side(name: str, spec: Path, env: dict[str, str]) -> harness.Child:
+    script = harness.ROOT / "scripts" / "engine_sides.py"
+    return harness.Child(
+        f"engine_sides.py {name}", [sys.executable, script, name, spec], answer_s=DEADLINE_S, ready_s=DEADLINE_S,
+        env={**env, "PYTHONPATH": str(harness.ROOT)},
+    )  # fmt: skip
 
 
 def rollout_engine(quick: bool) -> harness.Result:
@@ -90,9 +51,9 @@ def rollout_engine(quick: bool) -> harness.Result:
         )
         plain = cpu_environment(EngineSettings(cpu_threads=threads))
         sides = {
-            "ours": stack.enter_context(Side("ours", spec, {})),
-            "raw": stack.enter_context(Side("raw", spec, plain)),
-            "hf": stack.enter_context(Side("hf", spec, trainer_environment(threads))),
+            "ours": stack.enter_context(_side("ours", spec, {})),
+            "raw": stack.enter_context(_side("raw", spec, plain)),
+            "hf": stack.enter_context(_side("hf", spec, trainer_environment(threads))),
         }
         for i in range(rounds + 1):
             rng = random.Random(i)
@@ -101,9 +62,9 @@ def rollout_engine(quick: bool) -> harness.Result:
             asked = [" ".join(rng.choices(WORDS, k=k)) for k in rng.sample(sizes, prompts)]
             lengths = [[_length(rng, mean) for _ in range(GROUP)] for _ in asked]
             order = ["ours", "raw"] if i % 2 else ["raw", "ours"]
-            found = {side: sides[side].ask(asked, lengths) for side in order}
+            found = {side: sides[side].ask(prompts=asked, lengths=lengths) for side in order}
             some = prompts // 8
-            found["hf"] = sides["hf"].ask(asked[:some], lengths[:some])
+            found["hf"] = sides["hf"].ask(prompts=asked[:some], lengths=lengths[:some])
             wanted = sum(map(sum, lengths))
             if {found["ours"]["tokens"], found["raw"]["tokens"]} != {wanted}:
                 raise RuntimeError(
