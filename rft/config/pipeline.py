@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rft.buffer.operators.settings import OperatorSettings, PipelineSettings
+from rft.buffer.operators.settings import ROLLOUT_MODEL, OperatorSettings, PipelineSettings
 from rft.config.plan import Facts
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
@@ -36,7 +36,8 @@ def pipeline(
     )
     operators = (*written, *of_algorithm(algorithm))
     if operators:
-        _check(operators, facts.plugins_loaded, p)
+        models = (m.name or f"auxiliary_model_{i}" for i, m in enumerate(config.explorer.auxiliary_models))
+        _check(operators, (ROLLOUT_MODEL, *models), facts.plugins_loaded, p)
     if operators and batch_rows is not None:
         p.warn(
             f"buffer.train_batch_size {batch_rows} counts rows, and a row that an operator leaves out is missing then (see "
@@ -55,7 +56,7 @@ def of_algorithm(algorithm: AlgorithmSettings) -> list[OperatorSettings]:
     ]
 
 
-def _check(operators: Sequence[OperatorSettings], plugins_loaded: bool, p: Problems) -> None:
+def _check(operators: Sequence[OperatorSettings], engines: Sequence[str], plugins_loaded: bool, p: Problems) -> None:
     """Every fault of the list, not only the first; the order where each operator is right by itself.
 
     Names that are not known yet wait until the plugins are loaded.
@@ -68,12 +69,12 @@ def _check(operators: Sequence[OperatorSettings], plugins_loaded: bool, p: Probl
     before = len(p.errors)
     for one in found:
         try:
-            build([one])
+            build([one], engines)
         except ConfigError as e:
             p.take(e)
     if len(p.errors) == before:
         try:
-            build(found)
+            build(found, engines)
         except ConfigError as e:
             p.take(e)
 

@@ -19,9 +19,8 @@ from typing import Annotated, ClassVar, Literal, get_args
 import msgspec
 import numpy as np
 from msgspec import Struct
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
-from rft.buffer.operators.settings import ENGINES
 from rft.plugins import kind
 from rft.types.experience import Experience
 from rft.types.metrics import Metric
@@ -88,7 +87,7 @@ class Operator:
     stage: ClassVar[Stage]
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Once, before the first group.  `models` are the engines that may be asked, by name: "rollout_model"."""
+        """Once, before the first group.  `models` may be asked, by name: "rollout_model", the policy, and the auxiliary models."""
 
     def process(self, rows: Sequence[Experience], group: GroupView) -> Result | Awaitable[Result]:
         """`rows`: the members of one group that have a sequence and that no operator before has dropped, in run order.
@@ -107,14 +106,18 @@ class OperatorArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _startable(name: str) -> str:
-    if name not in ENGINES:
-        raise ValueError(f"no such engine; there is {', '.join(ENGINES)} (explorer.auxiliary_models come later)")
-    return name
+class _Engine:
+    """Marks arguments that name an engine."""
 
 
-EngineName = Annotated[str, AfterValidator(_startable)]
-"""An argument that names an engine; one that cannot be started is refused when the configuration is checked."""
+EngineName = Annotated[str, _Engine()]
+"""An argument that names an engine, "rollout_model" or an auxiliary model; the check of the configuration refuses one that is not there."""
+
+
+def engines_named(args: type[BaseModel], given: Mapping[str, object]) -> dict[str, str]:
+    """The arguments of `args` that name an engine, and which."""
+    marked = [name for name, field in args.model_fields.items() if any(isinstance(m, _Engine) for m in field.metadata)]
+    return {name: str(given[name]) for name in marked}
 
 
 def untrained(row: Experience) -> Experience:

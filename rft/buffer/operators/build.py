@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from rft.buffer.operators.base import STAGES, Operator
+from rft.buffer.operators.base import STAGES, Operator, engines_named
 from rft.buffer.operators.settings import OperatorSettings
 from rft.errors import ConfigError, PluginError
 from rft.plugins import REGISTRY, checked_args
@@ -18,12 +18,12 @@ REFUSED = dict.fromkeys(
 )
 
 
-def build(settings: Sequence[OperatorSettings]) -> list[Operator]:
-    """The operators, made with their checked arguments.  Plugins must be loaded.
+def build(settings: Sequence[OperatorSettings], engines: Collection[str] | None = None) -> list[Operator]:
+    """The operators, made with their checked arguments.  Plugins must be loaded.  `engines`: those that arguments may name; None = any.
 
     Raises ConfigError for arguments and for an order that differs from STAGES, PluginError for an unknown name.
     """
-    made = [_build(s) for s in settings]
+    made = [_build(s, engines) for s in settings]
     for before, after, where in zip(made, made[1:], settings[1:], strict=False):
         if STAGES.index(before.stage) > STAGES.index(after.stage):
             raise ConfigError(
@@ -35,7 +35,7 @@ def build(settings: Sequence[OperatorSettings]) -> list[Operator]:
     return made
 
 
-def _build(settings: OperatorSettings) -> Operator:
+def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Operator:
     name, key = settings.name, settings.key
     if name in REFUSED:
         raise ConfigError(REFUSED[name], key=f"{key}.name", given=name)
@@ -50,7 +50,16 @@ def _build(settings: OperatorSettings) -> Operator:
             key=f"{key}.name",
             given=name,
         )
-    made: Operator = cls(**checked_args(plugin, settings.args, key=f"{key}.args"))
+    args = checked_args(plugin, settings.args, key=f"{key}.args")
+    if engines is not None and plugin.args is not None:
+        for argument, engine in engines_named(plugin.args, args).items():
+            if engine not in engines:
+                raise ConfigError(
+                    f"no engine has this name; there is {', '.join(engines)} (explorer.auxiliary_models)",
+                    key=f"{key}.args.{argument}",
+                    given=engine,
+                )
+    made: Operator = cls(**args)
     return made
 
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROLLOUT_MODEL = "rollout_model"
-ENGINES = (ROLLOUT_MODEL,)
-"""Names of the engines that operators may ask."""
+ROLLOUT_MODEL = "rollout_model"  # the name under which operators ask the policy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,15 +101,20 @@ def test_rows_that_operators_leave_out_are_missed_where_a_step_counts_rows() -> 
 def test_ones_own_operator_is_checked_when_the_plugins_are_loaded(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
 
-    def told(operator: str) -> list[str]:
-        report = check(TINY, [f"model.model_path={tiny_model}", f"{KEY}.operators=[{operator}]"], plugin_dirs=[str(tmp_path)])
+    def told(operator: str, *more: str) -> list[str]:
+        given = [f"model.model_path={tiny_model}", f"{KEY}.operators=[{operator}]", *more]
+        report = check(TINY, given, plugin_dirs=[str(tmp_path)])
         return [str(e) for e in report.errors]
 
     assert told("{name: test_own_judge}") == []
     (unknown,) = told("{name: test_own_juge}")
     assert unknown.startswith(f"{KEY}.operators[0].name: unknown operator") and "Did you mean test_own_judge?" in unknown
     (engine,) = told("{name: test_own_judge, args: {model: referee}}")
-    assert "no such engine; there is rollout_model (explorer.auxiliary_models come later)" in engine
+    assert (
+        engine.startswith(f"{KEY}.operators[0].args.model: ") and "there is rollout_model (explorer.auxiliary_models)" in engine
+    )
+    beside = f"explorer.auxiliary_models=[{{name: referee, model_path: {tiny_model}, engine_type: transformers}}]"
+    assert told("{name: test_own_judge, args: {model: referee}}", beside) == []
     (path,) = told(f"{{name: '{tmp_path}/own.py:Nobody'}}")
     assert "has no 'Nobody'" in path
     assert told(f"{{name: '{tmp_path}/own.py:Judge'}}") == []

@@ -148,7 +148,7 @@ class World:
             }
         )
 
-    def explorer(self, *, lineage: int = 1, cursor: int = 0, **changes: Any) -> Explorer:
+    def explorer(self, *, lineage: int = 1, cursor: int = 0, models: Any = None, **changes: Any) -> Explorer:
         changes = {"tasksets": (self.taskset(),), "batch_size": 2, "total_batches": 3, "max_retry_times": 0, **changes}
         return Explorer(
             ExplorerSettings(**changes),
@@ -158,6 +158,7 @@ class World:
             sink=self.sink,
             lineage=lineage,
             cursor=cursor,
+            models=models or {},
         )
 
 

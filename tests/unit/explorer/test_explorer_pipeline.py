@@ -16,6 +16,7 @@ from rft.buffer.operators.settings import OperatorSettings, PipelineSettings
 from rft.buffer.settings import BufferSettings
 from rft.errors import RunFailed, ShortBatch
 from rft.plugins import REGISTRY
+from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest
@@ -216,12 +217,13 @@ async def test_an_operator_that_breaks_its_contract_stops_the_run_at_once_and_is
     assert closed == [True] and not world.buffer.groups
 
 
-async def test_an_operator_may_ask_the_policy_to_judge(world, plugin):
+@pytest.mark.parametrize("judge", ["rollout_model", "referee"])
+async def test_an_operator_may_ask_the_policy_or_another_model_to_judge(world, plugin, judge):
     class Asks(Operator):
         stage = "reward"
 
         async def prepare(self, models):
-            self.model = models["rollout_model"]
+            self.model = models[judge]
 
         async def process(self, rows, group):
             async def judged(row):
@@ -234,7 +236,8 @@ async def test_an_operator_may_ask_the_policy_to_judge(world, plugin):
 
     said = iter(["good", "bad"] * 10)
     world.engine.answer = lambda m: next(said) if m[-1]["content"].startswith("judge") else "0"
-    await world.explorer(total_batches=1, pipeline=pipeline(plugin(Asks))).run()
+    beside = {"referee": ScriptedEngine(answer=lambda m: next(said))} if judge == "referee" else {}
+    await world.explorer(total_batches=1, pipeline=pipeline(plugin(Asks)), models=beside).run()
     assert sorted(r.reward for r in world.buffer.rows) == [0.0, 0.0, 1.0, 1.0]
     assert {r.info["verdict"] for r in world.buffer.rows} == {"good", "bad"}
     m = world.sink.of("explorer")[1]
