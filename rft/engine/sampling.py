@@ -1,7 +1,7 @@
 """From logits to one token per row.  Knows no model and no requests.
 
-Order of the steps as in vLLM: choices, minimum length, penalties, temperature, min_p, top_k, top_p.  Reported log-probs are of the distribution
-after all of them (natural log).  Invariant: a row's draw depends on its own logits and its own random numbers alone.
+Order of the steps as in vLLM: choices, minimum length, penalties, temperature, min_p, top_k, top_p.  Reported log-probs are of the
+distribution after all of them (natural log).  Invariant: a row's draw depends on its own logits and its own random numbers alone.
 
 Shapes: B rows, V vocabulary.
 """

@@ -116,7 +116,9 @@ async def test_a_question_and_its_answer(server: Server, monkeypatch: pytest.Mon
 
 async def test_choices_by_the_log_probs_that_the_server_gives(server: Server) -> None:
     engine = await make(settings())
-    request = GenerateRequest(messages=({"role": "user", "content": "?"},), choices=("yes", "no"), sampling=SamplingArgs(temperature=0))
+    request = GenerateRequest(
+        messages=({"role": "user", "content": "?"},), choices=("yes", "no"), sampling=SamplingArgs(temperature=0)
+    )
     told = [{"token": "Yes", "logprob": math.log(0.5)}, {"token": " yes", "logprob": math.log(0.1)}]
     told += [{"token": "No", "logprob": math.log(0.2)}, {"token": "Yesterday", "logprob": math.log(0.1)}]
     answer = said("Yes")

@@ -1,4 +1,4 @@
-"""A judge that can say yes or no alone: its probability of yes is the reward."""
+"""A judge that can say one of two words: the probability of the first is the reward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rft.testing.judge import FakeJudge, judged, probes, score_with
 from rft.types.task import Task
 
 load_all()
-EXAMPLES = [{"answer": "The tea was cold.", "yes": True}, {"answer": "The tea was good.", "yes": False}]
+EXAMPLES = [{"answer": "The tea was cold.", "word": "yes"}, {"answer": "The tea was good.", "word": "no"}]
 
 
 def made(**args: Any) -> Any:
-    return build("yes_no_judge", {"cache": "off", "question": "Is it a complaint?", **args})
+    return build("either_or_judge", {"cache": "off", "question": "Is it a complaint?  Answer yes or no.", **args})
 
 
 def test_the_reward_is_the_probability_of_yes() -> None:
@@ -34,7 +34,7 @@ def test_the_reward_is_the_probability_of_yes() -> None:
 def test_a_threshold_makes_it_0_or_1_and_keeps_the_probability() -> None:
     for share, value in [(0.7, 1.0), (0.3, 0.0)]:
         found = judged(made(threshold=0.6), FakeJudge(share), "The soup was cold.")
-        assert found.value == value and found.parts["yes"] == pytest.approx(share, abs=1e-6)
+        assert found.value == value and found.parts["likely"] == pytest.approx(share, abs=1e-6)
 
 
 def test_examples_are_earlier_verdicts_and_every_text_is_fenced() -> None:
@@ -77,7 +77,16 @@ async def test_a_verdict_is_remembered_with_its_probability(tmp_path: Path) -> N
     assert len(model.calls) == 2  # another question
 
 
-@pytest.mark.parametrize("wrong", [{"question": ""}, {"threshold": 1.0}, {"examples": [{"answer": "x"}]}, {"criteria": {"a": 1}}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"question": ""},
+        {"threshold": 1.0},
+        {"examples": [{"answer": "x", "word": "maybe"}]},
+        {"criteria": {"a": 1}},
+        {"words": ["yes", "Yes"]},
+    ],
+)
 def test_bad_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         made(**wrong)
