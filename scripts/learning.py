@@ -1,7 +1,7 @@
 """Does it learn?  Tiny models, whole runs in one process, several seeds; each goal is measured on rows that were never trained.
 
     python scripts/learning.py [--only ppo,sft] [--seeds 3] [--write]
-    python scripts/learning.py --only frozen_lake,judge [--seeds 3] [--write]      SmolLM2-135M-Instruct, `rft run` with vLLM: an hour or more
+    python scripts/learning.py --only frozen_lake,judge [--seeds 3] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
 
 `--write` puts the table into docs/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights (those of
 SmolLM2 are given), of the data and of the sampling.

@@ -261,7 +261,7 @@ def _chosen(choice: dict[str, Any], words: Sequence[str]) -> tuple[str, np.ndarr
     share = dict.fromkeys(words, 0.0)
     for token in told:
         for word in words:
-            if token["token"].strip().lower() == word.lower():
+            if token["token"].strip().lower() == word.strip().lower():
                 share[word] += math.exp(float(token["logprob"]))
     best = max(share, key=share.__getitem__)
     if not share[best]:

@@ -109,6 +109,10 @@ class Judge:
         """The question: a text, or messages.  Whatever the policy, the task or another model wrote goes through `fence`."""
         raise NotImplementedError(f"{type(self).__name__} needs a method prompt(self, case, fence)")
 
+    def fence(self) -> Fence:
+        """The fence of a call."""
+        return Fence()
+
     def rules(self, fence: Fence) -> str:
         """What the system message says of the fence."""
         return fence.rules
@@ -234,7 +238,7 @@ class Judge:
                 return found
         why = ""
         for attempt in range(a.max_retries + 1):
-            fence = Fence()
+            fence = self.fence()
             messages = question(fence)
             request = GenerateRequest(
                 messages=tuple(messages),
