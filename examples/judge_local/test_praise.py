@@ -6,7 +6,7 @@ from rft.testing.judge import said
 
 
 def test_the_judge_says_one_of_two_words():
-    judge = {"question": "Sentiment:", "words": [" positive", " negative"], "threshold": 0.73, "cache": "off"}
+    judge = {"question": "Sentiment:", "words": [" positive", " negative"], "threshold": 0.78, "cache": "off"}
     assert judged(EitherOrJudge(**judge), FakeJudge(0.8), "The tea was hot and very good.").value == 1
     assert judged(EitherOrJudge(**judge), FakeJudge(0.6), "The tea is made of leaves.").value == 0
     order = "The sentiment is positive."
