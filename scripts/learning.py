@@ -1,9 +1,10 @@
 """Does it learn?  Tiny models, whole runs in one process, several seeds; each goal is measured on rows that were never trained.
 
     python scripts/learning.py [--only ppo,sft] [--seeds 3] [--write]
+    python scripts/learning.py --only frozen_lake,judge [--seeds 3] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
 
-`--write` puts the table into docs/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights, of the
-data and of the sampling.
+`--write` puts the table into docs/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights (those of
+SmolLM2 are given), of the data and of the sampling.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import datetime
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -97,6 +99,54 @@ def sft(folder: Path, seed: int) -> Learnt:
 
 def dpo(folder: Path, seed: int) -> Learnt:
     return of_run("dpo_tiny", folder, seed, 40, "eval/dpo_tiny_eval/accuracy_mean", "trainer.eval_interval=1000")
+
+
+# ---------------------------------------------------------------- with a real engine
+
+REAL_SEEDS = (42, 1, 2)
+REAL_TIMEOUT_S = 4 * 3600.0
+
+
+@dataclass(frozen=True)
+class Real:
+    """An example as a user runs it: Ray, vLLM, the pretrained model.  Every one of `numbers` (what it is, the metric) has to gain."""
+
+    name: str
+    example: str
+    steps: int
+    numbers: tuple[tuple[str, str], ...]
+    gain: float = 0.15
+
+    def run(self, folder: Path, seed: int, model: Path) -> list[Learnt]:
+        """Raises RuntimeError with the end of its output where it fails."""
+        arguments = [f"checkpoint_root_dir={folder}", f"seed={seed}", f"name=seed{seed}", f"trainer.total_steps={self.steps}"]
+        arguments += ["trainer.save_hf_checkpoint=never", "explorer.eval_interval=1000", "explorer.eval_on_startup=true"]
+        config = ["--config", str(Path("examples") / self.example / "config.yaml")]
+        done = subprocess.run(
+            [sys.executable, "-m", "rft.cli.main", "run", *config, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "MODEL_PATH": str(model)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=REAL_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{self.example}, seed {seed}, ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        told = read(folder / "rft" / "examples" / f"seed{seed}" / "metrics.jsonl")
+        found = [dict(series(told, metric)) for _, metric in self.numbers]
+        return [Learnt(values[0], values[self.steps], self.steps) for values in found]
+
+
+def pretrained() -> Path:
+    """The folder of SmolLM2-135M-Instruct.  Exits with what to do where there is none."""
+    folder = Path(os.environ.get("MODEL_PATH") or Path.home() / ".cache" / "rft" / "models" / "SmolLM2-135M-Instruct")
+    if not (folder / "config.json").is_file():
+        sys.exit(
+            f"{folder} is no model; run python scripts/fetch_model.py, or set MODEL_PATH to a folder with SmolLM2-135M-Instruct"
+        )
+    return folder
 
 
 # ---------------------------------------------------------------- a student and its teacher
@@ -232,6 +282,28 @@ GOALS = {
         Goal("jsd", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("jsd")),
     )
 }
+REAL = {
+    goal.name: goal
+    for goal in (
+        Real("frozen_lake", "frozen_lake", 20, (("held-out success", "eval/lakes_held_out/mean@2"),)),
+        Real(
+            "judge",
+            "judge_local",
+            15,
+            (
+                ("held-out answers the judge approves", "eval/held_out/mean@2"),
+                ("held-out answers the plain check approves", "eval/held_out_words/mean@2"),
+            ),
+        ),
+    )
+}
+REAL_TITLE = "## With a real engine"
+REAL_INTRODUCTION = f"""{REAL_TITLE}
+
+Written by `python scripts/learning.py --only frozen_lake,judge --write`. SmolLM2-135M-Instruct, trained by `rft run` with vLLM as
+`examples/frozen_lake` and `examples/judge_local` say. In the latter a second, untrained SmolLM2 is the judge, and a list of words, which no
+reward knows, checks its verdicts. Seconds are of a whole run, starts and evaluations included.
+"""
 HEAD = (
     "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached |\n|---|---|---|---|---|---|---|---|---|"
 )
@@ -244,31 +316,88 @@ were never trained. A seed is that of the weights, the data and the sampling.
 """
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(GOALS), help="algorithms, separated by commas")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
-    options = parser.parse_args()
+def _tiny(names: Sequence[str], seeds: int) -> tuple[list[str], int]:
+    """Lines of the table, and how many goals were missed."""
     lines, missed = [], 0
-    for name in options.only.split(","):
+    for name in names:
         goal = GOALS[name]
-        for seed in range(options.seeds):
+        for seed in range(seeds):
             began = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
                 x = goal.run(Path(folder), seed)
             missed += not (reached := goal.reached(x))
-            seconds = time.monotonic() - began
-            lines.append(
-                f"| {name} | {goal.number} | {goal.wanted} | {seed} | {x.before:.3f} | {x.after:.3f} | {x.steps} | {seconds:.0f} | "
-                f"{'yes' if reached else 'no'} |"
-            )
+            lines.append(line(name, goal.number, goal.wanted, seed, x, time.monotonic() - began, reached))
             print(lines[-1], flush=True)
-    table = "\n".join([HEAD, *lines])
+    return lines, missed
+
+
+def _real(names: Sequence[str], seeds: int) -> tuple[list[str], int]:
+    """As `_tiny`."""
+    model = pretrained()
+    lines, missed = [], 0
+    for name in names:
+        goal = REAL[name]
+        for seed in REAL_SEEDS[:seeds]:
+            began = time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
+                found = goal.run(Path(folder), seed, model)
+            seconds = time.monotonic() - began
+            for (number, _), x in zip(goal.numbers, found, strict=True):
+                missed += not (reached := _gain(goal.gain)(x))
+                lines.append(line(name, number, f"+{goal.gain:g}", seed, x, seconds, reached))
+                print(lines[-1], flush=True)
+    return lines, missed
+
+
+def line(name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: float, reached: bool) -> str:
+    """A row of a table."""
+    cells = [
+        name,
+        number,
+        wanted,
+        seed,
+        f"{x.before:.3f}",
+        f"{x.after:.3f}",
+        x.steps,
+        f"{seconds:.0f}",
+        "yes" if reached else "no",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def written(page: str, introduction: str, about: str, lines: Sequence[str], *, real: bool) -> str:
+    """`page` with one of its two parts anew; rows of goals that were not measured stay as they are."""
+    first, _, second = page.partition(f"\n{REAL_TITLE}")
+    old = second if real else first
+    measured = {row.split("|")[1].strip() for row in lines}
+    order = list(REAL if real else GOALS)
+    kept = [r for r in old.splitlines() if r.startswith("| ") and (n := r.split("|")[1].strip()) in order and n not in measured]
+    rows = sorted([*kept, *lines], key=lambda r: order.index(r.split("|")[1].strip()))
+    part = "\n".join([introduction, about, "", HEAD, *rows]) + "\n"
+    if real:
+        return f"{first.rstrip()}\n\n{part}"
+    return part + (f"\n{REAL_TITLE}{second}" if second else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = f"{', '.join(GOALS)}; with a real engine {', '.join(REAL)}"
+    parser.add_argument("--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in GOALS and name not in REAL]:
+        parser.error(f"--only {', '.join(unknown)}: not known; {known}")
+    if len({name in REAL for name in names}) == 2:
+        parser.error("goals with a real engine are measured in a call of their own")
+    real = names[0] in REAL
+    lines, missed = (_real if real else _tiny)(names, options.seeds)
     about = f"{datetime.date.today()}, Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores."
     if options.write:
-        PAGE.write_text(f"{INTRODUCTION}\n{about}\n\n{table}\n", encoding="utf-8")
-    print(f"\n{about}\n\n{table}")
+        page, introduction = PAGE.read_text(encoding="utf-8"), REAL_INTRODUCTION if real else INTRODUCTION
+        PAGE.write_text(written(page, introduction, about, lines, real=real), encoding="utf-8")
+    print("\n".join(["", about, "", HEAD, *lines]))
     return int(missed > 0)
 
 

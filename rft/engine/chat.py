@@ -74,6 +74,16 @@ class Chat:
             raise PromptTooLong(len(ids), limit)
         return list(ids)
 
+    def choices(self, request: GenerateRequest) -> list[int]:
+        """Id of the first token of each of `request.choices`.  Raises ValueError where two begin with the same one."""
+        first = [self._tokens(word, "\n")[:1] for word in request.choices]  # what an answer stands behind
+        if not all(first) or len({token for (token,) in first}) != len(first):
+            raise ValueError(
+                f"choices {', '.join(map(repr, request.choices))}: each has to begin with another token; those of "
+                f"{self.settings.model_path} are {first}"
+            )
+        return [token for (token,) in first]
+
     def _render(self, request: GenerateRequest, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
         return self.tokenizer.apply_chat_template(
             messages,
@@ -108,13 +118,13 @@ class Chat:
             )
         return after
 
-    def _tokens(self, text: str) -> list[int]:
+    def _tokens(self, text: str, behind: str = _ANCHOR) -> list[int]:
         """Token ids of a text that stands behind another one."""
 
         def ids(part: str) -> list[int]:
             return list(self.tokenizer(part, add_special_tokens=False)["input_ids"])
 
-        anchor, both = ids(_ANCHOR), ids(_ANCHOR + text)
+        anchor, both = ids(behind), ids(behind + text)
         return both[len(anchor) :] if both[: len(anchor)] == anchor else ids(text)
 
     def _compare(self, request: GenerateRequest, ids: list[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 import random
 import time
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # the server says: later
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
+TOP = 20  # of the first token's log-probs; more are not given
 NOTHING = np.empty(0, np.int32)
 _ENDS: dict[str, FinishReason] = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length"}
 
@@ -157,6 +159,8 @@ class ExternalEngine:
             "chat_template_kwargs": (request.chat_template_args, {}),
         }
         body |= {name: value for name, (value, off) in optional.items() if value != off}
+        if request.choices:
+            body |= {"logprobs": True, "top_logprobs": TOP, "max_tokens": 1}
         return {k: v for k, v in (body | self._server.extra_body).items() if v is not None}
 
     def _read(self, answer: Any, request: GenerateRequest) -> list[Completion]:
@@ -176,11 +180,14 @@ class ExternalEngine:
     def _completion(self, choice: dict[str, Any], request: GenerateRequest, usage: tuple[int, int]) -> Completion:
         """`usage` of an answer with several choices counts at the first."""
         message = choice["message"]
+        text, logprobs = message.get("content") or "", np.empty(0, np.float32)
+        if request.choices:
+            text, logprobs = _chosen(choice, request.choices)
         return Completion(
             prompt_tokens=NOTHING,
             tokens=NOTHING,
-            logprobs=np.empty(0, np.float32),
-            text=message.get("content") or "",
+            logprobs=logprobs,
+            text=text,
             finish_reason=_ENDS.get(choice.get("finish_reason") or "stop", "abort"),
             version_spans=(),
             sampling=request.sampling,
@@ -243,6 +250,23 @@ def _seconds(text: str | None) -> float | None:
         return None if text is None else max(0.0, float(text))
     except ValueError:
         return None  # a date: our own back-off will do
+
+
+def _chosen(choice: dict[str, Any], words: Sequence[str]) -> tuple[str, np.ndarray]:
+    """The likelier of `words` as the first token, and its log-prob among them [1]; "" and [0] where the server tells of none of them.
+
+    Case and spaces do not count.  A word that is not among the first TOP tokens has no share.
+    """
+    told = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or []
+    share = dict.fromkeys(words, 0.0)
+    for token in told:
+        for word in words:
+            if token["token"].strip().lower() == word.strip().lower():
+                share[word] += math.exp(float(token["logprob"]))
+    best = max(share, key=share.__getitem__)
+    if not share[best]:
+        return "", np.empty(0, np.float32)
+    return best, np.array([math.log(share[best] / math.fsum(share.values()))], np.float32)
 
 
 def _short(what: object) -> str:

@@ -1,7 +1,7 @@
 """From logits to one token per row.  Knows no model and no requests.
 
-Order of the steps as in vLLM: minimum length, penalties, temperature, min_p, top_k, top_p.  Reported log-probs are of the distribution
-after all of them (natural log).  Invariant: a row's draw depends on its own logits and its own random numbers alone.
+Order of the steps as in vLLM: choices, minimum length, penalties, temperature, min_p, top_k, top_p.  Reported log-probs are of the
+distribution after all of them (natural log).  Invariant: a row's draw depends on its own logits and its own random numbers alone.
 
 Shapes: B rows, V vocabulary.
 """
@@ -28,6 +28,7 @@ class RowState:
     prompt: Sequence[int]
     end_tokens: Sequence[int]
     written: list[int] = field(default_factory=list)
+    choices: Sequence[int] = ()  # the only tokens there are for it; none: all of them
 
     def __post_init__(self) -> None:
         self.random = np.random.Generator(np.random.Philox(self.seed))
@@ -46,6 +47,9 @@ def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], lis
     """One token and its log-prob for each row.  `logits` [B, V] is used up.  One uniform number per row and token, none when greedy."""
     logits = logits.float()
     for i, row in enumerate(rows):
+        if row.choices:
+            only = logits[i, list(row.choices)]
+            logits[i].fill_(NOTHING)[list(row.choices)] = only
         if row.too_short:
             logits[i, list(row.end_tokens)] = NOTHING
         if row.penalized:

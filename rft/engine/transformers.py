@@ -121,9 +121,10 @@ class TransformersEngine:
         if self.version is None:
             raise not_loaded(self.settings.name)
         prompt = self._chat.encode(request)
+        choices = self._chat.choices(request) if request.choices else []
         loop = asyncio.get_running_loop()
         job = _Job(request, prompt, loop, loop.create_future())
-        rows = [self._row(job, i) for i in range(request.n)]
+        rows = [self._row(job, i, choices) for i in range(request.n)]
         with self._wake:
             self._check_alive()
             self._counted["requests"] += request.n
@@ -191,13 +192,13 @@ class TransformersEngine:
 
     # ------------------------------------------------------------ calls from event loops
 
-    def _row(self, job: _Job, index: int) -> _Row:
+    def _row(self, job: _Job, index: int, choices: Sequence[int]) -> _Row:
         from rft.engine.sampling import RowState
 
         sampling = job.request.sampling
         seed = sampling.seed + index if sampling.seed is not None else int(self._seeds.integers(1 << 62))
-        limit = min(sampling.max_tokens, self.settings.max_model_len - len(job.prompt))
-        return _Row(job, index, RowState(sampling, seed, job.prompt, self._ends), limit)
+        limit = min(1 if choices else sampling.max_tokens, self.settings.max_model_len - len(job.prompt))
+        return _Row(job, index, RowState(sampling, seed, job.prompt, self._ends, choices=choices), limit)
 
     async def _on_thread(self, what: str, call: Callable[[], T]) -> T:
         """The result of `call`, run by the engine's thread between two steps."""

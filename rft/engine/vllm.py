@@ -134,6 +134,8 @@ class VllmEngine:
         # vLLM refuses n > 1 when greedy, where each of them is a request of its own
         asks, n = (request.n, 1) if request.sampling.temperature == 0 else (1, request.n)
         params = sampling_params(request.sampling, n, room)
+        if request.choices:
+            params.max_tokens, params.allowed_token_ids = 1, self._chat.choices(request)
         self._running += request.n
         try:
             finals = await asyncio.gather(*(self._ask(request, prompt, params) for _ in range(asks)))

@@ -67,6 +67,8 @@ class RecordedModel:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         asked = _plain(msgspec.structs.replace(request, request_id=""))
+        if not request.choices:  # as those were recorded that did not know them
+            del asked["choices"]
         answer = await self._ask("generate", asked, lambda m: m.generate(request))
         return msgspec.convert(answer, list[Completion], dec_hook=_array)
 

@@ -62,8 +62,22 @@ class FakeJudge:
         given = self._replies.popleft() if self._replies else None
         if isinstance(given, Exception):
             raise given
+        if request.choices and given is None:
+            return [self._chosen(request)]
         text = given if given is not None else self.reply([dict(m) for m in request.messages])
         return [completion(text, prompt=sum(len(str(m["content"])) // 4 for m in request.messages))]
+
+    def _chosen(self, request: GenerateRequest) -> Completion:
+        """The likelier one of the choices; a number that it says is the probability of the first."""
+        read = _as_read(request.messages)
+        said = self.says("\n".join(read)) if callable(self.says) else self.says
+        free = _outside(read, self.sloppy)
+        obeys = any(order in free for order in self.gullible)
+        share = 1.0 if obeys else float(said) if isinstance(said, int | float) else float(said == request.choices[0])
+        word = request.choices[0 if share >= 0.5 else 1]
+        logprob = np.log(np.array([max(share, 1 - share)], np.float32))
+        told = completion(word, prompt=sum(len(str(m["content"])) // 4 for m in request.messages))
+        return msgspec.structs.replace(told, tokens=told.tokens[:1], logprobs=logprob, finish_reason="length")
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         raise ValueError("a FakeJudge has no log-probs")

@@ -31,7 +31,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
     prompt_truncation: str = "error"  # left | right | middle: where a prompt that is too long is cut; error: PromptTooLong
     sampling: SamplingArgs = SamplingArgs()
-    n: int = 1
+    choices: tuple[str, ...] = ()  # the answer is the first token of one of these; at temperature 0 the likelier one, and its
+    n: int = 1  # log-prob is that among them.  Engines that cannot do so raise ValueError
     request_id: str = ""
 
 

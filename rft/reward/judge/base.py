@@ -35,7 +35,7 @@ from rft.reward.judge.desk import BudgetUsedUp, Desk, get_up, sit_down
 from rft.reward.judge.fence import Fence, Scale, inert
 from rft.reward.judge.parse import Unreadable, read, says_nothing
 from rft.reward.named import named
-from rft.types.completion import Score, Transcript, Turn
+from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
 
@@ -88,6 +88,7 @@ class Judge:
     Args: ClassVar[type[BaseModel]] = JudgeArgs
     scale: Scale = Scale(1, 10)
     version: str = "1"
+    choices: tuple[str, ...] = ()  # the model answers with one of these words and nothing else; none: it writes
     whole_group = False
 
     def __init__(self, **given: Any) -> None:
@@ -107,6 +108,20 @@ class Judge:
     def prompt(self, case: Case, fence: Fence) -> str | Messages:
         """The question: a text, or messages.  Whatever the policy, the task or another model wrote goes through `fence`."""
         raise NotImplementedError(f"{type(self).__name__} needs a method prompt(self, case, fence)")
+
+    def fence(self) -> Fence:
+        """The fence of a call."""
+        return Fence()
+
+    def rules(self, fence: Fence) -> str:
+        """What the system message says of the fence."""
+        return fence.rules
+
+    def reply(self, completion: Completion) -> str:
+        """What `read` is given, and what is remembered.  Raises Unreadable for a reply that was cut."""
+        if completion.finish_reason != "stop":
+            raise Unreadable(f"the reply was cut at max_tokens {self.args.max_tokens}")
+        return completion.text
 
     def read(self, reply: str, fence: Fence) -> dict[str, Any]:
         """The verdict in a reply.  Raises Unreadable.  By default: its last line, which has the form of `fence.ask`."""
@@ -199,13 +214,13 @@ class Judge:
         made = write(fence, *answers)
         messages = [{"role": "user", "content": made}] if isinstance(made, str) else [dict(m) for m in made]
         if messages[0]["role"] == "system":
-            return [{**messages[0], "content": f"{fence.rules}\n\n{messages[0]['content']}"}, *messages[1:]]
-        return [{"role": "system", "content": fence.rules}, *messages]
+            return [{**messages[0], "content": f"{self.rules(fence)}\n\n{messages[0]['content']}"}, *messages[1:]]
+        return [{"role": "system", "content": self.rules(fence)}, *messages]
 
     def _key(self, messages: Messages) -> bytes:
         assert self._desk is not None
         a = self.args
-        what = [self.kind, self.version, messages, a.temperature, a.max_tokens, self._desk.identity, REPEAT.get()]
+        what = [self.kind, self.version, messages, a.temperature, a.max_tokens, self._desk.identity, REPEAT.get(), *self.choices]
         return hashlib.blake2b(json.dumps(what, sort_keys=True).encode("utf-8", "surrogatepass"), digest_size=20).digest()
 
     async def _attempts(self, desk: Desk, key: bytes, question: Callable[[Fence], Messages]) -> Reading:
@@ -223,12 +238,13 @@ class Judge:
                 return found
         why = ""
         for attempt in range(a.max_retries + 1):
-            fence = Fence()
+            fence = self.fence()
             messages = question(fence)
-            warmer = a.temperature if not attempt else max(a.temperature, AGAIN_TEMPERATURE)
-            sampling = SamplingArgs(temperature=warmer, max_tokens=a.max_tokens)
             request = GenerateRequest(
-                messages=tuple(messages), sampling=sampling, request_id=f"{self.name}-{key.hex()}-{attempt}"
+                messages=tuple(messages),
+                sampling=self._sampling(attempt),
+                choices=self.choices,
+                request_id=f"{self.name}-{key.hex()}-{attempt}",
             )
             try:
                 completion, tokens = await desk.generate(request, a.timeout_s, m)
@@ -247,20 +263,25 @@ class Judge:
                 why = f"the judge refused the question: {str(e)[:200]}"
                 break
             try:
-                if completion.finish_reason != "stop":
-                    raise Unreadable(f"the reply was cut at max_tokens {a.max_tokens}")
-                found = Reading(self.read(completion.text, fence))
+                text = self.reply(completion)
+                found = Reading(self.read(text, fence))
             except Unreadable as e:
                 m.unreadable += 1
                 why = f"the judge's reply cannot be read: {e}"
                 continue
             if desk.cache is not None:
-                reply = Reply(completion.text, fence.key)
+                reply = Reply(text, fence.key)
                 desk.cache.put(key, reply, judge=self.kind, model=desk.identity, tokens=tokens)
             return found
         m.unscored += 1
         log.debug("%s: unscored: %s", self.name, why)
         return Reading(None, why)
+
+    def _sampling(self, attempt: int) -> SamplingArgs:
+        if self.choices:  # one token, whose log-prob is asked for
+            return SamplingArgs(temperature=0.0, max_tokens=1)
+        warmer = self.args.temperature if not attempt else max(self.args.temperature, AGAIN_TEMPERATURE)
+        return SamplingArgs(temperature=warmer, max_tokens=self.args.max_tokens)
 
     def _warn(self, what: str, message: str) -> None:
         """Once for each kind of trouble."""

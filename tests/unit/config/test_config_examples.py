@@ -11,7 +11,7 @@ from rft.config.check import check
 from rft.testing import tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-NO_GOLD = ("judge", "frozen_lake")  # a judge is not asked, and an environment scores itself
+NO_GOLD = ("judge", "judge_local", "frozen_lake")  # a judge is not asked, and an environment scores itself
 FILES = sorted(EXAMPLES.rglob("*.yaml"))
 
 

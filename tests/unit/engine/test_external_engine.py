@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -110,6 +111,26 @@ async def test_a_question_and_its_answer(server: Server, monkeypatch: pytest.Mon
         "tools": list(tools), "user": "me",
     }  # fmt: skip
     assert KEY not in redact(f"failed with {KEY}") and "organisation-7" not in redact("organisation-7")
+    await engine.close()
+
+
+async def test_choices_by_the_log_probs_that_the_server_gives(server: Server) -> None:
+    engine = await make(settings())
+    request = GenerateRequest(
+        messages=({"role": "user", "content": "?"},), choices=("yes", "no"), sampling=SamplingArgs(temperature=0)
+    )
+    told = [{"token": "Yes", "logprob": math.log(0.5)}, {"token": " yes", "logprob": math.log(0.1)}]
+    told += [{"token": "No", "logprob": math.log(0.2)}, {"token": "Yesterday", "logprob": math.log(0.1)}]
+    answer = said("Yes")
+    answer["choices"][0]["logprobs"] = {"content": [{"token": "Yes", "top_logprobs": told}]}
+    server.answers = [(200, answer, {})]
+    (c,) = await engine.generate(request)
+    assert c.text == "yes" and np.exp(c.logprobs[0]) == pytest.approx(0.6 / 0.8)
+    body = server.seen[0][2]
+    assert body["logprobs"] is True and body["top_logprobs"] == 20 and body["max_tokens"] == 1
+    server.answers = [(200, said("Yes"), {})]  # one that gives none
+    (c,) = await engine.generate(request)
+    assert c.text == "" and len(c.logprobs) == 0
     await engine.close()
 
 

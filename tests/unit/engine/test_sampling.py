@@ -63,3 +63,10 @@ def test_penalties() -> None:
     assert logp[0] == pytest.approx(torch.tensor([1.0, 1.0, 1.5, 0.0, -1.0]).log_softmax(-1)[2].item())
     token, logp = draw(LOGITS[None].clone(), [row(written=(2, 2), temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5)])
     assert token[0] == 1 and logp[0] == pytest.approx(torch.tensor([1.0, 2.0, 1.0, 0.0, -1.0]).log_softmax(-1)[1].item())
+
+
+def test_choices_are_all_there_is() -> None:
+    only = [RowState(SamplingArgs(temperature=t), 1, (), (0,), choices=(0, 3)) for t in (0.0, 1.0)]
+    tokens, logps = draw(LOGITS[None].repeat(2, 1), only)
+    assert tokens[0] == 0 and logps[0] == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-6)
+    assert tokens[1] in (0, 3)

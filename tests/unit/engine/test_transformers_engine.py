@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
@@ -63,6 +65,23 @@ async def test_log_probs_with_rows_that_come_and_go(subject: Subject, tiny_model
     ]
     for made in await asyncio.gather(*map(subject.engine.generate, requests)):
         assert max(errors(model, c).max() for c in made) < 1e-5
+
+
+async def test_choices_share_the_probability(subject: Subject, tiny_model: Path) -> None:
+    weights = shaken(subject.weights, 5)
+    await subject.publish(weights)
+    request = msgspec.structs.replace(ask("which?", temperature=0.0), choices=("yes", "no"))
+    (c,) = await subject.engine.generate(request)
+    ids = torch.from_numpy(c.prompt_tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = reference(tiny_model, weights)(ids).logits[0, -1]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    first = [tokenizer("\n" + word, add_special_tokens=False)["input_ids"][1] for word in request.choices]
+    shares = logits[first].softmax(0)
+    assert len(c.tokens) == 1 and c.tokens[0] == first[int(shares.argmax())]
+    assert np.exp(c.logprobs[0]) == pytest.approx(float(shares.max()), abs=1e-5)
+    with pytest.raises(ValueError, match="begin with another token"):
+        await subject.engine.generate(msgspec.structs.replace(request, choices=("yes", "yes")))
 
 
 async def test_a_load_in_the_middle_recomputes_the_cache(subject: Subject, tiny_model: Path) -> None:
