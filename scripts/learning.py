@@ -109,13 +109,13 @@ REAL_TIMEOUT_S = 4 * 3600.0
 
 @dataclass(frozen=True)
 class Real:
-    """An example as a user runs it: Ray, vLLM, the pretrained model.  Every one of `numbers` (what it is, the metric) has to gain."""
+    """An example as a user runs it: Ray, vLLM, the pretrained model.  `numbers`: what is measured, the metric, and how much it has to gain;
+    None: it is told only."""
 
     name: str
     example: str
     steps: int
-    numbers: tuple[tuple[str, str], ...]
-    gain: float = 0.15
+    numbers: tuple[tuple[str, str, float | None], ...]
 
     def run(self, folder: Path, seed: int, model: Path) -> list[Learnt]:
         """Raises RuntimeError with the end of its output where it fails."""
@@ -135,7 +135,7 @@ class Real:
         if done.returncode:
             raise RuntimeError(f"{self.example}, seed {seed}, ended with {done.returncode}:\n{done.stdout[-3000:]}")
         told = read(folder / "rft" / "examples" / f"seed{seed}" / "metrics.jsonl")
-        found = [dict(series(told, metric)) for _, metric in self.numbers]
+        found = [dict(series(told, metric)) for _, metric, _ in self.numbers]
         return [Learnt(values[0], values[self.steps], self.steps) for values in found]
 
 
@@ -285,14 +285,14 @@ GOALS = {
 REAL = {
     goal.name: goal
     for goal in (
-        Real("frozen_lake", "frozen_lake", 20, (("held-out success", "eval/lakes_held_out/mean@2"),)),
+        Real("frozen_lake", "frozen_lake", 20, (("held-out success", "eval/lakes_held_out/mean@2", 0.15),)),
         Real(
             "judge",
             "judge_local",
             15,
             (
-                ("held-out answers the judge approves", "eval/held_out/mean@2"),
-                ("held-out answers the plain check approves", "eval/held_out_words/mean@2"),
+                ("held-out answers the judge approves", "eval/held_out/mean@2", 0.15),
+                ("held-out answers with a word of praise and none of blame", "eval/held_out_words/mean@2", None),
             ),
         ),
     )
@@ -301,8 +301,8 @@ REAL_TITLE = "## With a real engine"
 REAL_INTRODUCTION = f"""{REAL_TITLE}
 
 Written by `python scripts/learning.py --only frozen_lake,judge --write`. SmolLM2-135M-Instruct, trained by `rft run` with vLLM as
-`examples/frozen_lake` and `examples/judge_local` say. In the latter a second, untrained SmolLM2 is the judge, and a list of words, which no
-reward knows, checks its verdicts. Seconds are of a whole run, starts and evaluations included.
+`examples/frozen_lake` and `examples/judge_local` say. In the latter a second, untrained SmolLM2 is the judge, and a short list of words,
+which no reward knows, looks at the answers too. Seconds are of a whole run, starts and evaluations included.
 """
 HEAD = (
     "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached |\n|---|---|---|---|---|---|---|---|---|"
@@ -342,14 +342,15 @@ def _real(names: Sequence[str], seeds: int) -> tuple[list[str], int]:
             with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
                 found = goal.run(Path(folder), seed, model)
             seconds = time.monotonic() - began
-            for (number, _), x in zip(goal.numbers, found, strict=True):
-                missed += not (reached := _gain(goal.gain)(x))
-                lines.append(line(name, number, f"+{goal.gain:g}", seed, x, seconds, reached))
+            for (number, _, gain), x in zip(goal.numbers, found, strict=True):
+                reached = None if gain is None else _gain(gain)(x)
+                missed += reached is False
+                lines.append(line(name, number, "told" if gain is None else f"+{gain:g}", seed, x, seconds, reached))
                 print(lines[-1], flush=True)
     return lines, missed
 
 
-def line(name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: float, reached: bool) -> str:
+def line(name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: float, reached: bool | None) -> str:
     """A row of a table."""
     cells = [
         name,
@@ -360,7 +361,7 @@ def line(name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: flo
         f"{x.after:.3f}",
         x.steps,
         f"{seconds:.0f}",
-        "yes" if reached else "no",
+        {True: "yes", False: "no", None: ""}[reached],
     ]
     return f"| {' | '.join(map(str, cells))} |"
 
