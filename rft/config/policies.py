@@ -45,7 +45,8 @@ def policies(config: RunConfig, settings: AlgorithmSettings, p: Problems) -> Alg
     elif (three or two) and a.bypass_old_logprobs != two:
         settings = replace(settings, bypass_old_logprobs=two)
         p.derive("algorithm.bypass_old_logprobs", two, why)
-    if three and config.synchronizer.sync_interval > 1:
+    s = config.synchronizer
+    if three and (s.sync_interval > 1 or s.sync_style == "explorer_driven"):  # whose windows are as long as they come
         settings = replace(settings, proximal_window=True)
     settings = settings if correction is None else _corrected(config, settings, p)
     _of_the_loss(settings, p)

@@ -235,7 +235,7 @@ class Explorer:
         first = True
         while number is not None:
             task = self._task(batch, tasks, number)
-            async with self._begun(batch, number if first else None) as may:
+            async with self._begun(batch, number % batch.size if first else None) as may:
                 if not may:
                     batch.unplayed = True
                     batch.begun(task.num_runs if first else 0)
@@ -256,11 +256,11 @@ class Explorer:
             number = None if group.accepted else batch.after(number)
 
     @asynccontextmanager
-    async def _begun(self, batch: Batch, number: int | None) -> AsyncIterator[bool]:
-        """While a group plays, where groups are paced one by one.  `number` None: it replaces another.  False: nobody trains any more."""
+    async def _begun(self, batch: Batch, place: int | None) -> AsyncIterator[bool]:
+        """While a group plays, where groups are paced one by one.  `place` None: it replaces another.  False: nobody trains any more."""
         if not self.settings.by_group:
             yield True
-        elif not await self._gate.may_play(batch.number, number):
+        elif not await self._gate.may_play(batch.number, place):
             yield False
         else:
             try:

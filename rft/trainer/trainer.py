@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -162,9 +163,9 @@ class Trainer:
                     task.cancel()
                 await asyncio.gather(lease, stop, return_exceptions=True)
 
-    async def _wait(self, lease: asyncio.Future[Lease], stop: asyncio.Future[bool], step: int) -> None:
+    async def _wait(self, lease: asyncio.Future[Any], stop: asyncio.Future[Any], step: int) -> None:
         """Until one of the two is there; the weights of `step` are published meanwhile when the explorer asks for them."""
-        wanted: asyncio.Future[bool] | None = None
+        wanted: asyncio.Future[Any] | None = None
         try:
             while not lease.done() and not stop.done():
                 if self._on_demand and self._sync is not None and wanted is None:
