@@ -252,7 +252,9 @@ class Synchronizer:
 
     async def explored(self, batch: int) -> None:
         """See `ExploreGate`."""
-        self._under_way.discard(batch)
+        async with self._changed:
+            self._under_way.discard(batch)
+            self._changed.notify_all()
 
     async def final(self) -> Version:
         """See `ExploreGate`."""
