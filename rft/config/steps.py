@@ -310,8 +310,8 @@ def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...
             )
     except ConfigError as e:
         p.take(e)
-    if config.deterministic and s.sync_style != "fixed":
-        p.error("synchronizer.sync_style", "must be fixed with deterministic: true", given=s.sync_style)
+    if config.deterministic and s.sync_style != "fixed" and s.max_staleness != 0:
+        p.error("synchronizer.sync_style", "must be fixed with deterministic: true, or max_staleness 0", given=s.sync_style)
     if config.deterministic and s.sync_offset:
         p.error("synchronizer.sync_offset", "must be 0 with deterministic: true", given=s.sync_offset)
     nodes = config.cluster.node_num
