@@ -86,3 +86,14 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(tiny_model: Path, tmp_p
         assert set(ages(folder)) == {0}
     assert len(set(weights.values())) == 1, weights
     assert all(r == rewards["fixed"] for r in rewards.values())
+
+
+@pytest.mark.parametrize("style", [s for s in STYLES if s != "fixed"])
+def test_the_bound_holds_after_a_resume(style: str, tiny_model: Path, tmp_path: Path) -> None:
+    """The first part ends between two versions: its last weights begin the second one."""
+    short = (*SMALL, "explorer.eval_interval=1000", "explorer.eval_at_end=false", "explorer.eval_on_startup=false")
+    play(tiny_model, tmp_path, style, STYLES[style], *short, "trainer.total_steps=3")
+    folder = play(tiny_model, tmp_path, style, STYLES[style], *short)
+    assert max(ages(folder)) <= bound(folder)
+    steps = [step for step, _ in series(read(folder / "metrics.jsonl"), "experience/staleness/max")]
+    assert steps == list(range(1, 9))
