@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -98,3 +99,20 @@ def test_the_bound_holds_after_a_resume(style: str, tiny_model: Path, tmp_path: 
     assert max(ages(folder)) <= bound(folder)
     steps = [step for step, _ in series(read(folder / "metrics.jsonl"), "experience/staleness/max")]
     assert steps == list(range(1, 9))
+
+
+def test_a_checkpoint_between_steps_that_were_leased_together(tiny_model: Path, tmp_path: Path) -> None:
+    """Step 3 is saved while the rows of step 4 are leased already: they are trained again after going back to it."""
+    short = (*SMALL, "explorer.eval_interval=1000", "explorer.eval_at_end=false", "explorer.eval_on_startup=false")
+    keys = (*STYLES["fully_async"], "require_batches=2")
+    folder = play(
+        tiny_model, tmp_path, "fully_async", keys, *short, "trainer.save_interval=3", "trainer.max_checkpoints_to_keep=9"
+    )
+    for step in (6, 8):
+        shutil.rmtree(folder / "checkpoints" / f"global_step_{step}")
+    play(tiny_model, tmp_path, "fully_async", keys, *short, "trainer.save_interval=3", "trainer.max_checkpoints_to_keep=9")
+    assert (folder / "checkpoints" / "global_step_8").is_dir()
+    with sqlite3.connect(f"file:{folder / 'buffer' / 'experience_buffer.db'}?mode=ro", uri=True) as db:
+        rows = db.execute("SELECT train_step, count(*) FROM v_lineage WHERE counts = 1 GROUP BY 1 ORDER BY 1").fetchall()
+    assert rows == [(step, 16) for step in range(1, 9)]
+    assert max(ages(folder)) <= bound(folder)
