@@ -61,7 +61,7 @@ def _of_the_loss(settings: AlgorithmSettings, p: Problems) -> None:
         p.error(
             "algorithm.policy_loss_fn",
             f"{name} chooses tokens under the weights before the step, but here old log-probs are those of a window's first weights; "
-            "write synchronizer.sync_interval: 1, or another loss",
+            "write synchronizer.sync_interval: 1 with a sync_style other than explorer_driven, or another loss",
             given=name,
         )
     elif name == "m2po" and not settings.bypass_old_logprobs:

@@ -116,3 +116,11 @@ def test_a_checkpoint_between_steps_that_were_leased_together(tiny_model: Path, 
         rows = db.execute("SELECT train_step, count(*) FROM v_lineage WHERE counts = 1 GROUP BY 1 ORDER BY 1").fetchall()
     assert rows == [(step, 16) for step in range(1, 9)]
     assert max(ages(folder)) <= bound(folder)
+
+
+@pytest.mark.parametrize("style", ["explorer_driven", "fully_async"])
+def test_old_log_probs_of_the_windows_first_weights(style: str, tiny_model: Path, tmp_path: Path) -> None:
+    changes = (*SMALL, "algorithm.compute_prox_logprobs=true", "explorer.eval_interval=1000", "explorer.eval_on_startup=false")
+    folder = play(tiny_model, tmp_path, style, STYLES[style], *changes)
+    values = read(folder / "metrics.jsonl")
+    assert len(series(values, "actor/ppo_kl")) == 8 and max(ages(folder)) <= bound(folder)
