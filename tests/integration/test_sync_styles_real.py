@@ -70,11 +70,11 @@ def test_a_short_run_keeps_its_bound(style: str, tiny_model: Path, tmp_path: Pat
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_learns(style: str, seed: int, tmp_path: Path) -> None:
     model = tiny.make(tmp_path / "model", seed=seed)
-    more = ("trainer.total_steps=100", "buffer.total_epochs=20")  # stale rows cost some steps, the same in every style
+    more = ("trainer.total_steps=140", "buffer.total_epochs=20")  # stale rows cost some steps, the same in every style
     changes = (f"seed={seed}", "explorer.eval_interval=1000", "explorer.eval_on_startup=false", *more)
     folder = play(model, tmp_path / "runs", style, STYLES[style], *changes)
     accuracy = dict(series(read(folder / "metrics.jsonl"), "eval/copy_eval/mean@1"))
-    assert accuracy[100] >= 0.9, accuracy
+    assert accuracy[140] >= 0.9, accuracy
     assert max(ages(folder)) <= bound(folder)
 
 
@@ -123,4 +123,5 @@ def test_old_log_probs_of_the_windows_first_weights(style: str, tiny_model: Path
     changes = (*SMALL, "algorithm.compute_prox_logprobs=true", "explorer.eval_interval=1000", "explorer.eval_on_startup=false")
     folder = play(tiny_model, tmp_path, style, STYLES[style], *changes)
     values = read(folder / "metrics.jsonl")
-    assert len(series(values, "actor/ppo_kl")) == 8 and max(ages(folder)) <= bound(folder)
+    assert len(series(values, "experience/staleness/max")) == 8 and max(ages(folder)) <= bound(folder)
+    assert series(values, "mismatch/abs_diff_max") or series(values, "actor/ppo_kl")
