@@ -78,6 +78,10 @@ class Gate:
         return Version(1, 0)
 
     async def served(self, version: Version) -> None: ...
+    async def may_play(self, batch: int, group: int | None) -> bool:
+        return True
+
+    async def played(self) -> None: ...
     async def explored(self, batch: int) -> None: ...
     async def final(self) -> Version:
         return Version(1, 0)

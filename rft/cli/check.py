@@ -180,6 +180,7 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
         ("steps", steps + epochs),
         ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens}"),
         ("weights", s["sync"]),
+        ("", "\n".join(["if an explore step takes as long as the train steps it feeds:", *s["timeline"]])),
         ("staleness", _staleness(plan.staleness_bound)),
         ("engines", f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, {engine.max_model_len} tokens"),
         ("trainer", f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr {plan.learner.optim.lr:g}"),
@@ -212,7 +213,7 @@ def _model_and_rows(report: Report) -> list[tuple[str, str]]:
 
 def _staleness(bound: int | None) -> str:
     if bound is None:
-        return "no bound: experiences are used again (synchronizer.max_staleness sets one)"
+        return "no bound (synchronizer.max_staleness sets one)"
     return f"at most {bound} train steps" + (" (on-policy)" if bound == 0 else "")
 
 

@@ -85,6 +85,8 @@ class Report:
 def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
     """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are not known."""
     from rft.config.explain import timeline
+    from rft.config.plan import schedule
+    from rft.sync.timeline import picture
 
     if plan.trainer.given is not None:
         return given.summary(plan, tuple(tasksets))
@@ -103,6 +105,7 @@ def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
         "max_generated_tokens": runs * most,
         "staleness_bound": plan.staleness_bound,
         "sync": timeline(plan),
+        "timeline": picture(schedule(plan.sync)),
     }
 
 

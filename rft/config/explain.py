@@ -34,6 +34,8 @@ def plan_why(plan: Plan, key: str) -> str:
 def timeline(plan: Plan) -> str:
     """The first steps of the schedule in one line."""
     s, sync = schedule(plan.sync), plan.sync
+    if sync.style != "fixed":
+        return _asynchronous(plan)
     parts, last = [], -1
     for batch in range(2 * sync.interval + sync.offset + 1):
         need = s.required_step(batch)
@@ -42,6 +44,25 @@ def timeline(plan: Plan) -> str:
             last = need
     every = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
     return f"by {sync.method} after {every}; {', '.join(parts[:3])} ..."
+
+
+def _asynchronous(plan: Plan) -> str:
+    s, sync = schedule(plan.sync), plan.sync
+    steps = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
+    if sync.style == "explorer_driven":
+        batches = "explore step" if sync.interval == 1 else f"{sync.interval} explore steps"
+        when = f"when the explorer asks, after every {batches} from explore step {sync.offset + sync.interval} on"
+    else:
+        when = f"after {steps}"
+    if s.quota is not None:
+        unit = "tasks" if plan.trainer.batch_rows is None else "experiences"
+        window = s.interval * s.step_units
+        limit = f"; a window takes {window} {unit}, and {s.quota} may have begun and not been trained at its start"
+    else:
+        limit = ""
+    if sync.max_staleness is not None:
+        limit += f"; the explorer waits where rows would get older than {sync.max_staleness} steps"
+    return f"by {sync.method} {when}{limit}" + ("" if sync.partial_rollout else "; tasks under way are waited for")
 
 
 def _leaves(value: Any, loc: Loc) -> Iterator[tuple[Loc, Any]]:

@@ -89,7 +89,10 @@ class Plan:
         if self.buffer.replay is not None:
             return most
         # a batch that is asked for because a step lacks rows begins before its turn; what that step leaves of it feeds the next one
-        bound = schedule(self.sync).staleness_bound + (self.buffer.on_short_batch == "carry")
+        bound = schedule(self.sync).staleness_bound
+        if bound is None:
+            return None
+        bound += self.buffer.on_short_batch == "carry"
         return bound if most is None else min(bound, most)
 
     @property
@@ -107,6 +110,8 @@ def schedule(sync: SyncSettings) -> Schedule:
         max_staleness=sync.max_staleness,
         batch_units=sync.batch_units,
         step_units=sync.step_units,
+        group_units=sync.group_units,
+        threshold=sync.threshold,
     )
 
 

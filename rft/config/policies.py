@@ -45,7 +45,8 @@ def policies(config: RunConfig, settings: AlgorithmSettings, p: Problems) -> Alg
     elif (three or two) and a.bypass_old_logprobs != two:
         settings = replace(settings, bypass_old_logprobs=two)
         p.derive("algorithm.bypass_old_logprobs", two, why)
-    if three and config.synchronizer.sync_interval > 1:
+    s = config.synchronizer
+    if three and (s.sync_interval > 1 or s.sync_style == "explorer_driven"):  # whose windows are as long as they come
         settings = replace(settings, proximal_window=True)
     settings = settings if correction is None else _corrected(config, settings, p)
     _of_the_loss(settings, p)
@@ -60,7 +61,7 @@ def _of_the_loss(settings: AlgorithmSettings, p: Problems) -> None:
         p.error(
             "algorithm.policy_loss_fn",
             f"{name} chooses tokens under the weights before the step, but here old log-probs are those of a window's first weights; "
-            "write synchronizer.sync_interval: 1, or another loss",
+            "write synchronizer.sync_interval: 1 with a sync_style other than explorer_driven, or another loss",
             given=name,
         )
     elif name == "m2po" and not settings.bypass_old_logprobs:

@@ -113,6 +113,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
             max_checkpoints_to_keep=config.trainer.max_checkpoints_to_keep,
             checkpoint_dir=run_dir / "checkpoints",
             read_deadline_s=config.buffer.trainer_input.experience_buffer.max_read_timeout,
+            require_batches=config.synchronizer.require_batches if config.synchronizer.sync_style == "fully_async" else 1,
             max_staleness=config.synchronizer.max_staleness,
             max_nonfinite_steps=config.trainer.max_nonfinite_steps,
             given=data.given if data is not None else None,

@@ -90,7 +90,15 @@ def _interval(config: RunConfig, p: Problems) -> int:
     s = config.synchronizer
     explorer, trainer = s.explorer_sync_interval or s.sync_interval, s.trainer_sync_interval or s.sync_interval
     if s.sync_style != "fixed":
-        return s.sync_interval
+        mine, other = ("explorer", "trainer") if s.sync_style == "explorer_driven" else ("trainer", "explorer")
+        own = explorer if mine == "explorer" else trainer
+        if own != s.sync_interval:
+            p.derive("synchronizer.sync_interval", own, f"{mine}_sync_interval")
+        if getattr(s, f"{other}_sync_interval") not in (None, own):
+            p.warn(
+                f"synchronizer.{other}_sync_interval has no effect: with sync_style {s.sync_style} the {mine}'s interval counts"
+            )
+        return own
     if explorer != trainer:
         p.error(
             "synchronizer.explorer_sync_interval" if s.explorer_sync_interval else "synchronizer.trainer_sync_interval",
@@ -186,6 +194,10 @@ def explorer(
 ) -> ExplorerSettings:
     """`baseline`: the algorithm reads the reward of a greedy run of every task."""
     e, k = config.explorer, config.synchronizer.sync_interval
+    style, quota = config.synchronizer.sync_style, config.synchronizer.staleness_threshold is not None
+    quota = quota and style == "fully_async"
+    if style != "fully_async":
+        _unread(e, "max_inflight_batches", f"synchronizer.sync_style is {style}", p)
     interval = -(-e.eval_interval // k) * k
     if interval != e.eval_interval:
         p.derive("explorer.eval_interval", interval, f"next multiple of synchronizer.sync_interval {k}")
@@ -228,6 +240,8 @@ def explorer(
         wait_after_s=e.over_rollout.wait_after_min,
         keep_partial=e.over_rollout.return_partial_tasks,
         baseline=baseline,
+        by_group=quota or not config.synchronizer.partial_rollout,
+        max_inflight=e.max_inflight_batches if style == "fully_async" else None,
         eval_in_background=e.eval_in_background,
         bench_latest=e.bench_on_latest_checkpoint,
         report_interval_s=e.runner_state_report_interval,
@@ -257,10 +271,10 @@ def _apis(config: RunConfig, p: Problems) -> tuple[ApiSettings, ...]:
     return tuple(ApiSettings(model=name, port=m.base_port, key=m.api_key) for _, name, m in served if m.enable_openai_api)
 
 
-def _unread(section: Section, name: str, why: str, p: Problems) -> None:
+def _unread(section: Section, name: str, why: str, p: Problems, above: str = "explorer") -> None:
     field = name.rpartition(".")[2]
     if getattr(section, field) != type(section).model_fields[field].default:
-        p.warn(f"explorer.{name} has no effect: {why}")
+        p.warn(f"{above}.{name} has no effect: {why}")
 
 
 def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...], p: Problems) -> SyncSettings:
@@ -272,22 +286,32 @@ def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...
         p.derive("synchronizer.sync_method", method, "nccl comes later")
     else:
         method = s.sync_method
+    _style(config, p)
     settings = SyncSettings(
         method=method,
-        style="fixed",  # the one there is; another one is not active
+        style=s.sync_style,
         interval=s.sync_interval,
         offset=s.sync_offset,
         max_staleness=s.max_staleness,
         timeout_s=s.sync_timeout,
         kv_cache=s.kv_cache,
         engine_dtype=engine_dtype,
-        batch_units=rows if uneven else 1,
-        step_units=b.train_batch_size or 1 if uneven else 1,
+        threshold=s.staleness_threshold if s.sync_style == "fully_async" else None,
+        partial_rollout=s.partial_rollout,
+        batch_units=rows if uneven else b.batch_size,
+        step_units=b.train_batch_size or 1 if uneven else b.batch_size,
+        group_units=rows // b.batch_size if uneven else 1,
     )
     try:
-        schedule(settings)
+        if schedule(settings).staleness_bound is None:
+            p.warn(
+                f"sync_style {s.sync_style} without synchronizer.max_staleness: experiences may be of any age, as many as the buffer's "
+                f"capacity lets wait; write max_staleness: {2 * s.sync_interval}, for example"
+            )
     except ConfigError as e:
         p.take(e)
+    if config.deterministic and s.sync_style != "fixed" and s.max_staleness != 0:
+        p.error("synchronizer.sync_style", "must be fixed with deterministic: true, or max_staleness 0", given=s.sync_style)
     if config.deterministic and s.sync_offset:
         p.error("synchronizer.sync_offset", "must be 0 with deterministic: true", given=s.sync_offset)
     nodes = config.cluster.node_num
@@ -296,6 +320,23 @@ def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...
             "synchronizer.sync_method", f"memory works inside one node, and node_num is {nodes}; use checkpoint", given="memory"
         )
     return settings
+
+
+def _style(config: RunConfig, p: Problems) -> None:
+    """Keys of one style in another, and batches that do not make up a window."""
+    s = config.synchronizer
+    if s.sync_style == "fully_async":
+        if s.sync_interval % s.require_batches:
+            p.error(
+                "synchronizer.require_batches",
+                f"{s.require_batches} must divide sync_interval {s.sync_interval}: weights move between two takes of the trainer",
+                given=s.require_batches,
+            )
+    else:
+        for name in ("require_batches", "staleness_threshold"):
+            _unread(s, name, f"sync_style is {s.sync_style}", p, "synchronizer")
+    if s.sync_style in ("trainer_driven", "fully_async"):
+        _unread(s, "sync_offset", f"sync_style is {s.sync_style}", p, "synchronizer")
 
 
 def buffer(config: RunConfig, run_dir: Path, p: Problems) -> BufferSettings:

@@ -150,7 +150,11 @@ FORMAT_KEYS = (
 
 def feedback_lag(sync: SyncSettings) -> int:
     """How many explore batches the schedule lets run side by side: a choice of tasks waits for none of these."""
-    bound = schedule(replace(sync, max_staleness=None)).staleness_bound  # the schedule itself is checked elsewhere
+    found = schedule(replace(sync, max_staleness=None))  # the schedule itself is checked elsewhere
+    bound = found.staleness_bound
+    if sync.style != "fixed":  # a choice that waits for earlier batches holds nobody up for ever
+        bound = min((b for b in (bound, sync.max_staleness) if b is not None), default=sync.interval)
+    assert bound is not None
     return -(-bound * sync.step_units // sync.batch_units)
 
 

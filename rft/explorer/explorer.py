@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -152,6 +152,7 @@ class Explorer:
         await self._buffer.same_tasksets({t.settings.name: t.fingerprint for t in self.order.tasksets})
         before = asyncio.Event()
         before.set()
+        under_way: deque[asyncio.Event] = deque()
         evaluation: asyncio.Task[object] | None = None
         async with AsyncExitStack() as over, asyncio.TaskGroup() as tasks:
             if self.settings.report_interval_s > 0:
@@ -159,6 +160,8 @@ class Explorer:
             for b in itertools.count(self._cursor):
                 if self.num_batches is not None and b >= self.num_batches:
                     return f"all {self.num_batches} explore batches are in the buffer"
+                while self.settings.max_inflight is not None and len(under_way) >= self.settings.max_inflight:
+                    await under_way.popleft().wait()
                 if (version := await self._gate.may_explore(b)) is None:
                     return "the trainer is finished"
                 if self._eval_due(b):
@@ -172,6 +175,7 @@ class Explorer:
                 batch = self._batches[b] = self._batch(b, held.pop(b, ()))
                 tasks.create_task(self._explore_batch(batch, before))
                 before = batch.closed
+                under_way.append(before)
                 if self.order.learns:
                     self._under_way[b] = before
                 await batch.submitted.wait()
@@ -209,6 +213,10 @@ class Explorer:
                 if number is not None:
                     places.create_task(self._fill(batch, tasks, number))
         await before.wait()
+        if batch.unplayed:
+            del self._batches[batch.number]
+            batch.close()
+            return
         await self._buffer.close_batch(batch.number, accepted=batch.accepted, wanted=batch.size, reasons=dict(batch.reasons))
         if batch.accepted < batch.size and self.settings.on_short_batch == "stop":
             raise ShortBatch(self._short(batch))
@@ -228,7 +236,13 @@ class Explorer:
         """Plays candidates for one place until one is accepted or the refills are used up.  Each group is appended once."""
         first = True
         while number is not None:
-            played = await self._play(batch, self._task(batch, tasks, number), number, first)
+            task = self._task(batch, tasks, number)
+            async with self._begun(batch, number % batch.size if first else None) as may:
+                if not may:
+                    batch.unplayed = True
+                    batch.begun(task.num_runs if first else 0)
+                    return
+                played = await self._play(batch, task, number, first)
             first = False
             for version in played.versions:
                 if version not in self._served:
@@ -242,6 +256,19 @@ class Explorer:
             batch.add(group, played if group is processed else group)
             self._breaker.see(group)
             number = None if group.accepted else batch.after(number)
+
+    @asynccontextmanager
+    async def _begun(self, batch: Batch, place: int | None) -> AsyncIterator[bool]:
+        """While a group plays, where groups are paced one by one.  `place` None: it replaces another.  False: nobody trains any more."""
+        if not self.settings.by_group:
+            yield True
+        elif not await self._gate.may_play(batch.number, place):
+            yield False
+        else:
+            try:
+                yield True
+            finally:
+                await self._gate.played()
 
     async def _process(self, batch: Batch, played: Group) -> Group:
         """The group after the operators.  One that an operator cannot handle becomes failed runs, with the traceback."""

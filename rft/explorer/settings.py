@@ -45,6 +45,8 @@ class ExplorerSettings:
     eval_interval: int = 0  # explore steps; 0 = never during training
     eval_on_startup: bool = True
     eval_at_end: bool = True
+    by_group: bool = False  # the groups of a batch may begin at different weights, and each is asked for
+    max_inflight: int | None = None  # explore batches under way at the same time; None = what the weights and the buffer allow
     eval_in_background: bool = False  # explore on meanwhile
     bench_latest: bool = False  # mode bench: the newest checkpoint alone
     eval_samples: int | None = 64  # answers of each evaluation that are handed on; None = all, 0 = none

@@ -45,6 +45,7 @@ class Batch:
         self.pipeline: list[Metric] = []  # what operators reported
         self.accepted = 0
         self.reasons: Counter[str] = Counter()
+        self.unplayed = False  # the trainer was finished before all of it began
         self.submitted = asyncio.Event()  # every first run of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()

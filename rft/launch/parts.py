@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from rft.config.plan import Plan
+from rft.config.plan import schedule as planned
 from rft.engine.settings import AuxiliarySettings
 from rft.launch.probes import probe_prompts, vocab_size
 from rft.sync.schedule import Schedule
@@ -59,16 +60,7 @@ class Start:
 
 def schedule(plan: Plan, start: Start) -> Schedule:
     """The schedule that coordinator and trainer both follow; it knows how many explore batches a train step consumes."""
-    s, runs = plan.sync, min(t.num_runs for t in plan.explorer.tasksets)
-    return Schedule(
-        style=s.style,
-        interval=s.interval,
-        offset=s.offset,
-        max_staleness=s.max_staleness,
-        start_step=start.step,
-        batch_units=plan.explorer.batch_size * (1 if plan.trainer.batch_rows is None else runs),
-        step_units=plan.trainer.batch_rows or plan.trainer.batch_groups or plan.explorer.batch_size,
-    )
+    return dataclasses.replace(planned(plan.sync), start_step=start.step)
 
 
 # ---------------------------------------------------------------- buffer
@@ -187,8 +179,14 @@ class Coordinator(Observer):
         await self.log(MetricRecord(role="synchronizer", step=manifest.version.step, time=time.time(), values=values))
         return metrics
 
-    async def trained(self, step: int, *, finished: bool = False) -> None:
-        await self.sync.trained(step, finished=finished)
+    async def trained(self, step: int, *, finished: bool = False) -> bool:
+        return await self.sync.trained(step, finished=finished)
+
+    async def idle(self, step: int) -> bool:
+        return await self.sync.idle(step)
+
+    async def training(self, step: int) -> None:
+        await self.sync.training(step)
 
     async def explore_on(self, batch: int) -> None:
         await self.sync.explore_on(batch)
@@ -198,6 +196,12 @@ class Coordinator(Observer):
 
     async def served(self, version: Version) -> None:
         await self.sync.served(version)
+
+    async def may_play(self, batch: int, group: int | None) -> bool:
+        return await self.sync.may_play(batch, group)
+
+    async def played(self) -> None:
+        await self.sync.played()
 
     async def explored(self, batch: int) -> None:
         await self.sync.explored(batch)
@@ -358,6 +362,7 @@ class TrainerPart:
                 parent=start.parent,
                 must_publish=when.must_publish,
                 first_after=when.first_after,
+                on_demand=when.on_demand,
             )
             await self._trainer.run()
         finally:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rft.sync.schedule import Style
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSettings:
     """When weights move and how."""
 
     method: Literal["memory", "checkpoint"] = "memory"
-    style: Literal["fixed"] = "fixed"
-    interval: int = 1
+    style: Style = "fixed"
+    interval: int = 1  # train steps; explorer_driven: explore batches
     offset: int = 0
     max_staleness: int | None = None
+    threshold: float | None = None  # fully_async: groups that may begin beyond one window, as a share of it; None = no quota
+    partial_rollout: bool = True  # groups under way when weights move go on under the new ones; else they are waited for
     timeout_s: float = 3600.0
     kv_cache: Literal["recompute", "keep"] = "recompute"
     canary_prompts: int = 8
@@ -23,5 +27,8 @@ class SyncSettings:
     canary_limit_bf16: float = 0.25
     retries: int = 1
     engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16": picks the canary's limits
-    batch_units: int = 1  # rows of one explore batch, where a train step takes another number of rows than that
-    step_units: int = 1  # rows of one train step; see sync/schedule.py
+    batch_units: int = (
+        1  # of one explore batch, in groups or, where a train step takes a number of rows, in rows; see sync/schedule.py
+    )
+    step_units: int = 1  # of one train step
+    group_units: int = 1  # of one group of a batch

@@ -6,6 +6,8 @@ they generate with a version counts (`served` returns) only after its canary pas
     publish:  pause -> load and check the reports -> resume -> canary, while rollouts of the version already run -> served
     on failure: pause -> load the version before -> resume -> prove it by its canary record -> try again -> WeightSyncFailed
 
+Without partial rollouts, groups under way end before the pause and no other one begins.
+
 An engine that died is restarted with the newest proven version, and proven by that version's canary record; one that dies while a version
 is loaded makes that attempt fail, and is restarted on the way back.
 
@@ -18,7 +20,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, RftError, WeightSyncFailed
@@ -39,6 +42,37 @@ class _Pool(Protocol):
     """A pool shows its engines; each is loaded and proven on its own."""
 
     engines: Sequence[Engine]
+
+
+class _Gate:
+    """How long somebody waited at the gate since the version before."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # of the window; None before the first version
+        self._since = self._waited = 0.0
+        self._count = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        if self._count == 0:
+            self._since = _now()
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if self._count == 0:
+                self._waited += _now() - self._since
+
+    def window(self) -> float | None:
+        """Share of the window that ends now; None where there was none."""
+        now, began, waited = _now(), self._began, self._waited + (_now() - self._since if self._count else 0.0)
+        self._began, self._since, self._waited = now, now, 0.0
+        return None if began is None or now <= began else min(1.0, waited / (now - began))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class _Rejected(Exception):
@@ -83,6 +117,11 @@ class Synchronizer:
         self._spoilt: set[Version] = set()  # wrote rows without a canary; the label cannot be made good any more
         self._trained, self._finished = start.step, False
         self._under_way: set[int] = set()  # explore batches
+        self._asked: dict[int, int] = {}  # explore batches that wait: step of the weights that were there when they asked
+        self._idle: object | None = None  # the trainer waits for rows
+        self._playing = 0  # groups, where they are counted
+        self._holding = False  # a version waits for them; no other one begins
+        self._gate = _Gate()
         self._ahead = 0  # batches that went into earlier steps than the schedule counts with, because steps lacked rows
         self._error: BaseException | None = None
         self._waits: dict[int, str] = {}
@@ -96,7 +135,8 @@ class Synchronizer:
             self._check_order(manifest.version)
             for attempt in range(self._settings.retries + 1):
                 try:
-                    return await self._attempt(manifest)
+                    async with self._groups_ended(manifest.version):
+                        return await self._attempt(manifest)
                 except asyncio.CancelledError:
                     log.warning("publishing %s was cancelled", manifest.version)
                     if self._loaded == manifest.version and self._under_way:
@@ -113,15 +153,33 @@ class Synchronizer:
             self._raise_failure()
             raise AssertionError("a publish ends with metrics or an error")
 
-    async def trained(self, step: int, *, finished: bool = False) -> None:
+    async def trained(self, step: int, *, finished: bool = False) -> bool:
         """See `WeightSync`."""
         async with self._changed:
             self._trained, self._finished = max(step, self._trained), finished or self._finished
             self._changed.notify_all()
+            return self._wanted(step)
+
+    async def idle(self, step: int) -> bool:
+        """See `WeightSync`.  It has no deadline of its own: the trainer's wait for rows has one."""
+        async with self._changed:
+            mine = self._idle = object()
+            self._changed.notify_all()
+            while self._idle is mine and not self._finished and not self._wanted(step):
+                self._raise_failure()
+                await self._changed.wait()
+            return self._wanted(step)
+
+    async def training(self, step: int) -> None:
+        """See `WeightSync`."""
+        async with self._changed:
+            self._idle = None
+            self._changed.notify_all()
 
     async def explore_on(self, batch: int) -> None:
         """See `WeightSync`."""
-        ahead = batch + 1 - self._schedule.first_after(self._trained + 1)
+        first = self._schedule.first_after(self._trained + 1)
+        ahead = 0 if first is None else batch + 1 - first
         log.info("explore batch %d may begin before its turn: step %d lacks rows", batch, self._trained + 1)
         async with self._changed:
             self._ahead = max(self._ahead, ahead)
@@ -131,18 +189,56 @@ class Synchronizer:
 
     async def may_explore(self, batch: int) -> Version | None:
         """See `ExploreGate`."""
-        need = self._schedule.required_step(batch)
-
-        def ready() -> bool:
-            if self._finished or self._loaded is None:
-                return self._finished
-            return self._schedule.may_explore(max(0, batch - self._ahead), self._loaded.step)
-
-        await self._wait(ready, f"explore batch {batch}", f"weights of train step {need} or later")
+        whom = f"weights of train step {self._schedule.required_step(batch)} or later"
+        if self._schedule.syncs_before(batch):
+            before = f"the explore batches before {batch}"
+            await self._wait(lambda: self._finished or not self._under_way, f"explore batch {batch}", before)
+            whom = "the newest weights"
+        async with self._changed:
+            self._asked[batch] = -1 if self._loaded is None else self._loaded.step
+            self._changed.notify_all()
+        try:
+            with self._gate.waiting():
+                await self._wait(lambda: self._may(batch, 0 if self._schedule.by_group else None), f"explore batch {batch}", whom)
+        finally:
+            del self._asked[batch]
         if self._finished:
             return None
         self._under_way.add(batch)
         return self._loaded
+
+    async def may_play(self, batch: int, group: int | None) -> bool:
+        """See `ExploreGate`."""
+
+        def ready() -> bool:
+            return not self._holding and (group is None or not self._schedule.by_group or self._may(batch, group))
+
+        with self._gate.waiting():
+            await self._wait(lambda: self._finished or ready(), f"a group of explore batch {batch}", "newer weights")
+        self._playing += not self._finished
+        return not self._finished
+
+    async def played(self) -> None:
+        """See `ExploreGate`."""
+        async with self._changed:
+            self._playing -= 1
+            self._changed.notify_all()
+
+    def _may(self, batch: int, group: int | None) -> bool:
+        """May it start now, or never any more?"""
+        if self._finished or self._loaded is None:
+            return self._finished
+        return self._allows(batch, group, self._loaded.step, self._trained + (self._idle is None))
+
+    def _allows(self, batch: int, group: int | None, step: int, newest: int) -> bool:
+        held = self._asked.get(batch, -1)
+        return self._schedule.may_explore(batch, step, group=group, held=held, newest=newest, ahead=self._ahead)
+
+    def _wanted(self, step: int) -> bool:
+        """Whether a batch that waits could start with the weights of `step`, which is trained, and cannot now."""
+        if not self._schedule.on_demand or self._loaded is None or step <= self._loaded.step:
+            return False
+        return any(self._allows(batch, None, step, step) and not self._may(batch, None) for batch in self._asked)
 
     async def served(self, version: Version) -> None:
         """See `ExploreGate`."""
@@ -158,7 +254,9 @@ class Synchronizer:
 
     async def explored(self, batch: int) -> None:
         """See `ExploreGate`."""
-        self._under_way.discard(batch)
+        async with self._changed:
+            self._under_way.discard(batch)
+            self._changed.notify_all()
 
     async def final(self) -> Version:
         """See `ExploreGate`."""
@@ -257,6 +355,7 @@ class Synchronizer:
         resumed = time.perf_counter()
         probes, verdict = await self._prove(version)
         ended = time.perf_counter()
+        window, bound = self._gate.window(), self._schedule.staleness_bound
         async with self._changed:
             self._manifest, self._records, self._loaded = manifest, probes, version
             self._trained = max(self._trained, version.step)
@@ -279,8 +378,22 @@ class Synchronizer:
             Metric("sync/canary_moved", verdict.moved, "max"),
             Metric("sync/canary_tokens", float(verdict.num_tokens), "last"),
             Metric("sync/below_noise", float(verdict.below_noise), "sum"),
-            Metric("sync/staleness_bound", float(self._schedule.staleness_bound), "last"),
+            *([] if bound is None else [Metric("sync/staleness_bound", float(bound), "last")]),
+            *(Metric(name, window, "mean") for name in ("explorer/idle_ratio", "rollouter/idle_ratio") if window is not None),
         ]
+
+    @asynccontextmanager
+    async def _groups_ended(self, version: Version) -> AsyncIterator[None]:
+        """Without partial rollouts no group is under way meanwhile."""
+        self._holding = not self._settings.partial_rollout
+        try:
+            if self._holding:
+                await self._wait(lambda: not self._playing, f"version {version}", "groups under way (partial_rollout is off)")
+            yield
+        finally:
+            async with self._changed:
+                self._holding = False
+                self._changed.notify_all()
 
     async def _pause(self) -> None:
         clear = self._settings.kv_cache == "recompute"

@@ -167,6 +167,7 @@ class TrainerSettings:
     async_save: bool = False  # checkpoints are written while steps go on
     checkpoint_dir: Path
     read_deadline_s: float = 1800.0
+    require_batches: int = 1  # rows of so many steps have to be there before the first of them begins
     max_staleness: int | None = None
     max_nonfinite_steps: int = 3
     given: GivenSettings | None = None  # the data set that is trained on; None: what an explorer samples

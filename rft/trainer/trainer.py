@@ -1,7 +1,7 @@
 """The training loop: lease a batch, train on it, publish if due, checkpoint if due, say what happened.
 
 Knows ports, ranks and checkpoints; not tasks, engines or losses.  Where nobody samples (`rft.trainer.given`), nothing is published.
-Invariant: every leased row is used or explained before the next lease, and a checkpoint counts exactly the uses up to its step.
+Invariant: leased rows are used or explained step by step, in order, and a checkpoint counts exactly the uses up to its step.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from rft.trainer.manifest import Manifest
 from rft.trainer.numbers import numbers
 from rft.trainer.ranks import Ranks, StepReport
 from rft.trainer.settings import TrainerSettings
+from rft.trainer.window import Window
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import BufferReader, EndOfData, Lease, MetricSink, NeedMore, ScoreRow, WeightSync
@@ -52,13 +55,18 @@ class Trainer:
         start_step: int,
         parent: Version | None,
         must_publish: Callable[[int], bool],
-        first_after: Callable[[int], int] | None = None,
+        first_after: Callable[[int], int | None] | None = None,
+        on_demand: bool = False,
         held_out: HeldOut | None = None,
     ) -> None:
+        """`on_demand`: weights are also published when the explorer asks, between two steps."""
         self.settings = settings
         self._ranks, self._buffer, self._sync, self._sink, self._transport = ranks, buffer, sync, sink, transport
         self._lineage, self._start, self._parent = lineage, start_step, parent
         self._must_publish, self._first_after, self._held_out = must_publish, first_after, held_out
+        self._on_demand = on_demand
+        self._taken: deque[Lease] = deque()  # of the steps that come next
+        self._window = Window()
         self._ahead = 0  # explore batches that steps which lacked rows took beyond their own
         self._checkpoints = Checkpoints(
             settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=asyncio.to_thread, best=_best(settings)
@@ -88,17 +96,15 @@ class Trainer:
             began, self._seconds = time.perf_counter(), {}
             if self._writing is not None and self._writing.done():
                 await self._written()
-            lease = await self._lease(step + 1)
+            lease = await self._next(step)
             if lease is None:
                 whole = not self._stop.is_set()
                 break
             step += 1
             fault("trainer.leased")
             feed, report = await self._train(lease)
-            if self._must_publish(step):
+            if self._must_publish(step) or (self._sync is not None and await self._sync.trained(step)):
                 await self._publish(step)
-            elif self._sync is not None:
-                await self._sync.trained(step)
             if step < self.settings.total_steps and self.settings.eval_interval and step % self.settings.eval_interval == 0:
                 await self._evaluate(step)
             if self.settings.save_interval and step % self.settings.save_interval == 0 and step < self.settings.total_steps:
@@ -127,13 +133,27 @@ class Trainer:
 
     # ------------------------------------------------------------ one step
 
+    async def _next(self, step: int) -> Lease | None:
+        """The rows of the step after `step`, once those of `require_batches` steps are there; None when no more come or to stop."""
+        if not self._taken:
+            together = self.settings.require_batches
+            for later in range(step + 1, min(step - step % together + together, self.settings.total_steps) + 1):
+                if (lease := await self._lease(later)) is None:
+                    break
+                self._taken.append(lease)
+        if not self._taken or self._stop.is_set():
+            return None
+        if self._on_demand and self._sync is not None:
+            await self._sync.training(step + 1)
+        return self._taken.popleft()
+
     async def _lease(self, step: int) -> Lease | None:
         """The rows of `step`; None when no more come or a stop was asked for."""
         with self._timed("wait"):
             lease = asyncio.ensure_future(self._read(step))
             stop = asyncio.ensure_future(self._stop.wait())
             try:
-                await asyncio.wait({lease, stop}, return_when=asyncio.FIRST_COMPLETED)
+                await self._wait(lease, stop, step - 1)
                 return lease.result() if lease.done() and not stop.done() else None
             except EndOfData as e:
                 log.info("end of data before step %d: %s", step, e)
@@ -142,6 +162,23 @@ class Trainer:
                 for task in (lease, stop):
                     task.cancel()
                 await asyncio.gather(lease, stop, return_exceptions=True)
+
+    async def _wait(self, lease: asyncio.Future[Any], stop: asyncio.Future[Any], step: int) -> None:
+        """Until one of the two is there; the weights of `step` are published meanwhile when the explorer asks for them."""
+        wanted: asyncio.Future[Any] | None = None
+        try:
+            while not lease.done() and not stop.done():
+                if self._on_demand and self._sync is not None and wanted is None:
+                    wanted = asyncio.ensure_future(self._sync.idle(step))
+                await asyncio.wait({lease, stop, *([] if wanted is None else [wanted])}, return_when=asyncio.FIRST_COMPLETED)
+                if wanted is not None and wanted.done() and not lease.done():
+                    asked, wanted = wanted.result(), None
+                    if asked:
+                        await self._publish(step)
+        finally:
+            if wanted is not None:
+                wanted.cancel()
+                await asyncio.gather(wanted, return_exceptions=True)
 
     async def _read(self, step: int) -> Lease:
         """The lease of `step`.  Where rows are missing that only a later batch can give, that batch is asked for."""
@@ -169,6 +206,8 @@ class Trainer:
         with self._timed("train"):
             needs = ranks.algorithm.needs
             given = feeds.read(lease, samples=needs.samples, pairs=needs.pairs)
+            if self._sync is not None:
+                self._window.rows(given.experiences)
             with self._timed("train/before"):
                 computed = await ranks.prepare(given.rows)
             with self._timed("train/advantages"):
@@ -217,6 +256,7 @@ class Trainer:
         if before is not None:
             self._transport.release(before)
         self._published = version
+        self._window.publish(step)
         fault("trainer.published")
         await self._ranks.remember()
 
@@ -285,6 +325,9 @@ class Trainer:
                 "perf/computed_positions": float(report.computed_positions),
                 **{f"time/train/{name}_s": value for name, value in report.seconds.items()},
             }
+        if self._sync is not None:
+            self._window.step(self._seconds.get("wait", 0.0), seconds)
+            values |= self._window.closed()
         await self._sink.log(MetricRecord(role="trainer", step=step, time=time.time(), values=values))
 
     @contextmanager

@@ -163,8 +163,22 @@ class WeightSync(Protocol):
         """
         ...
 
-    async def trained(self, step: int, *, finished: bool = False) -> None:
-        """Tell that optimizer step `step` is done (also when it is not published); `finished` = no more steps come."""
+    async def trained(self, step: int, *, finished: bool = False) -> bool:
+        """Tell that optimizer step `step` is done (also when it is not published); `finished` = no more steps come.
+
+        True: the explorer waits for these weights, publish them now.
+        """
+        ...
+
+    async def idle(self, step: int) -> bool:
+        """Where weights move when the explorer asks: nothing is trained since `step`, because rows are waited for.
+
+        Waits until these weights are asked for (True: publish them now) or a step begins (False).
+        """
+        ...
+
+    async def training(self, step: int) -> None:
+        """Where weights move when the explorer asks: step `step` begins."""
         ...
 
     async def explore_on(self, batch: int) -> None:
@@ -184,6 +198,17 @@ class ExploreGate(Protocol):
 
     async def served(self, version: Version) -> None:
         """Wait until `version` has passed its canary.  Raises WeightSyncFailed when it never will."""
+        ...
+
+    async def may_play(self, batch: int, group: int | None) -> bool:
+        """Wait until group `group` of explore batch `batch` may start; None = one that replaces another.  Asked only where groups count.
+
+        False = the trainer is finished.  After True `played` has to follow.
+        """
+        ...
+
+    async def played(self) -> None:
+        """Tell that a group for which `may_play` said True generates no more."""
         ...
 
     async def explored(self, batch: int) -> None:

@@ -271,7 +271,6 @@ class ExplorerConfig(Section):
     max_concurrent_runs: int = key(256, "Runs in flight at the same time.", unit="runs", on_resume="safe", ge=1)
     max_inflight_batches: int = key(
         2, "fully_async: explore steps in flight at the same time.", unit="explore steps", on_resume="safe", ge=1,
-        later=Later("belongs to sync_style: fully_async, which comes later", True),
     )  # fmt: skip
     max_failed_groups: int = key(
         10, "Stop after this many groups in a row in which every run failed.", unit="groups", on_resume="safe", ge=1

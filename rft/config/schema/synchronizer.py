@@ -11,7 +11,6 @@ SyncStyle = Annotated[
     Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
     renamed(dynamic_by_explorer="explorer_driven", dynamic_by_trainer="trainer_driven"),
 ]
-_ASYNC = "belongs to sync_style: fully_async, which comes later; use fixed with a sync_offset, and max_staleness as the bound"
 _NCCL = "belongs to sync_method: nccl, which comes later"
 
 
@@ -26,35 +25,42 @@ class SynchronizerConfig(Section):
     )
     sync_style: SyncStyle = key(
         "fixed",
-        "fixed: after every sync_interval steps; explorer_driven, trainer_driven: when that side asks; fully_async: neither waits.",
+        "fixed: both sides count steps; explorer_driven: when the explorer asks; trainer_driven: after every sync_interval steps, without "
+        "anybody waiting; fully_async: the same, with a quota of tasks for each window.  max_staleness bounds every one of them.",
         on_resume="safe",
-        later=Later("use fixed with a sync_offset", values=("explorer_driven", "trainer_driven", "fully_async")),
     )
-    sync_interval: int = key(1, "Train steps between two versions.", unit="train steps", on_resume="safe", ge=1)
+    sync_interval: int = key(
+        1, "Train steps between two versions; explorer_driven: explore steps after which the explorer asks for one.", unit="train steps",
+        on_resume="safe", ge=1,
+    )  # fmt: skip
     explorer_sync_interval: int | None = key(
-        None, "The explorer's own interval.  Null: sync_interval; with fixed both sides have the same.", unit="explore steps",
+        None, "Interval of explorer_driven.  Null: sync_interval; with fixed both sides have the same.", unit="explore steps",
         on_resume="safe", ge=1,
     )  # fmt: skip
     trainer_sync_interval: int | None = key(
-        None, "The trainer's own interval.  Null: sync_interval; with fixed both sides have the same.", unit="train steps",
+        None, "Interval of trainer_driven and fully_async.  Null: sync_interval; with fixed both sides have the same.", unit="train steps",
         on_resume="safe", ge=1,
     )  # fmt: skip
-    sync_offset: int = key(0, "How many steps the explorer may run ahead.", unit="explore steps", on_resume="safe", ge=0)
+    sync_offset: int = key(
+        0, "fixed: how many steps the explorer may run ahead; explorer_driven: after how many it asks first.", unit="explore steps",
+        on_resume="safe", ge=0,
+    )  # fmt: skip
     sync_timeout: float = key(3600.0, "How long one side waits for the other.", unit="s", on_resume="safe", gt=0)
     max_staleness: int | None = key(
         None, "Oldest experience that is trained, as train steps since its weights; null = no bound of its own.", unit="train steps",
         on_resume="safe", ge=0,
     )  # fmt: skip
     require_batches: int = key(
-        1, "fully_async: batches that the trainer takes at once.", unit="batches", on_resume="safe", ge=1, later=Later(_ASYNC)
-    )
+        1, "fully_async: batches that are there before the trainer takes the first of them; a divisor of sync_interval.", unit="batches",
+        on_resume="safe", ge=1,
+    )  # fmt: skip
     staleness_threshold: float | None = key(
-        None, "fully_async: tasks started beyond one sync window, as a share of it; 0 = none.  A quantity, not an age.",
-        on_resume="safe", ge=0, later=Later(_ASYNC),
+        None, "fully_async: tasks started beyond one sync window, as a share of it; 0 = none, null = no quota.  A quantity, not an age.",
+        on_resume="safe", ge=0,
     )  # fmt: skip
     partial_rollout: bool = key(
-        True, "Runs that are under way at a sync are interrupted and go on under the new weights.", on_resume="safe",
-        later=Later("a run that is under way at a sync always goes on under the new weights", values=(False,)),
+        True, "Tasks that are under way at a sync are interrupted and go on under the new weights; false: the sync waits for them.",
+        on_resume="safe",
     )  # fmt: skip
     kv_cache: Annotated[Literal["recompute", "keep"], IgnoreCase] = key(
         "recompute",

@@ -77,7 +77,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.dynamic_timeout.ratio", "2.5", "0", RUNS),
     ("explorer.eval_in_background", "true", "maybe", RUNS),
     ("explorer.bench_on_latest_checkpoint", "true", "maybe", RUNS),
-    ("explorer.max_inflight_batches", "4", "0", WARNS),
+    ("explorer.max_inflight_batches", "4", "0", RUNS),
     ("explorer.env_vars", "{SANDBOX: http://h}", "{SANDBOX: 1}", RUNS),
     ("explorer.proxy_port", "9000", "70000", WARNS),
     ("explorer.listen_address", "0.0.0.0", "[1]", WARNS),
@@ -119,15 +119,15 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("synchronizer.sync_method", "online", "rsync", WARNS),
     ("synchronizer.sync_method", "OFFLINE", "rsync", RUNS),
     *(
-        ("synchronizer.sync_style", style, "loose", REFUSED)
+        ("synchronizer.sync_style", style, "loose", RUNS)
         for style in ("explorer_driven", "TRAINER_DRIVEN", "fully_async", "dynamic_by_explorer", "dynamic_by_trainer")
     ),
     ("synchronizer.explorer_sync_interval", "1", "0", RUNS),
     ("synchronizer.trainer_sync_interval", "1", "0", RUNS),
-    ("synchronizer.require_batches", "2", "0", REFUSED),
-    ("synchronizer.staleness_threshold", "0.1", "-0.1", REFUSED),
+    ("synchronizer.require_batches", "2", "0", RUNS),
+    ("synchronizer.staleness_threshold", "0.1", "-0.1", RUNS),
     ("synchronizer.partial_rollout", "true", "maybe", RUNS),
-    ("synchronizer.partial_rollout", "false", "maybe", REFUSED),
+    ("synchronizer.partial_rollout", "false", "maybe", RUNS),
     ("synchronizer.bucketed_broadcast", "false", "maybe", WARNS),
     ("synchronizer.overlap_broadcast_and_load", "true", "maybe", WARNS),
     ("synchronizer.bucket_size_mb", "4096", "0", WARNS),
@@ -143,11 +143,15 @@ def test_key(key: str, good: str, bad: str, then: str) -> None:
     assert any(k.startswith(key) for k in messages(f"{key}={bad}"))
 
 
+ASYNC = ("explorer.max_inflight_batches", "synchronizer.require_batches", "synchronizer.staleness_threshold")
+
+
 def test_a_changed_key_changes_the_plan() -> None:
     same = {(k, v) for k, v, _, then in KEYS if then == RUNS and v in ("null", "1", "vllm_async", "{decay: 2.0}")}
     same |= {(k, v) for k, v, _, _ in KEYS if "replay" in k and v != "true"}  # each needs replay_buffer.enable
     same |= {("synchronizer.partial_rollout", "true"), (f"{ENGINE}.enable_history", "true"), ("buffer.total_tasks", "8")}
     same |= {("explorer.dynamic_timeout.ratio", "2.5")}  # needs dynamic_timeout.enable
+    same |= {(k, v) for k, v, _, _ in KEYS if k in ASYNC}  # need fully_async
     same |= {(f"{ENGINE}.base_port", "8000"), (f"{ENGINE}.api_key", "EMPTY")}  # need enable_openai_api
     plain = plan()
     for key, good, _, _ in KEYS:
@@ -171,7 +175,7 @@ def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
     assert {
         "explorer.rollout_model.external_model_config",
         "buffer.trainer_input.auxiliary_buffers",
-        "synchronizer.staleness_threshold",
+        "synchronizer.bucket_size_mb",
     } <= names
     used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
@@ -274,14 +278,37 @@ def test_intervals_of_both_sides() -> None:
     found = messages("synchronizer.explorer_sync_interval=2")
     assert "the explorer has 2 and the trainer 1" in found["synchronizer.explorer_sync_interval"]
     free = plan("synchronizer.sync_style=trainer_driven", "synchronizer.explorer_sync_interval=2")
-    assert free.sync.interval == 1 and [n.key for n in free.not_active] == ["synchronizer.sync_style"]
+    assert free.sync.interval == 1 and any("explorer_sync_interval has no effect" in w for w in free.warnings)
+    asks = plan("synchronizer.sync_style=explorer_driven", "synchronizer.explorer_sync_interval=2")
+    assert (asks.sync.style, asks.sync.interval) == ("explorer_driven", 2)
 
 
-def test_transport_and_style_that_come_later_leave_a_plan() -> None:
+def test_styles() -> None:
+    style = "synchronizer.sync_style={}".format
+    found = plan(style("dynamic_by_trainer"), "synchronizer.sync_interval=2")
+    assert found.staleness_bound is None and any("without synchronizer.max_staleness" in w for w in found.warnings)
+    assert "rows are up to 1 steps old" in messages(style("trainer_driven"), "synchronizer.sync_interval=2", f"{BOUND}=0")[BOUND]
+    assert plan(style("trainer_driven"), "synchronizer.sync_interval=2", f"{BOUND}=1").staleness_bound == 1
+    assert plan(style("explorer_driven"), f"{BOUND}=0").staleness_bound == 0
+    quota = (style("fully_async"), "synchronizer.sync_interval=4", "synchronizer.staleness_threshold=0.5")
+    made = plan(*quota, "synchronizer.require_batches=2")
+    assert (made.sync.threshold, made.staleness_bound, made.trainer.require_batches) == (0.5, 5, 2)
+    assert made.explorer.by_group and made.explorer.max_inflight == 2
+    assert plan(*quota, f"{BOUND}=3").staleness_bound == 3
+    assert "must divide sync_interval 4" in messages(*quota, "synchronizer.require_batches=3")["synchronizer.require_batches"]
+    assert plan("synchronizer.partial_rollout=false").explorer.by_group and not plan().explorer.by_group
+    assert "must be fixed" in messages("deterministic=true", style("trainer_driven"))["synchronizer.sync_style"]
+    for key in ("require_batches=2", "staleness_threshold=0.5"):
+        assert any("has no effect: sync_style is fixed" in w for w in plan(f"synchronizer.{key}").warnings)
+
+
+BOUND = "synchronizer.max_staleness"
+
+
+def test_a_transport_that_comes_later_leaves_a_plan() -> None:
     assert plan("synchronizer.sync_method=nccl").sync.method == "memory"
     declared = ("cluster.node_num=2", "cluster.gpu_per_node=2", "trainer.world_size=2", "synchronizer.sync_method=nccl")
     assert plan(*declared).sync.method == "checkpoint"
-    assert plan("synchronizer.sync_style=fully_async").sync.style == "fixed"
     assert "cannot be the policy" in messages(f"{ENGINE}.engine_type=OpenAI")[f"{ENGINE}.engine_type"]
 
 

@@ -306,6 +306,9 @@ TEXTS: dict[str, str | None] = {  # a value that differs from the file's; None: 
     "ignore_validator_suggestions": None,
     "synchronizer.explorer_sync_interval": None,
     "synchronizer.trainer_sync_interval": None,
+    **dict.fromkeys(
+        ("explorer.max_inflight_batches", "synchronizer.require_batches", "synchronizer.staleness_threshold")
+    ),  # fully_async's
     "synchronizer.group_name": None,
     "synchronizer.wait_for_checkpoint": None,
     "trainer.eval_interval": None,  # this and what says how a data set is read: test_config_every_key.py
