@@ -26,7 +26,17 @@ if importlib.util.find_spec("rft.testing.leftovers_plugin"):
 ON_RAY = {
     f"test_{name}.py"
     for name in (
-        *("main_job", "run_doors", "run_trackers", "run_kill", "run_engine_kill", "sync_faults", "vllm_engine", "vllm_models"),
+        *(
+            "main_job",
+            "run_doors",
+            "run_trackers",
+            "run_kill",
+            "run_engine_kill",
+            "run_engine_hang",
+            "sync_faults",
+            "vllm_engine",
+            "vllm_models",
+        ),
         *("place_ray", "run_bad_input", "run_storages", "resume_exactness", "debug_vllm", "learning_goals", "memory_estimate"),
     )
 }
