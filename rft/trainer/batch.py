@@ -16,6 +16,7 @@ import torch
 from rft.trainer import attention, prefix
 from rft.trainer.pack import TrainRow
 
+_DTYPES = {np.float32: torch.float32, np.bool_: torch.bool}
 GIVEN = ("old", "ref", "values", "returns", "weights")
 
 
@@ -82,6 +83,8 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
     def spread(values: Sequence[Any], default: Any, dtype: type = np.float32) -> torch.Tensor:
         """Values of every row, [L] or one for all its tokens; None is `default`."""
         values = [default if v is None else v for v in values]
+        if all(v is values[0] for v in values) and not isinstance(values[0], np.ndarray):
+            return torch.tensor(values[0], dtype=_DTYPES[dtype], device=device).expand(len(trained))
         if any(isinstance(v, np.ndarray) for v in values):
             return tensor(np.concatenate([np.broadcast_to(v, n) for v, n in zip(values, lengths, strict=True)]), dtype)
         return tensor(np.repeat(np.asarray(values, dtype), lengths), dtype)
