@@ -33,7 +33,7 @@ def test_a_part_is_written_anew_and_the_rest_stays() -> None:
         return str(learning.line(name, number, "+0.1", 1, learning.Learnt(0.1, after, 5), 60.0, True))
 
     page = learning.PAGE.read_text(encoding="utf-8").partition(f"\n{learning.REAL_TITLE}")[0]
-    rows = [row("judge", number, 0.5) for number, _ in real.numbers]
+    rows = [row("judge", number, 0.5) for number, _, _ in real.numbers]
     both = learning.written(page, learning.REAL_INTRODUCTION, "today", rows, real=True)
     assert both.startswith(page.rstrip()) and all(r in both for r in rows)
     lake = row("frozen_lake", "held-out success", 0.9)

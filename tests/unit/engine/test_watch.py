@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -94,8 +95,10 @@ def test_time_in_which_the_watcher_slept_does_not_count() -> None:
 
 
 def test_a_real_process_that_is_stopped_and_goes_on() -> None:
-    program = "import sys\nsys.stdout.write('x'); sys.stdout.flush()\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+    used = "sum(os.times()[:2]) < 0.05"  # several ticks of the kernel's clock
+    program = f"import os, sys\nwhile {used}: pass\nsys.stdout.write('x'); sys.stdout.flush()\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child, contextlib.ExitStack() as stack:
+        stack.callback(child.kill)  # also where an assertion fails
         assert child.stdout is not None
         child.stdout.read(1)
         before = usage([child.pid])
@@ -104,5 +107,4 @@ def test_a_real_process_that_is_stopped_and_goes_on() -> None:
         os.waitpid(child.pid, os.WUNTRACED)
         assert usage([child.pid]).stopped
         assert usage([os.getpid()]).stopped and not usage([os.getpid()], family=False).stopped
-        child.kill()
     assert usage([child.pid]) == Usage(0.0)
