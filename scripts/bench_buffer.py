@@ -127,7 +127,8 @@ def buffer_read_collate(quick: bool) -> harness.Result:
 
     Ours leases, compares the payload with its hashes, decodes, checks that the rows can be trained on, packs, makes the tensors and
     records the use; the peer reads (which counts the use), deserialises and gathers.  `bytes_to_tensors` leaves the database out on both
-    sides.  Nobody takes advantages; `with_advantages_ms` is the whole way from bytes that our trainer goes, its metrics included.
+    sides.  Nobody takes advantages; `with_advantages_ms` is ours from bytes to planned micro-batches, advantages and metrics included and
+    tensors not.
     """
     batches, rounds = (8, 3) if quick else (32, 5)
     work = Work(batches * BATCH)

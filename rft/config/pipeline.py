@@ -12,6 +12,7 @@ from rft.buffer.operators.settings import ROLLOUT_MODEL, OperatorSettings, Pipel
 from rft.config.plan import Facts
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
+from rft.config.served import auxiliary_names
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
 from rft.trainer.settings import AlgorithmSettings
@@ -36,8 +37,7 @@ def pipeline(
     )
     operators = (*written, *of_algorithm(algorithm))
     if operators:
-        models = (m.name or f"auxiliary_model_{i}" for i, m in enumerate(config.explorer.auxiliary_models))
-        _check(operators, (ROLLOUT_MODEL, *models), facts.plugins_loaded, p)
+        _check(operators, (ROLLOUT_MODEL, *auxiliary_names(config)), facts.plugins_loaded, p)
     if operators and batch_rows is not None:
         p.warn(
             f"buffer.train_batch_size {batch_rows} counts rows, and a row that an operator leaves out is missing then (see "

@@ -105,6 +105,11 @@ def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- models beside it
 
 
+def auxiliary_names(config: RunConfig) -> list[str]:
+    """Of all auxiliary models, in the order of the list."""
+    return [model.name or f"auxiliary_model_{i}" for i, model in enumerate(config.explorer.auxiliary_models)]
+
+
 def distinct(config: RunConfig) -> list[int]:
     """Places of the auxiliary models that are started: of equal ones the first."""
     first: dict[str, int] = {}
@@ -140,8 +145,7 @@ def auxiliary(
     models = config.explorer.auxiliary_models
     taken: dict[str, int] = {}
     names: dict[str, list[str]] = {}
-    for i, model in enumerate(models):
-        name = model.name or f"auxiliary_model_{i}"
+    for i, (model, name) in enumerate(zip(models, auxiliary_names(config), strict=True)):
         if name in taken and _without_name(models[taken[name]]) != _without_name(model):
             p.error(
                 f"explorer.auxiliary_models[{i}].name", f"is the name of explorer.auxiliary_models[{taken[name]}] too", given=name

@@ -17,6 +17,7 @@ from rft.config.reading import max_staleness
 from rft.config.schema.base import Section
 from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
+from rft.config.served import auxiliary_names
 from rft.errors import ConfigError
 from rft.explorer.settings import ApiSettings, ExplorerSettings
 from rft.sync.settings import SyncSettings
@@ -263,7 +264,8 @@ def _apis(config: RunConfig, p: Problems) -> tuple[ApiSettings, ...]:
     """The servers for onlookers: of the policy, then of the auxiliary models."""
     e = config.explorer
     served: list[tuple[str, str | None, ServedModelConfig]] = [("rollout_model", None, e.rollout_model)]
-    served += [(f"auxiliary_models[{i}]", m.name or f"auxiliary_model_{i}", m) for i, m in enumerate(e.auxiliary_models)]
+    named = zip(auxiliary_names(config), e.auxiliary_models, strict=True)
+    served += [(f"auxiliary_models[{i}]", name, model) for i, (name, model) in enumerate(named)]
     for where, _, model in served:
         for name in ("base_port", "api_key") if not model.enable_openai_api else ():
             if getattr(model, name) is not None:

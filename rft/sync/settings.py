@@ -27,8 +27,6 @@ class SyncSettings:
     canary_limit_bf16: float = 0.25
     retries: int = 1
     engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16": picks the canary's limits
-    batch_units: int = (
-        1  # of one explore batch, in groups or, where a train step takes a number of rows, in rows; see sync/schedule.py
-    )
+    batch_units: int = 1  # of one explore batch: groups, or rows where a train step takes a number of them; see sync/schedule.py
     step_units: int = 1  # of one train step
     group_units: int = 1  # of one group of a batch
