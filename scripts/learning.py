@@ -1,7 +1,7 @@
 """Does it learn?  Tiny models, whole runs in one process, several seeds; each goal is measured on rows that were never trained.
 
-    python scripts/learning.py [--only ppo,sft] [--seeds 3] [--write]
-    python scripts/learning.py --only frozen_lake,judge [--seeds 3] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
+    python scripts/learning.py [--only ppo,sft] [--seeds 0,1,2] [--write]
+    python scripts/learning.py --only frozen_lake,judge [--seeds 42,1,2] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
 
 `--write` puts the table into docs/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights (those of
 SmolLM2 are given), of the data and of the sampling.
@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,7 +104,7 @@ def dpo(folder: Path, seed: int) -> Learnt:
 
 # ---------------------------------------------------------------- with a real engine
 
-REAL_SEEDS = (42, 1, 2)
+SEEDS, REAL_SEEDS = (0, 1, 2), (42, 1, 2)
 REAL_TIMEOUT_S = 4 * 3600.0
 
 
@@ -316,12 +317,12 @@ were never trained. A seed is that of the weights, the data and the sampling.
 """
 
 
-def _tiny(names: Sequence[str], seeds: int) -> tuple[list[str], int]:
+def _tiny(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
     """Lines of the table, and how many goals were missed."""
     lines, missed = [], 0
     for name in names:
         goal = GOALS[name]
-        for seed in range(seeds):
+        for seed in seeds:
             began = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
                 x = goal.run(Path(folder), seed)
@@ -331,13 +332,13 @@ def _tiny(names: Sequence[str], seeds: int) -> tuple[list[str], int]:
     return lines, missed
 
 
-def _real(names: Sequence[str], seeds: int) -> tuple[list[str], int]:
+def _real(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
     """As `_tiny`."""
     model = pretrained()
     lines, missed = [], 0
     for name in names:
         goal = REAL[name]
-        for seed in REAL_SEEDS[:seeds]:
+        for seed in seeds:
             began = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="rft-learning-") as folder:
                 found = goal.run(Path(folder), seed, model)
@@ -367,13 +368,21 @@ def line(name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: flo
 
 
 def written(page: str, introduction: str, about: str, lines: Sequence[str], *, real: bool) -> str:
-    """`page` with one of its two parts anew; rows of goals that were not measured stay as they are."""
+    """`page` with one of its two parts anew; rows of goals and seeds that were not measured stay as they are."""
     first, _, second = page.partition(f"\n{REAL_TITLE}")
     old = second if real else first
-    measured = {row.split("|")[1].strip() for row in lines}
-    order = list(REAL if real else GOALS)
-    kept = [r for r in old.splitlines() if r.startswith("| ") and (n := r.split("|")[1].strip()) in order and n not in measured]
-    rows = sorted([*kept, *lines], key=lambda r: order.index(r.split("|")[1].strip()))
+    names, seeds = [*(REAL if real else GOALS)], [*map(str, REAL_SEEDS if real else SEEDS)]
+
+    def key(row: str) -> tuple[str, str] | None:
+        found = re.match(r"\| (\w+) \|.*?\|.*?\| (\d+) \|", row)
+        return (found[1], found[2]) if found and found[1] in names else None
+
+    def place(row: str) -> tuple[int, int]:
+        name, seed = key(row) or ("", "")
+        return names.index(name), seeds.index(seed) if seed in seeds else len(seeds)
+
+    measured = {*map(key, lines), None}
+    rows = sorted([*(r for r in old.splitlines() if key(r) not in measured), *lines], key=place)
     part = "\n".join([introduction, about, "", HEAD, *rows]) + "\n"
     if real:
         return f"{first.rstrip()}\n\n{part}"
@@ -384,7 +393,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = f"{', '.join(GOALS)}; with a real engine {', '.join(REAL)}"
     parser.add_argument("--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", help="whole numbers, separated by commas: by default 0,1,2, with a real engine 42,1,2")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
     names = options.only.split(",")
@@ -393,7 +402,8 @@ def main() -> int:
     if len({name in REAL for name in names}) == 2:
         parser.error("goals with a real engine are measured in a call of their own")
     real = names[0] in REAL
-    lines, missed = (_real if real else _tiny)(names, options.seeds)
+    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else REAL_SEEDS if real else SEEDS
+    lines, missed = (_real if real else _tiny)(names, seeds)
     about = f"{datetime.date.today()}, Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores."
     if options.write:
         page, introduction = PAGE.read_text(encoding="utf-8"), REAL_INTRODUCTION if real else INTRODUCTION
