@@ -102,8 +102,10 @@ def _type(name: str) -> pa.DataType:
     return pa.int64() if isinstance(kind, Integer) else pa.float64() if isinstance(kind, Float) else pa.string()
 
 
-_DERIVED = {  # columns that only the view has
+_DERIVED = {  # columns of the view that table experiences has not
     "run_name": pa.string(),
+    "prompt_text": pa.string(),
+    "response_text": pa.string(),
     "leased_step": pa.int64(),
     "leased": pa.float64(),
     "used_step": pa.int64(),

@@ -48,9 +48,10 @@ MADE_COLUMNS = (*("num_turns", "top_p", "top_k", "min_p", "seed", "logprob_mode"
 COLUMNS = (  # of table experiences, as `_values` gives them
     *("id", "group_id", "position", "lineage", "explorer", "batch", "task", "run", "attempt", "step", "taskset", "task_index"),
     *("workflow", "oldest_lineage", "oldest_step", "newest_lineage", "newest_step", "reward", "reward_parts", "num_tokens"),
-    *("num_response_tokens", "status", "reason", "finish_reason", "temperature", "is_expert", "clipped_logprobs", "prompt_text"),
-    *("response_text", "content_hash", "created", "dropped", "state", "explained", *MADE_COLUMNS),
+    *("num_response_tokens", "status", "reason", "finish_reason", "temperature", "is_expert", "clipped_logprobs"),
+    *("content_hash", "created", "dropped", "state", "explained", *MADE_COLUMNS),
 )
+TEXT_COLUMNS = ("experience", "prompt_text", "response_text")
 
 
 class Intake(msgspec.Struct, frozen=True):
@@ -63,6 +64,7 @@ class Intake(msgspec.Struct, frozen=True):
     content_hash: str
     group: tuple[Any, ...]  # GROUP_COLUMNS
     rows: list[tuple[Any, ...]]  # COLUMNS
+    texts: list[tuple[str, str, str]]  # TEXT_COLUMNS
     waiting: list[Row]  # those that can be trained, by their ids
     frame: bytes
 
@@ -94,12 +96,13 @@ def read(
         if row.reward is not None and abs(row.reward) > MAX_REWARD:
             raise FrameRejected(f"invalid_reward: {row.id} has reward {row.reward:g}, at most {MAX_REWARD:g} in size")
     name, now, why = str(group), time.time(), clean(reason)
-    values, waiting, lines = [], [], []
+    values, texts, waiting, lines = [], [], [], []
     for position, (row, content) in enumerate(zip(rows, held, strict=True)):
         if content.size > max_row_bytes:
             raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {max_row_bytes}")
         of, dropped, oldest = str(row.id), _dropped(row) if accepted else why, row.oldest_version
         values.append(_values(row, of, name, position, content.hash, now, dropped, oldest))
+        texts.append((of, clean(row.prompt_text), clean(row.response_text)))
         lines.append(f"{of}@{content.hash}")
         if dropped is None:
             waiting.append(Row(of, position, oldest.step if oldest else None, reward=row.reward))
@@ -108,7 +111,7 @@ def read(
     refused = "" if accepted else why
     header = (name, *numbers, accepted, refused, len(rows), len(waiting), whole, len(frame), now, True)
     waiting.sort(key=attrgetter("id"))
-    return Intake(name, group.batch, group.explorer, group.task, whole, header, values, waiting, frame)
+    return Intake(name, group.batch, group.explorer, group.task, whole, header, values, texts, waiting, frame)
 
 
 def batch_of(frame: bytes) -> int | None:
@@ -222,8 +225,6 @@ def _values(
         row.temperature,
         row.is_expert,
         row.clipped_logprobs,
-        clean(row.prompt_text),
-        clean(row.response_text),
         content_hash,
         now,
         dropped,

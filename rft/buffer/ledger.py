@@ -20,7 +20,7 @@ from rft.buffer.ancestry import chain, counted_uses, digest
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.count import count
 from rft.buffer.database import Database
-from rft.buffer.intake import COLUMNS, GROUP_COLUMNS, Intake, clean, read
+from rft.buffer.intake import COLUMNS, GROUP_COLUMNS, TEXT_COLUMNS, Intake, clean, read
 from rft.buffer.migrate import prepare
 from rft.buffer.mix import Mix, remember
 from rft.buffer.mix import counted as counted_mixed
@@ -38,6 +38,7 @@ from rft.buffer.schema import (
     mixed_uses,
     put_many,
     rejections,
+    texts,
     uses,
 )
 from rft.buffer.settings import BufferSettings
@@ -250,6 +251,7 @@ class Ledger:
             self._garbage = locators = self._storage.put([x.frame for x in new], tx) if new else []
             put_many(tx, groups, _GROUP_COLUMNS, [(*x.group, at) for x, at in zip(new, locators, strict=True)])
             put_many(tx, experiences, COLUMNS, [row for x in new for row in x.rows])
+            put_many(tx, texts, TEXT_COLUMNS, [row for x in new for row in x.texts])
             self._count_rejections(tx, answers)
             fault("buffer.append.stored")
             return answers, locators

@@ -7,6 +7,7 @@ format or of the new one, whenever the process dies.
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from rft.buffer import views
 from rft.buffer.base import Storage
 from rft.buffer.intake import MADE_COLUMNS, made
 from rft.buffer.place import Place
-from rft.buffer.schema import FORMAT, experiences, groups, meta, metadata, put_meta
+from rft.buffer.schema import FORMAT, experiences, groups, meta, metadata, put_meta, texts
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
 from rft.types.block import decode
@@ -91,6 +92,24 @@ def _from_1(tx: Connection, storage: Storage) -> None:
         log.warning("the payload of %d groups cannot be read; how their experiences were sampled stays unknown (null)", unread)
 
 
+def _from_2(tx: Connection, storage: Storage) -> None:
+    """Texts in a table of their own."""
+    del storage
+    if tx.dialect.name == "sqlite" and sqlite3.sqlite_version_info < (3, 35):
+        raise BufferFailed(
+            f"SQLite {sqlite3.sqlite_version} cannot bring this ledger to the present format: open it once where SQLite is 3.35 or newer "
+            '(python -c "import sqlite3; print(sqlite3.sqlite_version)"), or go on with the rft that made it.'
+        )
+    texts.create(tx, checkfirst=True)
+    columns = ("prompt_text", "response_text")
+    names = ", ".join(columns)
+    tx.exec_driver_sql(f"INSERT INTO texts (experience, {names}) SELECT id, {names} FROM experiences")
+    tx.exec_driver_sql("DROP VIEW v_experiences")
+    for column in columns:
+        tx.exec_driver_sql(f"ALTER TABLE experiences DROP COLUMN {column}")
+    tx.exec_driver_sql(views.EXPERIENCES)
+
+
 def _add_columns(tx: Connection, table: Table) -> None:
     there = {c["name"] for c in inspect(tx).get_columns(table.name)}
     for column in table.columns:
@@ -114,4 +133,4 @@ def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
     return True
 
 
-_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1}
+_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2}

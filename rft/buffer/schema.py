@@ -27,7 +27,7 @@ from sqlalchemy import (
     text,
 )
 
-FORMAT = 2  # 1: before typed sampling columns, leases, checkpoints, edits and views
+FORMAT = 3  # 1: before typed sampling columns, leases, checkpoints, edits and views; 2: texts in the experiences' own rows
 metadata = MetaData()
 Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
 
@@ -93,8 +93,6 @@ experiences = Table(
     Column("temperature", Float, nullable=False),
     Column("is_expert", Boolean, nullable=False),
     Column("clipped_logprobs", Integer, nullable=False),
-    Column("prompt_text", Text, nullable=False),
-    Column("response_text", Text, nullable=False),
     Column("content_hash", Text, nullable=False),
     Column("created", Float, nullable=False),
     Column("dropped", Text),  # fact: why it can never be trained
@@ -112,6 +110,14 @@ experiences = Table(
     Column("explained", Text),  # reason, where state is explained
     Index("ix_experiences_group", "group_id"),
     Index("ix_experiences_state", "state", "batch"),
+)
+
+texts = Table(  # for people; away from `experiences`, whose rows every lease reads and every use writes
+    "texts",
+    metadata,
+    Column("experience", Id, primary_key=True),
+    Column("prompt_text", Text, nullable=False),
+    Column("response_text", Text, nullable=False),
 )
 
 uses = Table(

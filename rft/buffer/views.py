@@ -21,17 +21,17 @@ _COLUMNS = """e.group_id, e.lineage, e.explorer, e.batch, e.task, e.run, e.attem
   e.reward, e.reward_parts, e.num_tokens, e.num_response_tokens, e.num_turns,
   e.oldest_lineage, e.oldest_step, e.newest_lineage, e.newest_step,
   e.temperature, e.top_p, e.top_k, e.min_p, e.seed, e.logprob_mode, e.engine, e.has_logprobs, e.clipped_logprobs, e.is_expert,
-  e.prompt_text, e.response_text, e.content_hash"""
+  x.prompt_text, x.response_text, e.content_hash"""
 
 _RUN = "(SELECT value FROM meta WHERE key = 'run') AS run_name"
 _STATE = "CASE WHEN e.state = 'available' AND l.experience IS NOT NULL AND u.experience IS NULL THEN 'leased' ELSE e.state END"
 _NEWEST = """LEFT JOIN leases l ON l.experience = e.id
 LEFT JOIN uses u ON u.experience = l.experience AND u.lineage = l.lineage AND u.step = l.step"""
 
-_EXPERIENCES = f"""CREATE VIEW v_experiences AS SELECT e.id, {_RUN}, {_COLUMNS},
+EXPERIENCES = f"""CREATE VIEW v_experiences AS SELECT e.id, {_RUN}, {_COLUMNS},
   {_STATE} AS state, e.explained, e.created,
   l.step AS leased_step, l.created AS leased, u.step AS used_step, u.created AS used
-FROM experiences e {_NEWEST}"""
+FROM experiences e LEFT JOIN texts x ON x.experience = e.id {_NEWEST}"""
 
 _GROUPS = f"""CREATE VIEW v_groups AS SELECT g.id, {_RUN}, g.lineage, g.explorer, g.batch, g.task,
   s.taskset, s.task_index, s.workflow, g.accepted, g.reason, g.num_rows, g.num_eligible,
@@ -112,5 +112,5 @@ def create(tx: Connection) -> None:
         spans = "LATERAL jsonb_array_elements(e.version_spans::jsonb) WITH ORDINALITY AS s(value, number)"
     names = ("lineage", "step", "start", "end")
     tokens = _TOKENS.format(span=number, spans=spans, **{name: part.format(i) for i, name in enumerate(names)})
-    for statement in (_EXPERIENCES, _GROUPS, tokens, _LINEAGE, *(_SQLITE if sqlite else _POSTGRES)):
+    for statement in (EXPERIENCES, _GROUPS, tokens, _LINEAGE, *(_SQLITE if sqlite else _POSTGRES)):
         tx.execute(text(statement))

@@ -1,4 +1,5 @@
-"""A ledger of format 1 becomes one of the present format, whole or not at all; `format1.sql` was written by the last rft that made it."""
+"""A ledger of an older format becomes one of the present format, whole or not at all; each `format*.sql` was written by the last rft that
+made it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.schema import FORMAT
+from rft.buffer.schema import FORMAT, experiences
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
 from rft.testing.storage_contract import ask, fill, ids, take
@@ -22,17 +23,17 @@ from rft.types.block import decode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
-SQL = Path(__file__).with_name("format1.sql")
-ROOT = SQL.parents[3]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 STATED = Consumption(num_uses=4, digest="2b27f298c3a44ebf78e5bfe235ea954b", cursor=1)  # what its trainer was told after step 1
 
 
-def old(folder: Path) -> Path:
-    """A ledger of format 1: two batches of two groups of two, the first batch trained."""
+def old(folder: Path, number: int = 1) -> Path:
+    """A ledger of that format: two batches of two groups of two, the first batch trained."""
     path = folder / "buffer/experience_buffer.db"
     path.parent.mkdir(parents=True)
     with closing(sqlite3.connect(path)) as raw:
-        raw.executescript(SQL.read_text())
+        raw.executescript((HERE / f"format{number}.sql").read_text())
         raw.execute("PRAGMA journal_mode = WAL")
     return path
 
@@ -43,7 +44,7 @@ def rows(path: Path, sql: str) -> list[tuple[object, ...]]:
 
 
 def contents(path: Path) -> dict[str, object]:
-    """Everything a ledger of format 1 holds, and its tables."""
+    """Everything an old ledger holds, and its tables."""
     tables = "SELECT type, name, sql FROM sqlite_master ORDER BY name"
     kept = "SELECT id, reward, content_hash, state, created FROM experiences ORDER BY id"
     return {
@@ -59,18 +60,23 @@ async def opened(folder: Path) -> Buffer:
     return buffer
 
 
-async def test_an_old_ledger_goes_on(tmp_path: Path) -> None:
-    path = old(tmp_path)
+@pytest.mark.parametrize("number", [1, 2])
+async def test_an_old_ledger_goes_on(tmp_path: Path, number: int) -> None:
+    path = old(tmp_path, number)
     before = contents(path)
     assert audit_run(tmp_path).ok
     buffer = await opened(tmp_path)
     assert rows(path, "SELECT value FROM meta WHERE key = 'format'") == [(str(FORMAT),)]
     assert contents(path)["rows"] == before["rows"]
+    columns = {name for _, name, *_ in rows(path, "PRAGMA table_info(experiences)")}
+    assert columns == {c.name for c in experiences.columns}
     start = await buffer.start_lineage(Version(1, 1), STATED)
     assert (start.lineage, start.available, start.cursor) == (2, 4, 1)
     settings = BufferSettings(folder=tmp_path / "buffer", run="old/run/name")
     typed = "SELECT DISTINCT run_name, num_turns, top_p, has_logprobs FROM v_experiences"
     assert ask(settings, typed) == [("old/run/name", 0, None, 1)]
+    assert ask(settings, "SELECT prompt_text, response_text, count(*) FROM v_experiences GROUP BY 1, 2") == [("a", "b", 8)]
+    assert ask(settings, "SELECT count(*) FROM texts t JOIN experiences e ON e.id = t.experience") == [(8,)]
     assert ask(settings, "SELECT version_lineage, version_step, sum(num_tokens) FROM v_tokens GROUP BY 1, 2") == [(1, 0, 48)]
     assert ask(
         settings, "SELECT train_step, checkpoint_step, counts, count(*) FROM v_lineage WHERE counts = 1 GROUP BY 1, 2, 3"
@@ -155,7 +161,16 @@ def test_a_death_at_any_statement_leaves_the_old_ledger(tmp_path: Path) -> None:
         killed_at(tmp_path / str(nth), nth)
 
 
-@pytest.mark.parametrize("given", ["3", "99", "x", ""])
+async def test_an_old_sqlite_cannot_take_columns_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = old(tmp_path, 2)
+    before = contents(path)
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    with pytest.raises(BufferFailed, match=r"open it once where SQLite is 3\.35 or newer"):
+        await opened(tmp_path)
+    assert contents(path) == before
+
+
+@pytest.mark.parametrize("given", ["4", "99", "x", ""])
 async def test_another_format_is_refused_with_what_to_do(tmp_path: Path, given: str) -> None:
     path = old(tmp_path)
     with closing(sqlite3.connect(path)) as raw:

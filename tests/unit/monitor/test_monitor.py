@@ -75,10 +75,9 @@ class Stuck(Recorder):
 def _plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     REGISTRY.scan_package("rft.monitor")
     monkeypatch.setattr(Recorder, "opened", [])
-    found = dict(REGISTRY._found)
     for cls in (Recorder, Failing, NeverOpens, Stuck):
-        found[("monitor", cls.__name__.lower())] = Plugin("monitor", cls.__name__.lower(), cls, "test", cls.Args)
-    monkeypatch.setattr(REGISTRY, "_found", found)
+        name = cls.__name__.lower()
+        monkeypatch.setitem(REGISTRY._found, ("monitor", name), Plugin("monitor", name, cls, "test", cls.Args))
 
 
 # ---------------------------------------------------------------- metrics.jsonl
