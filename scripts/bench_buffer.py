@@ -6,11 +6,13 @@ Knows `bench_race`'s two sides.  Invariant: what both sides wrote and read is co
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -134,7 +136,8 @@ def buffer_read_collate(quick: bool) -> harness.Result:
     work = Work(batches * BATCH)
     rows = work.experiences()
     measured = harness.probes()
-    leases: list[Lease] = []
+    leases: list[Lease] = []  # of the warm-up
+    steps = itertools.count(1)
     found: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, Trinity(work, Path(name)) as peer, asyncio.Runner() as runner:
         ours = runner.run(Ours(Path(name)).__aenter__())
@@ -144,14 +147,18 @@ def buffer_read_collate(quick: bool) -> harness.Result:
             runner.run(ours.write([_moved(x, again * batches) for x in rows]))
 
         async def read() -> float:
-            began = time.perf_counter()
-            made = []
-            for step in range(len(leases) + 1, len(leases) + 1 + batches):
-                leases.append(await ours.lease(step))
-                made += tensors(leases[-1])
+            seconds, told = 0.0, Counter[str]()
+            for _ in range(batches):
+                step = next(steps)
+                began = time.perf_counter()
+                lease = await ours.lease(step)
+                made = tensors(lease)
                 await ours.reader.use(step)
-            seconds = time.perf_counter() - began
-            found["ours"].append(_tensor_facts(made))
+                seconds += time.perf_counter() - began
+                told.update(_tensor_facts(made))
+                if step <= batches:
+                    leases.append(lease)
+            found["ours"].append(dict(told))
             return seconds
 
         def peer_read() -> float:
@@ -162,7 +169,7 @@ def buffer_read_collate(quick: bool) -> harness.Result:
 
         def unpack() -> float:
             began = time.perf_counter()
-            for lease in leases[:batches]:
+            for lease in leases:
                 tensors(lease)
             return time.perf_counter() - began
 
@@ -174,16 +181,16 @@ def buffer_read_collate(quick: bool) -> harness.Result:
 
         def whole() -> float:
             began = time.perf_counter()
-            for lease in leases[:batches]:
+            for lease in leases:
                 feed.make(feed.read(lease), _grpo(), _BUDGET, world_size=1)
             return time.perf_counter() - began
 
         bare = harness.all_in_turn({"ours": unpack, "peer": peer_unpack, "whole": whole}, rounds)
-        for mine, theirs in zip(found["ours"], found["peer"], strict=True):
-            agree("tensors", mine, theirs)
+        for both in zip(found["ours"], found["peer"], strict=True):
+            agree("tensors", *({name: round(n, 1) for name, n in told.items()} for told in both))
         runner.run(ours.__aexit__())
         versions = peer.versions
-    size = sum(len(lease.frame) for lease in leases[:batches])
+    size = sum(len(lease.frame) for lease in leases)
 
     def numbers(side: str) -> dict[str, float]:
         seconds, alone = statistics.median(store[side]), statistics.median(bare[side])
@@ -214,13 +221,12 @@ def buffer_read_collate(quick: bool) -> harness.Result:
 _BUDGET = Budget(1 << 20, share_prompts=False)
 
 
-def tensors(lease: Lease) -> list[MicroBatch]:
+def tensors(lease: Lease) -> MicroBatch:
     """The trainer's own way from a lease to one padded micro-batch, but for the advantages."""
     rows = feed.read(lease).rows
     ((cut,),) = plan(rows, 1, _BUDGET)
-    return [
-        batches_of.make([rows[i] for i in cut], share=False, heads_per_key=1, dtype=torch.float32, device=torch.device("cpu"))
-    ]
+    rows = [rows[i] for i in cut]
+    return batches_of.make(rows, share=False, heads_per_key=1, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @cache
@@ -228,12 +234,9 @@ def _grpo() -> Algorithm:
     return build(AlgorithmSettings())
 
 
-def _tensor_facts(made: Sequence[MicroBatch]) -> dict[str, Any]:
-    return {
-        "trained": sum(len(m.targets) for m in made),
-        "targets": sum(int(m.targets.sum()) for m in made),
-        "logprobs": round(sum(float(m.rollout_logprobs.double().sum()) for m in made), 2),
-    }
+def _tensor_facts(made: MicroBatch) -> dict[str, float]:
+    logprobs = float(made.rollout_logprobs.double().sum())
+    return {"trained": len(made.targets), "targets": int(made.targets.sum()), "logprobs": logprobs}
 
 
 def _moved(x: Experience, batches: int) -> Experience:
