@@ -111,10 +111,10 @@ def facts(rows: list[Experience]) -> dict[str, Any]:
 
 
 def tensor_facts(made: dict[str, torch.Tensor]) -> dict[str, float]:
-    mask = made["response_mask"]
-    targets = made["input_ids"][:, -mask.shape[1] :][mask]
-    logprobs = float(made["rollout_log_probs"][mask].double().sum())
-    return {"trained": len(targets), "targets": int(targets.sum()), "logprobs": logprobs}
+    mask = made["response_mask"].numpy()
+    targets = made["input_ids"].numpy()[:, -mask.shape[1] :][mask]
+    logprobs = made["rollout_log_probs"].numpy()[mask]
+    return {"trained": len(targets), "targets": int(targets.sum()), "logprobs": float(logprobs.sum(dtype=float))}
 
 
 class Peer:
