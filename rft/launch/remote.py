@@ -117,14 +117,8 @@ class Proxy:
         limits: tuple[float | None, float | None] = (None, None),
         start_s: float | None = None,
     ) -> None:
-        self._handle, self._name, self._error, self._bound, self._limits, self._start_s = (
-            handle,
-            name,
-            error,
-            bound,
-            limits,
-            start_s,
-        )
+        self._handle, self._name, self._error = handle, name, error
+        self._bound, self._limits, self._start_s = bound, limits, start_s
         self._pulse = Pulse(name, lambda: self._guarded(handle.beat.remote()), *limits) if limits != (None, None) else None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,20 +219,7 @@ def test_evaluation_in_flight(schedule: Schedule, background: bool, tmp_path: Pa
     ("groups", "step_groups"), [pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow), (3, 2)]
 )
 def test_batches_and_steps_of_other_sizes(schedule: Schedule, groups: int, step_groups: int, tmp_path: Path) -> None:
-    sized = Schedule(
-        style=schedule.style,
-        interval=schedule.interval,
-        offset=schedule.offset,
-        threshold=schedule.threshold,
-        batch_units=groups,
-        step_units=step_groups,
-    )
+    sized = replace(schedule, batch_units=groups, step_units=step_groups, max_staleness=None)
     limit = None if schedule.max_staleness is None else schedule.max_staleness + sized.least_staleness
-    world = World(
-        schedule=Schedule(**{**{f: getattr(sized, f) for f in sized.__dataclass_fields__}, "max_staleness": limit}),
-        steps=6,
-        groups=groups,
-        step_groups=step_groups,
-        capacity=12,
-    )
-    check(world, tmp_path)
+    sized = replace(sized, max_staleness=limit)
+    check(World(schedule=sized, steps=6, groups=groups, step_groups=step_groups, capacity=12), tmp_path)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from decimal import Decimal
 
-import numpy as np
 import pytest
 
 from rft.errors import ConfigError, PluginError
@@ -19,9 +18,8 @@ from rft.reward.exact import last_number
 from rft.reward.pool import WorkerDied, WorkerError, WorkerPool, counts
 from rft.taskset.base import open_taskset
 from rft.taskset.settings import TasksetSettings
-from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
-from rft.types.ids import Version
-from rft.types.task import SamplingArgs, Task
+from rft.testing.rewards import said, task
+from rft.types.completion import Score
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,24 +37,6 @@ def math_pool():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def said(text: str) -> Transcript:
-    n = max(1, len(text))
-    completion = Completion(
-        prompt_tokens=np.arange(3, dtype=np.int32),
-        tokens=np.zeros(n, np.int32),
-        logprobs=np.zeros(n, np.float32),
-        text=text,
-        finish_reason="stop",
-        version_spans=(VersionSpan(Version(1, 0), 0, n),),
-        sampling=SamplingArgs(),
-    )
-    return Transcript(turns=(Turn(messages=({"role": "user", "content": "?"},), completion=completion),))
-
-
-def task(truth: object) -> Task:
-    return Task(taskset="t", index=0, prompt="?", truth=truth, workflow="w")
 
 
 @pytest.mark.parametrize(
