@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,11 @@ def facts(rows: list[Experience]) -> dict[str, Any]:
     }
 
 
-def tensor_facts(made: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    trained = [m["response_mask"] for m in made]
-    targets = [m["input_ids"][:, -mask.shape[1] :][mask] for m, mask in zip(made, trained, strict=True)]
-    logprobs = sum(float(m["rollout_log_probs"][mask].double().sum()) for m, mask in zip(made, trained, strict=True))
-    return {
-        "trained": sum(len(t) for t in targets),
-        "targets": sum(int(t.sum()) for t in targets),
-        "logprobs": round(logprobs, 2),
-    }
+def tensor_facts(made: dict[str, torch.Tensor]) -> dict[str, float]:
+    mask = made["response_mask"].numpy()
+    targets = made["input_ids"].numpy()[:, -mask.shape[1] :][mask]
+    logprobs = made["rollout_log_probs"].numpy()[mask]
+    return {"trained": len(targets), "targets": int(targets.sum()), "logprobs": float(logprobs.sum(dtype=float))}
 
 
 class Peer:
@@ -143,16 +140,18 @@ class Peer:
         return {"seconds": time.perf_counter() - began}
 
     async def read(self, path: str, batches: int) -> dict[str, Any]:
-        """From its SQL storage to the tensors of `batches` batches."""
+        """From its SQL storage to the tensors of `batches` batches, each of which is gone before the next."""
         reader = SQLReader(sql(path))
         await (await reader._get_async_storage()).prepare()
-        seconds, made = [], []
+        seconds: list[float] = []
+        facts: Counter[str] = Counter()
         for _ in range(batches):
             began = time.perf_counter()
-            made.append(collate(await reader.read(64)))
+            made = collate(await reader.read(64))
             seconds.append(time.perf_counter() - began)
+            facts.update(tensor_facts(made))
         await (await reader._get_async_storage()).engine.dispose()
-        return {"seconds": sum(seconds), "each": seconds, "tensors": tensor_facts(made)}
+        return {"seconds": sum(seconds), "each": seconds, "tensors": dict(facts)}
 
     async def unpack(self, batches: int) -> dict[str, Any]:
         """From the bytes of its queue to the tensors."""
