@@ -33,6 +33,7 @@ class ClusterSettings:
     trainer_gpus: int = 0  # 0 = trainer on CPU
     num_cpus: int | None = None  # what a local Ray is told; None = the machine's, at least 8
     actor_start_timeout_s: float = 900.0  # for each process of the run
+    stall_timeout_s: float | None = 15.0  # of processes that are not engines; None = never
 
     @property
     def gpus(self) -> int:

@@ -81,6 +81,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
         trainer_gpus=world if device["trainer"] == "cuda" and trains(config.mode) else 0,
         num_cpus=c.ray_init.num_cpus,
         actor_start_timeout_s=c.actor_start_timeout,
+        stall_timeout_s=c.stall_timeout,
     )
     if c.ray_address is not None and c.ray_init.num_cpus is not None:
         p.warn("cluster.ray_init.num_cpus has no effect: cluster.ray_address joins a Ray that is there")

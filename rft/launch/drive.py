@@ -131,27 +131,32 @@ async def work(
     coordinator: CoordinatorPort,
     on_record: OnRecord,
     signals: Signals,
+    watch: Awaitable[None] | None = None,
 ) -> None:
-    """Until explorer, if there is one, and trainer are done.  The first failure is told to everyone who waits, and raised."""
+    """Until explorer, if there is one, and trainer are done.  The first failure is told to everyone who waits, and raised.
+
+    `watch` ends only by raising: a part has died, or hangs.
+    """
     both: tuple[asyncio.Future[None], ...] = tuple(asyncio.ensure_future(side) for side in (explore, train) if side is not None)
     follower = _Follower(coordinator, on_record)
     news, stop = asyncio.ensure_future(follower.run()), asyncio.ensure_future(signals.wait())
+    watched = [] if watch is None else [asyncio.ensure_future(watch)]
     try:
         pending = set(both)
         while pending:
-            done, _ = await asyncio.wait({*pending, news, stop}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({*pending, *watched, news, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop in done:
                 await _wind_down(pending, sides, signals)
                 raise Interrupted(INTERRUPTED)
             if [t for t in done if t.exception() is not None]:
-                raise await _cause((*both, news))
+                raise await _cause((*both, *watched, news))
             pending -= done
         await follower.rest()
     except BaseException as e:
         await quietly(coordinator.fail(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}")))
         raise
     finally:
-        await cancel([*both, news, stop])
+        await cancel([*both, *watched, news, stop])
 
 
 class _Follower:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import psutil
 
 from rft.engine.watch import Usage, Watch, usage
-from rft.errors import EngineStalled
+from rft.errors import EngineStalled, RunFailed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,17 +23,26 @@ Beat = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class Pulse:
-    """Of one process.  Limits as in `rft.engine.watch`: a step is an answer."""
+    """Of one process.  Limits as in `rft.engine.watch`: a step is an answer.  `error`, ending with `remedy`, says that it hangs."""
 
-    def __init__(self, name: str, beat: Beat, stall_s: float | None, step_s: float | None) -> None:
-        self._name, self._beat, self._limits = name, beat, (stall_s, step_s)
+    def __init__(
+        self,
+        name: str,
+        beat: Beat,
+        stall_s: float | None,
+        step_s: float | None,
+        *,
+        error: type[RunFailed] = EngineStalled,
+        remedy: str = "",
+    ) -> None:
+        self._name, self._beat, self._limits, self._error, self._remedy = name, beat, (stall_s, step_s), error, remedy
         self._place: tuple[str, int] | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls under way
         self._watching: asyncio.Task[None] | None = None
         self.hung = ""  # why it counts as hung since its last answer
 
     async def during(self, call: Awaitable[T]) -> T:
-        """What `call` gives.  Raises EngineStalled once the process counts as hung."""
+        """What `call` gives.  Raises `error` once the process counts as hung."""
         if self._watching is None or self._watching.done():
             self._watching = asyncio.ensure_future(self._watch())
         try:
@@ -46,7 +55,7 @@ class Pulse:
         except TimeoutError:
             if not deadline.expired():  # the call's own
                 raise
-            raise EngineStalled(f"{self._name} hangs: {self.hung}") from None
+            raise self._error(f"{self._name} hangs: {self.hung}{self._remedy}") from None
 
     async def _watch(self) -> None:
         """Until nothing is under way, the process has died (the calls say so themselves), or it hangs."""

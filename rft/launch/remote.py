@@ -13,7 +13,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rft.logs import learn_secrets, redact, to_file
 from rft.parent import die_with_parent
 
 log = logging.getLogger(__name__)
+_WAITS = ".  Where it does no more than wait (a plugin that blocks the event loop), raise cluster.stall_timeout"
 ANSWER_S = 60.0  # for a process to say whether its part is well; one that Ray is making anew is waited for
 
 
@@ -119,7 +120,7 @@ class Proxy:
     ) -> None:
         self._handle, self._name, self._error = handle, name, error
         self._bound, self._limits, self._start_s = bound, limits, start_s
-        self._pulse = Pulse(name, lambda: self._guarded(handle.beat.remote()), *limits) if limits != (None, None) else None
+        self._pulse = Pulse(name, self._beat, *limits) if limits != (None, None) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Proxy, (self._handle, self._name, self._error, self._bound, self._limits, self._start_s))
@@ -134,6 +135,14 @@ class Proxy:
             log.warning("%s: %s; its process is ended", self._name, why)
             await self._end()
         await self._guarded(self._handle.start.remote(), self._start_s)
+
+    async def lives(self, stall_s: float | None) -> None:
+        """As long as its process lives.  Raises when it has died, or answers nothing and shows no sign of life for `stall_s`."""
+        last = self._guarded(self._handle.last.remote())
+        await Pulse(self._name, self._beat, stall_s, None, error=self._error, remedy=_WAITS).during(last)
+
+    def _beat(self) -> Awaitable[tuple[str, int]]:
+        return self._guarded(self._handle.beat.remote())
 
     async def _end(self) -> None:
         """Returns when the process is gone: until then it would answer for the one that follows."""

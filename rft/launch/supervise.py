@@ -134,6 +134,7 @@ class _Parts:
         self.handles: dict[str, Any] = {}
         self.proxies: dict[str, Proxy] = {}
         self.pids: dict[str, int] = {}
+        self._engines: set[str] = set()
         self._used: Consumption | None = None  # what the checkpoint says of a data set
 
     async def start(self, found: manifests.Manifest | None, other: manifests.Manifest | None) -> Start:
@@ -183,7 +184,7 @@ class _Parts:
         others = [p[f"trainer-{rank}"] for rank in range(1, self.plan.learner.world_size)]
         if self.plan.trainer.given is not None:
             training = trainer.run_given(others, coordinator, start, self._used)
-            await drive.work(training, None, (trainer,), coordinator, on_record, signals)  # type: ignore[arg-type]
+            await drive.work(training, None, (trainer,), coordinator, on_record, signals, self._watched())  # type: ignore[arg-type]
             return
         explorer, buffer = p["explorer"], p["buffer"].bind(start.lineage)
         await drive.work(
@@ -193,7 +194,17 @@ class _Parts:
             coordinator,  # type: ignore[arg-type]  # a proxy has every method of its part
             on_record,
             signals,
+            self._watched(),
         )
+
+    async def _watched(self) -> None:
+        """Of all parts that are not restarted.  Raises RunFailed that names the first which died or hangs."""
+        lasting = [p for name, p in self.proxies.items() if name not in self._engines]
+        tasks = [asyncio.ensure_future(p.lives(self.plan.cluster.stall_timeout_s)) for p in lasting]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await drive.cancel(tasks)
 
     async def evaluate(self, targets: Sequence[bench.Target]) -> bench.Results:
         """Plays the evaluation tasksets under all targets, each with fresh engines in the same seats."""
@@ -234,6 +245,7 @@ class _Parts:
     async def _engine(self, name: str, settings: EngineSettings, factory: str, *args: Any, **seat: Any) -> None:
         env = {**cpu_environment(settings), leftovers.PART: name}
         limits = (settings.stall_timeout_s, settings.step_timeout_s)
+        self._engines.add(name)
         await self._part(name, factory, *args, env=env, error=EngineFailed, limits=limits, max_restarts=RESTARTS, **seat)
 
     async def _part(

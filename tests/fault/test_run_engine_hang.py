@@ -1,4 +1,4 @@
-"""SIGSTOP in mid-run of vLLM's own process, of an engine's process and of a reward model's: found, restarted, no group lost."""
+"""SIGSTOP in mid-run.  Of an engine or a judge: it is restarted, no group is lost.  Of another process: the run ends and names it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -98,3 +99,22 @@ def test_processes_of_an_engine_and_of_a_judge_hang(tiny_model: Path, tmp_path: 
     said = log(root, "explorer")
     assert "aux-rm-0 hangs: its process answers nothing" in said and "is brought back" in said, said
     check_rows(root, stalled=1)
+
+
+@pytest.mark.parametrize("part", ["trainer-0", "trainer-1", "explorer", "buffer", "coordinator"])
+def test_a_part_that_hangs_ends_the_run_which_can_go_on(part: str, tiny_model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    ranks = ("trainer.world_size=2", "trainer.cpu_threads=1") if part == "trainer-1" else ()
+    more = (f"trainer.total_steps={STEPS}", "trainer.save_interval=2", "cluster.stall_timeout=5", *ranks)
+    arguments = runs.arguments(tiny_model, root, *runs.SMALL, *more)
+    run = runs.Run(*arguments)
+    run.wait_for("step 3/", 300)
+    psutil.Process(runs.state(root)["parts"][part]).send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    code = run.end(120)
+    assert code == 4 and f"{part} hangs: its process answers nothing" in run.output, (code, run.output)
+    assert "is stopped" in run.output and "cluster.stall_timeout" in run.output
+    assert time.monotonic() - stopped < 60
+    again = runs.Run(*arguments)
+    assert again.end(600) == 0, again.output
+    check_rows(root, stalled=0)

@@ -28,4 +28,12 @@ class ClusterConfig(Section):
     actor_start_timeout: float = key(
         900, "Longest wait for one process of the run to be ready.", unit="s", on_resume="safe", gt=0
     )
+    stall_timeout: float | None = key(
+        15.0,
+        "A process of the run that for so long answers nothing and does not use its processors (trainer, explorer, buffer, coordinator; "
+        "engines have a key of their own) counts as hung and ends the run.  Null: never.",
+        unit="s",
+        on_resume="safe",
+        ge=1,
+    )
     ray_init: RayInitConfig = section(RayInitConfig, "Starting a local Ray.")

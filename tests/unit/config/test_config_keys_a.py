@@ -97,6 +97,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("trainer.profiler.all_ranks", "true", "maybe", ACTIVE),
     ("trainer.profiler.ranks", "[0]", "[first]", ACTIVE),
     ("cluster.actor_start_timeout", "60", "0", ACTIVE),
+    ("cluster.stall_timeout", "null", "0.5", ACTIVE),
     ("cluster.ray_init.num_cpus", "4", "0", ACTIVE),
     ("monitor.log_eval_samples", "5", "-1", ACTIVE),
     ("monitor.eval_dump_dir", "dumps", "[1]", ACTIVE),
@@ -262,7 +263,13 @@ def test_one_adapter_at_most() -> None:
 
 
 def test_values_of_an_active_key_reach_the_plan() -> None:
-    p = plan("cluster.ray_init.num_cpus=3", "cluster.actor_start_timeout=50", "algorithm.loss_scale_factor=99")
+    p = plan(
+        "cluster.ray_init.num_cpus=3",
+        "cluster.actor_start_timeout=50",
+        "cluster.stall_timeout=7",
+        "algorithm.loss_scale_factor=99",
+    )
+    assert p.cluster.stall_timeout_s == 7
     assert (p.cluster.num_cpus, p.cluster.actor_start_timeout_s, p.learner.loss_scale_factor) == (3, 50, 99)
     assert any("ray_address joins" in w for w in plan("cluster.ray_init.num_cpus=3", "cluster.ray_address=h:1").warnings)
     shown = plan("monitor.log_eval_samples=5")
