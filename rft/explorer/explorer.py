@@ -22,7 +22,7 @@ from rft.buffer.operators.pipeline import OperatorFailed, Pipeline
 from rft.buffer.operators.settings import ROLLOUT_MODEL
 from rft.errors import ConfigError, FrameRejected, RftError, ShortBatch
 from rft.explorer.evaluate import Evaluator
-from rft.explorer.metrics import EngineMetrics, pipeline_metrics, rollout_metrics
+from rft.explorer.metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Breaker, RunTimes, Slots
 from rft.plugins import load_all
@@ -89,7 +89,7 @@ class Explorer:
             stop_hopeless=settings.stop_hopeless,
         )
         self._times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
-        self._engines = EngineMetrics(model)
+        self._engines = engine_metrics(model, models)
         self._playing: dict[GroupId, float] = {}  # since when
         self._batches: dict[int, Batch] = {}  # under way
         self._breaker = Breaker(settings.breaker)
@@ -224,7 +224,8 @@ class Explorer:
         values = rollout_metrics(batch.played, batch.wall_s) | pipeline_metrics(batch.pipeline)
         values |= {f"reward/{k}": float(v) for k, v in pool.counts().items()}
         values |= {f"judge/{k}": v for k, v in meter.counts().items()}
-        values |= await self._engines.since()
+        for engines in self._engines:
+            values |= await engines.since()
         if self.settings.timeout_ratio is not None:
             values["rollout/time/limit"] = self._times.limit_s
         self._times.see(batch.played)

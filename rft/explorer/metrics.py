@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from rft.types.experience import Experience
@@ -21,10 +21,10 @@ _OVER_STEPS = {"running": "running_steps", "waiting": "waiting_steps", "kv_cache
 
 
 class EngineMetrics:
-    """What the policy's engines did from one question to the next, whoever asked them (rollouts, evaluations, the canary)."""
+    """What a model's engines did from one question to the next, whoever asked them (rollouts, evaluations, the canary)."""
 
-    def __init__(self, model: ChatModel, clock: Callable[[], float] = time.monotonic) -> None:
-        self._model, self._clock = model, clock
+    def __init__(self, model: ChatModel, clock: Callable[[], float] = time.monotonic, *, prefix: str = "engine") -> None:
+        self._model, self._clock, self._prefix = model, clock, prefix
         self._asked, self._before = clock(), dict[str, float]()
 
     async def since(self) -> dict[str, float]:
@@ -34,14 +34,24 @@ class EngineMetrics:
         now, asked = reduce(await self._model.metrics()), self._clock()
         more = {n.removeprefix("engine/"): v - self._before.get(n, 0.0) for n, v in now.items() if n.startswith("engine/")}
         passed, self._asked, self._before = asked - self._asked, asked, now
-        out = {f"engine/{name}": more[name] for name in _COUNTED if name in more}
+        out = {name: more[name] for name in _COUNTED if name in more}
         if "generated_tokens" in more:
-            out["engine/tokens_per_s"] = more["generated_tokens"] / max(passed, 1e-9)
+            out["tokens_per_s"] = more["generated_tokens"] / max(passed, 1e-9)
         if steps := more.get("steps"):
-            out |= {f"engine/{name}/mean": more[total] / steps for name, total in _OVER_STEPS.items()}
+            out |= {f"{name}/mean": more[total] / steps for name, total in _OVER_STEPS.items()}
         if asked_tokens := more.get("prefix_cache_queries"):
-            out["engine/prefix_cache_hit_rate"] = more["prefix_cache_hits"] / asked_tokens
-        return out
+            out["prefix_cache_hit_rate"] = more["prefix_cache_hits"] / asked_tokens
+        return {f"{self._prefix}/{name}": value for name, value in out.items()}
+
+
+def engine_metrics(policy: ChatModel, auxiliary: Mapping[str, ChatModel]) -> list[EngineMetrics]:
+    """Of the policy, and of each auxiliary model under the first of its names."""
+    found, known = [EngineMetrics(policy)], {id(policy)}
+    for name, model in auxiliary.items():
+        if id(model) not in known:
+            known.add(id(model))
+            found.append(EngineMetrics(model, prefix=f"auxiliary/{name}"))
+    return found
 
 
 def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rft.engine.vllm_stats import Stats
-from rft.explorer.metrics import EngineMetrics
+from rft.explorer.metrics import EngineMetrics, engine_metrics
 from rft.testing.scripted import ScriptedEngine, echo
 from rft.types.metrics import Metric
 
@@ -66,6 +66,17 @@ async def test_a_step_has_what_came_since_the_step_before() -> None:
     assert (
         quiet["engine/tokens_per_s"] == 0.0 and "engine/running/mean" not in quiet and "engine/prefix_cache_hit_rate" not in quiet
     )
+
+
+async def test_auxiliary_models_have_names_of_their_own() -> None:
+    model = Model()
+    model.tokens = 7.0
+    model.stats[0].record(Step(8, 0, 0.5), None)
+    policy, judge = engine_metrics(Model(), {"judge": model, "the same": model})
+    assert (await policy.since())["engine/generated_tokens"] == 0
+    found = await judge.since()
+    assert found["auxiliary/judge/generated_tokens"] == 7.0 and found["auxiliary/judge/running/mean"] == 8.0
+    assert all(name.startswith("auxiliary/judge/") for name in found)
 
 
 async def test_a_model_that_does_not_count_has_none() -> None:
