@@ -15,6 +15,7 @@ from rft.buffer.query import open_run
 from rft.cli.main import make
 from rft.errors import ShortBatch
 from rft.launch.execute import execute
+from rft.reward.judge import meter
 from rft.reward.judge.desk import BudgetUsedUp
 from rft.testing.judge import FakeJudge, JudgeServer
 
@@ -32,6 +33,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-key-of-the-example")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(meter, "_METERS", {})  # of this process, where other tests have judges of the same name
     with JudgeServer(FakeJudge(variety), usage=(200, 20)) as made:
         monkeypatch.setenv("OPENAI_BASE_URL", made.url)
         yield made
