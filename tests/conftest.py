@@ -82,6 +82,18 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_plugins_of_other_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the tests of one file have loaded from temporary folders is not there for those of the next one."""
+    yield
+    from rft.plugins import REGISTRY
+
+    temporary = str(tmp_path_factory.getbasetemp())
+    for key, plugin in list(REGISTRY._found.items()):
+        if plugin.source.startswith(temporary):
+            del REGISTRY._found[key]
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random 0.3 M parameter Llama whose output layer shares the input embedding."""
