@@ -33,7 +33,7 @@ CUDA_CONTEXT = 600 * MIB
 NCCL = 400 * MIB
 
 # As rft.trainer.logprobs cuts: logits of a tile, its least width, float32 sums of a token, logits that are kept.
-CPU_TILE, GPU_TILE, LEAST_WIDTH, SUMS, KEPT_BYTES = 1 << 20, 1 << 26, 512, 8, 144 << 20
+CPU_TILE, GPU_TILE, LEAST_WIDTH, SUMS, KEPT_BYTES = 1 << 20, 1 << 26, 512, 8, 160 << 20
 
 PREFILL_TOKENS = 4096  # of one forward of the transformers engine
 _NAMES = {"adamw": "AdamW", "nadam": "NAdam", "radam": "RAdam", "adagrad": "Adagrad", "sgd": "SGD"}

@@ -17,7 +17,7 @@ import torch
 
 CPU_TILE = 1 << 20  # logits of a tile: 4 MiB in float32 stay in the cache
 GPU_TILE = 1 << 26
-KEPT_BYTES = 144 << 20  # logits that the backward pass need not compute again
+KEPT_BYTES = 160 << 20  # logits that the backward pass need not compute again
 LEAST_WIDTH = 512  # entries of the vocabulary in a tile, whatever the tokens
 
 
