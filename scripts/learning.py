@@ -389,11 +389,21 @@ def written(page: str, introduction: str, about: str, lines: Sequence[str], *, r
     return part + (f"\n{REAL_TITLE}{second}" if second else "")
 
 
+def _seeds(text: str) -> list[int]:
+    """Raises ArgumentTypeError, which argparse shows."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, separated by commas, as in 0,1,2") from None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = f"{', '.join(GOALS)}; with a real engine {', '.join(REAL)}"
     parser.add_argument("--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}")
-    parser.add_argument("--seeds", help="whole numbers, separated by commas: by default 0,1,2, with a real engine 42,1,2")
+    parser.add_argument(
+        "--seeds", type=_seeds, help="whole numbers, separated by commas: by default 0,1,2, with a real engine 42,1,2"
+    )
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
     names = options.only.split(",")
@@ -402,7 +412,7 @@ def main() -> int:
     if len({name in REAL for name in names}) == 2:
         parser.error("goals with a real engine are measured in a call of their own")
     real = names[0] in REAL
-    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else REAL_SEEDS if real else SEEDS
+    seeds = options.seeds or (REAL_SEEDS if real else SEEDS)
     lines, missed = (_real if real else _tiny)(names, seeds)
     about = f"{datetime.date.today()}, Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores."
     if options.write:

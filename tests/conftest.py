@@ -86,12 +86,9 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _no_plugins_of_other_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What the tests of one file have loaded from temporary folders is not there for those of the next one."""
     yield
-    from rft.plugins import REGISTRY
+    from rft.testing.command import forget_plugins
 
-    temporary = str(tmp_path_factory.getbasetemp())
-    for key, plugin in list(REGISTRY._found.items()):
-        if plugin.source.startswith(temporary):
-            del REGISTRY._found[key]
+    forget_plugins(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import Boolean, Float, Integer
 
 from rft.buffer.query import Questions
-from rft.buffer.schema import experiences
+from rft.buffer.schema import experiences, texts
 from rft.errors import ConfigError
 from rft.types.experience import Experience
 
@@ -94,18 +94,17 @@ def schema(questions: Questions) -> pa.Schema:
 
 
 def _type(name: str) -> pa.DataType:
-    if name not in experiences.c:
+    column = next((t.c[name] for t in (experiences, texts) if name in t.c), None)
+    if column is None:
         return _DERIVED[name]
-    kind = experiences.c[name].type
+    kind = column.type
     if isinstance(kind, Boolean):
         return pa.bool_()
     return pa.int64() if isinstance(kind, Integer) else pa.float64() if isinstance(kind, Float) else pa.string()
 
 
-_DERIVED = {  # columns of the view that table experiences has not
+_DERIVED = {  # columns of the view that no table has
     "run_name": pa.string(),
-    "prompt_text": pa.string(),
-    "response_text": pa.string(),
     "leased_step": pa.int64(),
     "leased": pa.float64(),
     "used_step": pa.int64(),

@@ -149,7 +149,7 @@ async def work(
                 await _wind_down(pending, sides, signals)
                 raise Interrupted(INTERRUPTED)
             if [t for t in done if t.exception() is not None]:
-                raise await _cause((*both, *watched, news))
+                raise await _cause(both, (*watched, news))
             pending -= done
         await follower.rest()
     except BaseException as e:
@@ -178,13 +178,13 @@ class _Follower:
         self._seen += len(records)
 
 
-async def _cause(tasks: Sequence[asyncio.Future[None]]) -> BaseException:
+async def _cause(sides: Sequence[asyncio.Future[None]], onlookers: Sequence[asyncio.Future[None]]) -> BaseException:
     """The cause among failures that come together: a part that broke explains those who waited for it in vain.
 
-    Where neither did, the first of `tasks` counts: what the explorer says of its runs tells more than the trainer's empty batch.
+    Where neither did, the first counts: what the explorer says of its runs tells more than the trainer's empty batch.
     """
-    await asyncio.wait(tasks[:-1], timeout=2.0)  # the last, who follows the news, never ends by itself
-    errors = [e for t in tasks if t.done() and not t.cancelled() and (e := t.exception()) is not None]
+    await asyncio.wait(sides, timeout=2.0)  # onlookers never end by themselves
+    errors = [e for t in (*sides, *onlookers) if t.done() and not t.cancelled() and (e := t.exception()) is not None]
     return min(errors, key=lambda e: (isinstance(e, DeadlineExceeded), isinstance(e, RunFailed) and type(e) is RunFailed))
 
 

@@ -139,7 +139,9 @@ class Proxy:
     async def lives(self, stall_s: float | None) -> None:
         """As long as its process lives.  Raises when it has died, or answers nothing and shows no sign of life for `stall_s`."""
         last = self._guarded(self._handle.last.remote())
-        await Pulse(self._name, self._beat, stall_s, None, error=self._error, remedy=_WAITS).during(last)
+        if stall_s is not None:
+            last = Pulse(self._name, self._beat, stall_s, None, error=self._error, remedy=_WAITS).during(last)
+        await last
 
     def _beat(self) -> Awaitable[tuple[str, int]]:
         return self._guarded(self._handle.beat.remote())

@@ -34,6 +34,7 @@ from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of one engine that dies
+ENGINES = ("engine-", "aux-")  # how the names of parts begin that are restarted
 
 
 async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
@@ -134,7 +135,6 @@ class _Parts:
         self.handles: dict[str, Any] = {}
         self.proxies: dict[str, Proxy] = {}
         self.pids: dict[str, int] = {}
-        self._engines: set[str] = set()
         self._used: Consumption | None = None  # what the checkpoint says of a data set
 
     async def start(self, found: manifests.Manifest | None, other: manifests.Manifest | None) -> Start:
@@ -199,7 +199,7 @@ class _Parts:
 
     async def _watched(self) -> None:
         """Of all parts that are not restarted.  Raises RunFailed that names the first which died or hangs."""
-        lasting = [p for name, p in self.proxies.items() if name not in self._engines]
+        lasting = [p for name, p in self.proxies.items() if not name.startswith(ENGINES)]
         tasks = [asyncio.ensure_future(p.lives(self.plan.cluster.stall_timeout_s)) for p in lasting]
         try:
             await asyncio.gather(*tasks)
@@ -245,7 +245,6 @@ class _Parts:
     async def _engine(self, name: str, settings: EngineSettings, factory: str, *args: Any, **seat: Any) -> None:
         env = {**cpu_environment(settings), leftovers.PART: name}
         limits = (settings.stall_timeout_s, settings.step_timeout_s)
-        self._engines.add(name)
         await self._part(name, factory, *args, env=env, error=EngineFailed, limits=limits, max_restarts=RESTARTS, **seat)
 
     async def _part(
@@ -286,7 +285,7 @@ class _Parts:
             path.unlink(missing_ok=True)
 
     async def _close(self) -> None:
-        closing = [n for n in self.proxies if n.startswith(("engine", "aux-", "trainer", "coordinator"))]
+        closing = [n for n in self.proxies if n.startswith((*ENGINES, "trainer", "coordinator"))]
         await asyncio.gather(*(drive.quietly(self.proxies[n].close()) for n in closing))
         if "buffer" in self.proxies:
             await drive.quietly(self.proxies["buffer"].close())

@@ -10,9 +10,11 @@ import contextlib
 import io
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rft.cli.main import main
+from rft.plugins import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,10 @@ def rft(*arguments: Any) -> Done:
         except SystemExit as e:
             code = e.code if isinstance(e.code, int) else int(e.code is not None)
     return Done(code, out.getvalue(), time.monotonic() - began)
+
+
+def forget_plugins(folder: Path) -> None:
+    """Plugins that were loaded from below `folder` are not there for the tests that follow."""
+    for key, plugin in list(REGISTRY._found.items()):
+        if plugin.source.startswith(str(folder)):
+            del REGISTRY._found[key]

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from rft.compat.rewards import said
-from rft.plugins import REGISTRY, load_all
+from rft.plugins import load_all
 from rft.reward import pool
 from rft.reward.base import score
 from rft.reward.build import build
+from rft.testing.command import forget_plugins
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import Task
@@ -78,9 +79,7 @@ def public(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pool.close_all()
     for name in [n for n in sys.modules if n.startswith("public_files")]:
         del sys.modules[name]
-    for key, plugin in list(REGISTRY._found.items()):
-        if plugin.source.startswith(str(tmp_path)):
-            del REGISTRY._found[key]
+    forget_plugins(tmp_path)
 
 
 def _imports(source: str) -> str:

@@ -15,8 +15,7 @@ import pytest
 
 from rft.cli.skeletons import JUDGE
 from rft.launch import leftovers, solo
-from rft.plugins import REGISTRY
-from rft.testing.command import rft
+from rft.testing.command import forget_plugins, rft
 
 PLUGINS = """
 from rft.types.completion import Score
@@ -75,9 +74,7 @@ def folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "talk.yaml").write_text(CONFIG.replace("MODEL", str(tiny_model)))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for key, plugin in list(REGISTRY._found.items()):
-        if plugin.source.startswith(str(tmp_path)):
-            del REGISTRY._found[key]
+    forget_plugins(tmp_path)
 
 
 def debug(what: str, *more: str) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,15 +23,14 @@ def rft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_is_quick_and_names_every_verb() -> None:
-    took = []  # processor time, because other tests may run beside this one
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    for _ in range(10):  # other tests may run beside this one
+        began = time.perf_counter()
         said = rft("--help")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if (took := time.perf_counter() - began) <= 0.5:
+            break
     assert said.returncode == 0
     assert all(verb in said.stdout for verb in cli.VERBS)
-    assert min(took) <= 0.5
+    assert took <= 0.5
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from rft.cli.skeletons import SKELETONS
-from rft.plugins import REGISTRY
-from rft.testing.command import rft
+from rft.testing.command import forget_plugins, rft
 
 
 def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,9 +38,7 @@ def test_a_configuration_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         listed = rft("plugins", "--plugin-dir", "plugins")
         assert listed.code == 0 and all(f"found_{kind}" in listed.output for kind in SKELETONS), listed.output
     finally:
-        for key, plugin in list(REGISTRY._found.items()):
-            if plugin.source.startswith(str(tmp_path)):
-                del REGISTRY._found[key]
+        forget_plugins(tmp_path)
 
 
 @pytest.mark.parametrize("there", ["plugins/mine.py", "plugins/tests/test_mine.py"])

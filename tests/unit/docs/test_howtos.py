@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.plugins import REGISTRY
+from rft.testing.command import forget_plugins
 
 _spec = importlib.util.spec_from_file_location("docs_howto", Path(__file__).with_name("howto.py"))
 assert _spec is not None and _spec.loader is not None
@@ -26,9 +26,7 @@ def test_howto(page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest
     try:
         howto.play(page, tmp_path, tiny_model)
     finally:  # what the page has marked is not there for other tests
-        for key, plugin in list(REGISTRY._found.items()):
-            if plugin.source.startswith(str(tmp_path)):
-                del REGISTRY._found[key]
+        forget_plugins(tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
