@@ -90,6 +90,3 @@ class Deal:
             del self._out[batch]
         self._back.update(found)
         return found
-
-    def held_by(self, owner: str) -> list[int]:
-        return sorted(b for b, o in self._out.items() if o == owner)

@@ -3,7 +3,7 @@
     may explore b? ─> evaluate if due ─> room? ─> groups of b play ─> version proven? ─> operators ─> append ─> close b ─> explored b
                                                      └ rejected: the next candidate, until the refills are used up
 
-Invariant: a batch is closed after all its groups are appended, and batches are closed in ascending order.
+Invariant: a batch is closed after all its groups are appended; one explorer alone closes batches in ascending order.
 """
 
 from __future__ import annotations
@@ -173,10 +173,11 @@ class Explorer:
                 await self._learn(b)
                 batch = self._batches[b] = self._batch(b, held.pop(b, ()))
                 tasks.create_task(self._explore_batch(batch, before))
-                before = batch.closed
-                under_way.append(before)
+                under_way.append(batch.closed)
+                if self._dealer is None:  # else one that is dealt again would wait for those after it, which may wait for it
+                    before = batch.closed
                 if self.order.learns:
-                    self._under_way[b] = before
+                    self._under_way[b] = batch.closed
                 await batch.submitted.wait()
             return begun
 

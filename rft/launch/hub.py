@@ -97,6 +97,7 @@ class Hub(Coordinator):
         member.watch = asyncio.ensure_future(self._watch(member))
         where = ", ".join(dict.fromkeys(nodes))
         log.info("explorer %s on %s has joined with engines %s", name, where, ", ".join(map(str, numbers)))
+        self._write()
         await self._changed()
         return Joined(seat=member.seat, start=self._start, engines=numbers)
 
@@ -165,6 +166,7 @@ class Hub(Coordinator):
         if self._evaluator == member.name and why:
             self._evaluator = ""
         del self._members[member.name]
+        self._write()
         await self._changed()
 
     async def stays(self, name: str, seat: int) -> None:
@@ -320,12 +322,13 @@ class Hub(Coordinator):
         if self._failure is not None:
             raise RunFailed(f"the trainer's side ended: {self._failure}") from self._failure
 
+    def _write(self) -> None:
+        """Who is there, for people."""
+        here = {name: {"engines": self.sync.owned(name)} for name in sorted(self._members)}
+        write_json(self._plan.run_dir / "explorers.json", here)
+
     async def _changed(self) -> None:
-        """Wakes all who wait here, and writes down who is there."""
-        write_json(
-            self._plan.run_dir / "explorers.json",
-            {name: {"batches": self._deal.held_by(name), "engines": self.sync.owned(name)} for name in sorted(self._members)},
-        )
+        """Wakes all who wait here."""
         async with self._moved:
             self._moved.notify_all()
 

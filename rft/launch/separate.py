@@ -13,8 +13,10 @@ import logging
 import time
 from collections.abc import Awaitable
 from dataclasses import replace
+from typing import Any
 
 from rft.config.plan import Plan
+from rft.errors import RunFailed
 from rft.launch import drive, meeting, supervise
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.hub import Joined
@@ -68,7 +70,7 @@ async def explore(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
         supervise.number(rundir)
         rundir.state("waiting for the trainer")
         async with supervise.cluster_of(plan, rundir, signals) as cluster:
-            parts = _Exploring(plan, rundir, cluster)
+            parts, joined = _Exploring(plan, rundir, cluster), None
             try:
                 await signals.guard(parts.meet())
                 rundir.state("starting")
@@ -77,15 +79,31 @@ async def explore(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
                 await parts.explore(joined, on_record, signals)
                 last = await parts.hub.final()
                 await parts.hub.leave(plan.explorer.name, joined.seat, "")
+            except RunFailed as e:
+                if not await parts.trainer_ended():
+                    raise
+                raise RunFailed(
+                    f"the process that trains run {plan.buffer.run} has ended ({e}).  Start it again, and this one: both go on from "
+                    "the last checkpoint"
+                ) from e
             finally:
                 rundir.state("stopping")
-                await parts.end(graceful=False)
+                await parts.end(graceful=joined is not None)
     return Outcome(last, plan.run_dir, time.monotonic() - began, None)
 
 
 class _Exploring(Parts):
-    hub: Proxy
-    buffer: Proxy
+    hub: Any = None  # proxies, once they are found
+    buffer: Any = None
+
+    async def trainer_ended(self) -> bool:
+        """Whether a hub was found and does not answer any more."""
+        try:
+            if self.hub is not None:
+                await self.hub.recent(1 << 40)
+        except RunFailed:
+            return True
+        return False
 
     async def meet(self) -> None:
         """Find the trainer's process, and hear whether this one may join."""
