@@ -20,8 +20,6 @@ from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
 
-_TRAIN = "trains on given data with sft, cpt or dpo; for what an explorer elsewhere has sampled use both"
-
 
 @dataclass(frozen=True, kw_only=True)
 class NotActive:
@@ -55,8 +53,6 @@ def used(config: Section, key: str = "") -> Iterator[NotActive]:
                     yield from used(item, f"{here}[{i}]")
     if isinstance(config, AlgorithmConfig):
         yield from _arguments(config, key)
-    if isinstance(config, RunConfig) and config.mode == "train" and not _reads_data(config.algorithm):
-        yield NotActive(key="mode", value="train", instead=_TRAIN)
 
 
 def listed() -> list[tuple[str, str]]:
@@ -67,14 +63,7 @@ def listed() -> list[tuple[str, str]]:
             if mark := marked(field):
                 values = f": {', '.join(map(str, mark['values']))}" if mark.get("values") else ""
                 found.append((f"algorithm.{kind}_args.{name} of {part}{values}", mark["instead"]))
-    return [*found, ("mode: train without sft, cpt or dpo", _TRAIN), *LATER_OUTSIDE.items()]
-
-
-def _reads_data(a: AlgorithmConfig) -> bool:
-    try:
-        return algorithm_defaults(a.algorithm_type).data is not None
-    except ConfigError:
-        return True  # told by `resolve`
+    return [*found, *LATER_OUTSIDE.items()]
 
 
 def _arguments(a: AlgorithmConfig, key: str) -> Iterator[NotActive]:

@@ -26,6 +26,7 @@ class ClusterSettings:
     """Machines and how their GPUs are split."""
 
     ray_address: str | None = None  # None = a local Ray, started and stopped by the run
+    namespace: str = ""  # of that Ray: where the processes of a run meet
     node_num: int = 1
     gpu_per_node: int = 0
     gpus_per_engine: int = 0  # 0 = engines on CPU

@@ -15,7 +15,7 @@ from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, check_args
 from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
 from rft.algorithm.loss_args import LOSSES
 from rft.buffer.settings import BufferSettings
-from rft.config import given, policies, roles, served, spread, steps
+from rft.config import given, halves, policies, roles, served, spread, steps
 from rft.config.active import used
 from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
@@ -52,6 +52,9 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     train, evals = limit_prompts(config, train, evals, engines[0], num_process(config, facts))
     prepared, train, evals = task_pipeline(config, facts, train, evals, plugin_dirs, find, p)
     data = given.wanted(config, algorithm, name or config.name, engines[0], find, p)
+    halves.check(config, p)
+    if config.mode == "explore":
+        engines = tuple(replace(e, name=f"{config.explorer.name}-{e.name}") for e in engines)
     groups: int | None
     if data is not None:
         train, evals, num_explore, rows = (), (), None, None

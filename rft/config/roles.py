@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from rft.config import adapter, forwards, served, spread
+from rft.config import adapter, forwards, halves, served, spread
 from rft.config.plan import ClusterSettings, Facts
 from rft.config.problems import Problems
 from rft.config.schema.algorithm import OptimizerConfig, ScheduleConfig
@@ -74,6 +74,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
         p.derive("trainer.world_size", 1, why)
     cluster = ClusterSettings(
         ray_address=c.ray_address,
+        namespace=halves.namespace(config),
         node_num=nodes,
         gpu_per_node=per_node,
         gpus_per_engine=served.gpus(model) if engine_gpus else 0,

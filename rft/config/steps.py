@@ -226,6 +226,7 @@ def explorer(
     return ExplorerSettings(
         tasksets=train,
         eval_tasksets=evals,
+        name=e.name,
         batch_size=config.buffer.batch_size,
         total_batches=batches,
         total_epochs=config.buffer.total_epochs or 1,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rft.config.halves import samples
 from rft.config.plan import Facts, schedule
 from rft.config.problems import Problems
 from rft.config.schema.buffer import ExplorerInputConfig, FormatConfig, RolloutArgs, TasksetConfig
@@ -35,7 +36,7 @@ def tasksets(
 ) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
     """Settings of the tasksets to train on and to evaluate on."""
     given = config.buffer.explorer_input
-    train = _train(given, problems, needed=config.mode in ("both", "explore", "colocate"))
+    train = _train(given, problems, needed=samples(config))
     evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
     names: dict[str, str] = {}
     made: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])

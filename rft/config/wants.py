@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rft.algorithm.args import KINDS, check_args
 from rft.config.plan import Plan
 from rft.config.problems import Problems
-from rft.config.roles import explores, trains
+from rft.config.roles import trains
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
 from rft.workflow.known import GIVES, TEACHER
@@ -27,7 +27,7 @@ _INFO = "info."
 
 def look(plan: Plan, tasksets: Sequence[Taskset], problems: Problems) -> None:
     """`tasksets`: those that are open, also such for evaluation."""
-    if plan.trainer.given is not None or not (explores(plan.mode) and trains(plan.mode)):
+    if plan.trainer.given is not None or not (trains(plan.mode) or plan.mode == "explore"):
         return
     operators = _given("operator", ((o.name, o.args) for o in plan.explorer.pipeline.operators))
     flows = [

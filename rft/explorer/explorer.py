@@ -3,17 +3,16 @@
     may explore b? ─> evaluate if due ─> room? ─> groups of b play ─> version proven? ─> operators ─> append ─> close b ─> explored b
                                                      └ rejected: the next candidate, until the refills are used up
 
-Invariant: a batch is closed after all its groups are appended, and batches are closed in ascending order.
+Invariant: a batch is closed after all its groups are appended; one explorer alone closes batches in ascending order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from rft.buffer.operators.pipeline import OperatorFailed, Pipeline
 from rft.buffer.operators.settings import ROLLOUT_MODEL
 from rft.errors import ConfigError, FrameRejected, RftError, ShortBatch
+from rft.explorer.deal import Begun, Dealer
 from rft.explorer.evaluate import Evaluator
 from rft.explorer.metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.explorer.settings import ExplorerSettings
@@ -28,7 +28,7 @@ from rft.explorer.state import Batch, Breaker, RunTimes, Slots
 from rft.plugins import load_all
 from rft.reward import pool
 from rft.reward.judge import meter
-from rft.taskset.base import open_taskset
+from rft.taskset.base import Taskset, open_taskset
 from rft.taskset.order import Order
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Explorer:
-    """Plays explore batches from `cursor` on, under weights of `lineage`."""
+    """Plays explore batches from `cursor` on, under weights of `lineage`: all of them, or those that a `dealer` gives it."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class Explorer:
         lineage: int,
         cursor: int = 0,
         models: Mapping[str, ChatModel] = NO_MODELS,
+        dealer: Dealer | None = None,
     ) -> None:
         """Opens the tasksets and finds every workflow and reward they name.  Raises ConfigError, PluginError."""
         load_all(settings.plugin_dirs)
         self.settings = settings
         self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
-        self._lineage, self._cursor, self._models = lineage, cursor, models
-        self.order = Order(
-            [open_taskset(t) for t in settings.tasksets], settings.batch_size, settings.seed, lag=settings.feedback_lag
-        )
+        self._lineage, self._cursor, self._models, self._dealer = lineage, cursor, models, dealer
+        self._next = cursor  # batch, where they are not dealt
+        self.order = self._order([open_taskset(t) for t in settings.tasksets])
         self._pipeline = Pipeline(settings.pipeline, judge, settings.max_timeout_s)
         self._recipes = Recipes()
         self._slots = Slots(settings.max_concurrent_runs)
@@ -90,6 +90,7 @@ class Explorer:
         )
         self._times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
         self._engines = engine_metrics(model, models)
+        self._earlier: dict[int, Order] = {}  # where a selector learns: of batches dealt again that are behind `order`
         self._playing: dict[GroupId, float] = {}  # since when
         self._batches: dict[int, Batch] = {}  # under way
         self._breaker = Breaker(settings.breaker)
@@ -140,7 +141,7 @@ class Explorer:
         await self._pipeline.close()
         await self._buffer.finish(reason)
         version = await self._gate.final()
-        if self.settings.eval_at_end:
+        if self.settings.eval_at_end and (self._dealer is None or await self._dealer.evaluates()):
             await self._evaluator.run(version)
         await self._recipes.close()
 
@@ -157,29 +158,43 @@ class Explorer:
         async with AsyncExitStack() as over, asyncio.TaskGroup() as tasks:
             if self.settings.report_interval_s > 0:
                 over.callback(asyncio.ensure_future(self._report_often()).cancel)
-            for b in itertools.count(self._cursor):
-                if self.num_batches is not None and b >= self.num_batches:
-                    return f"all {self.num_batches} explore batches are in the buffer"
-                while self.settings.max_inflight is not None and len(under_way) >= self.settings.max_inflight:
-                    await under_way.popleft().wait()
-                if (version := await self._gate.may_explore(b)) is None:
-                    return "the trainer is finished"
+            while isinstance(begun := await self._begin(under_way), Begun):
+                b = begun.batch
+                if begun.again:
+                    held[b] = [g for g in await self._buffer.held(b) if g.batch == b]
                 if self._eval_due(b):
                     if evaluation is not None:
                         await evaluation
-                    evaluation = tasks.create_task(self._evaluator.run(version))
+                    evaluation = tasks.create_task(self._evaluator.run(begun.version))
                     if not self.settings.eval_in_background:
                         await evaluation
-                await self._buffer.room(b)
+                if self._dealer is None:  # else it was dealt when there was room
+                    await self._buffer.room(b)
                 await self._learn(b)
                 batch = self._batches[b] = self._batch(b, held.pop(b, ()))
                 tasks.create_task(self._explore_batch(batch, before))
-                before = batch.closed
-                under_way.append(before)
+                under_way.append(batch.closed)
+                if self._dealer is None:  # else one that is dealt again would wait for those after it, which may wait for it
+                    before = batch.closed
                 if self.order.learns:
-                    self._under_way[b] = before
+                    self._under_way[b] = batch.closed
                 await batch.submitted.wait()
-        raise AssertionError("unreachable")
+            return begun
+
+    async def _begin(self, under_way: deque[asyncio.Event]) -> Begun | str:
+        """The next batch, when it may begin, or why there is none."""
+        if self._dealer is not None:
+            return await self._dealer.begin(self.order.lag if self.order.learns else None, self.order.fingerprint)
+        b, self._next = self._next, self._next + 1
+        if self.num_batches is not None and b >= self.num_batches:
+            return f"all {self.num_batches} explore batches are in the buffer"
+        while self.settings.max_inflight is not None and len(under_way) >= self.settings.max_inflight:
+            await under_way.popleft().wait()
+        version = await self._gate.may_explore(b)
+        return "the trainer is finished" if version is None else Begun(batch=b, version=version)
+
+    def _order(self, tasksets: Sequence[Taskset]) -> Order:
+        return Order(tasksets, self.settings.batch_size, self.settings.seed, lag=self.settings.feedback_lag)
 
     def _batch(self, number: int, held: Iterable[HeldGroup]) -> Batch:
         s = self.settings
@@ -192,7 +207,10 @@ class Explorer:
 
     async def _learn(self, b: int) -> None:
         """Selectors that learn hear, from the buffer alone, of every batch that the choice of batch `b` depends on."""
-        first, end = self.order.learned, self.order.horizon(b)
+        order, end = self.order, self.order.horizon(b)
+        if order.learned > end:  # a batch that is dealt again, chosen by what was known then
+            order = self._earlier[b] = self._order(order.tasksets)
+        first = order.learned
         if first >= end:
             return
         for n in [n for n in self._under_way if n < end]:
@@ -201,11 +219,11 @@ class Explorer:
         for outcome in await self._buffer.outcomes(first, end):
             found[outcome.batch].append(outcome)
         for n in range(first, end):
-            self.order.learn(n, found[n])
+            order.learn(n, found[n])
 
     async def _explore_batch(self, batch: Batch, before: asyncio.Event) -> None:
         """Fills the places of one batch, waits for the batch before it, closes it and reports."""
-        tasks = self.order.batch(batch.number)
+        tasks = self._earlier.get(batch.number, self.order).batch(batch.number)
         numbers = [batch.first(place) for place in range(batch.size)]
         batch.expect(sum(self._task(batch, tasks, n).num_runs for n in numbers if n is not None))
         async with asyncio.TaskGroup() as places:
@@ -230,6 +248,7 @@ class Explorer:
             values["rollout/time/limit"] = self._times.limit_s
         self._times.see(batch.played)
         await self._log("explorer", batch.number + 1, values)
+        self._earlier.pop(batch.number, None)
         del self._batches[batch.number]
         batch.close()
 
@@ -342,7 +361,9 @@ class Explorer:
         return "; ".join(said)
 
     def _task(self, batch: Batch, tasks: list[Task], number: int) -> Task:
-        return tasks[number] if number < batch.size else self.order.spare(batch.number, number - batch.size)
+        if number < batch.size:
+            return tasks[number]
+        return self._earlier.get(batch.number, self.order).spare(batch.number, number - batch.size)
 
     def _eval_due(self, b: int) -> bool:
         s = self.settings

@@ -26,7 +26,8 @@ class ExplorerSettings:
     batch_size: int  # groups per explore step
     total_batches: int | None = None  # None = until the tasksets' epochs are over
     total_epochs: int | None = 1
-    index: int = 0  # number of this explorer
+    name: str = "explorer"  # of several explorers of a run
+    index: int = 0  # in ids; explorers that share one order of batches all have 0
     seed: int = 42
     feedback_lag: int = 0  # explore batches under way whose pass rates a choice of tasks does not wait for
     max_timeout_s: float = 1800.0  # per run

@@ -12,6 +12,7 @@ from typing import Any
 
 from rft import logs
 from rft.config.check import load_plan
+from rft.config.halves import apart
 from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.save import Change, refuse_changes, save
@@ -36,6 +37,9 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
     if stage_names(config, overrides):
         return Program(config, overrides, plugin_dirs).run(lambda loaded, plan: _run(loaded, plan, in_process))
     loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs))
+    if apart(loaded):
+        refuse_program(plan.run_dir)
+        return _half(loaded, plan, in_process)
     if not plan.continue_from_checkpoint and plan.run_dir.exists() and plan.mode != "bench":
         name = f"{plan.run_dir.name}_{time.strftime('%Y%m%d_%H%M%S')}"
         loaded, plan = load_plan(config, list(overrides), plugin_dirs=list(plugin_dirs), name=name)
@@ -43,25 +47,41 @@ def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str
     return _run(loaded, plan, in_process)
 
 
-def _run(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
-    """One run, or one stage of a program."""
+def _half(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
+    """One of several processes of a run.  They meet by the run's name, so none of them changes it."""
+    if plan.mode == "explore":
+        return _run(loaded, plan, in_process, folder=plan.run_dir / "explorers" / plan.explorer.name)
+    if not plan.continue_from_checkpoint and (plan.run_dir / "state.json").exists():
+        raise ConfigError(
+            f"is false, and {plan.run_dir} holds a run.  Processes that meet by a run's name do not change it: write another `name` in "
+            "the files of all of them, or true",
+            key="continue_from_checkpoint",
+            given=False,
+        )
+    return _run(loaded, plan, in_process)
+
+
+def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = None) -> Outcome:
+    """One run, or one stage of a program; in `folder` where that is not the run's."""
     if plan.mode == "bench":
         return _bench(plan, in_process)
-    check_available(plan.monitor.kinds, plan.monitor.args)
-    run = _runner(plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
-    rundir = RunDir.claim(plan.run_dir)
-    manifests.recover(rundir.checkpoints)
+    run = _runner(loaded, plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
+    rundir = RunDir.claim(folder or plan.run_dir)
+    changed: list[Change] = []
+    if folder is None:
+        check_available(plan.monitor.kinds, plan.monitor.args)
+        manifests.recover(rundir.checkpoints)
+        changed = _changes(loaded, rundir)
     began = time.time()
-    changed = _changes(loaded, rundir)
     handler = logs.to_file(rundir.logs / "launcher.log", plan.log_level)
     try:
         for change in changed:
             log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
         save(loaded, rundir.path)
         _clean_after_a_crash(rundir)
-        if plan.task_pipeline is not None:
+        if plan.task_pipeline is not None and plan.mode != "train":
             print(f"task pipeline: {tasks.write(plan.task_pipeline)} → {plan.task_pipeline.output}", flush=True)
-        with Progress(plan.run_dir, total_steps=plan.trainer.total_steps, notes=(*plan.notes, *plan.warnings)) as progress:
+        with Progress(rundir.path, total_steps=plan.trainer.total_steps, notes=(*plan.notes, *plan.warnings)) as progress:
             outcome = asyncio.run(run(plan, rundir, progress.update))
         rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))
         return outcome
@@ -125,12 +145,16 @@ def _clean_after_a_crash(rundir: RunDir) -> None:
             log.info("left by the run before: %s", line)
 
 
-def _runner(plan: Plan, in_process: bool) -> Callable[[Plan, RunDir, OnRecord], Coroutine[Any, Any, Outcome]]:
+def _runner(loaded: RunConfig, plan: Plan, in_process: bool) -> Callable[[Plan, RunDir, OnRecord], Coroutine[Any, Any, Outcome]]:
     if in_process:
         from rft.launch import inprocess
 
         inprocess.check(plan)
         return inprocess.run
+    if apart(loaded):
+        from rft.launch import separate
+
+        return separate.explore if plan.mode == "explore" else separate.train
     from rft.launch import supervise
 
     return supervise.run

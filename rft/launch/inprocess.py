@@ -29,6 +29,8 @@ def check(plan: Plan) -> None:
         raise ConfigError(
             "several ranks need Ray; leave out --in-process, or use 1", key="trainer.world_size", given=plan.learner.world_size
         )
+    if plan.mode == "explore" or (plan.mode == "train" and plan.trainer.given is None):
+        raise ConfigError("is one of several processes, which meet on Ray; leave out --in-process", key="mode", given=plan.mode)
     engines = plan.engines if plan.trainer.given is None else ()
     served = [("explorer.rollout_model", e) for e in engines]
     served += [(f"explorer.auxiliary_models: {m.name}", e) for m in plan.auxiliary for e in m.engines if engines]

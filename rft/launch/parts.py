@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -39,6 +39,10 @@ from rft.types.ports import (
     ScoreRow,
     WeightSync,
 )
+
+if TYPE_CHECKING:
+    from rft.explorer.deal import Dealer
+    from rft.launch.hub import Hub, Joined
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +158,8 @@ async def observer(plan: Plan) -> Observer:
 class Coordinator(Observer):
     """Synchronizer and monitor."""
 
-    def __init__(self, plan: Plan, engines: Sequence[Engine], scorer: Scorer, start: Start) -> None:
+    def __init__(self, plan: Plan, engines: Sequence[Engine], scorer: Scorer, start: Start, **more: Any) -> None:
+        """Without `engines` it waits for such as join; `more` goes to the synchronizer."""
         from rft.engine.pool import EnginePool
         from rft.sync.synchronizer import Synchronizer
 
@@ -162,12 +167,12 @@ class Coordinator(Observer):
         s = plan.sync
         self.sync = Synchronizer(
             s,
-            EnginePool(engines),
+            EnginePool(engines) if engines else None,
             scorer,
             schedule(plan, start),
             probe_prompts(plan.learner.model_path, s.canary_prompts, plan.seed),
             start.version,
-            _restart(engines),
+            **{"restart": _restart(engines), **more},
         )
 
     async def revive(self, index: int) -> None:
@@ -217,6 +222,12 @@ async def coordinator(plan: Plan, engines: Sequence[Any], scorer: Any, start: St
     return Coordinator(plan, cast("Sequence[Engine]", engines), cast(Scorer, scorer), start)
 
 
+async def hub(plan: Plan, scorer: Any, buffer: Any, start: Start, node: str) -> Hub:
+    from rft.launch.hub import Hub
+
+    return Hub(plan, cast(Scorer, scorer), buffer, start, node)
+
+
 # ---------------------------------------------------------------- explorer
 
 
@@ -236,8 +247,9 @@ class ExplorerPart:
         gate: Any,
         sink: Any,
         start: Start,
+        dealer: Dealer | None = None,
     ) -> None:
-        """`auxiliary`: of every auxiliary model its engines, none for one behind a server."""
+        """`auxiliary`: of every auxiliary model its engines, none for one behind a server.  `dealer`: for one of several explorers."""
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
         from rft.reward.place import run_folder
@@ -256,8 +268,18 @@ class ExplorerPart:
                 lineage=start.lineage,
                 cursor=start.cursor,
                 models=models,
+                dealer=dealer,
             )
             await self._explorer.run()
+
+    async def join(
+        self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], writer: Any, hub: Any, name: str, joined: Joined
+    ) -> None:
+        """As `run`, as explorer `name` of a run whose trainer is another process."""
+        from rft.launch.hub import Seat
+
+        seat = Seat(hub, name, joined)
+        await self.run(engines, auxiliary, writer, seat, hub, joined.start, seat)
 
     async def bench(
         self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], sink: Any, version: Version

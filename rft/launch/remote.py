@@ -143,6 +143,12 @@ class Proxy:
             last = Pulse(self._name, self._beat, stall_s, None, error=self._error, remedy=_WAITS).during(last)
         await last
 
+    async def kill(self) -> None:
+        """Ends its process for good; one that has ended stays so."""
+        import ray
+
+        ray.kill(self._handle, no_restart=True)
+
     def _beat(self) -> Awaitable[tuple[str, int]]:
         return self._guarded(self._handle.beat.remote())
 

@@ -14,7 +14,8 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rft.config.plan import ClusterSettings, Plan
@@ -37,8 +38,9 @@ RESTARTS = 3  # of one engine that dies
 ENGINES = ("engine-", "aux-")  # how the names of parts begin that are restarted
 
 
-async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
-    """Runs to the end.  Raises the RftError of the part that failed first, or Interrupted."""
+async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, parts_of: Callable[..., Parts] | None = None) -> Outcome:
+    """Runs to the end.  Raises the RftError of the part that failed first, or Interrupted.  `parts_of` makes other parts than those
+    of a whole run."""
     began = time.monotonic()
     with Signals() as signals:
         found = manifests.latest(rundir.checkpoints) if plan.continue_from_checkpoint else None
@@ -46,27 +48,19 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
             log.info("already trained to step %d; raise buffer.total_steps to go on", found.version.step)
             return Outcome(found.version, rundir.path, 0.0, found.version)
         other = drive.origin(plan.resume_from_path) if found is None else None
-        run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
+        number(rundir)
         rundir.state("starting")
-        ended = threading.Event()
-        try:
-            cluster = await signals.guard(_connect(plan.cluster, ended))
-        except BaseException:
-            _clean(run_id)
-            raise
-        parts = _Parts(plan, rundir, cluster)
-        worked = False
-        try:
-            start = await signals.guard(parts.start(found, other))
-            worked = True
-            rundir.state("running", lineage=start.lineage, parts=parts.pids)
-            await parts.work(start, on_record, signals)
-        finally:
-            rundir.state("stopping")
-            await parts.end(graceful=worked)
-            await asyncio.to_thread(cluster.close)
-            ended.set()
-            _clean(run_id)
+        async with cluster_of(plan, rundir, signals) as cluster:
+            parts = (parts_of or Parts)(plan, rundir, cluster)
+            worked = False
+            try:
+                start = await signals.guard(parts.start(found, other))
+                worked = True
+                rundir.state("running", lineage=start.lineage, parts=parts.pids)
+                await parts.work(start, on_record, signals)
+            finally:
+                rundir.state("stopping")
+                await parts.end(graceful=worked)
     last = manifests.latest(rundir.checkpoints)
     assert last is not None, "a run that ends without an error has a final checkpoint"
     return Outcome(last.version, rundir.path, time.monotonic() - began, found.version if found else None)
@@ -76,21 +70,35 @@ async def evaluate(plan: Plan, rundir: RunDir) -> bench.Results:
     """`mode: bench`.  Raises as `run` does."""
     with Signals() as signals:
         targets = bench.targets(plan)
-        run_id = rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
-        ended = threading.Event()
-        try:
-            cluster = await signals.guard(_connect(plan.cluster, ended))
-        except BaseException:
-            _clean(run_id)
-            raise
-        parts = _Parts(plan, rundir, cluster)
-        try:
-            return await signals.guard(parts.evaluate(targets))
-        finally:
-            await parts.end(graceful=False)
-            await asyncio.to_thread(cluster.close)
-            ended.set()
-            _clean(run_id)
+        number(rundir)
+        async with cluster_of(plan, rundir, signals) as cluster:
+            parts = Parts(plan, rundir, cluster)
+            try:
+                return await signals.guard(parts.evaluate(targets))
+            finally:
+                await parts.end(graceful=False)
+
+
+def number(rundir: RunDir) -> None:
+    """A run id for all that this process starts."""
+    rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
+
+
+@asynccontextmanager
+async def cluster_of(plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Cluster]:
+    """The Ray of a run; nothing of the run's id is left afterwards."""
+    run_id, ended = rundir.run_id, threading.Event()
+    try:
+        cluster = await signals.guard(_connect(plan.cluster, ended))
+    except BaseException:
+        _clean(run_id)
+        raise
+    try:
+        yield cluster
+    finally:
+        await asyncio.to_thread(cluster.close)
+        ended.set()
+        _clean(run_id)
 
 
 async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster:
@@ -127,35 +135,47 @@ def _clean(run_id: str) -> None:
     os.environ.pop(leftovers.RUN_ID, None)
 
 
-class _Parts:
-    """All actors of a run."""
+class Parts:
+    """All actors of a run, or of one process of a run that has several."""
 
     def __init__(self, plan: Plan, rundir: RunDir, cluster: Cluster) -> None:
         self.plan, self.rundir, self.cluster = plan, rundir, cluster
         self.handles: dict[str, Any] = {}
         self.proxies: dict[str, Proxy] = {}
         self.pids: dict[str, int] = {}
+        self.nodes: dict[str, str] = {}  # machine of each
         self._used: Consumption | None = None  # what the checkpoint says of a data set
 
     async def start(self, found: manifests.Manifest | None, other: manifests.Manifest | None) -> Start:
         """Start every part, the slow ones side by side; take the next lineage; connect the coordinator."""
         plan = self.plan
-        engines = plan.engines if plan.trainer.given is None else ()
+        given = plan.trainer.given is not None
+        await self._start(engines=not given, trainer=True, buffer=not given)
+        if given:
+            self._used = found.consumption if found is not None else None
+            await self._part("coordinator", "observer", plan)
+            return drive.begin_given(found, other)
+        start = await drive.begin(self.proxies["buffer"], found, other)
+        await self._part("coordinator", "coordinator", plan, self.engines, self.proxies["trainer-0"], start)
+        return start
+
+    async def _start(self, *, engines: bool, trainer: bool, buffer: bool) -> None:
+        """Reserves seats and starts these parts side by side: with `engines` come auxiliary models and the explorer."""
+        plan = self.plan
         others = [(m, i, e) for m, model in enumerate(plan.auxiliary) for i, e in enumerate(model.engines)]
-        others = [(m, i, e) for m, i, e in others if e.external is None and plan.trainer.given is None]
+        others = [(m, i, e) for m, i, e in others if e.external is None and engines]
         seated = [e.name for _, _, e in others if e.gpus]
-        places = await reserve(
-            placement(engines, plan.learner, self.cluster.gpus_per_node(), [e.gpus for _, _, e in others if e.gpus])
-        )
-        world = plan.learner.world_size
+        served = plan.engines if engines else ()
+        gpus = [e.gpus for _, _, e in others if e.gpus]
+        places = await reserve(placement(served, plan.learner if trainer else None, self.cluster.gpus_per_node(), gpus))
+        world = plan.learner.world_size if trainer else 0
         rendezvous = str(self.rundir.path / f".rendezvous-{self.rundir.run_id}") if world > 1 else None
         starting: list[Coroutine[Any, Any, None]] = []
-        if plan.trainer.given is None:
-            starting = [
-                self._part("buffer", "buffer", plan),
-                self._part("explorer", "explorer", plan, env=plan.explorer.env_vars),
-            ]
-        for i, settings in enumerate(engines):
+        if buffer:
+            starting.append(self._part("buffer", "buffer", plan))
+        if engines:
+            starting.append(self._part("explorer", "explorer", plan, env=plan.explorer.env_vars))
+        for i, settings in enumerate(served):
             seat = places.options("engine", i)
             starting.append(self._engine(f"engine-{i}", settings, "engine", plan, i, **seat))
         for m, i, settings in others:
@@ -170,13 +190,6 @@ class _Parts:
             await asyncio.gather(*tasks)
         finally:
             await drive.cancel(tasks)
-        if plan.trainer.given is not None:
-            self._used = found.consumption if found is not None else None
-            await self._part("coordinator", "observer", plan)
-            return drive.begin_given(found, other)
-        start = await drive.begin(self.proxies["buffer"], found, other)
-        await self._part("coordinator", "coordinator", plan, self.engines, self.proxies["trainer-0"], start)
-        return start
 
     async def work(self, start: Start, on_record: OnRecord, signals: Signals) -> None:
         p = self.proxies
@@ -260,6 +273,8 @@ class _Parts:
         import ray
 
         options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10000, **options}
+        if self.plan.cluster.ray_address is not None:  # a Ray of others does not hand this process's environment on
+            env = {leftovers.RUN_ID: self.rundir.run_id, **(env or {})}
         if env:
             options["runtime_env"] = {"env_vars": env}
         again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
@@ -268,7 +283,8 @@ class _Parts:
         handle = ray.remote(titled).options(**options).remote(*made)
         self.handles[name] = handle
         deadline_s = self.plan.cluster.actor_start_timeout_s
-        self.pids[name] = (await guarded(handle.facts.remote(), name, error, deadline_s))["pid"]
+        facts = await guarded(handle.facts.remote(), name, error, deadline_s)
+        self.pids[name], self.nodes[name] = facts["pid"], facts["node"]
         await guarded(handle.start.remote(), name, error, deadline_s)
         self.proxies[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         log.info("%s is up (pid %d)", name, self.pids[name])

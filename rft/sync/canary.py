@@ -101,15 +101,16 @@ class Canary:
             tuple(c.logprobs for c in completions),
         )
 
-    async def check(self, probes: Sequence[Probe], previous: Sequence[Probe]) -> Verdict:
+    async def check(self, probes: Sequence[Probe], previous: Sequence[Probe], *, names: Sequence[int] | None = None) -> Verdict:
         """One call of the scorer judges all engines' `probes`, and how far the version moved the `previous` ones.
 
-        Raises WeightSyncFailed naming the engine by its place in `probes`, the difference and the limit.
+        Raises WeightSyncFailed naming the engine by its place in `probes` (or among `names`), the difference and the limit.
         """
         scored = await self._score([*probes, *previous])
         errors = [_max_abs(p.logprobs, s) for p, s in zip(probes, scored, strict=False)]
         moved = max((_max_abs(p.logprobs, s) for p, s in zip(previous, scored[len(probes) :], strict=True)), default=0.0)
         worst = int(np.argmax(errors))
+        name = worst if names is None else names[worst]
         limit = self.limit
         if not errors[worst] <= limit:
             stale = (
@@ -118,7 +119,7 @@ class Canary:
                 else ""
             )
             raise WeightSyncFailed(
-                f"engine {worst}: its log-probs of {probes[worst].num_tokens} generated tokens differ from the trainer's by "
+                f"engine {name}: its log-probs of {probes[worst].num_tokens} generated tokens differ from the trainer's by "
                 f"up to {errors[worst]:.2e} nats, allowed are {limit:.2e}; the version moved them by {moved:.2e}{stale}"
             )
         if self._later_limit is None:

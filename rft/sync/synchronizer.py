@@ -11,6 +11,9 @@ Without partial rollouts, groups under way end before the pause and no other one
 An engine that died is restarted with the newest proven version, and proven by that version's canary record; one that dies while a version
 is loaded makes that attempt fail, and is restarted on the way back.
 
+Engines of explorers in other processes come and go (`join`, `leave`): new ones are proven against the newest version before they count,
+and one that cannot be brought back leaves with all that its explorer brought, and the others go on.
+
 A version whose canary failed is tried again only while no explore batch is under way: rows begun under the rejected
 weights would carry the label that the second attempt makes good.
 """
@@ -18,6 +21,7 @@ weights would carry the label that the second attempt makes good.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -75,6 +79,10 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
+class _Deserted(Exception):
+    """Every engine has left."""
+
+
 class _Rejected(Exception):
     """One attempt failed.  `generated` = engines may have written tokens with the weights in question."""
 
@@ -86,33 +94,40 @@ class _Rejected(Exception):
 class Synchronizer:
     """Implements `WeightSync` for the trainer and `ExploreGate` for the explorer.  `start` is the version the run begins with.
 
-    Prompts of the canary are given as token ids.  `restart(i)` gives engine i a new process, without weights; without it an engine that
-    died ends the run.  Lives in one event loop; every wait ends by an event, an error or `timeout_s`
-    without any news from the trainer.
+    Without an `engine` it waits for such as join.  Prompts of the canary are given as token ids.  `restart(i)` gives engine i a new
+    process, without weights; without it an engine that died ends the run.  Lives in one event loop; every wait ends by an event, an
+    error or `timeout_s` without any news from the trainer.
     """
 
     def __init__(
         self,
         settings: SyncSettings,
-        engine: Engine,
+        engine: Engine | None,
         scorer: Scorer,
         schedule: Schedule,
         probes: Sequence[Sequence[int]],
         start: Version,
         restart: Callable[[int], Awaitable[None]] | None = None,
+        put_out: Callable[[str, str], None] = lambda owner, why: None,
     ) -> None:
-        self._restart = restart
+        """`put_out(owner, why)` hears that the engines of an owner had to leave."""
+        self._restart, self._put_out = restart, put_out
         self._dead: set[int] = set()  # engines to restart before anything is asked of them
         self._stalled: set[int] = set()  # of them, those that hang
         self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last
         self._settings, self._schedule, self._start = settings, schedule, start
-        self._engines: tuple[Engine, ...] = tuple(engine.engines) if isinstance(engine, _Pool) else (engine,)
+        given = () if engine is None else tuple(engine.engines) if isinstance(engine, _Pool) else (engine,)
+        self._engines: dict[int, Engine] = dict(enumerate(given))  # by number; numbers are never used again
+        self._owners: dict[int, str] = {}  # of those that joined
+        self._numbers = itertools.count(len(given))
+        self._departures = 0
         self._canary = Canary(settings, probes, scorer)
         self._publishing = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._loaded: Version | None = None  # in all engines, perhaps on probation
         self._manifest: WeightManifest | None = None  # of the newest proven version
-        self._records: tuple[Probe, ...] = ()  # its canary, per engine
+        self._records: dict[int, Probe] = {}  # its canary, by engine
+        self._proof: Probe | None = None  # one of them, kept when all engines have left
         self._proven: set[Version] = set()
         self._spoilt: set[Version] = set()  # wrote rows without a canary; the label cannot be made good any more
         self._trained, self._finished = start.step, False
@@ -129,29 +144,42 @@ class Synchronizer:
     # ------------------------------------------------------------ trainer's side
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
-        """See `WeightSync`.  When cancelled, the version before is restored first."""
-        async with self._publishing:
-            self._raise_failure()
-            self._check_order(manifest.version)
-            for attempt in range(self._settings.retries + 1):
+        """See `WeightSync`.  When cancelled, the version before is restored first.  Where no engine is there it waits for one to join."""
+        while True:
+            await self._peopled(manifest.version)
+            async with self._publishing:
+                self._raise_failure()
                 try:
-                    async with self._groups_ended(manifest.version):
-                        return await self._attempt(manifest)
-                except asyncio.CancelledError:
-                    log.warning("publishing %s was cancelled", manifest.version)
-                    if self._loaded == manifest.version and self._under_way:
-                        self._spoilt.add(manifest.version)
-                    await self._restore_although_cancelled()
-                    raise
-                except _Rejected as e:
-                    log.error("version %s, attempt %d: %s", manifest.version, attempt + 1, e)
-                    restored = await self._restore()
-                    tainted = e.generated and bool(self._under_way)
-                    if restored is not None or tainted or attempt == self._settings.retries:
-                        await self.fail(self._failure(manifest.version, str(e), attempt + 1, restored))
-                        break
-            self._raise_failure()
-            raise AssertionError("a publish ends with metrics or an error")
+                    return await self._publish(manifest)
+                except _Deserted:
+                    self._loaded = None if self._manifest is None else self._manifest.version
+                    log.warning("version %s: every engine has left; it is published to those that join", manifest.version)
+
+    async def _publish(self, manifest: WeightManifest) -> list[Metric]:
+        self._check_order(manifest.version)
+        attempt = 0
+        while True:
+            departures = self._departures
+            try:
+                async with self._groups_ended(manifest.version):
+                    return await self._attempt(manifest)
+            except asyncio.CancelledError:
+                log.warning("publishing %s was cancelled", manifest.version)
+                if self._loaded == manifest.version and self._under_way:
+                    self._spoilt.add(manifest.version)
+                await self._restore_although_cancelled()
+                raise
+            except _Rejected as e:
+                log.error("version %s, attempt %d: %s", manifest.version, attempt + 1, e)
+                restored = await self._restore()
+                tainted = e.generated and bool(self._under_way)
+                left = self._departures > departures  # nothing is said against the weights
+                if restored is not None or tainted or (attempt == self._settings.retries and not left):
+                    await self.fail(self._failure(manifest.version, str(e), attempt + 1, restored))
+                    break
+                attempt += not left
+        self._raise_failure()
+        raise AssertionError("a publish ends with metrics or an error")
 
     async def trained(self, step: int, *, finished: bool = False) -> bool:
         """See `WeightSync`."""
@@ -192,7 +220,9 @@ class Synchronizer:
         whom = f"weights of train step {self._schedule.required_step(batch)} or later"
         if self._schedule.syncs_before(batch):
             before = f"the explore batches before {batch}"
-            await self._wait(lambda: self._finished or not self._under_way, f"explore batch {batch}", before)
+            await self._wait(
+                lambda: self._finished or min(self._under_way, default=batch) >= batch, f"explore batch {batch}", before
+            )
             whom = "the newest weights"
         async with self._changed:
             self._asked[batch] = -1 if self._loaded is None else self._loaded.step
@@ -283,6 +313,8 @@ class Synchronizer:
         """
         async with self._publishing:
             self._raise_failure()
+            if index not in self._engines:
+                raise EngineFailed(f"engine {index} has left")
             why = f"engine {index} died"
             if index not in self._dead:
                 try:
@@ -300,8 +332,13 @@ class Synchronizer:
                     await self._bring(index, self._manifest)
             except _Rejected as e:
                 failure = EngineFailed(f"engine {index} could not be brought back: {e}")
-                await self.fail(failure)
+                if (owner := self._owners.get(index)) is not None:
+                    await self._send_away(owner, str(failure))
+                else:
+                    await self.fail(failure)
                 raise failure from e
+            if index not in self._engines:  # its explorer had to leave
+                raise EngineFailed(f"engine {index} could not be brought back")
             log.info("engine %d serves %s again after %.1f s", index, self._served_text(), time.perf_counter() - began)
 
     async def _bring(self, index: int, manifest: WeightManifest) -> None:
@@ -312,22 +349,75 @@ class Synchronizer:
         await self._ask(index, "resume", lambda e: e.resume(), False)
         now = await self._ask(index, "probe", lambda e: self._canary.probe(e, manifest.version), False)
         try:
-            self._canary.prove_same(now, self._records[index])
+            proof = self._records.get(index, self._proof)
+            assert proof is not None, "what is served was proven"
+            self._canary.prove_same(now, proof)
         except WeightSyncFailed as e:
             raise _Rejected(f"engine {index}: {e}") from e
+        self._records[index] = now
 
     async def _restart_dead(self) -> None:
         for index in sorted(self._dead):
+            if index not in self._dead:
+                continue  # it has left
             assert self._restart is not None
             try:
                 await self._restart(index)
             except Exception as e:  # whatever the launcher's side raises
-                raise _Rejected(f"engine {index} could not be restarted: {type(e).__name__}: {e}") from e
+                why = f"engine {index} could not be restarted: {type(e).__name__}: {e}"
+                if (owner := self._owners.get(index)) is None:
+                    raise _Rejected(why) from e
+                await self._send_away(owner, why)
+                continue
             log.warning("engine %d was restarted", index)
             self._restarts["engines_restarted"] += 1
             self._restarts["engines_stalled"] += index in self._stalled
             self._dead.discard(index)
             self._stalled.discard(index)
+
+    async def join(self, owner: str, engines: Sequence[Engine]) -> tuple[int, ...]:
+        """The engines that explorer `owner` brings count from now on: they serve the newest proven version, where there is one.
+
+        Their numbers.  Raises WeightSyncFailed, and leaves everything as it was, when they cannot be brought to it.
+        """
+        async with self._publishing:
+            self._raise_failure()
+            numbers = tuple(itertools.islice(self._numbers, len(engines)))
+            self._engines |= dict(zip(numbers, engines, strict=True))
+            self._owners |= dict.fromkeys(numbers, owner)
+            try:
+                if (manifest := self._manifest) is not None:
+                    async with asyncio.TaskGroup() as bringing:
+                        for index in numbers:
+                            bringing.create_task(self._bring(index, manifest))
+            except BaseException as e:
+                await self.leave(owner)
+                if isinstance(e, BaseExceptionGroup) and isinstance(why := e.exceptions[0], _Rejected):
+                    raise WeightSyncFailed(f"the engines of explorer {owner} do not serve {self._served_text()}: {why}") from e
+                raise
+        async with self._changed:
+            self._changed.notify_all()
+        return numbers
+
+    async def leave(self, owner: str) -> None:
+        """The engines of `owner` are gone, or must not be asked any more.  Also in the middle of a publish, which goes on without them."""
+        async with self._changed:
+            for index in [i for i, o in self._owners.items() if o == owner]:
+                del self._engines[index], self._owners[index]
+                self._records.pop(index, None)
+                self._dead.discard(index)
+                self._stalled.discard(index)
+            self._departures += 1
+            self._changed.notify_all()
+
+    async def _send_away(self, owner: str, why: str) -> None:
+        log.error("explorer %s leaves: %s", owner, why)
+        await self.leave(owner)
+        self._put_out(owner, why)
+
+    def owned(self, owner: str) -> list[int]:
+        """The numbers of the engines of `owner`."""
+        return [i for i, o in self._owners.items() if o == owner]
 
     @property
     def manifest(self) -> WeightManifest | None:
@@ -347,7 +437,7 @@ class Synchronizer:
         await self._pause()
         paused = time.perf_counter()
         reports = await self._each("load", lambda e: e.load(manifest))
-        for i, report in enumerate(reports):
+        for i, report in reports.items():
             if why := self._objection(report, manifest):
                 raise _Rejected(f"engine {i}: {why}")
         loaded = time.perf_counter()
@@ -357,7 +447,9 @@ class Synchronizer:
         ended = time.perf_counter()
         window, bound = self._gate.window(), self._schedule.staleness_bound
         async with self._changed:
-            self._manifest, self._records, self._loaded = manifest, probes, version
+            self._manifest, self._loaded = manifest, version
+            self._records = {i: p for i, p in probes.items() if i in self._engines}
+            self._proof = next(iter(probes.values()))
             self._trained = max(self._trained, version.step)
             self._proven.add(version)
             self._changed.notify_all()
@@ -371,8 +463,8 @@ class Synchronizer:
             Metric("sync/total_s", ended - began, "max"),
             Metric("sync/version", float(version.step), "last"),
             Metric("sync/bytes", float(manifest.nbytes), "last"),
-            Metric("sync/probed_layers", float(min(r.probed_layers for r in reports)), "min"),
-            Metric("sync/probe_error", max(r.probe_error for r in reports), "max"),
+            Metric("sync/probed_layers", float(min(r.probed_layers for r in reports.values())), "min"),
+            Metric("sync/probe_error", max(r.probe_error for r in reports.values()), "max"),
             Metric("sync/canary_max_abs", verdict.max_abs, "max"),
             Metric("sync/canary_limit", verdict.limit, "last"),
             Metric("sync/canary_moved", verdict.moved, "max"),
@@ -406,11 +498,12 @@ class Synchronizer:
                 self._loaded = version
                 self._changed.notify_all()
 
-    async def _prove(self, version: Version) -> tuple[tuple[Probe, ...], Verdict]:
-        probes = tuple(await self._each("probe", lambda e: self._canary.probe(e, version), generated=True))
+    async def _prove(self, version: Version) -> tuple[dict[int, Probe], Verdict]:
+        probes = await self._each("probe", lambda e: self._canary.probe(e, version), generated=True)
+        before = tuple(self._records.values()) or (() if self._proof is None else (self._proof,))
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                return probes, await self._canary.check(probes, self._records)
+                return probes, await self._canary.check(tuple(probes.values()), before, names=tuple(probes))
         except TimeoutError:
             raise _Rejected(
                 f"the trainer did not score the canary within {self._settings.timeout_s:g} s", generated=True
@@ -449,15 +542,13 @@ class Synchronizer:
             await self._restart_dead()
             await self._pause()
             reports = await self._each("load", lambda e: e.load(before))
-            for i, report in enumerate(reports):
+            for i, report in reports.items():
                 if why := self._objection(report, before):
                     raise _Rejected(f"engine {i}: {why}")
             await self._each("resume", lambda e: e.resume())
-            for i, (now, then) in enumerate(
-                zip(await self._each("probe", lambda e: self._canary.probe(e, before.version)), self._records, strict=True)
-            ):
+            for i, now in (await self._each("probe", lambda e: self._canary.probe(e, before.version))).items():
                 try:
-                    self._canary.prove_same(now, then)
+                    self._canary.prove_same(now, self._records[i])
                 except WeightSyncFailed as e:
                     raise _Rejected(f"engine {i}: {e}") from e
         except _Rejected as e:
@@ -468,7 +559,7 @@ class Synchronizer:
         return None
 
     async def _restore_although_cancelled(self) -> None:
-        restoring = asyncio.ensure_future(self._restore())
+        restoring = asyncio.ensure_future(self._restore_or_leave())
         while not restoring.done():
             try:
                 await asyncio.shield(restoring)
@@ -476,6 +567,12 @@ class Synchronizer:
                 continue  # asked again to stop: the way back has deadlines of its own
         if (why := restoring.result()) is not None:
             await self.fail(WeightSyncFailed(f"a cancelled publish could not be taken back: {why}. Restart the engines."))
+
+    async def _restore_or_leave(self) -> str | None:
+        try:
+            return await self._restore()
+        except _Deserted:
+            return None  # those that join are brought to it
 
     def _failure(self, version: Version, reason: str, attempts: int, restored: str | None) -> WeightSyncFailed:
         if self._manifest is None:
@@ -488,28 +585,33 @@ class Synchronizer:
 
     # ------------------------------------------------------------ waiting and asking
 
-    async def _each(self, what: str, ask: Callable[[Engine], Awaitable[T]], *, generated: bool = False) -> list[T]:
+    async def _each(self, what: str, ask: Callable[[Engine], Awaitable[T]], *, generated: bool = False) -> dict[int, T]:
         """Ask all engines at once and wait for all; a failure becomes _Rejected and names the engine.
 
-        Of several the one that says something against the weights counts, before an engine that died.
+        Of several the one that says something against the weights counts, before an engine that died.  Engines that have left meanwhile
+        do not count; raises _Deserted when all have.
         """
-        results = await asyncio.gather(
-            *(self._ask(i, what, ask, generated) for i in range(len(self._engines))), return_exceptions=True
-        )
-        failures = [r for r in results if isinstance(r, BaseException)]
+        asked = tuple(self._engines)
+        answers = await asyncio.gather(*(self._ask(i, what, ask, generated) for i in asked), return_exceptions=True)
+        results = {i: r for i, r in zip(asked, answers, strict=True) if i in self._engines}
+        failures = [r for r in results.values() if isinstance(r, BaseException)]
         if failures:
             raise next((f for f in failures if isinstance(f, _Rejected) and f.generated), failures[0])
+        if not results:
+            raise _Deserted
         return results  # type: ignore[return-value]  # exceptions are gone
 
     async def _ask(self, index: int, what: str, ask: Callable[[Engine], Awaitable[T]], generated: bool) -> T:
         limit = self._settings.timeout_s
         try:
             async with asyncio.timeout(limit):
-                return await ask(self._engines[index])
+                if (engine := self._engines.get(index)) is None:
+                    raise EngineFailed("it has left")
+                return await ask(engine)
         except TimeoutError:
             raise _Rejected(f"engine {index} did not answer `{what}` within {limit:g} s", generated=generated) from None
         except EngineFailed as e:  # nothing is said against the weights
-            if self._restart is not None:
+            if self._restart is not None and index in self._engines:
                 self._dead.add(index)
                 if isinstance(e, EngineStalled):
                     self._stalled.add(index)
@@ -534,6 +636,26 @@ class Synchronizer:
             ) from None
         finally:
             del self._waits[id(token)]
+
+    async def _peopled(self, version: Version) -> None:
+        """Until an engine is there."""
+        if self._engines:
+            return
+        limit, whom = self._settings.timeout_s, "an explorer to join"
+        self._waits[id(version)] = f"version {version} waits for {whom}"
+        log.info("version %s waits for %s", version, whom)
+        try:
+            async with asyncio.timeout(limit), self._changed:
+                while not self._engines:
+                    self._raise_failure()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"weights {version} waited {limit:g} s for {whom}, and none is there: start one (mode: explore), or raise "
+                "synchronizer.sync_timeout.  The run goes on from its last checkpoint when it is started again"
+            ) from None
+        finally:
+            del self._waits[id(version)]
 
     def _raise_failure(self) -> None:
         if self._error is not None:

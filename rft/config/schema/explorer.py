@@ -221,9 +221,8 @@ class ExplorerConfig(Section):
 
     name: Name = key(
         "explorer",
-        "Name in logs.",
+        "mode: explore: which of several explorers this is; its folder, `explorers/NAME` in the run's, and its engines carry the name.",
         on_resume="safe",
-        later=Later("one explorer belongs to a run, and its log is explorer.log", harmless=True),
     )
     rollout_model: InferenceModelConfig = section(InferenceModelConfig, "The engines of the policy.")
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = key(

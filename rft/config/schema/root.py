@@ -24,12 +24,13 @@ class RunConfig(Section):
 
     mode: Annotated[Literal["both", "explore", "train", "bench", "serve", "colocate"], IgnoreCase] = key(
         "both",
-        "both: explore and train; train: on given data with sft, cpt or dpo; explore, and train with another algorithm: one half, the "
-        "other runs elsewhere; bench: play eval_tasksets under the base model and the checkpoints of this folder or of "
-        "resume_from_path; serve: answer requests and record them; colocate: both on one GPU.",
+        "both: explore and train; train: on given data with sft, cpt or dpo, with another algorithm on what processes of mode: explore "
+        "sample; explore: sample for the process of mode: train of the same project, group and name; bench: play eval_tasksets under the "
+        "base model and the checkpoints of this folder or of resume_from_path; serve: answer requests and record them; colocate: both on "
+        "one GPU.",
         later=Later(
             "use both; engine and trainer on a machine without GPUs take turns with it",
-            values=("explore", "serve", "colocate"),
+            values=("serve", "colocate"),
         ),
     )
     project: Name = key("rft", "First part of the run's folder; project of the trackers.", on_resume="safe")
@@ -50,9 +51,11 @@ class RunConfig(Section):
         on_resume="safe",
     )
     ray_namespace: str = key(
-        "", "Where a process that explores and one that trains find each other.", on_resume="safe",
-        later=Later("one command starts both", True),
-    )  # fmt: skip
+        "",
+        "Namespace on the Ray cluster in which processes of mode: train and mode: explore find each other.  Empty: made from the run's "
+        "folder.",
+        on_resume="safe",
+    )
     ignore_validator_suggestions: bool = key(
         False, "Accepted, no effect: what is only a suggestion never stops a run.", on_resume="safe"
     )

@@ -1,0 +1,60 @@
+"""A run in several processes: `mode: train` and `mode: explore` on one Ray.  What each needs to find the other.
+
+Part of `resolve`; the same rules hold here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from rft.algorithm.catalog import algorithm_defaults
+from rft.config.problems import Problems
+from rft.config.schema.root import RunConfig
+from rft.errors import ConfigError
+
+
+def apart(config: RunConfig) -> bool:
+    """Whether this process is one half of a run."""
+    return config.mode == "explore" or (config.mode == "train" and not _reads_data(config))
+
+
+def samples(config: RunConfig) -> bool:
+    """Whether the run, here or in another process, plays training tasks."""
+    return config.mode in ("both", "colocate") or apart(config)
+
+
+def namespace(config: RunConfig) -> str:
+    """Where the processes of this run meet: what is written, or the same for the same folder."""
+    folder = str(Path(config.checkpoint_root_dir).expanduser().absolute())
+    return config.ray_namespace or f"rft-{config.project}-{xxhash.xxh3_64_hexdigest(folder.encode())}"
+
+
+def check(config: RunConfig, p: Problems) -> None:
+    """What two processes need that one does not."""
+    if not apart(config):
+        if config.mode != "serve" and config.explorer.name != "explorer":
+            p.warn(f"explorer.name has no effect with mode: {config.mode}: there is one explorer")
+        return
+    if config.cluster.ray_address is None:
+        other = "explore" if config.mode == "train" else "train"
+        p.error(
+            "cluster.ray_address",
+            f"is required with mode: {config.mode}: this process meets that of mode: {other} on one Ray.  Start one (ray start --head) and "
+            "write its address, HOST:PORT, or auto",
+        )
+    if config.synchronizer.sync_method == "nccl":
+        p.error(
+            "synchronizer.sync_method",
+            "nccl needs one group of processes from the first to the last step, and explorers of other processes come and go; use "
+            "checkpoint, or memory where all are on one machine",
+            given="nccl",
+        )
+
+
+def _reads_data(config: RunConfig) -> bool:
+    try:
+        return algorithm_defaults(config.algorithm.algorithm_type).data is not None
+    except ConfigError:
+        return True  # told by `resolve`

@@ -1,0 +1,107 @@
+"""Where a process that trains and those that explore find each other on one Ray: an actor whose name both know.
+
+Whoever comes first makes it, and it ends with whoever made it; the others then make another.  So any order of starting will do, nothing
+outlives the run, and every wait is for an answer.  Invariant: of one run at most one trainer's hub is offered at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from rft.config.plan import Plan
+from rft.errors import DeadlineExceeded, RftError, RunFailed, SetupError
+from rft.launch.remote import Proxy, guarded
+
+log = logging.getLogger(__name__)
+AGAIN_S = 0.2  # after an actor that had just died: Ray frees its name in a moment
+
+
+class Meeting:
+    """Body of the actor.  An offer is (run id of the trainer's process, proxies by name)."""
+
+    def __init__(self) -> None:
+        self._offer: tuple[str, dict[str, Proxy]] | None = None
+        self._changed = asyncio.Condition()
+
+    async def offer(self, run_id: str, parts: dict[str, Proxy]) -> None:
+        """Raises SetupError while the hub of another process lives."""
+        if self._offer is not None and self._offer[0] != run_id:
+            try:
+                await self._offer[1]["coordinator"].recent(0)
+            except RftError:
+                pass  # it has ended
+            else:
+                raise SetupError("another process trains this run already; stop it, or give this run another `name`")
+        async with self._changed:
+            self._offer = (run_id, parts)
+            self._changed.notify_all()
+
+    async def find(self, ended: tuple[str, ...]) -> tuple[str, dict[str, Proxy]]:
+        """Waits for an offer that is not by one of `ended`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._offer is not None and self._offer[0] not in ended)
+        assert self._offer is not None
+        return self._offer
+
+    async def last(self) -> None:
+        """As long as this process lives."""
+        await asyncio.Event().wait()
+
+
+def place(plan: Plan) -> tuple[str, str]:
+    """(namespace, name) of the meeting of a run."""
+    return plan.cluster.namespace, f"rft-meeting:{plan.buffer.run}"
+
+
+def _meet(plan: Plan) -> Any:
+    import ray
+
+    namespace, name = place(plan)
+    options = {"name": name, "namespace": namespace, "get_if_exists": True, "num_cpus": 0, "max_concurrency": 10000}
+    return ray.remote(Meeting).options(**options).remote()
+
+
+async def keep(plan: Plan, run_id: str, parts: dict[str, Proxy]) -> None:
+    """Offers the hub of this process as long as that is awaited, also after the process that made the meeting has ended."""
+    while True:
+        meeting = _meet(plan)
+        try:
+            await guarded(meeting.offer.remote(run_id, parts), "the meeting")
+            await guarded(meeting.last.remote(), "the meeting")
+        except RunFailed as e:
+            log.info("%s; it is made anew", e)
+            await asyncio.sleep(AGAIN_S)
+
+
+async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Proxy]]:
+    """The parts of the process that trains, once it lets this one join (`Hub.welcome`).
+
+    Raises DeadlineExceeded when there is none within synchronizer.sync_timeout, and what the hub says against joining.
+    """
+    limit = plan.sync.timeout_s
+    ended: tuple[str, ...] = ()
+    namespace, _ = place(plan)
+    log.info("looking for the trainer of run %s in namespace %s", plan.buffer.run, namespace)
+    try:
+        async with asyncio.timeout(limit):
+            while True:
+                try:
+                    run_id, parts = await guarded(_meet(plan).find.remote(ended), "the meeting")
+                except RunFailed as e:
+                    log.info("%s; it is made anew", e)
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                try:
+                    await parts["coordinator"].welcome(**welcome)
+                except RunFailed as e:
+                    log.info("the trainer that was found has ended: %s", e)
+                    ended = (*ended, run_id)
+                    continue
+                return run_id, parts
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no trainer of run {plan.buffer.run} in namespace {namespace} on this cluster within {limit:g} s; start it (the same "
+            "project, group, name and checkpoint_root_dir, mode: train), or raise synchronizer.sync_timeout"
+        ) from None

@@ -1,0 +1,308 @@
+"""Several explorers of one run in simulated time: the real hub, explorers, buffer, synchronizer and trainer loop; processes are events."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rft.buffer.buffer import Buffer
+from rft.buffer.settings import BufferSettings
+from rft.config.check import load_plan
+from rft.errors import DeadlineExceeded, EngineFailed, RunFailed, SetupError
+from rft.explorer.explorer import Explorer
+from rft.explorer.settings import ExplorerSettings
+from rft.launch import drive
+from rft.launch.hub import Hub, Seat
+from rft.launch.parts import Start
+from rft.sync.schedule import Schedule
+from rft.sync.settings import SyncSettings
+from rft.taskset.settings import TasksetSettings
+from rft.trainer.settings import TrainerSettings
+from rft.types.ports import WeightManifest
+
+spec = importlib.util.spec_from_file_location("simulated_many", Path(__file__).parent / "simulated.py")
+simulated = importlib.util.module_from_spec(spec)
+sys.modules["simulated_many"] = simulated
+spec.loader.exec_module(simulated)
+now = simulated.now
+
+STYLES = (
+    Schedule(),
+    Schedule(offset=2),
+    Schedule(interval=2, offset=1),
+    Schedule(style="trainer_driven", max_staleness=2),
+    Schedule(style="explorer_driven", interval=2, max_staleness=3),
+    Schedule(style="fully_async", interval=2, threshold=0.5),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """One explorer process; killed while it plays batch `dies_at`, or after `dies_after` seconds, and back `again` seconds later."""
+
+    name: str
+    joins_at: float = 0.0
+    dies_at: int | None = None
+    again: float | None = None
+    explore_s: float = 1.0
+
+
+@dataclass
+class Found(simulated.Run):
+    dealt: list[tuple[str, int, bool]] = field(default_factory=list)
+    outcomes: dict[str, str] = field(default_factory=dict)
+
+
+class Engine(simulated.Engine):
+    """One that a process owns: when that is gone it answers nothing."""
+
+    dead = False
+
+    def alive(self) -> None:
+        if self.dead:
+            raise EngineFailed("its process is gone")
+
+    async def generate(self, request: Any) -> Any:
+        self.alive()
+        answer = asyncio.ensure_future(super().generate(request))
+        end = asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
+            if self.ended.is_set():
+                if not request.prompt_tokens:  # its own process is gone, too
+                    await asyncio.Event().wait()
+                raise EngineFailed("its process is gone")
+            return answer.result()
+        finally:
+            answer.cancel(), end.cancel()
+
+    async def load(self, manifest: WeightManifest) -> Any:
+        self.alive()
+        return await super().load(manifest)
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        self.alive()
+        await super().pause(clear_cache=clear_cache)
+
+    async def restart(self) -> None:
+        raise EngineFailed("its owner is gone")
+
+
+class Process:
+    """What the hub sees of an explorer's process."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def lives(self, stall_s: float | None) -> None:
+        await self.ended.wait()
+        raise RunFailed("explorer died: killed")
+
+    async def kill(self) -> None:
+        self.ended.set()
+
+
+class Watched(Seat):
+    """The seat, which also tells what was dealt and dies on request."""
+
+    player: Player
+    found: Found
+    process: Process
+    world: Any
+
+    async def begin(self, lag: int | None, fingerprint: str) -> Any:
+        begun = await super().begin(lag, fingerprint)
+        if not isinstance(begun, str):
+            self.found.dealt.append((self.player.name, begun.batch, begun.again))
+            self.found.versions[begun.batch] = begun.version.step
+            if self.player.dies_at is not None and begun.batch >= self.player.dies_at:
+                asyncio.get_running_loop().call_later(0.4, self.process.ended.set)
+        return begun
+
+
+async def process(player: Player, hub: Hub, buffer: Buffer, world: Any, found: Found, tasks: ExplorerSettings) -> None:
+    """One `rft run` with mode: explore."""
+    await asyncio.sleep(player.joins_at)
+    engine, own = Engine(replace(world, explore_s=(player.explore_s,)), found), Process()
+    engine.ended = own.ended
+    joined = await hub.join(player.name, ["here"], [engine], own)
+    seat = Watched(hub, player.name, joined)
+    seat.player, seat.found, seat.process, seat.world = player, found, own, world
+    explorer = Explorer(
+        replace(tasks, name=player.name, max_inflight=None),
+        model=simulated.EnginePool([engine], revive=seat.revive),
+        buffer=buffer.writer(1),
+        gate=seat,
+        sink=hub,
+        lineage=1,
+        cursor=joined.start.cursor,
+        dealer=seat,
+    )
+    playing, end = asyncio.ensure_future(explorer.run()), asyncio.ensure_future(own.ended.wait())
+    await asyncio.wait({playing, end}, return_when=asyncio.FIRST_COMPLETED)
+    if not end.done():
+        await playing
+        await hub.leave(player.name, joined.seat, "")
+        found.outcomes[player.name] = "done"
+        end.cancel()
+        return
+    engine.dead = True
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    found.outcomes[player.name] = "killed"
+    if player.again is not None:
+        await asyncio.sleep(player.again)
+        await process(replace(player, dies_at=None, joins_at=0.0), hub, buffer, world, found, tasks)
+
+
+def play(world: Any, players: list[Player], plan: Any, folder: Path, **sync: Any) -> Found:
+    found = Found()
+    simulated.run(_play(world, players, plan, folder, found, sync))
+    return found
+
+
+async def _play(world: Any, players: list[Player], plan: Any, folder: Path, found: Found, sync: dict[str, Any]) -> None:
+    rows = folder / "sums.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(i)}) + "\n" for i in range(8)))
+    s = world.schedule
+    settings = SyncSettings(
+        style=s.style, interval=s.interval, offset=s.offset, max_staleness=s.max_staleness, threshold=s.threshold,
+        partial_rollout=world.partial_rollout, batch_units=world.groups, step_units=world.step_groups, **sync,
+    )  # fmt: skip
+    taskset = TasksetSettings(name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2)
+    tasks = ExplorerSettings(
+        tasksets=(taskset,),
+        eval_tasksets=(replace(taskset, name="eval", is_eval=True, num_runs=1),) if world.eval_interval else (),
+        eval_interval=world.eval_interval,
+        eval_on_startup=bool(world.eval_interval),
+        eval_at_end=bool(world.eval_interval),
+        batch_size=world.groups,
+        total_batches=-(-world.steps * world.step_groups // world.groups),
+        total_epochs=None,
+        max_retry_times=0,
+        by_group=s.by_group or not world.partial_rollout,
+        max_inflight=world.max_inflight,
+    )
+    plan = replace(plan, sync=settings, explorer=tasks, run_dir=folder)
+    buffer = Buffer(BufferSettings(folder=folder / "buffer", on_short_batch=world.on_short_batch, capacity=world.capacity))
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    ranks = simulated.Ranks()
+    hub = Hub(plan, ranks, buffer.writer(1), Start(1), "here")
+    trainer = simulated.SimTrainer(
+        TrainerSettings(
+            total_steps=world.steps, batch_groups=world.step_groups, batch_rows=None, checkpoint_dir=folder / "checkpoints",
+            max_staleness=s.max_staleness, require_batches=world.require_batches,
+        ),
+        ranks, buffer.reader(1), hub, hub, transport=simulated.Transport(), lineage=1, start_step=0, parent=None,
+        must_publish=s.must_publish, first_after=s.first_after, on_demand=s.on_demand,
+    )  # fmt: skip
+    trainer.world, trainer.found = world, found
+    others = [asyncio.ensure_future(process(p, hub, buffer, world, found, tasks)) for p in players]
+    try:
+        await drive.work(trainer.run(), hub.play(), (trainer,), hub, lambda record: found.records.append(record), drive.Signals())
+        await asyncio.gather(*others)
+    finally:
+        await drive.cancel(others)
+        found.end = now()
+        found.audit = await buffer.audit()
+        await hub.close()
+        await buffer.close()
+
+
+@pytest.fixture(scope="module")
+def plan(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("many")
+    config = Path(__file__).parent / "tiny_config.yaml"
+    given = (f"model.model_path={tiny_model}", f"checkpoint_root_dir={root}", "mode=train", "cluster.ray_address=here:1")
+    return load_plan(config, given)[1]
+
+
+def check(world: Any, found: Found) -> None:
+    assert [n for n, *_ in found.steps] == list(range(1, world.steps + 1)) and found.audit.ok
+    assert found.end < 500, "nobody waited for a deadline"
+    if (bound := world.schedule.staleness_bound) is not None:
+        assert found.oldest <= bound
+    per_step = Counter(step for step, *_ in found.rows)
+    assert set(per_step.values()) == {2 * world.step_groups}, "each step has each of its rows once"
+    first = [b for _, b, again in found.dealt if not again]
+    assert first == sorted(first) and len(set(first)) == len(first), "one order for all"
+
+
+@pytest.mark.parametrize("schedule", STYLES, ids=lambda s: f"{s.style}-{s.interval}-{s.offset}")
+@pytest.mark.parametrize("partial", (True, False))
+def test_two_explorers_share_one_order(schedule, partial, plan, tmp_path):
+    world = simulated.World(schedule=schedule, steps=12, train_s=(0.3,), partial_rollout=partial)
+    found = play(world, [Player(name="a", explore_s=1.0), Player(name="b", joins_at=2.5, explore_s=1.7)], plan, tmp_path)
+    check(world, found)
+    assert found.outcomes == {"a": "done", "b": "done"}
+    if schedule.staleness_bound:
+        assert {name for name, *_ in found.dealt} == {"a", "b"}
+
+
+@pytest.mark.parametrize("schedule", STYLES, ids=lambda s: f"{s.style}-{s.interval}-{s.offset}")
+@pytest.mark.parametrize("dies_at", (0, 3, 11))
+def test_the_batches_of_an_explorer_that_is_killed_are_played_by_another(schedule, dies_at, plan, tmp_path):
+    world = simulated.World(schedule=schedule, steps=12, train_s=(0.3,))
+    players = [Player(name="a", dies_at=dies_at), Player(name="b", joins_at=0.5, explore_s=1.3)]
+    found = play(world, players, plan, tmp_path)
+    check(world, found)
+    assert found.outcomes["b"] == "done"
+    assert found.outcomes["a"] in ("killed", "done")
+    for name, batch, again in found.dealt:
+        assert not again or (name == "b" and ("a", batch, False) in found.dealt)
+
+
+@pytest.mark.parametrize("schedule", STYLES, ids=lambda s: f"{s.style}-{s.interval}-{s.offset}")
+def test_the_only_explorer_is_killed_and_comes_back(schedule, plan, tmp_path):
+    world = simulated.World(schedule=schedule, steps=8)
+    found = play(world, [Player(name="a", dies_at=3, again=20.0)], plan, tmp_path)
+    check(world, found)
+    assert found.outcomes["a"] == "done" and found.end > 20
+    assert any(again for *_, again in found.dealt)
+
+
+def test_max_inflight_holds_over_all_explorers(plan, tmp_path):
+    world = simulated.World(schedule=Schedule(style="fully_async", max_staleness=9), steps=10, max_inflight=2, train_s=(0.1,))
+    players = [Player(name=n, explore_s=s) for n, s in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
+    check(world, play(world, players, plan, tmp_path))
+
+
+def test_a_full_buffer_does_not_hold_back_the_batch_that_the_trainer_needs(plan, tmp_path):
+    """The killed one had the first open batch; the other has begun later ones that have no room until it is played."""
+    world = simulated.World(schedule=Schedule(style="trainer_driven", max_staleness=20), steps=10, capacity=3, train_s=(0.1,))
+    players = [Player(name="a", dies_at=2, explore_s=5.0), Player(name="b", explore_s=0.2)]
+    check(world, play(world, players, plan, tmp_path))
+
+
+def test_each_evaluation_is_played_once(plan, tmp_path):
+    world = simulated.World(schedule=Schedule(offset=1), steps=9, eval_interval=3, eval_s=1.0)
+    found = play(world, [Player(name="b"), Player(name="a", joins_at=0.2)], plan, tmp_path)
+    check(world, found)
+    steps = [r.step for r in found.records if r.role == "eval"]
+    assert len(steps) == 4 and steps[0] == 0 and steps[-1] == 9
+
+
+def test_no_explorer_comes(plan, tmp_path):
+    with pytest.raises(DeadlineExceeded, match=r"mode: explore"):
+        play(simulated.World(steps=3), [], plan, tmp_path, timeout_s=30.0)
+
+
+def test_two_of_one_name_are_refused_while_the_first_lives(plan, tmp_path):
+    players = [Player(name="a"), Player(name="a", joins_at=1.0)]
+    found = Found()
+
+    async def both() -> None:
+        await _play(simulated.World(steps=6), players, plan, tmp_path, found, {})
+
+    with pytest.raises(SetupError, match="explorer named a has joined"):
+        simulated.run(both())
+    assert found.audit.ok and found.outcomes == {"a": "done"}
