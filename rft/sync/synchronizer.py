@@ -20,17 +20,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
+from rft.sync.rounds import Rounds
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import Engine, LoadReport, Scorer, WeightManifest
+from rft.types.ports import Engine, LoadReport, Scorer, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,7 +87,7 @@ class _Rejected(Exception):
 class Synchronizer:
     """Implements `WeightSync` for the trainer and `ExploreGate` for the explorer.  `start` is the version the run begins with.
 
-    Prompts of the canary are given as token ids.  `restart(i)` gives engine i a new process, without weights; without it an engine that
+    Prompts of the canary are given as token ids.  `sender` sends versions that are broadcast.  `restart(i)` gives engine i a new process, without weights; without it an engine that
     died ends the run.  Lives in one event loop; every wait ends by an event, an error or `timeout_s`
     without any news from the trainer.
     """
@@ -100,8 +101,10 @@ class Synchronizer:
         probes: Sequence[Sequence[int]],
         start: Version,
         restart: Callable[[int], Awaitable[None]] | None = None,
+        sender: Sender | None = None,
     ) -> None:
         self._restart = restart
+        self._rounds = Rounds(sender, settings.workers, settings.timeout_s)
         self._dead: set[int] = set()  # engines to restart before anything is asked of them
         self._stalled: set[int] = set()  # of them, those that hang
         self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last
@@ -307,8 +310,7 @@ class Synchronizer:
     async def _bring(self, index: int, manifest: WeightManifest) -> None:
         """One engine to the version that all others serve."""
         await self._ask(index, "pause", lambda e: e.pause(), False)
-        if why := self._objection(await self._ask(index, "load", lambda e: e.load(manifest), False), manifest):
-            raise _Rejected(f"engine {index}: {why}")
+        await self._load(manifest, [index])
         await self._ask(index, "resume", lambda e: e.resume(), False)
         now = await self._ask(index, "probe", lambda e: self._canary.probe(e, manifest.version), False)
         try:
@@ -346,10 +348,7 @@ class Synchronizer:
         await self._restart_dead()
         await self._pause()
         paused = time.perf_counter()
-        reports = await self._each("load", lambda e: e.load(manifest))
-        for i, report in enumerate(reports):
-            if why := self._objection(report, manifest):
-                raise _Rejected(f"engine {i}: {why}")
+        reports = await self._load(manifest, range(len(self._engines)))
         loaded = time.perf_counter()
         await self._resume(version)
         resumed = time.perf_counter()
@@ -366,6 +365,10 @@ class Synchronizer:
             *(Metric(f"sync/{name}", float(count), "sum") for name, count in restarts.items()),
             Metric("sync/pause_s", paused - began, "max"),
             Metric("sync/load_s", loaded - paused, "max"),
+            Metric("sync/load/meeting_s", max(r.meeting_s for r in reports), "max"),
+            Metric("sync/load/transfer_s", max(r.transfer_s for r in reports), "max"),
+            Metric("sync/load/verify_s", max(r.verify_s for r in reports), "max"),
+            Metric("sync/load/model_s", max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s for r in reports), "max"),
             Metric("sync/resume_s", resumed - loaded, "max"),
             Metric("sync/canary_s", ended - resumed, "max"),
             Metric("sync/total_s", ended - began, "max"),
@@ -399,6 +402,24 @@ class Synchronizer:
         clear = self._settings.kv_cache == "recompute"
         await self._each("pause", lambda e: e.pause(clear_cache=clear))
 
+    async def _load(self, manifest: WeightManifest, engines: Sequence[int]) -> list[LoadReport]:
+        """The version in these engines, according to reports that have nothing against it."""
+
+        def ask(index: int, manifest: WeightManifest) -> Awaitable[LoadReport]:
+            return self._ask(index, "load", lambda e: e.load(manifest), False)
+
+        if manifest.broadcast is None:
+            reports = await _all(ask(i, manifest) for i in engines)
+        else:
+            try:
+                reports = await self._rounds.load(manifest, engines, ask)
+            except WeightSyncFailed as e:
+                raise _Rejected(str(e)) from e
+        for i, report in zip(engines, reports, strict=True):
+            if why := self._objection(report, manifest):
+                raise _Rejected(f"engine {i}: {why}")
+        return reports
+
     async def _resume(self, version: Version) -> None:
         await self._each("resume", lambda e: e.resume(), generated=True)
         if self._manifest is not None:  # without a version to go back to, nothing starts before the canary
@@ -422,6 +443,8 @@ class Synchronizer:
 
     def _objection(self, report: LoadReport, manifest: WeightManifest) -> str:
         limit = PROBE_LIMIT.get(self._settings.engine_dtype, PROBE_LIMIT["bfloat16"])
+        if report.failed:
+            return report.failed
         if report.bad_hash:
             return f"{_some(report.bad_hash)} arrived damaged (xxh3-128 differs)"
         if report.missing:
@@ -448,10 +471,7 @@ class Synchronizer:
         try:
             await self._restart_dead()
             await self._pause()
-            reports = await self._each("load", lambda e: e.load(before))
-            for i, report in enumerate(reports):
-                if why := self._objection(report, before):
-                    raise _Rejected(f"engine {i}: {why}")
+            await self._load(before, range(len(self._engines)))
             await self._each("resume", lambda e: e.resume())
             for i, (now, then) in enumerate(
                 zip(await self._each("probe", lambda e: self._canary.probe(e, before.version)), self._records, strict=True)
@@ -489,17 +509,8 @@ class Synchronizer:
     # ------------------------------------------------------------ waiting and asking
 
     async def _each(self, what: str, ask: Callable[[Engine], Awaitable[T]], *, generated: bool = False) -> list[T]:
-        """Ask all engines at once and wait for all; a failure becomes _Rejected and names the engine.
-
-        Of several the one that says something against the weights counts, before an engine that died.
-        """
-        results = await asyncio.gather(
-            *(self._ask(i, what, ask, generated) for i in range(len(self._engines))), return_exceptions=True
-        )
-        failures = [r for r in results if isinstance(r, BaseException)]
-        if failures:
-            raise next((f for f in failures if isinstance(f, _Rejected) and f.generated), failures[0])
-        return results  # type: ignore[return-value]  # exceptions are gone
+        """Ask all engines at once and wait for all; a failure becomes _Rejected and names the engine."""
+        return await _all(self._ask(i, what, ask, generated) for i in range(len(self._engines)))
 
     async def _ask(self, index: int, what: str, ask: Callable[[Engine], Awaitable[T]], generated: bool) -> T:
         limit = self._settings.timeout_s
@@ -552,6 +563,15 @@ class Synchronizer:
 
     def _served_text(self) -> str:
         return str(self._manifest.version) if self._manifest is not None else "nothing yet"
+
+
+async def _all(asked: Iterable[Awaitable[T]]) -> list[T]:
+    """All answers; of several failures the one that says something against the weights counts, before an engine that died."""
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    failures = [r for r in results if isinstance(r, BaseException)]
+    if failures:
+        raise next((f for f in failures if isinstance(f, _Rejected) and f.generated), failures[0])
+    return results  # type: ignore[return-value]  # exceptions are gone
 
 
 def _some(names: Sequence[Any]) -> str:
