@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rft.buffer.settings import BufferSettings
 from rft.config.plan import schedule
@@ -18,6 +18,7 @@ from rft.config.schema.base import Section
 from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
 from rft.config.served import auxiliary_names
+from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.explorer.settings import ApiSettings, ExplorerSettings
 from rft.sync.settings import SyncSettings
@@ -280,25 +281,32 @@ def _unread(section: Section, name: str, why: str, p: Problems, above: str = "ex
         p.warn(f"{above}.{name} has no effect: {why}")
 
 
-def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...], p: Problems) -> SyncSettings:
+def sync(
+    config: RunConfig, engines: tuple[EngineSettings, ...], trainer_device: str, train: tuple[TasksetSettings, ...], p: Problems
+) -> SyncSettings:
     s, b = config.synchronizer, config.buffer
     rows = b.batch_size * min((t.num_runs for t in train), default=1)
     uneven = b.train_batch_size not in (None, 0, rows)
-    method: Literal["memory", "checkpoint"] = "checkpoint" if config.cluster.node_num > 1 else "memory"
-    if s.sync_method == "nccl":
-        p.derive("synchronizer.sync_method", method, "nccl comes later")
-    else:
-        method = s.sync_method
     _style(config, p)
+    gpus = trainer_device == "cuda" and all(e.device == "cuda" for e in engines)
+    if s.sync_method != "nccl":
+        for name in ("bucketed_broadcast", "overlap_broadcast_and_load", "bucket_size_mb"):
+            _unread(s, name, f"sync_method is {s.sync_method}", p, "synchronizer")
+    elif not s.bucketed_broadcast:
+        _unread(s, "bucket_size_mb", "bucketed_broadcast is false", p, "synchronizer")
     settings = SyncSettings(
-        method=method,
+        method=s.sync_method,
+        backend="nccl" if gpus else "gloo",
+        bucket_bytes=s.bucket_size_mb << 20 if s.bucketed_broadcast else None,
+        overlap=s.overlap_broadcast_and_load,
+        workers=tuple(e.workers for e in engines),
         style=s.sync_style,
         interval=s.sync_interval,
         offset=s.sync_offset,
         max_staleness=s.max_staleness,
         timeout_s=s.sync_timeout,
         kv_cache=s.kv_cache,
-        engine_dtype=engine_dtype,
+        engine_dtype=engines[0].dtype,
         threshold=s.staleness_threshold if s.sync_style == "fully_async" else None,
         partial_rollout=s.partial_rollout,
         batch_units=rows if uneven else b.batch_size,
@@ -320,7 +328,9 @@ def sync(config: RunConfig, engine_dtype: str, train: tuple[TasksetSettings, ...
     nodes = config.cluster.node_num
     if s.sync_method == "memory" and nodes > 1:
         p.error(
-            "synchronizer.sync_method", f"memory works inside one node, and node_num is {nodes}; use checkpoint", given="memory"
+            "synchronizer.sync_method",
+            f"memory works inside one node, and node_num is {nodes}; use nccl or checkpoint",
+            given="memory",
         )
     return settings
 

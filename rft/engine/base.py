@@ -122,10 +122,14 @@ def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
         missing=_union(r.missing for r in reports),
         unexpected=_union(r.unexpected for r in reports),
         bad_hash=_union(r.bad_hash for r in reports),
+        failed=next((r.failed for r in reports if r.failed), ""),
         probed_layers=min(r.probed_layers for r in reports),
         probe_error=probe.probe_error,
         probe_worst=probe.probe_worst,
         load_s=max(r.load_s for r in reports),
+        meeting_s=max(r.meeting_s for r in reports),
+        transfer_s=max(r.transfer_s for r in reports),
+        verify_s=max(r.verify_s for r in reports),
     )
 
 

@@ -11,31 +11,29 @@ import torch
 from msgspec.structs import replace
 
 from rft.engine import packed
-from rft.engine.weights import MappedWeights
+from rft.engine.weights import Intake
 from rft.faults import SYNC_POINTS, fault
 from rft.types.ids import Version
 from rft.types.ports import LoadReport, WeightManifest
 
 
 @torch.no_grad()
-def load_in_place(model: torch.nn.Module, manifest: WeightManifest) -> LoadReport:
-    """Verify, copy, pack, and compare what is there afterwards with what was published: every parameter and every linear layer."""
+def load_in_place(model: torch.nn.Module, manifest: WeightManifest, intake: Intake | None = None) -> LoadReport:
+    """Take, verify, copy, pack, and compare what is there afterwards with what was published: every parameter and every linear layer."""
     start = time.monotonic()
     active = {point for point in SYNC_POINTS if fault(point)}
-    report = _load(model, manifest, active)
+    report = _load(model, manifest, active, intake or Intake())
     if "sync.wrong_version" in active:
         report = replace(report, version=Version(report.version.lineage, report.version.step + 1))
     return replace(report, load_s=time.monotonic() - start)
 
 
-def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str]) -> LoadReport:
-    nothing = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
-    mapped = MappedWeights(manifest)
-    if "sync.corrupt_byte" in active:
-        mapped.raw(manifest.tensors[0])[0] ^= 1
-    if bad := mapped.bad():
-        return replace(nothing, bad_hash=bad)
-    tensors = {t.name: mapped.tensor(t) for t in manifest.tensors}
+def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str], intake: Intake) -> LoadReport:
+    taken = intake.take(manifest, damage="sync.corrupt_byte" in active)
+    nothing = taken.report
+    if not nothing.whole:
+        return nothing
+    tensors = {t.name: taken.weights.tensor(t) for t in manifest.tensors}
     if "sync.missing_tensor" in active:
         tensors.popitem()
     parameters = dict(model.named_parameters(remove_duplicate=False))

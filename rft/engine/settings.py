@@ -66,8 +66,13 @@ class EngineSettings:
     external: ExternalSettings | None = None
 
     @property
+    def workers(self) -> int:
+        """Processes that hold a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def gpus(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size if self.device == "cuda" else 0
+        return self.workers if self.device == "cuda" else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from rft.engine.base import check_row, engine, no_scores, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.parsing import Parsers
 from rft.engine.settings import EngineSettings
+from rft.engine.weights import Intake
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, SetupError, is_out_of_memory
 from rft.types import rotary
 from rft.types.completion import Completion, FinishReason, VersionSpan
@@ -99,6 +100,7 @@ class TransformersEngine:
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         self._commands: deque[Callable[[], None]] = deque()
+        self._intake = Intake()
         self._paused = False
         self._stale = False  # the cache was made by older weights and has to be made anew
         self._closing = False
@@ -162,8 +164,8 @@ class TransformersEngine:
         def load() -> LoadReport:
             from rft.engine.inplace import load_in_place
 
-            report = load_in_place(self.model, manifest)
-            if not (report.missing or report.unexpected or report.bad_hash):
+            report = load_in_place(self.model, manifest, self._intake)
+            if report.whole:
                 self.version = report.version
             return report
 
@@ -189,6 +191,7 @@ class TransformersEngine:
             self._closing = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, self.settings.call_timeout_s)
+        self._intake.close()
 
     # ------------------------------------------------------------ calls from event loops
 

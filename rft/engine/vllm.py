@@ -182,7 +182,7 @@ class VllmEngine:
         frame = msgspec.msgpack.encode(manifest)
         answers = await self._call("load weights", self._llm.collective_rpc("rft_load", args=(frame,)))
         report = worst([msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version)
-        if not (report.missing or report.unexpected or report.bad_hash):
+        if report.whole:
             await self._call("label the weights", self._llm.update_weight_version(str(report.version)))
             self.version = report.version
         return report

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from rft.engine.weights import MappedWeights
+from rft.engine.weights import Intake
 from rft.faults import SYNC_POINTS, fault
 from rft.types.ids import Version
 from rft.types.ports import LoadReport, WeightManifest
@@ -33,6 +33,7 @@ class WeightWorker:
     vllm_config: Any
     model_config: Any
     rank: int
+    _rft_intake: Intake | None = None
 
     def rft_load(self, frame: bytes) -> bytes:
         """A WeightManifest in, this worker's LoadReport out, both msgpack."""
@@ -46,15 +47,15 @@ class WeightWorker:
         return msgspec.msgpack.encode(msgspec.structs.replace(report, load_s=time.monotonic() - start))
 
     def _rft_load(self, manifest: WeightManifest, active: set[str]) -> LoadReport:
-        nothing = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
         if self.model_config.quantization is not None:
             raise ValueError(f"weights cannot be loaded into a model quantized with {self.model_config.quantization}")
-        mapped = MappedWeights(manifest)
-        if "sync.corrupt_byte" in active:
-            mapped.raw(manifest.tensors[0])[0] ^= 1
-        if bad := mapped.bad():
-            return msgspec.structs.replace(nothing, bad_hash=bad)
-        tensors = {t.name: mapped.tensor(t) for t in manifest.tensors}
+        if self._rft_intake is None:
+            self._rft_intake = Intake(self.rank)
+        taken = self._rft_intake.take(manifest, damage="sync.corrupt_byte" in active)
+        nothing = taken.report
+        if not nothing.whole:
+            return nothing
+        tensors = {t.name: taken.weights.tensor(t) for t in manifest.tensors}
         if "sync.missing_tensor" in active:
             tensors.popitem()
         model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]
@@ -71,7 +72,7 @@ class WeightWorker:
             if "sync.stale_head" not in active:
                 repack_tied_heads(model)
         count = len(manifest.tensors) - ("sync.missing_tensor" in active)
-        whole = LoadReport(version=manifest.version, num_tensors=count, nbytes=manifest.nbytes)
+        whole = msgspec.structs.replace(nothing, num_tensors=count, nbytes=manifest.nbytes)
         if "sync.skip" in active:  # a load that does nothing also lies about its probes
             return msgspec.structs.replace(whole, probed_layers=sum(1 for _ in probed_modules(model)))
         count, error, worst = probe(model, published, self.model_config.dtype, device, seed=manifest.version.step)

@@ -1,33 +1,38 @@
 """Reading published weights: raw little-endian bytes at the offsets a manifest gives.  Shared by all engines.
 
-Does not know who wrote them or how they travel.  The file is mapped, not read: views cost no copy, and what is changed through a view
-never reaches the file.  `verify` needs no torch.
+Does not know who wrote them.  A file is mapped, not read: views cost no copy, and what is changed through a view never reaches the file.
+What is broadcast is received into memory of this process.  `verify` needs no torch.
 """
 
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import xxhash
+from msgspec.structs import replace
 
-from rft.types.ports import TensorSpec, WeightManifest
+from rft.errors import WeightSyncFailed
+from rft.faults import fault
+from rft.types.ports import LoadReport, TensorSpec, WeightManifest
 
 if TYPE_CHECKING:
     import torch
 
+    from rft.broadcast import Bucket, Worker
+
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
-class MappedWeights:
-    """A manifest's bytes, mapped privately into this process.  Views keep the mapping alive; there is nothing to close."""
+class Weights:
+    """A manifest and its bytes in this process.  Views keep the bytes alive; there is nothing to close."""
 
-    def __init__(self, manifest: WeightManifest) -> None:
+    def __init__(self, manifest: WeightManifest, data: memoryview) -> None:
         self.manifest = manifest
-        with open(manifest.path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self._bytes = memoryview(self._map)
+        self._bytes = data
 
     def __len__(self) -> int:
         return len(self._bytes)
@@ -47,11 +52,90 @@ class MappedWeights:
             return torch.empty(spec.shape, dtype=dtype)
         return torch.frombuffer(self.raw(spec), dtype=dtype).view(spec.shape)
 
-    def bad(self) -> tuple[str, ...]:
-        """Names of the tensors whose bytes are not what the manifest says (xxh3-128, size, place)."""
-        return tuple(
-            t.name for t in self.manifest.tensors if _misfit(t, len(self)) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128
-        )
+    def bad(self, tensors: tuple[TensorSpec, ...] | None = None) -> tuple[str, ...]:
+        """Names of the tensors (all; or of these) whose bytes are not what the manifest says (xxh3-128, size, place)."""
+        chosen = self.manifest.tensors if tensors is None else tensors
+        return tuple(t.name for t in chosen if _misfit(t, len(self)) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128)
+
+
+class MappedWeights(Weights):
+    """A manifest's bytes, mapped privately into this process."""
+
+    def __init__(self, manifest: WeightManifest) -> None:
+        with open(manifest.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        super().__init__(manifest, memoryview(mapped))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A version's bytes, and what there is to say of them before any is used."""
+
+    weights: Weights
+    report: LoadReport  # of a load that has done nothing yet; not `whole` where it must not go on
+
+
+class Intake:
+    """Takes versions as an engine worker gets them; `worker` is its number in its engine."""
+
+    def __init__(self, worker: int = 0) -> None:
+        self._worker = worker
+        self._member: Worker | None = None  # keeps its group from one broadcast to the next
+
+    def take(self, manifest: WeightManifest, *, damage: bool = False) -> Taken:
+        """The bytes of `manifest`, every hash compared.  `damage`: one of them changes on the way (a fault of the tests).
+
+        Raises OSError where the path cannot be read.
+        """
+        nothing = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
+        if manifest.broadcast is not None:
+            return self._receive(manifest, nothing, damage)
+        began = time.monotonic()
+        mapped = MappedWeights(manifest)
+        if damage:
+            mapped.raw(manifest.tensors[0])[0] ^= 1
+        return Taken(mapped, replace(nothing, bad_hash=mapped.bad(), verify_s=time.monotonic() - began))
+
+    def _receive(self, manifest: WeightManifest, nothing: LoadReport, damage: bool) -> Taken:
+        from rft.broadcast import Worker
+
+        weights, memory = _room(manifest)
+        self._member = self._member or Worker()
+        bad: list[str] = [t.name for t in manifest.tensors if not t.nbytes and weights.bad((t,))]
+        verify_s = 0.0
+
+        def arrived(bucket: Bucket) -> None:
+            nonlocal verify_s, damage
+            fault("sync.received")
+            began = time.monotonic()
+            if damage:
+                weights.raw(bucket.tensors[0])[0] ^= 1
+                damage = False
+            bad.extend(weights.bad(bucket.tensors))
+            verify_s += time.monotonic() - began
+
+        try:
+            meeting_s, rest_s = self._member.receive(manifest, self._worker, memory, arrived)
+        except WeightSyncFailed as e:
+            return Taken(weights, replace(nothing, failed=str(e)))
+        transfer_s = max(0.0, rest_s - verify_s)
+        said = replace(nothing, bad_hash=tuple(bad), meeting_s=meeting_s, transfer_s=transfer_s, verify_s=verify_s)
+        return Taken(weights, said)
+
+    def close(self) -> None:
+        if self._member is not None:
+            self._member.close()
+
+
+def _room(manifest: WeightManifest) -> tuple[Weights, torch.Tensor]:
+    """Memory of this process for all bytes of a version, as bytes and as uint8 tensor."""
+    import torch
+
+    assert manifest.broadcast is not None
+    size = max((t.offset + t.nbytes for t in manifest.tensors), default=0)
+    memory = torch.empty(size, dtype=torch.uint8, pin_memory=manifest.broadcast.backend == "nccl")
+    data: Any = memory.numpy().data
+    return Weights(manifest, memoryview(data)), memory
 
 
 def open_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:

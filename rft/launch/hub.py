@@ -75,20 +75,21 @@ class Hub(Coordinator):
             raise ConfigErrors([ConfigError(text, key=key, given=given) for key, given, text in found])
         await self._alone(name)
 
-    async def join(self, name: str, nodes: Sequence[str], engines: Sequence[Any], process: Any) -> Joined:
-        """Explorer `name` counts from now on; its engines, on `nodes`, serve the newest proven version, where there is one."""
+    async def join(self, name: str, nodes: Sequence[str], engines: Sequence[Any], workers: Sequence[int], process: Any) -> Joined:
+        """Explorer `name` counts from now on; its engines, on `nodes` and of so many `workers`, serve the newest proven version, where
+        there is one."""
         self._raise_failure()
         if self._plan.sync.method == "memory" and (far := sorted(set(nodes) - {self._node})):
             raise SetupError(
                 f"sync_method memory works inside one machine: the trainer is on {self._node}, engines of explorer {name} on "
-                f"{', '.join(far)}.  Write sync_method: checkpoint, with checkpoint_root_dir on a file system that all share"
+                f"{', '.join(far)}.  Write sync_method: nccl, or checkpoint with checkpoint_root_dir on a file system that all share"
             )
         await self._alone(name)
         if name in self._joining:
             raise _taken(name)
         self._joining.add(name)
         try:
-            numbers = await self.sync.join(name, [_known(e) for e in engines])
+            numbers = await self.sync.join(name, [_known(e) for e in engines], workers)
         finally:
             self._joining.discard(name)
         self._engines |= dict(zip(numbers, engines, strict=True))

@@ -39,6 +39,12 @@ def check(plan: Plan) -> None:
             raise ConfigError(
                 "vllm needs Ray; leave out --in-process, or use transformers", key=f"{key}.engine_type", given="vllm"
             )
+    if engines and plan.sync.method == "nccl" and plan.mode != "bench":
+        raise ConfigError(
+            "a broadcast needs engines in processes of their own; leave out --in-process, or use memory",
+            key="synchronizer.sync_method",
+            given="nccl",
+        )
     if plan.explorer.env_vars:
         raise ConfigError(
             "one process has one environment; leave out --in-process, or set them in the shell",

@@ -37,6 +37,8 @@ from rft.types.ports import (
     MetricSink,
     Scorer,
     ScoreRow,
+    Sender,
+    WeightManifest,
     WeightSync,
 )
 
@@ -172,6 +174,7 @@ class Coordinator(Observer):
             schedule(plan, start),
             probe_prompts(plan.learner.model_path, s.canary_prompts, plan.seed),
             start.version,
+            sender=cast(Sender, scorer),
             **{"restart": _restart(engines), **more},
         )
 
@@ -360,13 +363,14 @@ class TrainerPart:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._trainer: Any = None
         self._transport: Any = None
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="sending")
 
     async def run(self, others: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start) -> None:
         from rft.sync.base import make
         from rft.trainer.ranks import Ranks
         from rft.trainer.trainer import Trainer
 
-        self._transport = make(self.plan.sync, self.plan.run_dir / "sync")
+        self._transport = make(self.plan.sync, self.plan.run_dir / "sync", _address(self.plan))
         when = schedule(self.plan, start)
         ranks = Ranks(self.learner, others)
         try:
@@ -425,6 +429,14 @@ class TrainerPart:
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         return cast("list[np.ndarray]", await self._trainer.score(rows))
 
+    async def send(self, manifest: WeightManifest) -> None:
+        """See `ports.Sender`.  In a thread of its own, because an engine that comes back is sent its weights while steps go on."""
+        await asyncio.get_running_loop().run_in_executor(self._sending, self._transport.send, manifest)
+
+    async def abandon(self, round: int, reason: str) -> None:
+        """See `ports.Sender`."""
+        await asyncio.to_thread(self._transport.abandon, round, reason)
+
     async def stop(self) -> None:
         if self._trainer is not None:
             await self._trainer.stop()
@@ -439,6 +451,15 @@ class TrainerPart:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.learner.close)
+
+
+def _address(plan: Plan) -> str:
+    """Where engines find this process when it sends them something."""
+    if plan.cluster.node_num == 1:
+        return "127.0.0.1"
+    import ray.util
+
+    return str(ray.util.get_node_ip_address())
 
 
 async def trainer(plan: Plan, rank: int, rendezvous: str | None) -> TrainerPart:

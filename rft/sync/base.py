@@ -44,12 +44,19 @@ class Transport(Protocol):
         ...
 
 
-def make(settings: SyncSettings, folder: Path) -> Transport:
-    """The transport that `settings.method` names.  `folder` is the run's `sync` folder; it is made when first needed."""
+def make(settings: SyncSettings, folder: Path, host: str = "127.0.0.1") -> Transport:
+    """The transport that `settings.method` names.  `folder` is the run's `sync` folder; it is made when first needed.
+
+    `host`: this machine's address for engines that are sent something.
+    """
     if settings.method == "memory":
         from rft.sync.transport.memory import MemoryTransport
 
         return MemoryTransport(folder)
+    if settings.method == "nccl":
+        from rft.sync.transport.nccl import BroadcastTransport
+
+        return BroadcastTransport(settings, folder, host)
     from rft.sync.transport.checkpoint import CheckpointTransport
 
     return CheckpointTransport(folder)

@@ -12,7 +12,11 @@ from rft.sync.schedule import Style
 class SyncSettings:
     """When weights move and how."""
 
-    method: Literal["memory", "checkpoint"] = "memory"
+    method: str = "memory"  # memory | checkpoint | nccl
+    backend: Literal["gloo", "nccl"] = "gloo"  # nccl: of the broadcast; gloo where trainer or an engine has no GPU
+    bucket_bytes: int | None = 1 << 30  # nccl: sent at once; None = tensor by tensor
+    overlap: bool = False  # nccl: the next bucket is received while one is verified
+    workers: tuple[int, ...] = ()  # nccl: of each rollout engine; empty = one each
     style: Style = "fixed"
     interval: int = 1  # train steps; explorer_driven: explore batches
     offset: int = 0

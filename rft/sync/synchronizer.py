@@ -24,17 +24,18 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
+from rft.sync.rounds import Rounds
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import Engine, LoadReport, Scorer, WeightManifest
+from rft.types.ports import Engine, LoadReport, Scorer, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def _now() -> float:
 
 
 class _Deserted(Exception):
-    """Every engine has left."""
+    """All the engines that were asked have left."""
 
 
 class _Rejected(Exception):
@@ -94,9 +95,9 @@ class _Rejected(Exception):
 class Synchronizer:
     """Implements `WeightSync` for the trainer and `ExploreGate` for the explorer.  `start` is the version the run begins with.
 
-    Without an `engine` it waits for such as join.  Prompts of the canary are given as token ids.  `restart(i)` gives engine i a new
-    process, without weights; without it an engine that died ends the run.  Lives in one event loop; every wait ends by an event, an
-    error or `timeout_s` without any news from the trainer.
+    Without an `engine` it waits for such as join.  Prompts of the canary are given as token ids.  `sender` sends versions that are
+    broadcast.  `restart(i)` gives engine i a new process, without weights; without it an engine that died ends the run.  Lives in one
+    event loop; every wait ends by an event, an error or `timeout_s` without any news from the trainer.
     """
 
     def __init__(
@@ -108,10 +109,13 @@ class Synchronizer:
         probes: Sequence[Sequence[int]],
         start: Version,
         restart: Callable[[int], Awaitable[None]] | None = None,
+        sender: Sender | None = None,
         put_out: Callable[[str, str], None] = lambda owner, why: None,
     ) -> None:
         """`put_out(owner, why)` hears that the engines of an owner had to leave."""
         self._restart, self._put_out = restart, put_out
+        self._rounds = Rounds(sender, settings.timeout_s)
+        self._workers = dict(enumerate(settings.workers))  # of each engine; of one that is not here: one
         self._dead: set[int] = set()  # engines to restart before anything is asked of them
         self._stalled: set[int] = set()  # of them, those that hang
         self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last
@@ -329,8 +333,8 @@ class Synchronizer:
             try:
                 await self._restart_dead()
                 if self._manifest is not None:
-                    await self._bring(index, self._manifest)
-            except _Rejected as e:
+                    await self._bring([index], self._manifest)
+            except (_Rejected, _Deserted) as e:
                 failure = EngineFailed(f"engine {index} could not be brought back: {e}")
                 if (owner := self._owners.get(index)) is not None:
                     await self._send_away(owner, str(failure))
@@ -341,20 +345,20 @@ class Synchronizer:
                 raise EngineFailed(f"engine {index} could not be brought back")
             log.info("engine %d serves %s again after %.1f s", index, self._served_text(), time.perf_counter() - began)
 
-    async def _bring(self, index: int, manifest: WeightManifest) -> None:
-        """One engine to the version that all others serve."""
-        await self._ask(index, "pause", lambda e: e.pause(), False)
-        if why := self._objection(await self._ask(index, "load", lambda e: e.load(manifest), False), manifest):
-            raise _Rejected(f"engine {index}: {why}")
-        await self._ask(index, "resume", lambda e: e.resume(), False)
-        now = await self._ask(index, "probe", lambda e: self._canary.probe(e, manifest.version), False)
-        try:
-            proof = self._records.get(index, self._proof)
-            assert proof is not None, "what is served was proven"
-            self._canary.prove_same(now, proof)
-        except WeightSyncFailed as e:
-            raise _Rejected(f"engine {index}: {e}") from e
-        self._records[index] = now
+    async def _bring(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
+        """These engines to the version that all others serve."""
+        await self._all({i: self._ask(i, "pause", lambda e: e.pause(), False) for i in numbers})
+        await self._load(manifest, numbers)
+        await self._all({i: self._ask(i, "resume", lambda e: e.resume(), False) for i in numbers})
+        probing = {i: self._ask(i, "probe", lambda e: self._canary.probe(e, manifest.version), False) for i in numbers}
+        for index, now in (await self._all(probing)).items():
+            try:
+                proof = self._records.get(index, self._proof)
+                assert proof is not None, "what is served was proven"
+                self._canary.prove_same(now, proof)
+            except WeightSyncFailed as e:
+                raise _Rejected(f"engine {index}: {e}") from e
+            self._records[index] = now
 
     async def _restart_dead(self) -> None:
         for index in sorted(self._dead):
@@ -375,25 +379,25 @@ class Synchronizer:
             self._dead.discard(index)
             self._stalled.discard(index)
 
-    async def join(self, owner: str, engines: Sequence[Engine]) -> tuple[int, ...]:
+    async def join(self, owner: str, engines: Sequence[Engine], workers: Sequence[int] = ()) -> tuple[int, ...]:
         """The engines that explorer `owner` brings count from now on: they serve the newest proven version, where there is one.
 
-        Their numbers.  Raises WeightSyncFailed, and leaves everything as it was, when they cannot be brought to it.
+        `workers`: of each engine; none given = one each.  Returns their numbers.  Raises WeightSyncFailed, and leaves everything as it
+        was, when they cannot be brought to it.
         """
         async with self._publishing:
             self._raise_failure()
             numbers = tuple(itertools.islice(self._numbers, len(engines)))
             self._engines |= dict(zip(numbers, engines, strict=True))
             self._owners |= dict.fromkeys(numbers, owner)
+            self._workers |= dict(zip(numbers, workers, strict=False))
             try:
-                if (manifest := self._manifest) is not None:
-                    async with asyncio.TaskGroup() as bringing:
-                        for index in numbers:
-                            bringing.create_task(self._bring(index, manifest))
+                if self._manifest is not None:
+                    await self._bring(numbers, self._manifest)
             except BaseException as e:
                 await self.leave(owner)
-                if isinstance(e, BaseExceptionGroup) and isinstance(why := e.exceptions[0], _Rejected):
-                    raise WeightSyncFailed(f"the engines of explorer {owner} do not serve {self._served_text()}: {why}") from e
+                if isinstance(e, _Rejected | _Deserted):
+                    raise WeightSyncFailed(f"the engines of explorer {owner} do not serve {self._served_text()}: {e}") from e
                 raise
         async with self._changed:
             self._changed.notify_all()
@@ -405,6 +409,7 @@ class Synchronizer:
             for index in [i for i, o in self._owners.items() if o == owner]:
                 del self._engines[index], self._owners[index]
                 self._records.pop(index, None)
+                self._workers.pop(index, None)
                 self._dead.discard(index)
                 self._stalled.discard(index)
             self._departures += 1
@@ -436,10 +441,7 @@ class Synchronizer:
         await self._restart_dead()
         await self._pause()
         paused = time.perf_counter()
-        reports = await self._each("load", lambda e: e.load(manifest))
-        for i, report in reports.items():
-            if why := self._objection(report, manifest):
-                raise _Rejected(f"engine {i}: {why}")
+        reports = (await self._load(manifest, tuple(self._engines))).values()
         loaded = time.perf_counter()
         await self._resume(version)
         resumed = time.perf_counter()
@@ -458,13 +460,17 @@ class Synchronizer:
             *(Metric(f"sync/{name}", float(count), "sum") for name, count in restarts.items()),
             Metric("sync/pause_s", paused - began, "max"),
             Metric("sync/load_s", loaded - paused, "max"),
+            Metric("sync/load/meeting_s", max(r.meeting_s for r in reports), "max"),
+            Metric("sync/load/transfer_s", max(r.transfer_s for r in reports), "max"),
+            Metric("sync/load/verify_s", max(r.verify_s for r in reports), "max"),
+            Metric("sync/load/model_s", max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s for r in reports), "max"),
             Metric("sync/resume_s", resumed - loaded, "max"),
             Metric("sync/canary_s", ended - resumed, "max"),
             Metric("sync/total_s", ended - began, "max"),
             Metric("sync/version", float(version.step), "last"),
             Metric("sync/bytes", float(manifest.nbytes), "last"),
-            Metric("sync/probed_layers", float(min(r.probed_layers for r in reports.values())), "min"),
-            Metric("sync/probe_error", max(r.probe_error for r in reports.values()), "max"),
+            Metric("sync/probed_layers", float(min(r.probed_layers for r in reports)), "min"),
+            Metric("sync/probe_error", max(r.probe_error for r in reports), "max"),
             Metric("sync/canary_max_abs", verdict.max_abs, "max"),
             Metric("sync/canary_limit", verdict.limit, "last"),
             Metric("sync/canary_moved", verdict.moved, "max"),
@@ -491,6 +497,24 @@ class Synchronizer:
         clear = self._settings.kv_cache == "recompute"
         await self._each("pause", lambda e: e.pause(clear_cache=clear))
 
+    async def _load(self, manifest: WeightManifest, engines: Sequence[int]) -> dict[int, LoadReport]:
+        """The version in these engines, according to reports that have nothing against it."""
+
+        def ask(index: int, manifest: WeightManifest) -> Awaitable[LoadReport]:
+            return self._ask(index, "load", lambda e: e.load(manifest), False)
+
+        if manifest.broadcast is None:
+            reports = await self._all({i: ask(i, manifest) for i in engines})
+        else:
+            try:
+                reports = await self._rounds.load(manifest, {i: self._workers.get(i, 1) for i in engines}, ask)
+            except WeightSyncFailed as e:
+                raise _Rejected(str(e)) from e
+        for i, report in reports.items():
+            if why := self._objection(report, manifest):
+                raise _Rejected(f"engine {i}: {why}")
+        return reports
+
     async def _resume(self, version: Version) -> None:
         await self._each("resume", lambda e: e.resume(), generated=True)
         if self._manifest is not None:  # without a version to go back to, nothing starts before the canary
@@ -515,6 +539,8 @@ class Synchronizer:
 
     def _objection(self, report: LoadReport, manifest: WeightManifest) -> str:
         limit = PROBE_LIMIT.get(self._settings.engine_dtype, PROBE_LIMIT["bfloat16"])
+        if report.failed:
+            return report.failed
         if report.bad_hash:
             return f"{_some(report.bad_hash)} arrived damaged (xxh3-128 differs)"
         if report.missing:
@@ -541,10 +567,7 @@ class Synchronizer:
         try:
             await self._restart_dead()
             await self._pause()
-            reports = await self._each("load", lambda e: e.load(before))
-            for i, report in reports.items():
-                if why := self._objection(report, before):
-                    raise _Rejected(f"engine {i}: {why}")
+            await self._load(before, tuple(self._engines))
             await self._each("resume", lambda e: e.resume())
             for i, now in (await self._each("probe", lambda e: self._canary.probe(e, before.version))).items():
                 try:
@@ -586,13 +609,15 @@ class Synchronizer:
     # ------------------------------------------------------------ waiting and asking
 
     async def _each(self, what: str, ask: Callable[[Engine], Awaitable[T]], *, generated: bool = False) -> dict[int, T]:
-        """Ask all engines at once and wait for all; a failure becomes _Rejected and names the engine.
+        """Ask all engines at once and wait for all; a failure becomes _Rejected and names the engine."""
+        return await self._all({i: self._ask(i, what, ask, generated) for i in self._engines})
 
-        Of several the one that says something against the weights counts, before an engine that died.  Engines that have left meanwhile
-        do not count; raises _Deserted when all have.
+    async def _all(self, asked: Mapping[int, Awaitable[T]]) -> dict[int, T]:
+        """All answers.  Of several failures the one that says something against the weights counts, before an engine that died.
+
+        Engines that have left meanwhile do not count; raises _Deserted when all have.
         """
-        asked = tuple(self._engines)
-        answers = await asyncio.gather(*(self._ask(i, what, ask, generated) for i in asked), return_exceptions=True)
+        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
         results = {i: r for i, r in zip(asked, answers, strict=True) if i in self._engines}
         failures = [r for r in results.values() if isinstance(r, BaseException)]
         if failures:

@@ -16,11 +16,12 @@ from typing import Any, Self
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from rft import faults, plugins
 from rft.engine.base import check_prompt, check_row, no_scores
 from rft.engine.settings import EngineSettings
-from rft.engine.weights import verify
+from rft.engine.weights import Intake
 from rft.errors import ConfigError, EngineFailed
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
@@ -88,6 +89,7 @@ class ScriptedEngine:
         self._under_way = 0
         self._changed = asyncio.Condition()
         self._num_tokens = 0
+        self._intake = Intake()
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -172,7 +174,15 @@ class ScriptedEngine:
             raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
         start = time.monotonic()
         active = {point for point in faults.SYNC_POINTS if faults.fault(point)}
-        bad = list(verify(manifest)) if manifest.tensors else []
+        taken = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
+        if manifest.broadcast is not None:  # the sender may live in this event loop's process
+            taken = (await asyncio.to_thread(self._intake.take, manifest)).report
+            self._check_alive()
+        elif manifest.tensors:
+            taken = self._intake.take(manifest).report
+        if taken.failed:
+            return taken
+        bad = list(taken.bad_hash)
         missing: list[str] = []
         if "sync.corrupt_byte" in active and manifest.tensors:
             bad.append(manifest.tensors[0].name)
@@ -192,7 +202,8 @@ class ScriptedEngine:
             self.version = version
             if not skip:
                 self._key = weights_key(manifest) ^ stale
-        return LoadReport(
+        return replace(
+            taken,
             version=version,
             num_tensors=len(names) if whole else 0,
             nbytes=manifest.nbytes if whole else 0,
@@ -220,6 +231,7 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.die("closed")
+        self._intake.close()
 
     # ------------------------------------------------------------ inside
 

@@ -106,18 +106,48 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     xxh3_128: str
 
 
+class Broadcast(Struct, frozen=True, kw_only=True):
+    """How a version that is sent reaches the engines: where trainer and workers meet, and who takes part in this round.
+
+    Rank 0 is the trainer; the workers of `engines` follow, engine by engine.
+    """
+
+    host: str
+    port: int
+    token: str  # begins the names of everything that is agreed at the meeting point; no stranger guesses it
+    backend: Literal["gloo", "nccl"]
+    bucket_bytes: int | None  # None: tensor by tensor
+    overlap: bool  # the next bucket is under way while one is verified
+    timeout_s: float  # of the meeting, and of each bucket
+    round: int = 0  # this and what follows: set by the synchronizer for each load
+    engines: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()  # of each of them
+    place: int = 0  # which of them reads this
+
+    @property
+    def world(self) -> int:
+        return 1 + sum(self.workers)
+
+    @property
+    def first(self) -> int:
+        """The rank of the reader's first worker."""
+        return 1 + sum(self.workers[: self.place])
+
+
 class WeightManifest(Struct, frozen=True, kw_only=True):
     """One published weight version: which tensors, where the bytes are, and how to tell that they are whole.
 
-    `path` can be opened by every engine worker on this node: a file, or /proc/PID/fd/N of an anonymous memory file.
+    `path` can be opened by every engine worker on this node: a file, or /proc/PID/fd/N of an anonymous memory file.  With `broadcast`
+    the bytes are not read there but received.
     Tied tensors are listed once, under the name the checkpoint uses; `tied` maps the other name to it.
     """
 
     version: Version
-    transport: Literal["memory", "checkpoint"]
+    transport: str
     path: str
     tensors: tuple[TensorSpec, ...]
     tied: dict[str, str] = field(default_factory=dict)  # {"lm_head.weight": "model.embed_tokens.weight"}
+    broadcast: Broadcast | None = None
 
     @property
     def nbytes(self) -> int:
@@ -133,10 +163,19 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()  # tensors of the model that were not in the manifest
     unexpected: tuple[str, ...] = ()  # tensors of the manifest that the model does not have
     bad_hash: tuple[str, ...] = ()
+    failed: str = ""  # why the bytes did not arrive
     probed_layers: int = 0
     probe_error: float = 0.0  # max abs difference of packed layers against the published weights, relative to the output's scale
     probe_worst: str = ""  # the layer with that difference
-    load_s: float = 0.0
+    load_s: float = 0.0  # all of it; of this:
+    meeting_s: float = 0.0  # until the group of a broadcast stood
+    transfer_s: float = 0.0  # waiting for bytes
+    verify_s: float = 0.0  # hashes
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model was touched."""
+        return not (self.failed or self.missing or self.unexpected or self.bad_hash)
 
 
 class Scorer(Protocol):
@@ -144,6 +183,18 @@ class Scorer(Protocol):
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         """For each row float32 [len(tokens) - prompt_length]: log-probs of the tokens after the prompt."""
+        ...
+
+
+class Sender(Protocol):
+    """The trainer, asked to send a version that it has staged to those who are asked to load it (sync_method: nccl)."""
+
+    async def send(self, manifest: WeightManifest) -> None:
+        """One round; returns when everything was sent.  Raises WeightSyncFailed that names who did not come, or what broke."""
+        ...
+
+    async def abandon(self, round: int, reason: str) -> None:
+        """Nobody waits any more in this round or an earlier one for those who have not come."""
         ...
 
 

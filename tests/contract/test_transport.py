@@ -61,12 +61,12 @@ def stage(transport: Transport, step: int, seed: int | None = None) -> WeightMan
     return transport.stage(Version(1, step), iter(weights(step if seed is None else seed).items()), TIED)
 
 
-@pytest.fixture(params=["memory", "checkpoint", "memory-through-files"])
+@pytest.fixture(params=["memory", "checkpoint", "nccl", "memory-through-files"])
 def transport(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
     if request.param == "memory-through-files":
         monkeypatch.setattr(memory, "memory_is_readable", lambda: False)
         monkeypatch.setattr(memory, "_SHM", tmp_path / "shm-that-is-not-there")
-    made = make(SyncSettings(method="checkpoint" if request.param == "checkpoint" else "memory"), tmp_path / "sync")
+    made = make(SyncSettings(method=request.param.removesuffix("-through-files")), tmp_path / "sync")
     yield made
     made.close()
     made.close()

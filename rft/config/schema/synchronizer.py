@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.config.schema.base import IgnoreCase, Later, Section, key, renamed
+from rft.config.schema.base import IgnoreCase, Section, key, renamed
 
 SyncMethod = Annotated[Literal["memory", "checkpoint", "nccl"], renamed(offline="checkpoint", online="nccl")]
 SyncStyle = Annotated[
     Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
     renamed(dynamic_by_explorer="explorer_driven", dynamic_by_trainer="trainer_driven"),
 ]
-_NCCL = "belongs to sync_method: nccl, which comes later"
 
 
 class SynchronizerConfig(Section):
@@ -19,9 +18,9 @@ class SynchronizerConfig(Section):
 
     sync_method: SyncMethod = key(
         "memory",
-        "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder; nccl: from GPU to GPU.",
+        "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder; nccl: broadcast from the "
+        "trainer to all engines, over NCCL between GPUs and over gloo where the trainer or the engines have none.",
         on_resume="safe",
-        later=Later("the same weights go through memory on one node, through checkpoint on several", True, ("nccl",)),
     )
     sync_style: SyncStyle = key(
         "fixed",
@@ -67,15 +66,10 @@ class SynchronizerConfig(Section):
         "Keys and values of running requests at a sync: computed again under the new weights, or kept.",
         on_resume="safe",
     )
-    bucketed_broadcast: bool = key(
-        True, "nccl: send the weights in buckets instead of tensor by tensor.", on_resume="safe", later=Later(_NCCL, True)
-    )
+    bucketed_broadcast: bool = key(True, "nccl: send the weights in buckets instead of tensor by tensor.", on_resume="safe")
     overlap_broadcast_and_load: bool = key(
-        False, "nccl: load a bucket while the next one is sent; takes a second bucket's memory.", on_resume="safe",
-        later=Later(_NCCL, True),
-    )  # fmt: skip
-    bucket_size_mb: int = key(
-        1024, "nccl: size of a bucket; at least the largest tensor.", unit="MB", on_resume="safe", ge=1, later=Later(_NCCL, True)
+        False, "nccl: receive the next bucket while one is verified; the model is loaded when all are whole.", on_resume="safe"
     )
+    bucket_size_mb: int = key(1024, "nccl: size of a bucket; a larger tensor goes alone.", unit="MB", on_resume="safe", ge=1)
     group_name: str | None = key(None, "Accepted, no effect: the group's name is chosen by itself.", on_resume="safe")
     wait_for_checkpoint: bool = key(False, "Accepted, no effect: a version is used when it is complete.", on_resume="safe")

@@ -9,6 +9,7 @@ never written.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import subprocess
 from collections.abc import Iterable
@@ -37,15 +38,18 @@ class _Slot:
 
 
 class MemoryTransport:
-    """See `Transport`.  `place` is "memory", or the folder of the fallback files."""
+    """See `Transport`.  `place` is "memory", or the folder of the fallback files.
 
-    def __init__(self, folder: Path) -> None:
+    `shared`: other processes read the bytes; else only this one does, through `view`.
+    """
+
+    def __init__(self, folder: Path, *, shared: bool = True) -> None:
         self._folder = folder
         self._slots: list[_Slot] = []
         self._staged = 0
         self._layout: tuple[TensorSpec, ...] = ()
         self._closed = False
-        self.place = "memory" if memory_is_readable() else ""
+        self.place = "memory" if not shared or memory_is_readable() else ""
 
     def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
         if self._closed:
@@ -61,6 +65,14 @@ class MemoryTransport:
         self._staged += 1
         slot.version, slot.order = version, self._staged
         return WeightManifest(version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied))
+
+    def view(self, version: Version) -> mmap.mmap:
+        """The bytes of a staged version.  What is written to them reaches nobody.  Raises WeightSyncFailed."""
+        slot = next((s for s in self._slots if s.version == version), None)
+        if slot is None:
+            held = ", ".join(str(s.version) for s in self._slots if s.version is not None)
+            raise WeightSyncFailed(f"version {version} is not held here any more (held: {held or 'none'})")
+        return mmap.mmap(slot.fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     def release(self, version: Version) -> None:
         for slot in self._slots:

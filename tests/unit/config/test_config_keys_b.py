@@ -115,8 +115,8 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     (f"{ENGINE}.chat_template", "'{{ messages }}'", "[1]", RUNS),
     (f"{ENGINE}.enable_thinking", "false", "maybe", RUNS),
     (f"{ENGINE}.trust_remote_code", "true", "maybe", RUNS),
-    ("synchronizer.sync_method", "NCCL", "rsync", WARNS),
-    ("synchronizer.sync_method", "online", "rsync", WARNS),
+    ("synchronizer.sync_method", "NCCL", "rsync", RUNS),
+    ("synchronizer.sync_method", "online", "rsync", RUNS),
     ("synchronizer.sync_method", "OFFLINE", "rsync", RUNS),
     *(
         ("synchronizer.sync_style", style, "loose", RUNS)
@@ -128,9 +128,9 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("synchronizer.staleness_threshold", "0.1", "-0.1", RUNS),
     ("synchronizer.partial_rollout", "true", "maybe", RUNS),
     ("synchronizer.partial_rollout", "false", "maybe", RUNS),
-    ("synchronizer.bucketed_broadcast", "false", "maybe", WARNS),
-    ("synchronizer.overlap_broadcast_and_load", "true", "maybe", WARNS),
-    ("synchronizer.bucket_size_mb", "4096", "0", WARNS),
+    ("synchronizer.bucketed_broadcast", "false", "maybe", RUNS),
+    ("synchronizer.overlap_broadcast_and_load", "true", "maybe", RUNS),
+    ("synchronizer.bucket_size_mb", "4096", "0", RUNS),
     ("synchronizer.group_name", "rollout_weight_sync", "[1]", RUNS),
     ("synchronizer.wait_for_checkpoint", "true", "maybe", RUNS),
 ]
@@ -166,8 +166,8 @@ def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"mode: accepted by `rft check`, not active yet"):
         load_plan(FILE, [*model, "mode=colocate"], facts=Facts(cpus=4, gpus=0))
-    _, made = load_plan(FILE, [*model, "synchronizer.sync_method=nccl"], facts=Facts(cpus=4, gpus=0))
-    assert any("synchronizer.sync_method has no effect yet: the same weights go through memory" in w for w in made.warnings)
+    _, made = load_plan(FILE, [*model, f"{ENGINE}.fully_sharded_loras=true"], facts=Facts(cpus=4, gpus=0))
+    assert any("fully_sharded_loras has no effect yet" in w for w in made.warnings)
 
 
 def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
@@ -175,7 +175,7 @@ def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
     assert {
         "explorer.rollout_model.external_model_config",
         "buffer.trainer_input.auxiliary_buffers",
-        "synchronizer.bucket_size_mb",
+        "cluster.ray_namespace",
     } <= names
     used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
@@ -305,10 +305,21 @@ def test_styles() -> None:
 BOUND = "synchronizer.max_staleness"
 
 
-def test_a_transport_that_comes_later_leaves_a_plan() -> None:
-    assert plan("synchronizer.sync_method=nccl").sync.method == "memory"
-    declared = ("cluster.node_num=2", "cluster.gpu_per_node=2", "trainer.world_size=2", "synchronizer.sync_method=nccl")
-    assert plan(*declared).sync.method == "checkpoint"
+def test_a_broadcast_knows_its_members() -> None:
+    nccl = "synchronizer.sync_method=nccl"
+    made = plan(nccl, f"{ENGINE}.engine_num=2", f"{ENGINE}.tensor_parallel_size=2").sync
+    assert (made.method, made.backend, made.workers) == ("nccl", "gloo", (2, 2))
+    assert (made.bucket_bytes, made.overlap) == (1 << 30, False)
+    assert plan(nccl, "synchronizer.bucketed_broadcast=false").sync.bucket_bytes is None
+    declared = ("cluster.node_num=2", "cluster.gpu_per_node=2", "trainer.world_size=2", nccl)
+    assert plan(*declared).sync.backend == "nccl"
+    assert plan(*declared, f"{ENGINE}.device=cpu").sync.backend == "gloo"
+    assert "use nccl or checkpoint" in messages(*declared[:3])["synchronizer.sync_method"]
+    for key in ("bucketed_broadcast=false", "overlap_broadcast_and_load=true", "bucket_size_mb=3"):
+        assert any("has no effect: sync_method is memory" in w for w in plan(f"synchronizer.{key}").warnings)
+
+
+def test_a_server_cannot_be_the_policy() -> None:
     assert "cannot be the policy" in messages(f"{ENGINE}.engine_type=OpenAI")[f"{ENGINE}.engine_type"]
 
 

@@ -1,0 +1,57 @@
+"""Weights through a broadcast from the trainer's memory to all engine workers: for engines that share neither memory nor disk with it.
+
+Staging keeps a version, and the one before it, in memory of this process and sends nothing; each load asks for one round of sending
+(`rft.broadcast`).  Knows nothing of who loads when.  The one invariant is that of `Transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+
+from rft.broadcast import LOOPBACK, TIMEOUT_S, Trainer
+from rft.errors import WeightSyncFailed
+from rft.sync.settings import SyncSettings
+from rft.sync.transport.memory import MemoryTransport
+from rft.types.ids import Version
+from rft.types.ports import Broadcast, WeightManifest
+
+
+class BroadcastTransport:
+    """See `Transport` and `Sender`.  `host`: where the workers find the trainer."""
+
+    def __init__(self, settings: SyncSettings, folder: Path, host: str = LOOPBACK) -> None:
+        self._memory = MemoryTransport(folder, shared=False)
+        self._trainer = Trainer(host)
+        self._open = Broadcast(
+            host=host,
+            port=self._trainer.port,
+            token=self._trainer.token,
+            backend=settings.backend,
+            bucket_bytes=settings.bucket_bytes,
+            overlap=settings.overlap,
+            timeout_s=min(settings.timeout_s, TIMEOUT_S),
+        )
+
+    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+        return replace(self._memory.stage(version, tensors, tied), transport="nccl", broadcast=self._open)
+
+    def send(self, manifest: WeightManifest) -> None:
+        """One round, see `Sender`.  From one thread at a time, which may be another than that of `stage`."""
+        if manifest.broadcast is None or manifest.broadcast.token != self._open.token:
+            raise WeightSyncFailed(f"version {manifest.version} was not staged by this start of the trainer; publish it again")
+        data = torch.frombuffer(self._memory.view(manifest.version), dtype=torch.uint8)
+        self._trainer.send(manifest, data)
+
+    def abandon(self, round: int, reason: str) -> None:
+        self._trainer.abandon(round, reason)
+
+    def release(self, version: Version) -> None:
+        self._memory.release(version)
+
+    def close(self) -> None:
+        self._trainer.close()
+        self._memory.close()
