@@ -33,8 +33,10 @@ def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str]) ->
     mapped = MappedWeights(manifest)
     if "sync.corrupt_byte" in active:
         mapped.raw(manifest.tensors[0])[0] ^= 1
+    began = time.monotonic()
     if bad := mapped.bad():
         return replace(nothing, bad_hash=bad)
+    verified = time.monotonic()
     tensors = {t.name: mapped.tensor(t) for t in manifest.tensors}
     if "sync.missing_tensor" in active:
         tensors.popitem()
@@ -52,8 +54,10 @@ def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str]) ->
         parameters[name].copy_(tensor)
     head = model.get_output_embeddings() if "sync.stale_head" in active else None  # type: ignore[operator]
     packed.pack(model, skip=head)
+    loaded = time.monotonic()
     count, error, worst = packed.probe(model, lambda name: tensors.get(manifest.tied.get(name, name)), seed=manifest.version.step)
     for name, tensor in tensors.items():
         if not torch.equal(parameters[name], tensor.to(parameters[name].device, parameters[name].dtype)):
             error, worst = float("inf"), name
-    return replace(whole, probed_layers=count, probe_error=error, probe_worst=worst)
+    spent = {"verify_s": verified - began, "probe_s": time.monotonic() - loaded}
+    return replace(whole, probed_layers=count, probe_error=error, probe_worst=worst, **spent)

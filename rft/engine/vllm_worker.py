@@ -24,7 +24,7 @@ from rft.types.ports import LoadReport, WeightManifest
 
 Shard = str | int | None  # which part of a merged parameter; None = all of it
 Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
-PROBE_ROWS = 2
+PROBE_ROWS = 1  # random, so that every wrong weight shows; a second one would read all weights once more
 
 
 class WeightWorker:
@@ -52,8 +52,10 @@ class WeightWorker:
         mapped = MappedWeights(manifest)
         if "sync.corrupt_byte" in active:
             mapped.raw(manifest.tensors[0])[0] ^= 1
+        began = time.monotonic()
         if bad := mapped.bad():
             return msgspec.structs.replace(nothing, bad_hash=bad)
+        verified = time.monotonic()
         tensors = {t.name: mapped.tensor(t) for t in manifest.tensors}
         if "sync.missing_tensor" in active:
             tensors.popitem()
@@ -74,8 +76,10 @@ class WeightWorker:
         whole = LoadReport(version=manifest.version, num_tensors=count, nbytes=manifest.nbytes)
         if "sync.skip" in active:  # a load that does nothing also lies about its probes
             return msgspec.structs.replace(whole, probed_layers=sum(1 for _ in probed_modules(model)))
+        loaded = time.monotonic()
         count, error, worst = probe(model, published, self.model_config.dtype, device, seed=manifest.version.step)
-        return msgspec.structs.replace(whole, probed_layers=count, probe_error=error, probe_worst=worst)
+        spent = {"verify_s": verified - began, "probe_s": time.monotonic() - loaded}
+        return msgspec.structs.replace(whole, probed_layers=count, probe_error=error, probe_worst=worst, **spent)
 
 
 def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Published, tuple[str, ...]]:

@@ -7,7 +7,9 @@ never reaches the file.  `verify` needs no torch.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -17,6 +19,7 @@ from rft.types.ports import TensorSpec, WeightManifest
 if TYPE_CHECKING:
     import torch
 
+THREADS = min(4, os.cpu_count() or 1)
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -49,9 +52,14 @@ class MappedWeights:
 
     def bad(self) -> tuple[str, ...]:
         """Names of the tensors whose bytes are not what the manifest says (xxh3-128, size, place)."""
-        return tuple(
-            t.name for t in self.manifest.tensors if _misfit(t, len(self)) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128
-        )
+
+        def wrong(t: TensorSpec) -> bool:
+            return bool(_misfit(t, len(self))) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128
+
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as pool:
+            return tuple(
+                t.name for t, bad in zip(self.manifest.tensors, pool.map(wrong, self.manifest.tensors), strict=True) if bad
+            )
 
 
 def open_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
