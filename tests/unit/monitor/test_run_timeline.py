@@ -35,7 +35,10 @@ def run() -> list[MetricRecord]:
 def test_bars_lie_where_the_records_say() -> None:
     found = bars(run())
     assert Bar("explore", "explore", "batch 0", 12, 14) in found
-    assert [b for b in found if b.row == "train"] == [Bar("train", "train", "step 1", 14, 16), Bar("train", "sync", "step 1", 16, 18)]
+    assert [b for b in found if b.row == "train"] == [
+        Bar("train", "train", "step 1", 14, 16),
+        Bar("train", "sync", "step 1", 16, 18),
+    ]
     phases = [b for b in found if b.row == "sync" and b.label == "version 1"]
     assert [(b.kind, b.begin, b.end) for b in phases] == [
         ("stage", 16, 16.5), ("pause", 16.5, 16.75), ("load", 16.75, 17.25), ("resume", 17.25, 17.5), ("canary", 17.5, 18),
@@ -64,7 +67,10 @@ def test_the_picture_is_well_formed_and_shows_every_bar() -> None:
     root = ET.fromstring(svg(found, shares(found)))  # noqa: S314  # we have just made it
     titles = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == len(found) and any("a<b & c" in t for t in titles)
-    boxes = [(float(e.attrib["y"]), float(e.attrib["x"]), float(e.attrib["width"])) for e in root.iter("{http://www.w3.org/2000/svg}rect")]
+    boxes = [
+        (float(e.attrib["y"]), float(e.attrib["x"]), float(e.attrib["width"]))
+        for e in root.iter("{http://www.w3.org/2000/svg}rect")
+    ]
     for y, x, width in boxes:  # nothing lies on anything else
         assert all(y != y2 or x2 >= x + width - 0.3 or x2 <= x for y2, x2, _ in boxes)
 
