@@ -3,7 +3,9 @@
     python scripts/sync_sides.py SPEC.json      with {model, threads, requests, max_tokens, folder}
 
 Protocol on the pipes: it prints {"ready": true}; {"do": "ours"} and {"do": "peer"} publish the next weights and answer with {"seconds",
-"phases", "running", "aborted"} (ours: and {"canary", "limit", "moved"}); it ends when stdin closes.
+"phases", "running", "aborted"} (ours: and {"canary", "limit", "moved"}); {"do": "sample", "top_p", "sequences"} publishes the next
+weights, samples under them and answers with {"abs_diff_mean", "abs_diff_max", "ratio_outside"} against the trainer's log-probs; it ends
+when stdin closes.
 
 `seconds`: from the trainer's tensors to the moment the engine goes on.  Ours: staged in memory, hashed, verified, loaded, layers
 probed.  The peer: a safetensors file, synced to disk, and vLLM's `reload_weights`.  Invariant: when a side begins, all requests are
@@ -101,6 +103,20 @@ class Sides:
     async def peer(self) -> dict[str, Any]:
         return await self._among_requests(self._reload)
 
+    async def sample(self, top_p: float, sequences: int) -> dict[str, Any]:
+        self._trainer.step()
+        await self._publish()
+        made = await asyncio.gather(*(self._engine.generate(self._request(i, top_p=top_p)) for i in range(sequences)))
+        rows = [ScoreRow(tokens=np.concatenate([c.prompt_tokens, c.tokens]), prompt_length=len(c.prompt_tokens)) for (c,) in made]
+        scored = await self._trainer.score(rows)
+        apart = np.concatenate([s - c.logprobs for s, (c,) in zip(scored, made, strict=True)]).astype(np.float64)
+        outside = np.abs(np.exp(apart) - 1) > 0.1
+        return {
+            "abs_diff_mean": float(np.abs(apart).mean()),
+            "abs_diff_max": float(np.abs(apart).max()),
+            "ratio_outside": float(outside.mean()),
+        }
+
     async def _publish(self) -> dict[str, Any]:
         trainer, began = self._trainer, time.perf_counter()
         manifest = await asyncio.to_thread(self._transport.stage, trainer.version, trainer.tensors.items(), TIED)
@@ -142,9 +158,9 @@ class Sides:
         aborted = sum(c.finish_reason != "length" or len(c.tokens) != self._spec["max_tokens"] for c in done)
         return {**answer, "running": self._running, "aborted": aborted}
 
-    def _request(self, i: int) -> GenerateRequest:
+    def _request(self, i: int, *, top_p: float = 1.0) -> GenerateRequest:
         tokens = tuple(100 + (i * 131 + j * 17) % 9000 for j in range(40))
-        sampling = SamplingArgs(temperature=1.0, max_tokens=self._spec["max_tokens"], ignore_eos=True)
+        sampling = SamplingArgs(temperature=1.0, top_p=top_p, max_tokens=self._spec["max_tokens"], ignore_eos=True)
         return GenerateRequest(prompt_tokens=tokens, sampling=sampling, request_id=f"r{i}")
 
 
@@ -159,7 +175,9 @@ async def main(spec: dict[str, Any]) -> None:
         await sides.first()
         print(json.dumps({"ready": True}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps(await {"ours": sides.ours, "peer": sides.peer}[json.loads(line)["do"]]()), flush=True)
+            order = json.loads(line)
+            what = {"ours": sides.ours, "peer": sides.peer, "sample": sides.sample}[order.pop("do")]
+            print(json.dumps(await what(**order)), flush=True)
     finally:
         await engine.close()
 

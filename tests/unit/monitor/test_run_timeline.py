@@ -64,7 +64,7 @@ def test_only_the_newest_process_and_its_last_steps() -> None:
 
 def test_the_picture_is_well_formed_and_shows_every_bar() -> None:
     found = [*bars(run()), Bar("evaluate", "evaluate", "a<b & c, version 1", 19.5, 20)]
-    root = ET.fromstring(svg(found, shares(found)))  # noqa: S314  # we have just made it
+    root = ET.fromstring(svg(found, shares(found)))
     titles = [e.text or "" for e in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == len(found) and any("a<b & c" in t for t in titles)
     boxes = [
