@@ -22,6 +22,7 @@ from bench_explorer import rollout_many
 from bench_logprob import logprob_kernel
 from bench_start import time_to_first
 from bench_step import step_vs_trl
+from bench_sync import e2e_async, mismatch_and_exactness, weight_sync
 from bench_trainer import trainer_step
 
 BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
@@ -37,6 +38,9 @@ BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
         priority_read_at_scale,
         rollout_engine,
         rollout_many,
+        e2e_async,
+        weight_sync,
+        mismatch_and_exactness,
     )
 }
 

@@ -25,6 +25,7 @@ VERBS = {
     "quickstart": "A real pretrained model learns single-digit sums on this machine.",
     "doctor": "Say what this machine has, and what is missing.",
     "status": "What a run is doing or how it ended, read from its files.",
+    "timeline": "Draw who worked and who waited in a run.",
     "convert": "Turn a veRL launch script or YAML file into a configuration.",
     "bench": "Score stored answers with a taskset's reward, split by source.",
     "debug": "Play one task, or score one answer, and show what happens.",

@@ -13,7 +13,7 @@ from rft import plugins
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, EngineFailed
 from rft.types.ids import Version
-from rft.types.ports import Engine, LoadReport, ScoreRow
+from rft.types.ports import Engine, HeldRequests, LoadReport, ScoreRow
 
 engine = plugins.kind("engine")
 
@@ -130,6 +130,13 @@ def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
         meeting_s=max(r.meeting_s for r in reports),
         transfer_s=max(r.transfer_s for r in reports),
         verify_s=max(r.verify_s for r in reports),
+        probe_s=max(r.probe_s for r in reports),
+        held=HeldRequests(
+            requests=sum(r.held.requests for r in reports),
+            aborted=sum(r.held.aborted for r in reports),
+            recomputed_tokens=sum(r.held.recomputed_tokens for r in reports),
+            tokens_per_s=sum(r.held.tokens_per_s for r in reports),
+        ),
     )
 
 

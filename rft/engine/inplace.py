@@ -50,8 +50,9 @@ def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str], in
         parameters[name].copy_(tensor)
     head = model.get_output_embeddings() if "sync.stale_head" in active else None  # type: ignore[operator]
     packed.pack(model, skip=head)
+    loaded = time.monotonic()
     count, error, worst = packed.probe(model, lambda name: tensors.get(manifest.tied.get(name, name)), seed=manifest.version.step)
     for name, tensor in tensors.items():
         if not torch.equal(parameters[name], tensor.to(parameters[name].device, parameters[name].dtype)):
             error, worst = float("inf"), name
-    return replace(whole, probed_layers=count, probe_error=error, probe_worst=worst)
+    return replace(whole, probed_layers=count, probe_error=error, probe_worst=worst, probe_s=time.monotonic() - loaded)

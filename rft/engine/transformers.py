@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from rft.engine.base import check_row, engine, no_scores, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
@@ -31,7 +33,7 @@ from rft.types import rotary
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +104,7 @@ class TransformersEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._intake = Intake()
         self._paused = False
+        self._step_s = 0.0  # of the last token of every row
         self._stale = False  # the cache was made by older weights and has to be made anew
         self._closing = False
         self._dead: BaseException | None = None
@@ -167,7 +170,7 @@ class TransformersEngine:
             report = load_in_place(self.model, manifest, self._intake)
             if report.whole:
                 self.version = report.version
-            return report
+            return replace(report, held=self._held())
 
         return await self._on_thread("load weights", load)
 
@@ -275,8 +278,18 @@ class TransformersEngine:
             self._recompute()
         self._admit()
         if self._rows:
+            began = time.monotonic()
             self._decode()
+            self._step_s = time.monotonic() - began
         return True
+
+    def _held(self) -> HeldRequests:
+        rows = self._rows
+        return HeldRequests(
+            requests=len(rows) + len(self._waiting),
+            recomputed_tokens=sum(row.cached for row in rows) if self._stale else 0,
+            tokens_per_s=len(rows) / self._step_s if self._step_s else 0.0,
+        )
 
     def _admit(self) -> None:
         """Prefill as many waiting rows as there is room for, each prompt once."""

@@ -34,7 +34,7 @@ from rft.types import rotary
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
 from rft.types.task import SamplingArgs
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
 FIXED = Version(1, 0)
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by nobody
 CPU_KV_CACHE_BYTES = 1 << 30
+COUNTED = ("requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens")
 CLOSE_TIMEOUT_S = 6.0  # less than who closes an engine waits for it: its processes are to be killed by then
 
 
@@ -98,7 +99,9 @@ class VllmEngine:
         self._deadlines: set[asyncio.Timeout] = set()  # of all calls of vLLM under way
         self._stalled = ""  # why it counts as hung, for good
         self._watching = asyncio.ensure_future(self._watch())
-        self._counted = dict.fromkeys(("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens"), 0)
+        self._counted = dict.fromkeys(COUNTED, 0)
+        self._held: dict[str, int] = {}  # requests under way when it was paused, and their tokens in the cache
+        self._clears = False  # the pause throws these tokens away
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -169,7 +172,9 @@ class VllmEngine:
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
-        self._paused = True
+        self._paused, self._clears = True, clear_cache
+        self._held = self._under_way()
+        self._counted["recomputed_tokens"] += sum(self._held.values()) if clear_cache else 0
         if self.settings.log_stats:
             await self._call("log its statistics", self._llm.do_log_stats())
 
@@ -185,11 +190,12 @@ class VllmEngine:
         if report.whole:
             await self._call("label the weights", self._llm.update_weight_version(str(report.version)))
             self.version = report.version
-        return report
+        return msgspec.structs.replace(report, held=self._cost())
 
     async def resume(self) -> None:
         await self._call("resume", self._llm.resume_generation())
         self._paused = False
+        self._stats.resumed()
 
     async def health(self) -> None:
         if self._stalled:
@@ -213,6 +219,23 @@ class VllmEngine:
             _SOCKETS.close()
             del llm
             gc.collect()  # AsyncLLM sits in reference cycles and its __del__ fails when it first runs at interpreter exit
+
+    def _under_way(self) -> dict[str, int]:
+        """vLLM's requests, one for each completion, and how many tokens of each have keys and values: none before the first answer."""
+        states = self._llm.output_processor.request_states
+        return {
+            name: 0 if s.is_prefilling or s.detokenizer is None else s.prompt_len + s.detokenizer.num_output_tokens() - 1
+            for name, s in states.items()
+        }
+
+    def _cost(self) -> HeldRequests:
+        left = self._llm.output_processor.request_states
+        return HeldRequests(
+            requests=len(self._held),
+            aborted=sum(name not in left for name in self._held),
+            recomputed_tokens=sum(self._held.values()) if self._clears else 0,
+            tokens_per_s=self._stats.tokens_per_s if self._held else 0.0,
+        )
 
     async def _ask(self, request: GenerateRequest, prompt: list[int], params: Any) -> Any:
         from vllm import TokensPrompt

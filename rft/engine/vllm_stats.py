@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import Any
 
 from rft.types.metrics import Metric
+
+RECENT = 64  # steps
 
 
 class Stats:
@@ -14,11 +18,13 @@ class Stats:
         self.steps = 0
         self._running = self._waiting = self._preempted = self._cache_asked = self._cache_hit = 0
         self._kv_cache = 0.0
+        self._written: deque[tuple[float, int]] = deque(maxlen=RECENT)  # when a step ended, and its tokens
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
         """Called by vLLM after every step.  One without scheduler_stats ends requests that were aborted."""
         if iteration_stats is not None:
             self._preempted += iteration_stats.num_preempted_reqs
+            self._written.append((time.monotonic(), iteration_stats.num_generation_tokens))
         if scheduler_stats is None:
             return
         self.steps += 1
@@ -28,6 +34,17 @@ class Stats:
         cache = scheduler_stats.prefix_cache_stats
         self._cache_asked += cache.queries
         self._cache_hit += cache.hits
+
+    def resumed(self) -> None:
+        """After a pause: the time before it says nothing any more of how fast tokens come."""
+        self._written.clear()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated, over the last steps since the last pause; 0 before there are two."""
+        if len(self._written) < 2 or (passed := self._written[-1][0] - self._written[0][0]) <= 0:
+            return 0.0
+        return sum(tokens for _, tokens in list(self._written)[1:]) / passed
 
     def metrics(self) -> list[Metric]:
         counted = {

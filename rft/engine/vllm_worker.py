@@ -24,7 +24,7 @@ from rft.types.ports import LoadReport, WeightManifest
 
 Shard = str | int | None  # which part of a merged parameter; None = all of it
 Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
-PROBE_ROWS = 2
+PROBE_ROWS = 1  # random, so that every wrong weight shows; a second one would read all weights once more
 
 
 class WeightWorker:
@@ -75,8 +75,10 @@ class WeightWorker:
         whole = msgspec.structs.replace(nothing, num_tensors=count, nbytes=manifest.nbytes)
         if "sync.skip" in active:  # a load that does nothing also lies about its probes
             return msgspec.structs.replace(whole, probed_layers=sum(1 for _ in probed_modules(model)))
+        loaded = time.monotonic()
         count, error, worst = probe(model, published, self.model_config.dtype, device, seed=manifest.version.step)
-        return msgspec.structs.replace(whole, probed_layers=count, probe_error=error, probe_worst=worst)
+        probed_s = time.monotonic() - loaded
+        return msgspec.structs.replace(whole, probed_layers=count, probe_error=error, probe_worst=worst, probe_s=probed_s)
 
 
 def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Published, tuple[str, ...]]:

@@ -7,8 +7,10 @@ What is broadcast is received into memory of this process.  `verify` needs no to
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from rft.broadcast import Bucket, Worker
 
+THREADS = min(4, os.cpu_count() or 1)
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -55,7 +58,14 @@ class Weights:
     def bad(self, tensors: tuple[TensorSpec, ...] | None = None) -> tuple[str, ...]:
         """Names of the tensors (all; or of these) whose bytes are not what the manifest says (xxh3-128, size, place)."""
         chosen = self.manifest.tensors if tensors is None else tensors
-        return tuple(t.name for t in chosen if _misfit(t, len(self)) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128)
+
+        def wrong(t: TensorSpec) -> bool:
+            return bool(_misfit(t, len(self))) or xxhash.xxh3_128_hexdigest(self.raw(t)) != t.xxh3_128
+
+        if len(chosen) == 1:
+            return (chosen[0].name,) if wrong(chosen[0]) else ()
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="verify") as pool:
+            return tuple(t.name for t, bad in zip(chosen, pool.map(wrong, chosen), strict=True) if bad)
 
 
 class MappedWeights(Weights):

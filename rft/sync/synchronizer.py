@@ -165,8 +165,10 @@ class Synchronizer:
         while True:
             departures = self._departures
             try:
+                began = time.perf_counter()
                 async with self._groups_ended(manifest.version):
-                    return await self._attempt(manifest)
+                    waited = Metric("sync/wait_s", time.perf_counter() - began, "max")
+                    return [waited, *await self._attempt(manifest)]
             except asyncio.CancelledError:
                 log.warning("publishing %s was cancelled", manifest.version)
                 if self._loaded == manifest.version and self._under_way:
@@ -458,15 +460,20 @@ class Synchronizer:
         restarts, self._restarts = self._restarts, dict.fromkeys(self._restarts, 0)
         return [
             *(Metric(f"sync/{name}", float(count), "sum") for name, count in restarts.items()),
+            Metric("sync/stage_s", manifest.stage_s, "max"),
             Metric("sync/pause_s", paused - began, "max"),
             Metric("sync/load_s", loaded - paused, "max"),
             Metric("sync/load/meeting_s", max(r.meeting_s for r in reports), "max"),
             Metric("sync/load/transfer_s", max(r.transfer_s for r in reports), "max"),
             Metric("sync/load/verify_s", max(r.verify_s for r in reports), "max"),
-            Metric("sync/load/model_s", max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s for r in reports), "max"),
+            Metric(
+                "sync/load/model_s", max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s - r.probe_s for r in reports), "max"
+            ),
+            Metric("sync/load/probe_s", max(r.probe_s for r in reports), "max"),
             Metric("sync/resume_s", resumed - loaded, "max"),
             Metric("sync/canary_s", ended - resumed, "max"),
             Metric("sync/total_s", ended - began, "max"),
+            *_held(reports, resumed - began),
             Metric("sync/version", float(version.step), "last"),
             Metric("sync/bytes", float(manifest.nbytes), "last"),
             Metric("sync/probed_layers", float(min(r.probed_layers for r in reports)), "min"),
@@ -699,6 +706,17 @@ class Synchronizer:
 
     def _served_text(self) -> str:
         return str(self._manifest.version) if self._manifest is not None else "nothing yet"
+
+
+def _held(reports: Sequence[LoadReport], paused_s: float) -> list[Metric]:
+    """What a pause of `paused_s` did to the requests under way."""
+    held = [r.held for r in reports]
+    return [
+        Metric("sync/requests_paused", float(sum(h.requests for h in held)), "sum"),
+        Metric("sync/requests_aborted", float(sum(h.aborted for h in held)), "sum"),
+        Metric("sync/recomputed_tokens", float(sum(h.recomputed_tokens for h in held)), "sum"),
+        Metric("sync/lost_tokens", sum(h.tokens_per_s for h in held) * paused_s, "sum"),
+    ]
 
 
 def _some(names: Sequence[Any]) -> str:

@@ -7,6 +7,7 @@ Knows neither Ray nor buffers.  Invariant: collective calls reach every rank in 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from rft.algorithm.argbase import Computed
 from rft.algorithm.catalog import controllers
@@ -181,9 +183,10 @@ class Ranks:
         return found
 
     async def stage(self, version: Version, transport: Transport) -> WeightManifest:
+        began = time.perf_counter()
         first, *_ = await self._all("stage", [(version, transport), *((version, None) for _ in self._remote)])
         assert isinstance(first, WeightManifest)
-        return first
+        return replace(first, stage_s=time.perf_counter() - began)
 
     async def take(self, step: int, *, copy: bool) -> None:
         """Every rank fixes what it will write; see `Learner.take`."""

@@ -148,10 +148,20 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     tied: dict[str, str] = field(default_factory=dict)  # {"lm_head.weight": "model.embed_tokens.weight"}
     broadcast: Broadcast | None = None
+    stage_s: float = 0.0  # how long the trainer's ranks took for it
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
+
+
+class HeldRequests(Struct, frozen=True, kw_only=True):
+    """What one engine was doing when it was paused, and what the pause costs."""
+
+    requests: int = 0  # completions under way
+    aborted: int = 0  # of them, those that were gone after the load; every one is a fault
+    recomputed_tokens: int = 0  # of prompts and answers whose keys and values are to be computed again
+    tokens_per_s: float = 0.0  # generated until then: what every second of the pause loses
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
@@ -171,6 +181,8 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     meeting_s: float = 0.0  # until the group of a broadcast stood
     transfer_s: float = 0.0  # waiting for bytes
     verify_s: float = 0.0  # hashes
+    probe_s: float = 0.0  # layers against the published weights
+    held: HeldRequests = HeldRequests()  # said by the engine, not by its workers
 
     @property
     def whole(self) -> bool:

@@ -21,6 +21,15 @@ STYLES = {
     "fully_async": ("sync_interval=2", "staleness_threshold=0.5", "require_batches=2"),
     "fully_async, bounded": ("sync_interval=2", "staleness_threshold=1.0", "max_staleness=1", "partial_rollout=false"),
 }
+VERL_NAMES = (
+    "trainer/idle_ratio", "rollouter/idle_ratio", "fully_async/count/stale_samples_processed",
+    "fully_async/count/stale_trajectory_processed", "fully_async/partial/total_partial_num", "fully_async/partial/partial_ratio",
+    "fully_async/partial/max_partial_span",
+)  # fmt: skip
+SYNC_NAMES = (
+    "stage_s", "wait_s", "pause_s", "load_s", "verify_s", "probe_s", "resume_s", "canary_s", "requests_paused", "recomputed_tokens",
+    "lost_tokens",
+)  # fmt: skip
 ON_POLICY = {
     "fixed": (),
     "explorer_driven": ("max_staleness=0",),
@@ -56,13 +65,12 @@ def test_a_short_run_keeps_its_bound(style: str, tiny_model: Path, tmp_path: Pat
     assert min(found) == 0 and max(found) <= bound(folder), found
     values = read(folder / "metrics.jsonl")
     assert [step for step, _ in series(values, "eval/copy_eval/mean@1")][-1] == 8
-    for name in (
-        "trainer/idle_ratio",
-        "buffer/stale_samples_processed",
-        "fully_async/partial/max_partial_span",
-        "rollouter/idle_ratio",
-    ):
-        assert series(values, name), name
+    for name in VERL_NAMES:
+        found_values = [v for _, v in series(values, name)]
+        assert found_values and all(v >= 0 for v in found_values), name
+    for name in SYNC_NAMES:
+        assert series(values, f"sync/{name}"), name
+    assert all(v == 0 for _, v in series(values, "sync/requests_aborted"))
 
 
 @pytest.mark.slow
@@ -75,6 +83,8 @@ def test_it_learns(style: str, seed: int, tmp_path: Path) -> None:
     folder = play(model, tmp_path / "runs", style, STYLES[style], *changes)
     accuracy = dict(series(read(folder / "metrics.jsonl"), "eval/copy_eval/mean@1"))
     assert accuracy[140] >= 0.9, accuracy
+    for name in ("actor/ppo_kl", "actor/pg_clipfrac"):  # where rows are trained: not while all answers of a group are wrong
+        assert series(read(folder / "metrics.jsonl"), name), name
     assert max(ages(folder)) <= bound(folder)
 
 

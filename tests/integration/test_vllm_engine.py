@@ -144,7 +144,7 @@ async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_mode
     await subject.publish(old, Version(2, 1))
     task = asyncio.create_task(tied_engine.generate(ask(max_tokens=400, ignore_eos=True)))
     await asyncio.wait([task], timeout=0.1)
-    await subject.publish(new, Version(2, 2))
+    held = (await subject.publish(new, Version(2, 2))).held
     made = (await task)[0]
     cut = next(s for s in made.version_spans if s.version == Version(2, 2)).start
     assert 0 < cut < 400, made.version_spans
@@ -160,6 +160,10 @@ async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_mode
         sampling=sampling,
     )
     assert difference(reference(tiny_model, new), [later]) < 1e-4
+    assert (held.requests, held.aborted) == (1, 0) and held.tokens_per_s > 0
+    assert held.recomputed_tokens == len(made.prompt_tokens) + cut - 1, "the newest token has no keys yet"
+    idle = (await subject.publish(new, Version(2, 3))).held
+    assert (idle.requests, idle.recomputed_tokens, idle.tokens_per_s) == (0, 0, 0)
 
 
 async def test_each_fault_is_visible(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:

@@ -176,6 +176,19 @@ async def test_each_fault_is_visible(subject: Subject, tiny_model: Path, monkeyp
     assert errors(reference(tiny_model, weights), (await subject.engine.generate(ask()))[0]).max() < 1e-5
 
 
+async def test_what_a_pause_holds_up(subject: Subject) -> None:
+    await subject.publish()
+    task = asyncio.create_task(subject.engine.generate(ask(n=2, max_tokens=300, ignore_eos=True)))
+    await asyncio.wait([task], timeout=0.1)
+    held = (await subject.publish(version=Version(1, 900))).held
+    made = await task
+    assert (held.requests, held.aborted) == (2, 0)
+    before = [c.version_spans[-1].start for c in made]
+    assert held.recomputed_tokens == sum(len(c.prompt_tokens) + n - 1 for c, n in zip(made, before, strict=True) if n)
+    idle = (await subject.publish(version=Version(1, 901))).held
+    assert (idle.requests, idle.recomputed_tokens) == (0, 0)
+
+
 async def test_a_closed_engine_fails_what_waits(subject: Subject) -> None:
     await subject.publish()
     await subject.engine.pause()

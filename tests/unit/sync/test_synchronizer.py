@@ -21,7 +21,7 @@ from rft.sync.synchronizer import Synchronizer
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
 
 V, H = 32, 8
 PROMPTS = [[i % V, (3 * i) % V, 5] for i in range(8)]
@@ -109,6 +109,9 @@ class TableEngine:
             probed_layers=1,
             probe_error=0.5 if what == "probe" else 1e-7,
             probe_worst="head",
+            verify_s=0.25,
+            probe_s=0.5,
+            held=HeldRequests(requests=3, aborted=0, recomputed_tokens=40, tokens_per_s=100.0),
         )
 
     async def resume(self) -> None:
@@ -207,6 +210,17 @@ async def test_versions_are_served_one_after_the_other(world: World) -> None:
         assert (said["sync/canary_moved"] > 0.1) == (step > 0)
     assert world.trainer.calls == 4, "one scorer call per version, for old and new probe together"
     assert world.sync.manifest is not None and world.sync.manifest.version == Version(1, 3)
+
+
+async def test_what_a_pause_costs_is_said(world: World) -> None:
+    """Sums over the engines; tokens lost are those that the engines would have written in the time."""
+    said = await world.publish(0)
+    engines = len(world.engines)
+    assert said["sync/requests_paused"] == 3 * engines and said["sync/requests_aborted"] == 0
+    assert said["sync/recomputed_tokens"] == 40 * engines
+    paused_s = said["sync/pause_s"] + said["sync/load_s"] + said["sync/resume_s"]
+    assert said["sync/lost_tokens"] == pytest.approx(100 * engines * paused_s)
+    assert (said["sync/load/verify_s"], said["sync/load/probe_s"]) == (0.25, 0.5)
 
 
 async def test_a_step_too_small_to_see_is_reported(world: World) -> None:

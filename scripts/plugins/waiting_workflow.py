@@ -1,0 +1,33 @@
+"""One chat per run, then a tool or judge that takes its time: lognormal waits between 0.2 and 2 s, the same for the same task and run."""
+
+import asyncio
+import random
+
+from pydantic import BaseModel
+
+from rft.types.completion import Transcript
+from rft.types.task import Task
+from rft.workflow.base import RunContext, Workflow, workflow
+
+LEAST_S, MOST_S = 0.2, 2.0
+
+
+def wait_s(task: int, run: int) -> float:
+    """Seconds that the tool takes; median 0.6."""
+    return min(MOST_S, max(LEAST_S, random.Random(task * 1009 + run).lognormvariate(-0.5, 0.7)))
+
+
+class WaitingArgs(BaseModel):
+    waits: bool = True
+
+
+@workflow("waiting_workflow", args=WaitingArgs)
+class WaitingWorkflow(Workflow):
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+
+    async def run(self, task: Task, ctx: RunContext) -> Transcript:
+        await ctx.chat(task.chat())
+        if self.waits:
+            await asyncio.sleep(wait_s(task.index, ctx.run))  # this is the tool: it takes time and no processor
+        return ctx.transcript()
