@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from rft.engine import packed
+from rft.engine.adapted import Adapted
 from rft.engine.weights import MappedWeights
 from rft.faults import SYNC_POINTS, fault
 from rft.types.ids import Version
@@ -18,17 +19,20 @@ from rft.types.ports import LoadReport, WeightManifest
 
 
 @torch.no_grad()
-def load_in_place(model: torch.nn.Module, manifest: WeightManifest) -> LoadReport:
-    """Verify, copy, pack, and compare what is there afterwards with what was published: every parameter and every linear layer."""
+def load_in_place(model: torch.nn.Module, manifest: WeightManifest, adapted: Adapted | None = None) -> LoadReport:
+    """Verify, copy, pack, and compare what is there afterwards with what was published: every parameter and every linear layer.
+
+    Of an adapter alone: see `Adapted`, which has to be the same one at every load.
+    """
     start = time.monotonic()
     active = {point for point in SYNC_POINTS if fault(point)}
-    report = _load(model, manifest, active)
+    report = _load(model, manifest, active, adapted)
     if "sync.wrong_version" in active:
         report = replace(report, version=Version(report.version.lineage, report.version.step + 1))
     return replace(report, load_s=time.monotonic() - start)
 
 
-def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str]) -> LoadReport:
+def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str], adapted: Adapted | None) -> LoadReport:
     nothing = LoadReport(version=manifest.version, num_tensors=0, nbytes=0)
     mapped = MappedWeights(manifest)
     if "sync.corrupt_byte" in active:
@@ -38,6 +42,9 @@ def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str]) ->
     tensors = {t.name: mapped.tensor(t) for t in manifest.tensors}
     if "sync.missing_tensor" in active:
         tensors.popitem()
+    if manifest.adapter is not None:
+        assert adapted is not None, "an adapter needs a model that can have one"
+        return adapted.load(tensors, manifest, active)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     unexpected = tuple(n for n in tensors if n not in parameters)
     given = {id(parameters[n]) for n in tensors if n in parameters}

@@ -11,6 +11,7 @@ from rft.cli.export import copy_model
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.trainer import adapterfiles
+from rft.types.adapter import key
 
 TINY = Path(__file__).parent / "tiny_config.yaml"
 
@@ -40,7 +41,7 @@ def test_an_adapter_is_learnt_published_saved_and_resumed(tiny_model: Path, tmp_
     for name, weight in base.items():
         module = name.removesuffix(".weight")
         if module in form.modules:
-            a, b = (parts[adapterfiles.key(module, side)] for side in "AB")
+            a, b = (parts[key(module, side)] for side in "AB")
             assert not torch.equal(merged[name], weight)
             weight = weight + form.scale * b @ a
         assert torch.allclose(merged[name], weight, atol=1e-6), name

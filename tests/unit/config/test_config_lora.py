@@ -25,6 +25,7 @@ from rft.convert.verl import Conversion, convert
 from rft.errors import ConfigError
 from rft.trainer import adapterfiles
 from rft.trainer.settings import LoraSettings
+from rft.types.adapter import key
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny" / "config.yaml"
@@ -100,8 +101,8 @@ def peft_folder(folder: Path, modules: dict[str, tuple[int, int]], rank: int = 2
     folder.mkdir()
     found = {}
     for name, (out, into) in modules.items():
-        found[adapterfiles.key(name, "A")] = np.zeros((rank, into), np.float32)
-        found[adapterfiles.key(name, "B")] = np.zeros((out, rank), np.float32)
+        found[key(name, "A")] = np.zeros((rank, into), np.float32)
+        found[key(name, "B")] = np.zeros((out, rank), np.float32)
     save_file(found, folder / adapterfiles.WEIGHTS)
     page = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": None, **entries}
     (folder / adapterfiles.CONFIG).write_text(json.dumps(page))
