@@ -46,7 +46,8 @@ async def serve(model: str, way: str, rank: int) -> None:
     from rft.types.ports import GenerateRequest
     from rft.types.task import SamplingArgs
 
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print is no answer
     settings = LearnerSettings(model_path=model, lora=LoraSettings(rank=rank, merge=way == "merged"), cpu_threads=2)
     learner = Learner(settings)
     assert learner.policy.adapter is not None

@@ -28,9 +28,11 @@ class Adapted:
         self.layers: dict[str, Beside] = {}
         self._checked: tuple[int, float, str] | None = None  # layers of the base that were probed, largest error, where
 
-    def load(self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest, active: set[str]) -> LoadReport:
-        """Exchange the adapter for `tensors`, whose hashes are right.  `active`: fault points."""
-        nothing, spec = LoadReport(version=manifest.version, num_tensors=0, nbytes=0), manifest.adapter
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest, active: set[str], nothing: LoadReport
+    ) -> LoadReport:
+        """Exchange the adapter for `tensors`, whose hashes are right.  `active`: fault points; `nothing`: the report of no load."""
+        spec = manifest.adapter
         assert spec is not None
         linear = dict(packed.linears(self._model))
         found, missing, unexpected = pairs(tensors, spec)

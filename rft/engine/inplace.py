@@ -44,7 +44,7 @@ def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str], ad
         tensors.popitem()
     if manifest.adapter is not None:
         assert adapted is not None, "an adapter needs a model that can have one"
-        return adapted.load(tensors, manifest, active)
+        return adapted.load(tensors, manifest, active, nothing)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     unexpected = tuple(n for n in tensors if n not in parameters)
     given = {id(parameters[n]) for n in tensors if n in parameters}

@@ -34,9 +34,11 @@ class WorkerAdapter:
         self._checked: tuple[int, float, str] | None = None
         self._native = worker.vllm_config.lora_config is not None
 
-    def load(self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest, active: set[str]) -> LoadReport:
-        """Exchange the adapter for `tensors`, whose hashes are right.  `active`: fault points."""
-        nothing, spec = LoadReport(version=manifest.version, num_tensors=0, nbytes=0), manifest.adapter
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest, active: set[str], nothing: LoadReport
+    ) -> LoadReport:
+        """Exchange the adapter for `tensors`, whose hashes are right.  `active`: fault points; `nothing`: the report of no load."""
+        spec = manifest.adapter
         assert spec is not None
         if self._worker.model_config.use_mla:
             raise ValueError(

@@ -62,7 +62,7 @@ class WeightWorker:
         if "sync.missing_tensor" in active:
             tensors.popitem()
         if manifest.adapter is not None:
-            return self._rft_adapter().load(tensors, manifest, active)
+            return self._rft_adapter().load(tensors, manifest, active, nothing)
         model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             from vllm.model_executor.models.utils import is_pp_missing_parameter
