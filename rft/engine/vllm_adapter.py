@@ -33,6 +33,7 @@ class WorkerAdapter:
         self._names: set[str] = set()
         self._checked: tuple[int, float, str] | None = None
         self._native = worker.vllm_config.lora_config is not None
+        self._modules = self._linear()
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest, active: set[str], nothing: LoadReport
@@ -77,17 +78,16 @@ class WorkerAdapter:
         published, unknown = place(self._model, {f"{n}.weight": t for n, t in stand_ins.items()})
         layers: dict[str, Parts] = {}
         wrong = [key(name.removesuffix(".weight"), "A") for name in unknown]
-        modules = self._modules()
         for parameter, parts in published.items():
             name = parameter.removesuffix(".weight")
             mine = {shard: found[names[id(t)]] for shard, t in parts.items()}
-            if (module := modules.get(name)) is None or not _fits(module, mine):
+            if (module := self._modules.get(name)) is None or not _fits(module, mine):
                 wrong += [key(names[id(t)], "A") for t in parts.values()]
             else:
                 layers[name] = mine
         return layers, tuple(wrong)
 
-    def _modules(self) -> dict[str, Any]:
+    def _linear(self) -> dict[str, Any]:
         """vLLM's linear layers by their plain name; of its LoRA layers what they are around."""
         from vllm.model_executor.layers.linear import LinearBase
 
@@ -101,7 +101,7 @@ class WorkerAdapter:
         """This tensor-parallel rank's own parts, in the layer's order, and how many outputs each has; B x A is its part of the product."""
         from vllm.model_executor.layers.linear import RowParallelLinear
 
-        module = self._modules()[name]
+        module = self._modules[name]
         device, dtype = self._device_and_type()
         if isinstance(module, RowParallelLinear):
             (pair,) = parts.values()
@@ -127,10 +127,9 @@ class WorkerAdapter:
     # ------------------------------------------------------------ exchange
 
     def _exchange(self, cut: Mapping[str, tuple[list[Pair | None], list[int]]], spec: AdapterSpec) -> None:
-        modules = self._modules()
         for name, (parts, widths) in cut.items():
             if name not in self._layers:
-                method = modules[name].quant_method
+                method = self._modules[name].quant_method
                 self._plain[name] = method.apply
                 method.apply = self._with(name, method.apply)
             self._layers[name] = Beside(parts, widths, spec)
@@ -179,7 +178,6 @@ class WorkerAdapter:
         added = self._added_native() if self._native else self._added
         if added is None:
             return count, *error
-        modules = self._modules()
         random = torch.Generator().manual_seed(seed)
         device, dtype = self._device_and_type()
         for name, (parts, widths) in cut.items():
@@ -188,12 +186,12 @@ class WorkerAdapter:
             want = torch.cat([z if p is None else product(p, x, spec.scale) for p, z in zip(parts, nothing, strict=True)], dim=-1)
             error = worst(error, (apart(added(name, x), want), name))
             if name in self._plain:
-                whole = self._plain[name](modules[name], x, None) + want
-                error = worst(error, (apart(modules[name].quant_method.apply(modules[name], x, None), whole), name))
+                whole = self._plain[name](self._modules[name], x, None) + want
+                error = worst(error, (apart(self._modules[name].quant_method.apply(self._modules[name], x, None), whole), name))
         return count + len(cut), *error
 
     def _added(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        module = self._modules()[name]
+        module = self._modules[name]
         out = torch.zeros_like(module.quant_method.apply(module, x, None))
         if name in self._layers:
             self._layers[name].add(out, x)
