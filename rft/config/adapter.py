@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rft.config.modelshape import ModelShape, Tensors
@@ -16,11 +17,15 @@ from rft.config.plan import Plan
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
 from rft.config.schema.trainer import RefConfig
+from rft.engine.settings import EngineSettings
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer import adapterfiles
 from rft.trainer.adapterfiles import ALL_LINEAR, KEY, RANK
 from rft.trainer.settings import LearnerSettings, LoraSettings
 
+_ALONE = ("vllm", "transformers")  # engines that have a base of their own to which they add an adapter
+_OWN_LAYERS = ("fully_sharded_loras", "max_cpu_loras")
+_LARGEST_RANK = 512  # of vLLM's LoRA layers
 _NOT_LINEAR = re.compile(r"(^|\.)(lm_head|embed\w*|word_embeddings|wte|wpe|score|\w*norm\w*)$")
 
 
@@ -69,6 +74,51 @@ def _names(given: str | tuple[str, ...], name: str, p: Problems) -> str | tuple[
     return given
 
 
+def published(
+    config: RunConfig, engines: tuple[EngineSettings, ...], learner: LearnerSettings, p: Problems
+) -> tuple[tuple[EngineSettings, ...], LearnerSettings]:
+    """Whether the adapter reaches the engines alone, and in whose layers they compute it."""
+    e, engine, lora = config.explorer.rollout_model, engines[0], learner.lora
+    written = [name for name in _OWN_LAYERS if getattr(e, name) != type(e).model_fields[name].default]
+    own = lora is not None and engine.engine_type == "vllm" and (not engine.enforce_eager or e.fully_sharded_loras)
+    if lora is not None and config.model.lora_configs:
+        given, rank = config.model.lora_configs[0].merge, _rank(lora)
+        why = _whole_only(engine, own, rank)
+        if given is False and why:
+            p.error(f"{KEY}.merge", f"{why}; leave it out", given=False)
+        merge = bool(why) if given is None else given
+        if given is None:
+            p.derive(f"{KEY}.merge", merge, why or f"engine_type {engine.engine_type} adds an adapter to its own weights")
+        learner, own = replace(learner, lora=replace(lora, merge=merge)), own and not merge
+        if own:
+            engines = tuple(
+                replace(x, lora_rank=rank, fully_sharded_loras=e.fully_sharded_loras, max_cpu_loras=e.max_cpu_loras)
+                for x in engines
+            )
+    if written and not own:
+        p.warn(
+            f"explorer.rollout_model.{written[0]} has no effect: it is about vLLM's own LoRA layers, which take an adapter that comes "
+            "alone (model.lora_configs, merge: false) where vLLM captures graphs (enforce_eager: false) or fully_sharded_loras is true"
+        )
+    return engines, learner
+
+
+def _whole_only(engine: EngineSettings, own: bool, rank: int) -> str:
+    """Why engines need whole weights; "" where an adapter alone will do."""
+    if engine.engine_type not in _ALONE:
+        return f"engine_type {engine.engine_type} takes whole weights only"
+    if own and rank > _LARGEST_RANK:
+        return f"vLLM's own LoRA layers go up to rank {_LARGEST_RANK}, not {rank}"
+    return ""
+
+
+def _rank(lora: LoraSettings) -> int:
+    try:
+        return lora.rank or (RANK if lora.path is None else adapterfiles.read(Path(lora.path))[0].rank)
+    except CheckpointInvalid:
+        return RANK  # told by `fits`
+
+
 def linear(tensors: Tensors) -> dict[str, tuple[int, int]]:
     """The layers of a model's files that may have an adapter, (out, in) by name."""
     found = {n.removesuffix(".weight"): s for n, (_, s) in tensors.items() if n.endswith(".weight") and len(s) == 2}
@@ -88,13 +138,13 @@ def fits(settings: LearnerSettings, tensors: Tensors, problems: Problems) -> Non
 
 
 def rounding(plan: Plan, problems: Problems) -> None:
-    """Engines get the base with the adapter added; a short type rounds away what is small beside the base."""
+    """Where engines get the base with the adapter added, a short type rounds away what is small beside the base."""
     dtypes = {e.dtype for e in plan.engines} & {"bfloat16", "float16"}
-    if plan.learner.lora is not None and dtypes and plan.trainer.given is None:
+    if plan.learner.lora is not None and plan.learner.lora.merge and dtypes and plan.trainer.given is None:
         problems.warn(
             f"explorer.rollout_model.dtype is {dtypes.pop()}: the base with the adapter added is rounded to it, which loses most of an "
             "adapter's first small steps, so engines stay near the base while the trainer moves.  mismatch/* shows how far apart they are; "
-            "dtype: float32 loses nothing"
+            "merge: false or dtype: float32 loses nothing"
         )
 
 

@@ -11,8 +11,8 @@ _ENGINE = "explorer.rollout_model"
 
 INSTEAD: dict[str, str] = {
     "model.tinker*": "Tinker is not offered: training runs on your own machines with the FSDP2 trainer; remove it",
-    "model.fully_sharded_loras": "it has no effect; remove it",
-    "model.max_cpu_loras": "it has no effect; remove it",
+    "model.fully_sharded_loras": "write explorer.rollout_model.fully_sharded_loras",
+    "model.max_cpu_loras": "write explorer.rollout_model.max_cpu_loras",
     "model.lora_configs[[]*].is_dummy": "without path the adapter is a new one; remove it",
     "model.lora_configs[[]*].lora_dropout": "engines sample without dropout, so there is none in training; remove it",
     "model.lora_configs[[]*].use_rslora": "write lora_alpha x sqrt(lora_rank) as lora_alpha; an adapter in path brings its own",

@@ -15,7 +15,7 @@ from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, check_args
 from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
 from rft.algorithm.loss_args import LOSSES
 from rft.buffer.settings import BufferSettings
-from rft.config import given, halves, policies, roles, served, spread, steps
+from rft.config import adapter, given, halves, policies, roles, served, spread, steps
 from rft.config.active import used
 from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
@@ -71,6 +71,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     policies.whole_groups(algorithm, compares, rows, p)
     policies.critic(config, algorithm, facts, p)
     learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, run_dir, find, p)
+    engines, learner = adapter.published(config, engines, learner, p)
     roles.micro_batches(config, train, learner, bool(policies.has_critic(algorithm, facts)), p)
     roles.deterministic(config, train, p)
     sync = steps.sync(config, engines, trainer_device, train, p)

@@ -27,6 +27,8 @@ _UNUSED = {  # keys of an auxiliary model that cannot change anything
     "enable_prompt_truncation": "a prompt that is too long is refused",
     "enable_history": "calls of auxiliary models are not trained on",
     "use_v1": "vLLM has no other engine",
+    "fully_sharded_loras": "its weights have no adapter",
+    "max_cpu_loras": "its weights have no adapter",
 }
 _VLLM_ONLY = {"enable_chunked_prefill": True, "disable_log_stats": True, "enable_log_requests": False}
 

@@ -7,11 +7,14 @@ class method that gives back something that fulfils `rft.types.ports.Engine`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rft import plugins
 from rft.engine.settings import EngineSettings
-from rft.errors import ConfigError, EngineFailed
+from rft.errors import ConfigError, EngineFailed, WeightSyncFailed
+from rft.types import modelfiles
+from rft.types.adapter import AdapterSpec
 from rft.types.ids import Version
 from rft.types.ports import Engine, HeldRequests, LoadReport, ScoreRow
 
@@ -110,6 +113,15 @@ async def make(settings: EngineSettings) -> Engine:
         )
     started: Engine = await found.start(settings)
     return started
+
+
+def check_base(name: str, model_path: str, spec: AdapterSpec) -> None:
+    """Raises WeightSyncFailed where the engine `name` was started with another base than the adapter's."""
+    if (mine := modelfiles.fingerprint(Path(model_path))) != spec.base:
+        raise WeightSyncFailed(
+            f"{name}: the adapter is for other weights (sha256 {spec.base[:12]}) than those in {model_path} ({mine[:12]}), with which the "
+            "engine was started; give both sides the same model.model_path, or write model.lora_configs[0].merge: true"
+        )
 
 
 def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from rft.engine import packed
+from rft.engine.adapted import Adapted
 from rft.engine.weights import Intake
 from rft.faults import SYNC_POINTS, fault
 from rft.types.ids import Version
@@ -18,17 +19,24 @@ from rft.types.ports import LoadReport, WeightManifest
 
 
 @torch.no_grad()
-def load_in_place(model: torch.nn.Module, manifest: WeightManifest, intake: Intake | None = None) -> LoadReport:
-    """Take, verify, copy, pack, and compare what is there afterwards with what was published: every parameter and every linear layer."""
+def load_in_place(
+    model: torch.nn.Module, manifest: WeightManifest, intake: Intake | None = None, adapted: Adapted | None = None
+) -> LoadReport:
+    """Take, verify, copy, pack, and compare what is there afterwards with what was published: every parameter and every linear layer.
+
+    Of an adapter alone: see `Adapted`, which has to be the same one at every load.
+    """
     start = time.monotonic()
     active = {point for point in SYNC_POINTS if fault(point)}
-    report = _load(model, manifest, active, intake or Intake())
+    report = _load(model, manifest, active, intake or Intake(), adapted)
     if "sync.wrong_version" in active:
         report = replace(report, version=Version(report.version.lineage, report.version.step + 1))
     return replace(report, load_s=time.monotonic() - start)
 
 
-def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str], intake: Intake) -> LoadReport:
+def _load(
+    model: torch.nn.Module, manifest: WeightManifest, active: set[str], intake: Intake, adapted: Adapted | None
+) -> LoadReport:
     taken = intake.take(manifest, damage="sync.corrupt_byte" in active)
     nothing = taken.report
     if not nothing.whole:
@@ -36,6 +44,9 @@ def _load(model: torch.nn.Module, manifest: WeightManifest, active: set[str], in
     tensors = {t.name: taken.weights.tensor(t) for t in manifest.tensors}
     if "sync.missing_tensor" in active:
         tensors.popitem()
+    if manifest.adapter is not None:
+        assert adapted is not None, "an adapter needs a model that can have one"
+        return adapted.load(tensors, manifest, active, nothing)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     unexpected = tuple(n for n in tensors if n not in parameters)
     given = {id(parameters[n]) for n in tensors if n in parameters}

@@ -61,6 +61,9 @@ class EngineSettings:
     step_timeout_s: float | None = 600.0  # with work, and no finished step
     request_timeout_s: float = 3600.0  # one generate call, waits while paused included
     deterministic: bool = False  # transformers: every text is computed alone, so that no rounding tells of its company
+    lora_rank: int | None = None  # vllm: its own LoRA layers for adapters up to this rank; None = adapters go beside its layers
+    fully_sharded_loras: bool = False  # of them
+    max_cpu_loras: int | None = None  # of them
     fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused
     max_concurrent: int = 256  # requests under way (external)
     external: ExternalSettings | None = None

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from rft.engine.base import check_row, engine, no_scores, not_loaded
+from rft.engine.base import check_base, check_row, engine, no_scores, not_loaded
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.parsing import Parsers
 from rft.engine.settings import EngineSettings
@@ -88,6 +88,7 @@ class TransformersEngine:
     """Made by `start`; `generate`, `pause`, `load`, `resume` may be called from any event loop."""
 
     def __init__(self, settings: EngineSettings, model: Any, chat: Chat) -> None:
+        from rft.engine.adapted import Adapted
         from rft.engine.kvcache import RowCache
 
         self.settings = settings
@@ -95,6 +96,7 @@ class TransformersEngine:
         self.version: Version | None = FIXED if settings.fixed_weights else None
         self._chat = chat
         self._parse = Parsers(settings, chat.tokenizer)
+        self._adapted = Adapted(model, settings.model_path)
         self._device: torch.device = next(model.parameters()).device
         self._cache = RowCache(self._device)
         self._seeds = np.random.Generator(np.random.Philox(settings.seed))
@@ -164,10 +166,13 @@ class TransformersEngine:
         if not self._paused and self.version is not None:
             raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
 
+        if manifest.adapter is not None and self.version is None:
+            await asyncio.to_thread(check_base, self.settings.name, self.settings.model_path, manifest.adapter)
+
         def load() -> LoadReport:
             from rft.engine.inplace import load_in_place
 
-            report = load_in_place(self.model, manifest, self._intake)
+            report = load_in_place(self.model, manifest, self._intake, self._adapted)
             if report.whole:
                 self.version = report.version
             return replace(report, held=self._held())

@@ -17,13 +17,13 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import msgspec
 import numpy as np
 import psutil
 
-from rft.engine.base import check_row, engine, no_logprobs, no_scores, not_loaded, worst
+from rft.engine.base import check_base, check_row, engine, no_logprobs, no_scores, not_loaded, worst
 from rft.engine.chat import Chat
 from rft.engine.parsing import Parsers
 from rft.engine.settings import EngineSettings
@@ -92,6 +92,7 @@ class VllmEngine:
         without_prometheus(self._llm.logger_manager)
         self._chat = Chat(settings, self._llm.renderer.get_tokenizer())
         self._parse = Parsers(settings, self._chat.tokenizer)
+        self._adapter = _adapter_request() if settings.lora_rank is not None else None
         self._ids = itertools.count()
         self._paused = False
         self._running = 0  # completions
@@ -158,6 +159,8 @@ class VllmEngine:
         tokens = check_row(row, self.settings, longest=self.settings.max_model_len - 1)  # vLLM wants room for one token
         if row.temperature != 1:
             raise ValueError(f"{self.settings.name}: vLLM scores given tokens at temperature 1 only, not {row.temperature:g}")
+        if self._adapter is not None:  # its prompt log-probs end the engine
+            raise ValueError(f"{self.settings.name}: vLLM's LoRA layers cannot score given tokens; use enforce_eager: true")
         if row.prompt_length == len(tokens):
             return np.empty(0, np.float32)
         params = SamplingParams(
@@ -184,6 +187,8 @@ class VllmEngine:
             raise EngineFailed(f"{self.settings.name}: its weights are fixed (fixed_weights); nothing can be published to it")
         if not self._paused and self.version is not None:
             raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
+        if manifest.adapter is not None and self.version is None:
+            await asyncio.to_thread(check_base, self.settings.name, self.settings.model_path, manifest.adapter)
         frame = msgspec.msgpack.encode(manifest)
         answers = await self._call("load weights", self._llm.collective_rpc("rft_load", args=(frame,)))
         report = worst([msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version)
@@ -241,7 +246,8 @@ class VllmEngine:
         from vllm import TokensPrompt
 
         name = f"{request.request_id or 'request'}-{next(self._ids)}"
-        return await self._answer("answer a request", self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name))
+        stream = self._llm.generate(TokensPrompt(prompt_token_ids=prompt), params, name, lora_request=self._adapter)
+        return await self._answer("answer a request", stream)
 
     async def _answer(self, what: str, stream: Any) -> Any:
         """The last output of a request, which waits while the engine is paused."""
@@ -401,6 +407,9 @@ def engine_args(settings: EngineSettings) -> Any:
         del args["worker_extension_cls"], args["logprobs_mode"]
     if not settings.enable_chunked_prefill:  # else vLLM switches it on wherever model and device can do it
         args["enable_chunked_prefill"] = False
+    if settings.lora_rank is not None:
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_limit(settings.lora_rank)}
+        args |= {"fully_sharded_loras": settings.fully_sharded_loras, "max_cpu_loras": settings.max_cpu_loras}
     if settings.block_size is not None:
         args["block_size"] = settings.block_size
     if settings.device == "cpu":
@@ -423,6 +432,29 @@ def engine_args(settings: EngineSettings) -> Any:
     if isinstance(override := args.get("hf_overrides"), dict):
         args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
     return AsyncEngineArgs(**args)
+
+
+def lora_limit(rank: int) -> int:
+    """The smallest rank, of those that vLLM has LoRA layers for, that is enough."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks: list[int] = [r for r in get_args(MaxLoRARanks) if r >= rank]
+    if not ranks:
+        raise ConfigError(
+            f"is {rank}; vLLM's LoRA layers go up to {max(get_args(MaxLoRARanks))}: write merge: true, or enforce_eager: true",
+            key="model.lora_configs[0].lora_rank",
+            given=rank,
+        )
+    return min(ranks)
+
+
+def _adapter_request() -> Any:
+    """One adapter under one id, exchanged in place by `rft.engine.vllm_adapter`; nothing is read from its path."""
+    from vllm.lora.request import LoRARequest
+
+    from rft.engine.vllm_adapter import ADAPTER_ID, ADAPTER_NAME
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
 
 
 def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:

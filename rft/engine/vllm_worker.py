@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,6 +21,9 @@ from rft.engine.weights import Intake
 from rft.faults import SYNC_POINTS, fault
 from rft.types.ids import Version
 from rft.types.ports import LoadReport, WeightManifest
+
+if TYPE_CHECKING:
+    from rft.engine.vllm_adapter import WorkerAdapter
 
 Shard = str | int | None  # which part of a merged parameter; None = all of it
 Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
@@ -34,6 +37,7 @@ class WeightWorker:
     model_config: Any
     rank: int
     _rft_intake: Intake | None = None
+    _rft_adapted: WorkerAdapter | None = None
 
     def rft_load(self, frame: bytes) -> bytes:
         """A WeightManifest in, this worker's LoadReport out, both msgpack."""
@@ -58,6 +62,8 @@ class WeightWorker:
         tensors = {t.name: taken.weights.tensor(t) for t in manifest.tensors}
         if "sync.missing_tensor" in active:
             tensors.popitem()
+        if manifest.adapter is not None:
+            return self._rft_adapter().load(tensors, manifest, active, nothing)
         model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
             from vllm.model_executor.models.utils import is_pp_missing_parameter
@@ -80,10 +86,17 @@ class WeightWorker:
         probed_s = time.monotonic() - loaded
         return msgspec.structs.replace(whole, probed_layers=count, probe_error=error, probe_worst=worst, probe_s=probed_s)
 
+    def _rft_adapter(self) -> WorkerAdapter:
+        from rft.engine.vllm_adapter import WorkerAdapter
+
+        if self._rft_adapted is None:
+            self._rft_adapted = WorkerAdapter(self)
+        return self._rft_adapted
+
 
 def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Published, tuple[str, ...]]:
     """Where each published tensor belongs in vLLM's model, by the model's own name mapping; and the names that belong nowhere."""
-    known = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    known = {plain(n) for n, _ in model.named_parameters(remove_duplicate=False)}
     experts = tuple(_expert_prefixes(model))
     packed = {part: (whole, i) for whole, parts in _packed(model).items() for i, part in enumerate(parts)}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -104,6 +117,11 @@ def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Pub
     return published, tuple(unexpected)
 
 
+def plain(name: str) -> str:
+    """vLLM's name of a layer or parameter, also where one of its LoRA layers is around it."""
+    return name.replace(".base_layer", "")
+
+
 def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
     """Checkpoint names of the parameters, or parts of merged ones, for which nothing was published; tied parameters count once."""
     names = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
@@ -118,7 +136,7 @@ def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
         shards = published.get(name, {})
         if None in shards:
             continue
-        for i, shard in enumerate(_shards(modules[owner])):
+        for i, shard in enumerate(shards_of(modules[owner])):
             if shard not in shards:
                 head, _, leaf = owner.rpartition(".")
                 parts = packed.get(leaf, [leaf])
@@ -172,13 +190,13 @@ def probe(
     """(layers probed, largest error relative to the output's scale, the layer that has it)."""
     random = torch.Generator().manual_seed(seed)
     count, error, worst = 0, 0.0, ""
-    tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
+    tied = {id(p): plain(n) for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
     for name, module in probed_modules(model):
-        parameter = f"{name}.weight"
+        parameter = plain(f"{name}.weight")
         parts = published.get(parameter) or published.get(tied.get(id(module.weight), ""))
         if parts is None:
             continue
-        got, want = _compare(module, parts, published.get(f"{name}.bias"), dtype, device, random)
+        got, want = _compare(module, parts, published.get(plain(f"{name}.bias")), dtype, device, random)
         difference = ((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-30)).item()
         count += 1
         if not difference <= error:  # also true for nan
@@ -241,7 +259,7 @@ def _split(parts: dict[Shard, torch.Tensor], names: tuple[Shard, ...], sizes: tu
     return list(parts[None].split(sizes)) if None in parts else [parts[n] for n in names]
 
 
-def _shards(module: Any) -> tuple[Shard, ...]:
+def shards_of(module: Any) -> tuple[Shard, ...]:
     from vllm.model_executor.layers import linear
 
     if isinstance(module, linear.QKVParallelLinear):

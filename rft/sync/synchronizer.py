@@ -443,7 +443,7 @@ class Synchronizer:
         await self._restart_dead()
         await self._pause()
         paused = time.perf_counter()
-        reports = (await self._load(manifest, tuple(self._engines))).values()
+        reports = tuple((await self._load(manifest, tuple(self._engines))).values())
         loaded = time.perf_counter()
         await self._resume(version)
         resumed = time.perf_counter()

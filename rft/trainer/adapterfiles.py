@@ -6,7 +6,6 @@ that the model has, so that its product can be added to their weights.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -17,17 +16,14 @@ from typing import Any
 
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer.settings import LoraSettings
+from rft.types.adapter import split
+from rft.types.modelfiles import fingerprint, header
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 RANK, ALPHA = 32, 32.0
 BASE_HASH = "rft_base_sha256"  # metadata of WEIGHTS: `fingerprint` of the base
 KEY = "model.lora_configs[0]"
-_PREFIX = "base_model.model."
-_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_BLOCK = 16 << 10  # bytes read at each of _PLACES places of a tensor
-_PLACES = 4
-_MAX_HEADER = 100 << 20
 _DEFAULTS: dict[
     str, tuple[Any, ...]
 ] = {  # entries of adapter_config.json that change what is computed: only these values are known
@@ -60,11 +56,6 @@ class Form:
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-
-def key(module: str, side: str) -> str:
-    """Name in WEIGHTS of A or B of `module`."""
-    return f"{_PREFIX}{module}.lora_{side}.weight"
 
 
 def choose(linear: Collection[str], targets: str | tuple[str, ...], exclude: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -182,13 +173,14 @@ def read(folder: Path) -> tuple[Form, dict[str, dict[str, tuple[int, ...]]], dic
         raise CheckpointInvalid(f"{folder / CONFIG} has r {rank!r} and lora_alpha {alpha!r}; both must be positive numbers")
     if not (folder / WEIGHTS).is_file():
         raise CheckpointInvalid(f"{folder} has no {WEIGHTS}; other formats can run code when read, save it as safetensors")
-    header, _ = _header(folder / WEIGHTS)
-    meta = header.pop("__metadata__", None) or {}
+    tensors, _ = header(folder / WEIGHTS)
+    meta = tensors.pop("__metadata__", None) or {}
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for tensor, about in header.items():
-        if (m := _TENSOR.fullmatch(tensor)) is None:
+    for tensor, about in tensors.items():
+        if (named := split(tensor)) is None:
             raise CheckpointInvalid(f"{folder / WEIGHTS} holds {tensor}, which is not of a linear layer's adapter")
-        shapes.setdefault(m["module"], {})[m["side"]] = tuple(about["shape"])
+        module, side = named
+        shapes.setdefault(module, {})[side] = tuple(about["shape"])
     if not shapes:
         raise CheckpointInvalid(f"{folder / WEIGHTS} is empty")
     found = Form(
@@ -221,51 +213,3 @@ def config_page(adapter: Form, linear: Collection[str]) -> dict[str, Any]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
-
-
-def fingerprint(folder: Path) -> str:
-    """A hash of the weights in a model folder, whatever files they are cut into: names, types, shapes and samples of every tensor.
-
-    Of each tensor up to 64 KiB are read.  Raises CheckpointInvalid naming a file that cannot be read.
-    """
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.is_file():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        paths = sorted({folder / Path(str(name)).name for name in listed})
-    else:
-        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise CheckpointInvalid(f"{folder}: has no safetensors files")
-    found = {}
-    for path in paths:
-        header, base = _header(path)
-        header.pop("__metadata__", None)
-        with path.open("rb") as file:
-            for name, about in header.items():
-                begin, end = about["data_offsets"]
-                digest = hashlib.sha256(json.dumps([name, about["dtype"], about["shape"]]).encode())
-                size = min(_BLOCK, end - begin)
-                for at in {begin + i * (end - begin - size) // (_PLACES - 1): None for i in range(_PLACES)}:
-                    file.seek(base + at)
-                    digest.update(file.read(size))
-                found[name] = digest.digest()
-    whole = hashlib.sha256()
-    for name in sorted(found):
-        whole.update(found[name])
-    return whole.hexdigest()
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """(the JSON header of a safetensors file, where its data begins)."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size - 8):
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is not a mapping")
-        return header, 8 + length
-    except (OSError, ValueError) as e:
-        raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e

@@ -17,6 +17,8 @@ from rft.trainer import adapterfiles, loading, shards, tensors
 from rft.trainer.saving import ADAPTERS, PRETRAINED, read_page
 from rft.trainer.sharding import DTYPES
 from rft.trainer.tensors import Files
+from rft.types.adapter import key
+from rft.types.modelfiles import fingerprint
 
 
 def assemble(saved: Path, target: Path) -> None:
@@ -49,7 +51,7 @@ def _adapted(saved: Path) -> tuple[Files, Read]:
         raise CheckpointInvalid(
             f"{base}: the base of the adapter in {saved} is not there; export the adapter alone, or put it back"
         )
-    if adapterfiles.fingerprint(base) != about["base_sha256"]:
+    if fingerprint(base) != about["base_sha256"]:
         raise CheckpointInvalid(f"{base}: its weights are not those that the adapter in {folder} was trained on")
     form, _, _ = adapterfiles.read(folder)
     files, adapter = loading.files_of(base), Files([folder / adapterfiles.WEIGHTS])
@@ -61,7 +63,7 @@ def _adapted(saved: Path) -> tuple[Files, Read]:
         module, weight = name.removesuffix(".weight"), files.read(name)
         if module not in modules:
             return weight
-        a, b = (adapter.read(adapterfiles.key(module, side)).float() for side in "AB")
+        a, b = (adapter.read(key(module, side)).float() for side in "AB")
         return torch.addmm(weight.float(), b, a, alpha=form.scale)
 
     return files, read

@@ -319,14 +319,18 @@ class Learner:
     # ------------------------------------------------------------ weights out
 
     def stage(self, version: Version, transport: Transport | None) -> WeightManifest | None:
-        """Hand the full weights to `transport` (rank 0; the others give None and help to gather)."""
-        dtype = self._compute_dtype
-        given = ((name, tensor.to(dtype)) for name, tensor in self._gathered())
+        """Hand the weights to `transport` (rank 0; the others give None and help to gather): all of them, or the adapter alone."""
+        lora, dtype = self.settings.lora, self._compute_dtype
+        alone = self.policy.adapter if lora is not None and not lora.merge else None
+        weights = self._gathered() if alone is None else iter(alone.whole().items())
+        given = ((name, tensor.to(dtype)) for name, tensor in weights)
         if transport is None:
             for _ in given:
                 pass
             return None
-        return transport.stage(version, given, self.policy.tied())
+        if alone is None:
+            return transport.stage(version, given, self.policy.tied())
+        return msgspec.structs.replace(transport.stage(version, given, {}), adapter=alone.spec())
 
     def export(self, folder: str) -> None:
         """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""

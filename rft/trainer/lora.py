@@ -23,6 +23,8 @@ from rft.trainer import adapterfiles, tensors
 from rft.trainer.adapterfiles import Form
 from rft.trainer.settings import LoraSettings
 from rft.trainer.tensors import Files
+from rft.types.adapter import AdapterSpec, key
+from rft.types.modelfiles import fingerprint
 
 TRAINED, ANCHOR = "default", "anchor"  # names of peft's: the adapter, and the frozen copy that a reference model is
 _BASE = ".base_layer."
@@ -44,7 +46,7 @@ class Adapter:
         """By their name in an adapter's file."""
         sides = (("A", "lora_A"), ("B", "lora_B"))
         return {
-            adapterfiles.key(name, side): getattr(layer, attribute)[which].weight
+            key(name, side): getattr(layer, attribute)[which].weight
             for name, layer in self.layers.items()
             for side, attribute in sides
         }
@@ -90,6 +92,10 @@ class Adapter:
             mine, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
         return tensors.full(made)
+
+    def spec(self) -> AdapterSpec:
+        """What an engine has to know that adds it to its own base."""
+        return AdapterSpec(rank=self.form.rank, scale=self.form.scale, base=self.base)
 
     def whole(self) -> dict[str, torch.Tensor]:
         """A copy of the adapter in host memory.  Collective where sharded."""
@@ -169,7 +175,7 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
                 raise ConfigError(f"{name} became a {type(layer).__name__}", key=f"{adapterfiles.KEY}.target_modules")
             if anchored:
                 layer.update_layer(ANCHOR, form.rank, form.alpha, config=config)  # type: ignore[arg-type]
-    base = adapterfiles.fingerprint(Path(model_path))
+    base = fingerprint(Path(model_path))
     return Adapter(settings, form, layers, tuple(linear), base, model_path, anchored)
 
 

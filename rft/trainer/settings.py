@@ -89,6 +89,7 @@ class LoraSettings:
     alpha: float | None = None
     target_modules: str | tuple[str, ...] | None = None  # names; as one text a regular expression, or "all-linear"
     exclude_modules: str | tuple[str, ...] | None = None
+    merge: bool = False  # publish whole weights with the adapter added, not the adapter alone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from msgspec import Struct, field
 
+from rft.types.adapter import AdapterSpec
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.metrics import Metric, MetricRecord
@@ -149,6 +150,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     tied: dict[str, str] = field(default_factory=dict)  # {"lm_head.weight": "model.embed_tokens.weight"}
     broadcast: Broadcast | None = None
     stage_s: float = 0.0  # how long the trainer's ranks took for it
+    adapter: AdapterSpec | None = None  # `tensors` are those of an adapter alone: the engine has the base
 
     @property
     def nbytes(self) -> int:

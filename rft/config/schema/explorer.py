@@ -13,7 +13,6 @@ EngineType = Annotated[
     renamed(vllm_async="vllm", hf="transformers", openai="external"),
 ]
 
-_NO_ADAPTERS = "adapters come with LoRA; the whole model is trained and served"
 _SERVE = "belongs to mode: serve, which comes later"
 
 
@@ -118,9 +117,17 @@ class ServedModelConfig(Section):
         True, "vllm: no statistics.  False: throughput and cache use are logged at every weight sync.", on_resume="safe"
     )
     use_v1: bool = key(True, "vllm: its newer engine, which is the only one; false has no effect.", on_resume="safe")
-    fully_sharded_loras: bool = key(False, "Cut adapters over all GPUs.", on_resume="safe", later=Later(_NO_ADAPTERS, True))
+    fully_sharded_loras: bool = key(
+        False,
+        "vllm, with model.lora_configs: its own LoRA layers, with both matrices cut over the engine's GPUs; false cuts one of them.",
+        on_resume="safe",
+    )
     max_cpu_loras: int | None = key(
-        None, "Adapters kept in host memory.", unit="adapters", on_resume="safe", ge=1, later=Later(_NO_ADAPTERS, True)
+        None,
+        "vllm, where its own LoRA layers are used: room for so many adapters in host memory.  A run has one.",
+        unit="adapters",
+        on_resume="safe",
+        ge=1,
     )
     external_model_config: ExternalModelConfig | None = key(
         None, "What engine_type external asks; auxiliary models only.", on_resume="safe"

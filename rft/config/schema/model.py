@@ -33,6 +33,12 @@ class LoraConfig(Section):
         "regular expression for their full names.",
     )
     exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get none, or a regular expression.")
+    merge: bool | None = key(
+        None,
+        "What engines get.  False: the adapter alone, which they compute beside their own weights, those of model_path.  True: whole "
+        "weights with the adapter added.  Null: alone, where the engines can.",
+        on_resume="safe",
+    )
 
 
 class ExternalModelConfig(Section):
@@ -116,7 +122,7 @@ class ModelConfig(Section):
         "both (middle); error: the taskset is refused.",
     )
     lora_configs: Annotated[tuple[LoraConfig, ...], Field(max_length=1)] | None = key(
-        None, "At most one adapter.  Engines get the weights with the adapter added.  Null or []: the whole model is trained."
+        None, "At most one adapter.  Null or []: the whole model is trained."
     )
     rope_scaling: dict[str, Any] | None = key(
         None,

@@ -109,8 +109,8 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     (f"{ENGINE}.tokenization_check", "Strict", "on", RUNS),
     (f"{ENGINE}.tool_call_parser", "hermes", "[1]", RUNS),
     (f"{ENGINE}.reasoning_parser", "deepseek_r1", "[1]", RUNS),
-    (f"{ENGINE}.fully_sharded_loras", "true", "maybe", WARNS),
-    (f"{ENGINE}.max_cpu_loras", "2", "0", WARNS),
+    (f"{ENGINE}.fully_sharded_loras", "true", "maybe", RUNS),
+    (f"{ENGINE}.max_cpu_loras", "2", "0", RUNS),
     (f"{ENGINE}.max_model_len", "64", "1", RUNS),
     (f"{ENGINE}.chat_template", "'{{ messages }}'", "[1]", RUNS),
     (f"{ENGINE}.enable_thinking", "false", "maybe", RUNS),
@@ -153,6 +153,7 @@ def test_a_changed_key_changes_the_plan() -> None:
     same |= {("explorer.dynamic_timeout.ratio", "2.5")}  # needs dynamic_timeout.enable
     same |= {(k, v) for k, v, _, _ in KEYS if k in ASYNC}  # need fully_async
     same |= {(f"{ENGINE}.base_port", "8000"), (f"{ENGINE}.api_key", "EMPTY")}  # need enable_openai_api
+    same |= {(f"{ENGINE}.fully_sharded_loras", "true"), (f"{ENGINE}.max_cpu_loras", "2")}  # need an adapter
     plain = plan()
     for key, good, _, _ in KEYS:
         changed = replace(plan(f"{key}={good}"), monitor=plain.monitor, derived=plain.derived, warnings=plain.warnings)

@@ -25,6 +25,7 @@ from rft.convert.verl import Conversion, convert
 from rft.errors import ConfigError
 from rft.trainer import adapterfiles
 from rft.trainer.settings import LoraSettings
+from rft.types.adapter import key
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny" / "config.yaml"
@@ -100,8 +101,8 @@ def peft_folder(folder: Path, modules: dict[str, tuple[int, int]], rank: int = 2
     folder.mkdir()
     found = {}
     for name, (out, into) in modules.items():
-        found[adapterfiles.key(name, "A")] = np.zeros((rank, into), np.float32)
-        found[adapterfiles.key(name, "B")] = np.zeros((out, rank), np.float32)
+        found[key(name, "A")] = np.zeros((rank, into), np.float32)
+        found[key(name, "B")] = np.zeros((out, rank), np.float32)
     save_file(found, folder / adapterfiles.WEIGHTS)
     page = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "base_model_name_or_path": None, **entries}
     (folder / adapterfiles.CONFIG).write_text(json.dumps(page))
@@ -198,8 +199,64 @@ def test_verls_lora_keys_are_ours(program: str) -> None:
     assert "lora_configs" not in none.values["model"]
 
 
-@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", True), ("float32", False)])
-def test_rounding_of_the_adapter_is_told(dtype: str, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "merge", "told"), [("bfloat16", "true", True), ("float32", "true", False), ("bfloat16", "null", False)]
+)
+def test_rounding_of_the_adapter_is_told(dtype: str, merge: str, told: bool) -> None:
     problems = Problems()
-    adapter.rounding(plan(f"{KEY}=[{{name: a}}]", f"explorer.rollout_model.dtype={dtype}"), problems)
+    adapter.rounding(plan(f"{KEY}=[{{merge: {merge}}}]", f"explorer.rollout_model.dtype={dtype}"), problems)
     assert any("rounded to it" in w for w in problems.warnings) == told
+
+
+ENGINE = "explorer.rollout_model"
+GRAPHS = f"{ENGINE}.enforce_eager=false"
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "merge", "rank"),
+    [
+        ("{}", (), False, None),  # on CPU vLLM runs eagerly: beside its layers
+        ("{merge: true}", (), True, None),
+        ("{merge: false}", (), False, None),
+        ("{lora_rank: 700}", (), False, None),
+        ("{}", (GRAPHS,), False, 32),
+        ("{merge: true}", (GRAPHS,), True, None),
+        ("{lora_rank: 700}", (GRAPHS,), True, None),
+        ("{lora_rank: 8}", (f"{ENGINE}.fully_sharded_loras=true",), False, 8),
+        ("{}", (f"{ENGINE}.engine_type=transformers",), False, None),
+        ("{}", (f"{ENGINE}.engine_type=scripted",), True, None),
+    ],
+)
+def test_what_engines_get(entry: str, more: tuple[str, ...], merge: bool, rank: int | None) -> None:
+    found = plan(f"{KEY}=[{entry}]", *more)
+    assert found.learner.lora is not None and found.learner.lora.merge == merge
+    assert {e.lora_rank for e in found.engines} == {rank}
+    told = [d.why for d in found.derived if d.key == f"{KEY}[0].merge"]
+    assert bool(told) == ("merge" not in entry)
+
+
+def test_an_adapter_alone_that_cannot_be_is_refused() -> None:
+    for entry, more, text in (
+        ("{merge: false}", f"{ENGINE}.engine_type=scripted", "engine_type scripted takes whole weights only"),
+        ("{merge: false, lora_rank: 700}", GRAPHS, "go up to rank 512, not 700"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            plan(f"{KEY}=[{entry}]", more)
+
+
+def test_the_keys_of_vllms_own_layers() -> None:
+    both = (f"{ENGINE}.fully_sharded_loras=true", f"{ENGINE}.max_cpu_loras=3")
+    (engine, *_) = plan(f"{KEY}=[{{}}]", *both).engines
+    assert engine.fully_sharded_loras and engine.max_cpu_loras == 3
+    assert plan(f"{KEY}=[{{}}]", GRAPHS, both[1]).engines[0].max_cpu_loras == 3
+    for given in (both, (f"{KEY}=[{{}}]", both[1]), (f"{KEY}=[{{merge: true}}]", both[0])):
+        found = plan(*given)
+        assert found.engines[0].max_cpu_loras is None and any("_loras has no effect" in w for w in found.warnings)
+
+
+def test_an_adapter_of_a_folder_brings_its_rank(tmp_path: Path) -> None:
+    folder = peft_folder(tmp_path / "there", {"model.layers.0.self_attn.q_proj": (8, 8)}, rank=6)
+    assert plan(f"{KEY}=[{{path: {folder}}}]", GRAPHS).engines[0].lora_rank == 6
+    assert plan(f"{KEY}=[{{path: {tmp_path}}}]", GRAPHS).engines[0].lora_rank == 32, (
+        "what is wrong with a folder is told elsewhere"
+    )

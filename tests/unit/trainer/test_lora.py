@@ -23,14 +23,16 @@ from rft.cli.export import copy_model
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.testing import ranks
 from rft.trainer import adapterfiles, saving, shards, tensors
-from rft.trainer.adapterfiles import Form, choose, fingerprint
+from rft.trainer.adapterfiles import Form, choose
 from rft.trainer.assemble import assemble
 from rft.trainer.checkpoint import Checkpoints
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings, LoraSettings, OptimSettings
+from rft.types.adapter import key
 from rft.types.ids import Version
+from rft.types.modelfiles import fingerprint
 from rft.types.ports import Consumption, ScoreRow, WeightManifest
 
 Settings = Callable[..., LearnerSettings]
@@ -107,7 +109,7 @@ def test_only_the_adapter_moves(settings: Settings, rows: list[TrainRow], make_b
 def test_a_new_adapter_changes_nothing_and_is_the_seeds(settings: Settings, rows: list[TrainRow]) -> None:
     one, again, other = (Learner(settings(lora=LORA, seed=seed)) for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(values(one).values(), values(again).values(), strict=True))
-    name = adapterfiles.key("model.layers.0.mlp.down_proj", "A")
+    name = key("model.layers.0.mlp.down_proj", "A")
     assert not torch.equal(values(one)[name], values(other)[name])
     a = values(one)[name]
     bound = a.shape[1] ** -0.5
@@ -157,6 +159,7 @@ def test_merged_weights_give_the_adapters_logprobs(
     from transformers import AutoModelForCausalLM
 
     kept = Kept()
+    trained.settings = replace(trained.settings, lora=replace(LORA, merge=True))
     trained.stage(Version(1, 2), kept)  # type: ignore[arg-type]
     lm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     assert set(kept.weights) == {n for n, _ in lm.named_parameters()} and set(kept.tied) == {"lm_head.weight"}
@@ -327,7 +330,7 @@ def test_an_adapter_of_pefts_is_read(settings: Settings, rows: list[TrainRow], t
     config = peft.LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(lm, config)
     model.save_pretrained(str(tmp_path))
-    learner = Learner(settings(lora=LoraSettings(path=str(tmp_path), base_name=str(tiny_model))))
+    learner = Learner(settings(lora=LoraSettings(path=str(tmp_path), base_name=str(tiny_model), merge=True)))
     assert learner.policy.adapter is not None
     assert learner.policy.adapter.form.scale == pytest.approx(5 / 3**0.5)
     assert apart(scores(learner, rows), logprobs(model, rows)) <= 1e-5

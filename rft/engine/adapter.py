@@ -1,0 +1,98 @@
+"""A published adapter beside a layer's own weights: W x + scale x B (A x), with A and B exchanged at every load.
+
+For engines that compute with torch, layer by layer; knows no engine's model.  Invariant: a layer's own weights are never changed, so the
+adapter before, or none, can always be put back.
+
+Layouts: A is [rank, in] and B [out, rank]; a layer that computes several published ones at once (query, key, value) has a part for each,
+one after the other in its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from rft.types import modelfiles
+from rft.types.adapter import SIDES, AdapterSpec, key, split
+
+
+class Pair(NamedTuple):
+    """A [rank, in] and B [out, rank] of one layer, or of one part of it."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Beside:
+    """What an adapter adds to the output of one layer.  `parts`: in the order of the output; None = a part without an adapter.
+
+    They are kept, not copied: published ones lie in memory that is written again, see `copied`.
+    """
+
+    def __init__(self, parts: Sequence[Pair | None], widths: Sequence[int], spec: AdapterSpec) -> None:
+        """`widths`: how many outputs each part has."""
+        given = [p for p in parts if p is not None]
+        self._rank, self._scale = spec.rank, spec.scale
+        same = all(p.a is given[0].a for p in given)  # one adapter over all parts: A x is computed once
+        self._down = (given[0].a if same else torch.cat([p.a for p in given])).t()
+        self._ups: list[tuple[int, int, int, torch.Tensor]] = []  # first output, outputs, first row of A x, B transposed
+        at = 0
+        for part, width in zip(parts, widths, strict=True):
+            if part is not None:
+                self._ups.append((at, width, 0 if same else len(self._ups) * self._rank, part.b.t()))
+            at += width
+
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add to `out` [..., out], in place, what `x` [..., in] gives."""
+        rows, hidden = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]) @ self._down
+        for at, width, first, up in self._ups:
+            rows.narrow(1, at, width).addmm_(hidden.narrow(1, first, self._rank), up, alpha=self._scale)
+
+
+def pairs(tensors: Mapping[str, torch.Tensor], spec: AdapterSpec) -> tuple[dict[str, Pair], tuple[str, ...], tuple[str, ...]]:
+    """(A and B by layer, names that are missing, names that are no adapter tensor's, or one of another rank)."""
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    unexpected = []
+    for name, tensor in tensors.items():
+        if (named := split(name)) is None:
+            unexpected.append(name)
+            continue
+        module, side = named
+        if tensor.dim() != 2 or tensor.shape[0 if side == "A" else 1] != spec.rank:
+            unexpected.append(f"{name} {list(tensor.shape)} of an adapter of rank {spec.rank}")
+        sides.setdefault(module, {})[side] = tensor
+    missing = tuple(key(module, side) for module, both in sides.items() for side in SIDES if side not in both)
+    return {m: Pair(both["A"], both["B"]) for m, both in sides.items() if len(both) == len(SIDES)}, missing, tuple(unexpected)
+
+
+def base_tensors(model_path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the model on disk; mapped, so that nothing is read before it is used."""
+    from safetensors import safe_open
+
+    for path in modelfiles.files(Path(model_path)):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                yield name, file.get_tensor(name)
+
+
+def copied(pair: Pair, device: torch.device, dtype: torch.dtype) -> Pair:
+    """The bytes of a published tensor belong to its publisher."""
+    return Pair(pair.a.to(device, dtype, copy=True), pair.b.to(device, dtype, copy=True))
+
+
+def product(pair: Pair, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale x B (A x), the plain way."""
+    return (x @ pair.a.to(x.device, x.dtype).t()) @ pair.b.to(x.device, x.dtype).t() * scale
+
+
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference, relative to the scale of `want`."""
+    return float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-30))
+
+
+def worst(one: tuple[float, str], other: tuple[float, str]) -> tuple[float, str]:
+    """The larger of two errors with its layer; a nan is the largest."""
+    return other if not other[0] <= one[0] else one

@@ -1,0 +1,240 @@
+"""A published adapter inside a vLLM worker: in our own layers beside vLLM's, or in vLLM's LoRA layers.
+
+Ours are added to what a layer computes, in a process that runs it eagerly.  vLLM's are for the rest: they are part of captured graphs.
+Their one adapter keeps its id and is exchanged in place, so that requests under way go on with the new one.  Knows the worker's model; not
+who published.  Invariant: an adapter that is damaged, incomplete or of other layers never touches the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from rft.engine.adapter import Beside, Pair, apart, base_tensors, copied, pairs, product, worst
+from rft.engine.vllm_worker import PROBE_ROWS, Shard, own_parts, place, plain, probe, shards_of
+from rft.types.adapter import AdapterSpec, key
+from rft.types.ports import LoadReport, WeightManifest
+
+ADAPTER_ID, ADAPTER_NAME = 1, "published"
+Parts = dict[Shard, Pair]  # by the part of a merged layer, as a checkpoint's weights would be
+Added = Callable[[str, torch.Tensor], torch.Tensor]  # what layer and input give
+
+
+class WorkerAdapter:
+    """The adapter of one worker; none before the first `load`."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self._model = worker, worker.get_model()
+        self._layers: dict[str, Beside] = {}
+        self._plain: dict[str, Callable[..., torch.Tensor]] = {}  # what their layers compute without
+        self._names: set[str] = set()
+        self._checked: tuple[int, float, str] | None = None
+        self._native = worker.vllm_config.lora_config is not None
+        self._modules = self._linear()
+
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest, active: set[str], nothing: LoadReport
+    ) -> LoadReport:
+        """Exchange the adapter for `tensors`, whose hashes are right.  `active`: fault points; `nothing`: the report of no load."""
+        spec = manifest.adapter
+        assert spec is not None
+        if self._worker.model_config.use_mla:
+            raise ValueError(
+                "latent attention multiplies with weights of its own making; write model.lora_configs[0].merge: true"
+            )
+        found, missing, unexpected = pairs(tensors, spec)
+        missing += tuple(key(name, "A") for name in self._names if name not in found)
+        layers, unknown = self._placed(found)
+        if missing or unexpected or unknown:
+            return replace(nothing, missing=missing, unexpected=unexpected + unknown)
+        whole = replace(nothing, num_tensors=len(tensors), nbytes=manifest.nbytes)
+        if self._checked is None:
+            self._checked = self._check_base(manifest.version.step)
+        if "sync.skip" in active:  # a load that does nothing also lies about its probes
+            return replace(whole, probed_layers=len(layers))
+        kept = next(reversed(layers), None) if "sync.stale_head" in active else None
+        cut = {name: self._cut(name, parts) for name, parts in layers.items()}
+        if self._native:
+            self._exchange_native(tensors if kept is None else dict(list(tensors.items())[:-2]), spec)
+        else:
+            self._exchange({name: cut[name] for name in layers if name != kept}, spec)
+        self._names = set(found)
+        count, error, where = self._probe(cut, spec, manifest.version.step)
+        return replace(whole, probed_layers=count, probe_error=error, probe_worst=where)
+
+    # ------------------------------------------------------------ where it belongs
+
+    def _placed(self, found: Mapping[str, Pair]) -> tuple[dict[str, Parts], tuple[str, ...]]:
+        """The adapter's parts by vLLM's layer, and what belongs to no layer that can have one."""
+        from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+        if self._worker.vllm_config.parallel_config.pipeline_parallel_size > 1:  # layers of other stages
+            found = {n: p for n, p in found.items() if not is_pp_missing_parameter(f"{n}.weight", self._model)}
+        stand_ins = {n: torch.empty(p.b.shape[0], p.a.shape[1], device="meta") for n, p in found.items()}
+        names = {id(t): n for n, t in stand_ins.items()}
+        published, unknown = place(self._model, {f"{n}.weight": t for n, t in stand_ins.items()})
+        layers: dict[str, Parts] = {}
+        wrong = [key(name.removesuffix(".weight"), "A") for name in unknown]
+        for parameter, parts in published.items():
+            name = parameter.removesuffix(".weight")
+            mine = {shard: found[names[id(t)]] for shard, t in parts.items()}
+            if (module := self._modules.get(name)) is None or not _fits(module, mine):
+                wrong += [key(names[id(t)], "A") for t in parts.values()]
+            else:
+                layers[name] = mine
+        return layers, tuple(wrong)
+
+    def _linear(self) -> dict[str, Any]:
+        """vLLM's linear layers by their plain name; of its LoRA layers what they are around."""
+        from vllm.model_executor.layers.linear import LinearBase
+
+        every = {plain(n): m for n, m in self._model.named_modules() if isinstance(m, LinearBase)}
+        if not self._native:
+            return every
+        adapted = self._worker.model_runner.lora_manager._adapter_manager.modules
+        return {n: m for n, m in every.items() if n in adapted}
+
+    def _cut(self, name: str, parts: Parts) -> tuple[list[Pair | None], list[int]]:
+        """This tensor-parallel rank's own parts, in the layer's order, and how many outputs each has; B x A is its part of the product."""
+        from vllm.model_executor.layers.linear import RowParallelLinear
+
+        module = self._modules[name]
+        device, dtype = self._device_and_type()
+        if isinstance(module, RowParallelLinear):
+            (pair,) = parts.values()
+            (a,) = own_parts(module, {None: pair.a})
+            return [copied(Pair(a, pair.b), device, dtype)], [pair.b.shape[0]]
+        sizes = _sizes(module)
+        rank = next(iter(parts.values())).a.shape[0]
+        every = {s: parts[s].b if s in parts else torch.zeros(n, rank) for s, n in sizes.items()} if None not in parts else {}
+        bs = own_parts(module, every or {None: parts[None].b})
+        given = [parts.get(s) for s in sizes] if every else [parts[None]] * len(bs)
+        shared = parts[None].a.to(device, dtype, copy=True) if not every else None
+        cut = [
+            None
+            if p is None
+            else Pair(p.a.to(device, dtype, copy=True) if shared is None else shared, b.to(device, dtype, copy=True))
+            for p, b in zip(given, bs, strict=True)
+        ]
+        return cut, [len(b) for b in bs]
+
+    def _device_and_type(self) -> tuple[torch.device, torch.dtype]:
+        return next(self._model.parameters()).device, self._worker.model_config.dtype
+
+    # ------------------------------------------------------------ exchange
+
+    def _exchange(self, cut: Mapping[str, tuple[list[Pair | None], list[int]]], spec: AdapterSpec) -> None:
+        for name, (parts, widths) in cut.items():
+            if name not in self._layers:
+                method = self._modules[name].quant_method
+                self._plain[name] = method.apply
+                method.apply = self._with(name, method.apply)
+            self._layers[name] = Beside(parts, widths, spec)
+
+    def _with(self, name: str, apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def applied(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            out = apply(layer, x, bias)
+            self._layers[name].add(out, x)
+            return out
+
+        return applied
+
+    def _exchange_native(self, tensors: Mapping[str, torch.Tensor], spec: AdapterSpec) -> None:
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self._worker.model_runner.lora_manager._adapter_manager
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        made = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {name: t.clone() for name, t in tensors.items()},
+            PEFTHelper(r=spec.rank, lora_alpha=spec.scale * spec.rank, target_modules=[]),  # type: ignore[arg-type]
+            device="cpu",
+            dtype=self._worker.vllm_config.lora_config.lora_dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(made)
+        manager.activate_adapter(ADAPTER_ID)
+
+    # ------------------------------------------------------------ probes
+
+    def _check_base(self, seed: int) -> tuple[int, float, str]:
+        """Whether the layers compute with what the model's folder holds."""
+        published, _ = place(self._model, dict(base_tensors(self._worker.model_config.model)))
+        device, dtype = self._device_and_type()
+        return probe(self._model, published, dtype, device, seed=seed)
+
+    def _probe(
+        self, cut: Mapping[str, tuple[list[Pair | None], list[int]]], spec: AdapterSpec, seed: int
+    ) -> tuple[int, float, str]:
+        """What every layer adds against what was published, and what `_check_base` found."""
+        assert self._checked is not None
+        count, *base = self._checked
+        error: tuple[float, str] = (base[0], base[1])  # type: ignore[assignment]
+        added = self._added_native() if self._native else self._added
+        if added is None:
+            return count, *error
+        random = torch.Generator().manual_seed(seed)
+        device, dtype = self._device_and_type()
+        for name, (parts, widths) in cut.items():
+            x = torch.randn(PROBE_ROWS, next(p for p in parts if p is not None).a.shape[1], generator=random).to(device, dtype)
+            nothing = [torch.zeros(PROBE_ROWS, n, device=device, dtype=dtype) for n in widths]
+            want = torch.cat([z if p is None else product(p, x, spec.scale) for p, z in zip(parts, nothing, strict=True)], dim=-1)
+            error = worst(error, (apart(added(name, x), want), name))
+            if name in self._plain:
+                whole = self._plain[name](self._modules[name], x, None) + want
+                error = worst(error, (apart(self._modules[name].quant_method.apply(self._modules[name], x, None), whole), name))
+        return count + len(cut), *error
+
+    def _added(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        module = self._modules[name]
+        out = torch.zeros_like(module.quant_method.apply(module, x, None))
+        if name in self._layers:
+            self._layers[name].add(out, x)
+        return out
+
+    def _added_native(self) -> Added | None:
+        """None where ranks would have to exchange parts of it."""
+        from vllm.lora.layers import LoRAMapping
+        from vllm.lora.request import LoRARequest
+
+        config = self._worker.vllm_config
+        if config.lora_config.fully_sharded_loras and config.parallel_config.tensor_parallel_size > 1:
+            return None
+        manager = self._worker.model_runner.lora_manager
+        rows = (ADAPTER_ID,) * PROBE_ROWS
+        manager.set_active_adapters(
+            {LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)}, LoRAMapping(rows, rows, is_prefill=True)
+        )
+        layers = manager._adapter_manager.modules
+
+        def added(name: str, x: torch.Tensor) -> torch.Tensor:
+            layer = layers[name]
+            out = torch.zeros(len(x), sum(layer.output_slices), device=x.device, dtype=x.dtype)
+            made: torch.Tensor = layer._apply_lora_to_output(x, out)
+            return made
+
+        return added
+
+
+def _sizes(module: Any) -> dict[Shard, int]:
+    """Outputs of each part of a layer, over all tensor-parallel ranks."""
+    from vllm.model_executor.layers import linear
+
+    if isinstance(module, linear.QKVParallelLinear):
+        heads, kv = module.total_num_heads, module.total_num_kv_heads
+        return {"q": heads * module.head_size, "k": kv * module.head_size, "v": kv * module.v_head_size}
+    if isinstance(module, linear.MergedColumnParallelLinear):
+        return dict(enumerate(module.output_sizes))
+    return {None: module.output_size}
+
+
+def _fits(module: Any, parts: Parts) -> bool:
+    sizes = _sizes(module)
+    whole = {None: sum(sizes.values()), **sizes}
+    known = set(shards_of(module)) | {None}
+    return all(s in known and p.a.shape[1] == module.input_size and p.b.shape[0] == whole[s] for s, p in parts.items())
