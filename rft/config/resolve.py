@@ -80,6 +80,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         explorer,
         feedback_lag=feedback_lag(sync),
         eval_samples=None if dump else config.monitor.log_eval_samples,
+        percentiles=config.monitor.detailed_stats,
         pipeline=pipeline(config, facts, run_dir, algorithm, rows, find, p),
     )
     monitor = MonitorSettings(
@@ -94,6 +95,12 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         config=shown(written),
     )
     saving = spread.trainer(config, trainer_device, p)
+    idle = [n for n in used(config) if not n.key.startswith(read)]
+    for n in (n for n in idle if n.moot):
+        if n.harmless:
+            p.warn(f"{n.key} {n.value!r} has no effect: {n.instead}")
+        else:
+            p.error(n.key, f"has no meaning here: {n.instead}", given=n.value)
     p.raise_if_any()
     return Plan(
         mode=config.mode,
@@ -128,6 +135,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         cluster=cluster,
         total_steps=num_train,
         log_level=config.log.level,
+        log_by_node=config.log.group_by_node,
         plugin_dirs=plugin_dirs,
         seed=config.seed,
         deterministic=config.deterministic,
@@ -136,7 +144,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         derived=tuple(p.derived),
         notes=tuple(p.notes),
         warnings=tuple(p.warnings),
-        not_active=tuple(n for n in used(config) if not n.key.startswith(read)),
+        not_active=tuple(n for n in idle if not n.moot),
     )
 
 

@@ -34,6 +34,7 @@ from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of one engine that dies
+TIMELINE = "ray_timeline.json"
 
 
 async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
@@ -63,6 +64,8 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
         finally:
             rundir.state("stopping")
             await parts.end(graceful=worked)
+            if plan.cluster.timeline and worked:
+                await asyncio.to_thread(cluster.timeline, rundir.path / TIMELINE)
             await asyncio.to_thread(cluster.close)
             ended.set()
             _clean(run_id)
@@ -265,7 +268,7 @@ class _Parts:
             options["runtime_env"] = {"env_vars": env}
         again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
         titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
-        made = (name, str(self.rundir.logs), self.plan.log_level, learnt_secrets(), factory, args)
+        made = (name, str(self.rundir.logs), self.plan.log_by_node, self.plan.log_level, learnt_secrets(), factory, args)
         handle = ray.remote(titled).options(**options).remote(*made)
         self.handles[name] = handle
         deadline_s = self.plan.cluster.actor_start_timeout_s
