@@ -118,7 +118,9 @@ class _Watch:
         events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
         for watched in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
             if self._fd < 0 or libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
-                raise SetupError(f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches")
+                raise SetupError(
+                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
+                )
 
     def wait(self) -> None:
         """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""
