@@ -45,6 +45,7 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 
 
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
+NEVER, SAID = "it has no meaning here and is refused", "it has no meaning here, which is said"
 KEYS = [  # key, good value, bad value, what a run does with the good one
     *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve", "Colocate")),
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
@@ -60,13 +61,13 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     (f"{BUFFER}.replay_buffer.max_uses", "4", "0", RUNS),
     (f"{BUFFER}.max_retry_times", "5", "-1", RUNS),
     (f"{BUFFER}.max_retry_interval", "0.5", "-1", RUNS),
-    (f"{BUFFER}.enable_progress_bar", "true", "1.5", WARNS),
-    ("buffer.trainer_input.auxiliary_buffers", "{sft_dataset: {path: sft.jsonl}}", "[1]", REFUSED),
+    (f"{BUFFER}.enable_progress_bar", "true", "1.5", SAID),
+    ("buffer.trainer_input.auxiliary_buffers", "{sft_dataset: {path: sft.jsonl}}", "[1]", NEVER),
     ("data_processor.experience_pipeline.operators", "[{name: reward_filter, args: {threshold: 1}}]", "[{args: {}}]", RUNS),
     ("data_processor.experience_pipeline.save_input", "true", "maybe", RUNS),
     ("data_processor.experience_pipeline.input_save_path", "rollouts.jsonl", "[1]", RUNS),
-    ("data_processor.experience_pipeline.inputs", "{other: x.jsonl}", "{other: 1}", REFUSED),
-    ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", REFUSED),
+    ("data_processor.experience_pipeline.inputs", "{other: x.jsonl}", "{other: 1}", NEVER),
+    ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", NEVER),
     ("data_processor.task_pipeline", "null", "3", RUNS),
     ("data_processor.task_pipeline.num_process", "3", "0", RUNS),  # the others: test_config_tasksets.py
     ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", RUNS),
@@ -94,7 +95,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("ignore_validator_suggestions", "true", "maybe", RUNS),
     (f"{ENGINE}.name", "policy", "a/b", RUNS),
     (f"{ENGINE}.engine_type", "vllm_async", "mystery", RUNS),
-    (f"{ENGINE}.external_model_config", "{enable: true}", "{enable: 3}", REFUSED),
+    (f"{ENGINE}.external_model_config", "{enable: true}", "{enable: 3}", NEVER),
     (f"{ENGINE}.data_parallel_size", "2", "0", RUNS),
     (f"{ENGINE}.pipeline_parallel_size", "2", "0", RUNS),
     (f"{ENGINE}.ignore_eos", "true", "maybe", RUNS),
@@ -138,8 +139,15 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
 
 @pytest.mark.parametrize(("key", "good", "bad", "then"), KEYS, ids=[f"{k}={v}" for k, v, _, _ in KEYS])
 def test_key(key: str, good: str, bad: str, then: str) -> None:
+    if then == NEVER:
+        found = {k: m for k, m in messages(f"{key}={good}").items() if k.startswith(key)}
+        assert found and all("has no meaning here" in m for m in found.values())
+        assert any(k.startswith(key) for k in messages(f"{key}={bad}"))
+        return
+    said = [w for w in plan(f"{key}={good}").warnings if w.startswith(key) and "has no effect: " in w]
+    assert then != SAID or said
     below = [harmless for k, harmless in waiting(f"{key}={good}").items() if k.startswith(key)]
-    assert {RUNS: not below, WARNS: below and all(below), REFUSED: False in below}[then], below
+    assert {RUNS: not below, SAID: not below, WARNS: below and all(below), REFUSED: False in below}[then], below
     assert any(k.startswith(key) for k in messages(f"{key}={bad}"))
 
 
@@ -154,7 +162,10 @@ def test_a_changed_key_changes_the_plan() -> None:
     same |= {(k, v) for k, v, _, _ in KEYS if k in ASYNC}  # need fully_async
     same |= {(f"{ENGINE}.base_port", "8000"), (f"{ENGINE}.api_key", "EMPTY")}  # need enable_openai_api
     plain = plan()
-    for key, good, _, _ in KEYS:
+    for key, good, _, then in KEYS:
+        if then == NEVER:
+            continue
+        same |= {(key, good)} if then == SAID else set()
         changed = replace(plan(f"{key}={good}"), monitor=plain.monitor, derived=plain.derived, warnings=plain.warnings)
         assert (changed == plain) == ((key, good) in same), key
 
@@ -177,7 +188,7 @@ def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
         "buffer.trainer_input.auxiliary_buffers",
         "synchronizer.bucket_size_mb",
     } <= names
-    used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
+    used = messages("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
 
 
