@@ -64,8 +64,6 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
         finally:
             rundir.state("stopping")
             await parts.end(graceful=worked)
-            if plan.cluster.timeline and worked:
-                await asyncio.to_thread(cluster.timeline, rundir.path / TIMELINE)
             await asyncio.to_thread(cluster.close)
             ended.set()
             _clean(run_id)
@@ -283,6 +281,8 @@ class _Parts:
 
         if graceful:
             await self._close()
+            if self.plan.cluster.timeline:
+                await asyncio.to_thread(self.cluster.timeline, self.rundir.path / TIMELINE)
         for handle in self.handles.values():
             ray.kill(handle, no_restart=True)
         for path in self.rundir.path.glob(".rendezvous-*"):

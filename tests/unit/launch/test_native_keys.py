@@ -344,3 +344,62 @@ def test_activations_live_on_the_host(tiny_model: Path, monkeypatch: pytest.Monk
         made = plan(4, **beside, **{"trainer.enable_activation_offload": value}).learner
         Learner(replace(made, model_path=str(tiny_model), device="cpu", dtype="float32", world_size=1))
     assert found == [False, True]
+
+
+# ---------------------------------------------------------------- the run around it
+
+
+def test_where_a_run_lives(tmp_path: Path) -> None:
+    """checkpoint_root_dir, project and name are the folder."""
+    from rft.launch.rundir import RunDir
+
+    root = {"checkpoint_root_dir": str(tmp_path)}
+    for more, folder in (({}, "rft/run"), ({"project": "p", "name": "n"}, "p/n"), ({"name": "other"}, "rft/other")):
+        made = RunDir.claim(plan(**root, **more).run_dir)
+        made.release()
+        assert (tmp_path / folder).is_dir() and made.path == tmp_path / folder
+
+
+async def test_a_part_that_does_not_start_in_time_is_named() -> None:
+    """cluster.actor_start_timeout is how long a process may take to start."""
+    from rft.errors import DeadlineExceeded
+    from rft.launch.remote import guarded
+
+    async def start(value: float) -> str:
+        built = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.2, built.set_result, "up")
+        return str(
+            await guarded(
+                built, "engine-0", timeout_s=plan(**{"cluster.actor_start_timeout": value}).cluster.actor_start_timeout_s
+            )
+        )
+
+    assert await start(30) == "up"
+    with pytest.raises(DeadlineExceeded, match="engine-0 did not answer within 0 s"):
+        await start(0.01)
+
+
+@pytest.mark.parametrize(
+    ("written", "ranks"),
+    [({}, [0]), ({"trainer.profiler.ranks": [1]}, [1]), ({"trainer.profiler.all_ranks": True}, [0, 1])],
+    ids=["rank 0", "ranks", "all_ranks"],
+)
+def test_who_is_traced(written: dict[str, Any], ranks: list[int], tmp_path: Path) -> None:
+    from rft.trainer.profiling import traced
+
+    made = plan(**{"trainer.world_size": 2, "trainer.profiler.steps": [1], "checkpoint_root_dir": str(tmp_path)}, **written)
+    for rank in (0, 1):
+        with traced(made.learner.profiler, rank, 1):
+            np.zeros(3).sum()
+    files = sorted(p.name for p in made.learner.profiler.folder.iterdir())
+    assert files == [f"step_1_rank_{rank}.json" for rank in ranks]
+
+
+def test_log_files_of_a_machine_have_a_folder(tmp_path: Path) -> None:
+    """log.group_by_node, of which `rft log` reads both forms (tests/unit/cli)."""
+    import os
+
+    from rft.logs import node_folder
+
+    found = [node_folder(tmp_path, plan(**{"log.group_by_node": value}).log_by_node) for value in (False, True)]
+    assert found == [tmp_path, tmp_path / os.uname().nodename]
