@@ -22,6 +22,7 @@ from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
 
 _TRAIN = "trains on given data with sft, cpt or dpo; for what an explorer elsewhere has sampled use both"
+GPUS_IN_TURNS = "give engines and trainer GPUs of their own with mode: both; on a machine without GPUs they take turns"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,12 @@ def used(config: Section, key: str = "") -> Iterator[NotActive]:
 def listed() -> list[tuple[str, str]]:
     """(key or key: value, what happens today) of everything that is not active yet, for `rft doctor --keys`."""
     later = [(key, mark["instead"]) for key, mark in _marks() if not mark.get("moot")]
-    return [*later, ("mode: train without sft, cpt or dpo", _TRAIN), *LATER_OUTSIDE.items()]
+    return [
+        *later,
+        ("mode: colocate on GPUs", GPUS_IN_TURNS),
+        ("mode: train without sft, cpt or dpo", _TRAIN),
+        *LATER_OUTSIDE.items(),
+    ]
 
 
 def meaningless() -> list[tuple[str, str, bool]]:

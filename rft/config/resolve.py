@@ -15,7 +15,7 @@ from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, check_args
 from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
 from rft.algorithm.loss_args import LOSSES
 from rft.buffer.settings import BufferSettings
-from rft.config import given, policies, roles, served, spread, steps
+from rft.config import given, policies, roles, served, spread, steps, turns
 from rft.config.active import used
 from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
@@ -47,6 +47,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     algorithm, repeat_times, compares = _algorithm(config, facts, p)
     train, evals = tasksets(config, facts, p, max_response_tokens=lengths[2], repeat_times=repeat_times, find=find)
     cluster, engine_device, world_size, trainer_device = roles.devices(config, facts, p)
+    turns.check(config, (engine_device, trainer_device), p)
     engines = served.engines(config, facts, lengths, engine_device, find, p)
     auxiliary = served.auxiliary(config, facts, lengths[0], cluster.gpus, find, p)
     train, evals = limit_prompts(config, train, evals, engines[0], num_process(config, facts))

@@ -41,7 +41,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
     engine_gpus = served.copies(model) * served.gpus(model) if device["engine"] == "cuda" and explores(config.mode) else 0
     auxiliary = tuple(n for i in served.distinct(config) for n in served.auxiliary_gpus(config, i, total, per_node, p))
     auxiliary_gpus = sum(auxiliary)
-    taken = (0 if config.mode == "colocate" else engine_gpus) + auxiliary_gpus
+    taken = engine_gpus + auxiliary_gpus
     others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
     if device["engine"] == "cuda" and served.gpus(model) > per_node:
         p.error(

@@ -295,7 +295,7 @@ async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder:
 
 async def _generated(engine: Any, prompts: Sequence[Sequence[int]]) -> list[TrainRow]:
     """Answers of the engine as rows to train on."""
-    from rft.types.completion import SamplingArgs
+    from rft.types.task import SamplingArgs
 
     sampling = SamplingArgs(temperature=1.0, max_tokens=16, ignore_eos=True, seed=1)
     asked = (engine.generate(GenerateRequest(prompt_tokens=tuple(p), sampling=sampling)) for p in prompts)

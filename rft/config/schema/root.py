@@ -26,10 +26,10 @@ class RunConfig(Section):
         "both",
         "both: explore and train; train: on given data with sft, cpt or dpo; explore, and train with another algorithm: one half, the "
         "other runs elsewhere; bench: play eval_tasksets under the base model and the checkpoints of this folder or of "
-        "resume_from_path; serve: answer requests and record them; colocate: both on one GPU.",
+        "resume_from_path; serve: answer requests and record them; colocate: both, strictly in turns, on the same cores.",
         later=Later(
-            "use both; engine and trainer on a machine without GPUs take turns with it",
-            values=("explore", "serve", "colocate"),
+            "use both",
+            values=("explore", "serve"),
         ),
     )
     project: Name = key("rft", "First part of the run's folder; project of the trackers.", on_resume="safe")

@@ -47,7 +47,8 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
 NEVER, SAID = "it has no meaning here and is refused", "it has no meaning here, which is said"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve", "Colocate")),
+    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve")),
+    ("mode", "Colocate", "train_only", RUNS),
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
@@ -176,7 +177,7 @@ def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
         f"buffer.explorer_input.taskset.path={HERE / 'data' / 'rows.jsonl'}",
     ]
     with pytest.raises(ConfigError, match=r"mode: accepted by `rft check`, not active yet"):
-        load_plan(FILE, [*model, "mode=colocate"], facts=Facts(cpus=4, gpus=0))
+        load_plan(FILE, [*model, "mode=serve"], facts=Facts(cpus=4, gpus=0))
     _, made = load_plan(FILE, [*model, "synchronizer.sync_method=nccl"], facts=Facts(cpus=4, gpus=0))
     assert any("synchronizer.sync_method has no effect yet: the same weights go through memory" in w for w in made.warnings)
 
@@ -407,8 +408,6 @@ def test_a_half_takes_only_its_own_gpus() -> None:
     assert (explore.cluster.gpus_per_engine, explore.cluster.trainer_gpus) == (1, 0)
     train = plan(*four, "mode=train")
     assert (train.cluster.gpus_per_engine, train.cluster.trainer_gpus, train.learner.world_size) == (0, 4, 4)
-    both = plan(*four, "mode=colocate")
-    assert (both.cluster.gpus_per_engine, both.cluster.trainer_gpus) == (1, 4)
 
 
 # ---------------------------------------------------------------- what is refused by name
