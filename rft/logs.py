@@ -57,6 +57,11 @@ class _Redacting(logging.Formatter):
         return redact(super().format(record))
 
 
+def node_folder(logs: Path, by_node: bool) -> Path:
+    """Where the files of this machine's processes go: `logs` itself, or its folder of the machine's name."""
+    return logs / os.uname().nodename if by_node else logs
+
+
 def to_file(path: Path, level: str = "INFO") -> logging.Handler:
     """Send the log of this process to `path`; returns the handler (close it with `logging.shutdown`)."""
     learn_environment()

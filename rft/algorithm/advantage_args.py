@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from rft.algorithm.argbase import Args, Computed, NoArgs, waiting
+from rft.algorithm.argbase import Args, Computed, NoArgs, moot
 
 _EPSILON = "added to the standard deviation before dividing"
 
@@ -27,7 +27,7 @@ class GrpoArgs(Args):
     epsilon: float = Field(1e-6, gt=0, description=_EPSILON)
     norm_by_std: bool = Field(True, description="divide by the unbiased standard deviation")
     std_threshold: float | None = _std_threshold()
-    duplicate_experiences: bool = waiting(
+    duplicate_experiences: bool = moot(
         False,
         "dropped groups are not made up for: the buffer has one max_uses for all of its rows, and rows are never copied",
         description="use remaining groups again in place of the dropped ones",
@@ -141,7 +141,7 @@ class JsdArgs(_Taught):
     lambda_coef: float = Field(0.5, ge=0, le=1, description="weight of the teacher in the mixture; 0 and 1 are the two KLs")
     kl_coef: float = Field(1.0, ge=0, description="factor of the advantage")
     temperature: float = Field(1.0, gt=0, description="divides both log-probs")
-    chunk_size: int | None = waiting(
+    chunk_size: int | None = moot(
         None,
         "all tokens are computed at once: they are single numbers",
         harmless=True,

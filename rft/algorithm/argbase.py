@@ -55,12 +55,10 @@ class NoArgs(Args):
     """For parts that take no arguments."""
 
 
-def waiting(
-    default: Any, instead: str, *, description: str, harmless: bool = False, values: tuple[Any, ...] = (), **constraints: Any
-) -> Any:
-    """An argument that is accepted and not active yet: `instead` says what happens today; with `values`, only those are meant.
+def moot(default: Any, instead: str, *, description: str, harmless: bool = False, **constraints: Any) -> Any:
+    """An argument that other tools have and that can have no meaning here, for the reason `instead`.
 
     `harmless` as in the configuration's schema: the run may start, because the weights that come out are the same.
     """
-    mark: Any = {"instead": instead} | ({"harmless": True} if harmless else {}) | ({"values": values} if values else {})
+    mark: Any = {"instead": instead, "moot": True} | ({"harmless": True} if harmless else {})
     return Field(default, description=description, json_schema_extra={"not_active": mark}, **constraints)

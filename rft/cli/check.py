@@ -82,10 +82,7 @@ def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
     nodes, auxiliary = [plan.cluster.gpu_per_node] * plan.cluster.node_num, plan.cluster.auxiliary
     engines, learner = plan.engines if explores(plan.mode) else (), plan.learner if trains(plan.mode) else None
     try:
-        if plan.mode == "colocate":  # the same GPUs, in turns
-            seats = placement(engines, None, nodes, auxiliary) + placement((), learner, nodes)
-        else:
-            seats = placement(engines, learner, nodes, auxiliary)
+        seats = placement(engines, learner, nodes, auxiliary)
     except SetupError as e:
         return [], str(e)
     rows = [(f"{s.role} {s.index}", f"node {s.node}, {s.gpus} GPU(s)" if s.gpus else f"node {s.node}, CPU") for s in seats]

@@ -61,11 +61,17 @@ class Finding:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON array")] = False,
-    keys: Annotated[bool, typer.Option("--keys", help="the configuration keys that are accepted and not active yet")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="the configuration keys that are accepted and not active")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="try GPUs, attention, ranks, engines and transports; takes minutes")] = False,
+    device: Annotated[str, typer.Option("--device", help="with --gpu: cuda, or cpu for the same checks without GPUs")] = "cuda",
 ) -> None:
-    """Say what this machine has, and what is missing.  Exit code 3 if something needed is."""
+    """Say what this machine has, and what is missing.  Exit code 3 if something needed is, or a check fails."""
     if keys:
         _keys(as_json)
+        return
+    if gpu:
+        if not _try(device, as_json):
+            raise typer.Exit(3)
         return
     found = examine()
     if as_json:
@@ -79,15 +85,70 @@ def doctor(
 
 
 def _keys(as_json: bool) -> None:
-    from rft.config.active import listed
+    from rft.config.active import listed, meaningless
+    from rft.config.verlkeys import rows
 
-    rows = listed()
+    later, never = listed(), meaningless()
     if as_json:
-        print(json.dumps([{"key": key, "instead": instead} for key, instead in rows], indent=1))
+        found = [{"key": key, "state": "not active yet", "instead": instead} for key, instead in later]
+        found += [{"key": key, "state": _never(harmless), "instead": instead} for key, instead, harmless in never]
+        print(json.dumps(found, indent=1))
         return
-    for key, instead in rows:
-        print(f"{key}\n    {instead}")
-    print(f"{len(rows)} accepted, not active yet")
+    for key, instead in later:
+        print(f"{key}\n    not active yet: {instead}")
+    for key, instead, harmless in never:
+        print(f"{key}\n    {_never(harmless)}: {instead}")
+    refused = sum(not harmless for _, _, harmless in never)
+    native = sum(r.kind == "native" for r in rows())
+    print(
+        f"{len(later)} accepted, not active yet; {len(never)} without meaning here, of which {refused} are refused.  "
+        f"{native} rows of veRL's table are native keys, each with a test in tests/unit/config/data/native_rows.tsv"
+    )
+
+
+def _never(harmless: bool) -> str:
+    return "has no effect" if harmless else "refused"
+
+
+def _try(device: str, as_json: bool) -> bool:
+    """Every check of a machine with GPUs; whether all are right."""
+    import tempfile
+    from collections.abc import Callable
+
+    import msgspec
+    from transformers.utils import logging as words
+
+    from rft.errors import ConfigError, SetupError
+    from rft.launch import machine
+    from rft.testing import tiny
+
+    if device not in ("cuda", "cpu"):
+        raise ConfigError("is none of cuda, cpu", key="--device", given=device)
+    try:
+        import torch
+    except ImportError as e:
+        raise SetupError(f"torch cannot be imported: {e}.  Install the build for this machine's CUDA version.") from e
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SetupError(
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU.  Where nvidia-smi lists some, install the torch build for "
+            "the driver's CUDA version; in a container, start it with its GPUs.  `--gpu --device cpu` makes the same checks without GPUs."
+        )
+
+    def line(found: machine.Line) -> None:
+        mark = {"ok": "ok     ", "note": "note   ", "failed": "FAILED "}[found.state]
+        print(f"{mark}  {found.topic:17} {found.seconds:6.1f} s  {found.text}", flush=True)
+        if found.state == "failed":
+            print(f"{'':30}{found.remedy}", flush=True)
+
+    words.disable_progress_bar()  # of the tiny model's file
+    lines: list[machine.Line] = []
+    on_line: Callable[[machine.Line], None] = lines.append if as_json else line
+    ranks = torch.cuda.device_count() if device == "cuda" else 2
+    with tempfile.TemporaryDirectory(prefix="rft-doctor-model-") as folder:
+        good = machine.run(device, tiny.make(Path(folder) / "tiny"), ranks, on_line)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(lines), indent=1))
+    return good
 
 
 def examine() -> list[Finding]:

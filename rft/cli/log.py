@@ -69,7 +69,8 @@ class _Tails:
         self._read: dict[Path, int] = {}  # bytes taken so far
 
     def new(self) -> list[list[Entry]]:
-        return [list(entries(path.stem, self._lines(path))) for path in sorted(self._folder.glob("*.log"))]
+        paths = sorted(self._folder.rglob("*.log"))  # with log.group_by_node each machine has a folder
+        return [list(entries(str(p.relative_to(self._folder).with_suffix("")), self._lines(p))) for p in paths]
 
     def _lines(self, path: Path) -> Iterator[str]:
         start = self._read.get(path, 0)
@@ -115,8 +116,11 @@ class _Watch:
             raise SetupError("this system cannot tell when a file changes (no inotify); use `tail -f` on the files in `logs`")
         self._fd = int(libc.inotify_init1(os.O_CLOEXEC))
         events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
-        if self._fd < 0 or libc.inotify_add_watch(self._fd, os.fsencode(folder), events) < 0:
-            raise SetupError(f"{folder} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches")
+        for watched in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+            if self._fd < 0 or libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
+                raise SetupError(
+                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
+                )
 
     def wait(self) -> None:
         """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""

@@ -237,8 +237,13 @@ def _later(key: str) -> str:
             which = ", ".join(map(str, mark.get("values", ())))
             if which and end < len(parts):
                 continue
-            return f"{f'not yet for {which}' if which else 'not yet'}: {mark['instead']}"
+            word = _word(mark)
+            return f"{f'{word} for {which}' if which else word}: {mark['instead']}"
     return ""
+
+
+def _word(mark: dict[str, Any]) -> str:
+    return "no meaning here" if mark.get("moot") else "not yet"
 
 
 def _verl(key: str) -> tuple[Row, ...]:
@@ -275,7 +280,7 @@ def _argument(name: str) -> Description | None:
         return None
     one = next(iter(takers.values()))
     later = marked(one)
-    active = f"not yet: {later['instead']}" if later else "yes"
+    active = f"{_word(later)}: {later['instead']}" if later else "yes"
     return Description(
         key=name,
         meaning=one.description or f"argument of {kind}",

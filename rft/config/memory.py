@@ -392,12 +392,13 @@ def logits(shape: ModelShape, s: LearnerSettings, micro: MicroBatch, *, entropy:
     """(most in the forward pass, most in the backward pass) of log-probs by tiles (rft.trainer.logprobs), weight gradients apart."""
     item, tokens = BYTES[s.dtype], max(1, min(s.logprob_chunk_tokens, micro.trained))
     size = CPU_TILE if s.device == "cpu" else GPU_TILE
-    tile = tokens * min(shape.vocab, max(LEAST_WIDTH, size // tokens))
+    everything = micro.trained * shape.vocab
+    tile = tokens * min(shape.vocab, max(LEAST_WIDTH, size // tokens)) if s.entropy_chunking or not entropy else everything
     # logits, and in the type they are computed in; with entropies their exponentials too
     tiles = tile * (4 * (2 if entropy else 1) + (item if item < 4 else 0))
     sums = (SUMS + (1 if reference else 0)) * 4 * micro.trained
     hidden = micro.trained * shape.hidden * item
-    sums += min(KEPT_BYTES, 4 * micro.trained * shape.vocab)
+    sums += min(KEPT_BYTES, 4 * everything) if s.entropy_checkpointing or not entropy else 4 * everything
     return tiles + sums + 2 * hidden, tiles + sums + 2 * hidden + micro.trained * shape.hidden * 4
 
 

@@ -35,6 +35,7 @@ class ClusterSettings:
     num_cpus: int | None = None  # what a local Ray is told; None = the machine's, at least 8
     actor_start_timeout_s: float = 900.0  # for each process of the run
     stall_timeout_s: float | None = 15.0  # of processes that are not engines; None = never
+    timeline: bool = False  # Ray's own is written at the end
 
     @property
     def gpus(self) -> int:
@@ -74,6 +75,7 @@ class Plan:
     cluster: ClusterSettings
     total_steps: int | None
     log_level: str = "INFO"
+    log_by_node: bool = False  # a folder of log files for each machine
     plugin_dirs: tuple[str, ...] = ()
     seed: int = 42
     deterministic: bool = False

@@ -102,6 +102,8 @@ def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
 
 def _later(mark: dict[str, Any]) -> str:
     which = ", ".join(f"`{v}`" for v in mark.get("values", ()))
+    if mark.get("moot"):
+        return f"*{f'{which} has n' if which else 'N'}o meaning here{'' if mark.get('harmless') else ', refused'}: {mark['instead']}*"
     return f"*{f'{which} not' if which else 'Not'} active yet: {mark['instead']}*"
 
 

@@ -15,7 +15,7 @@ from rft.algorithm.args import ARGS, BUILT, KINDS, RENAMED, AggMode, check_args
 from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults, compares_in_groups
 from rft.algorithm.loss_args import LOSSES
 from rft.buffer.settings import BufferSettings
-from rft.config import adapter, given, halves, policies, roles, served, spread, steps
+from rft.config import adapter, given, halves, policies, roles, served, spread, steps, turns
 from rft.config.active import used
 from rft.config.pipeline import pipeline
 from rft.config.plan import Facts, Plan
@@ -47,6 +47,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     algorithm, repeat_times, compares = _algorithm(config, facts, p)
     train, evals = tasksets(config, facts, p, max_response_tokens=lengths[2], repeat_times=repeat_times, find=find)
     cluster, engine_device, world_size, trainer_device = roles.devices(config, facts, p)
+    turns.check(config, (engine_device, trainer_device), p)
     engines = served.engines(config, facts, lengths, engine_device, find, p)
     auxiliary = served.auxiliary(config, facts, lengths[0], cluster.gpus, find, p)
     train, evals = limit_prompts(config, train, evals, engines[0], num_process(config, facts))
@@ -84,6 +85,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         explorer,
         feedback_lag=feedback_lag(sync),
         eval_samples=None if dump else config.monitor.log_eval_samples,
+        percentiles=config.monitor.detailed_stats,
         pipeline=pipeline(config, facts, run_dir, algorithm, rows, find, p),
     )
     monitor = MonitorSettings(
@@ -98,6 +100,12 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         config=shown(written),
     )
     saving = spread.trainer(config, trainer_device, p)
+    idle = [n for n in used(config) if not n.key.startswith(read)]
+    for n in (n for n in idle if n.moot):
+        if n.harmless:
+            p.warn(f"{n.key} {n.value!r} has no effect: {n.instead}")
+        else:
+            p.error(n.key, f"has no meaning here: {n.instead}", given=n.value)
     p.raise_if_any()
     return Plan(
         mode=config.mode,
@@ -132,6 +140,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         cluster=cluster,
         total_steps=num_train,
         log_level=config.log.level,
+        log_by_node=config.log.group_by_node,
         plugin_dirs=plugin_dirs,
         seed=config.seed,
         deterministic=config.deterministic,
@@ -140,7 +149,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
         derived=tuple(p.derived),
         notes=tuple(p.notes),
         warnings=tuple(p.warnings),
-        not_active=tuple(n for n in used(config) if not n.key.startswith(read)),
+        not_active=tuple(n for n in idle if not n.moot),
     )
 
 

@@ -41,7 +41,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
     engine_gpus = served.copies(model) * served.gpus(model) if device["engine"] == "cuda" and explores(config.mode) else 0
     auxiliary = tuple(n for i in served.distinct(config) for n in served.auxiliary_gpus(config, i, total, per_node, p))
     auxiliary_gpus = sum(auxiliary)
-    taken = (0 if config.mode == "colocate" else engine_gpus) + auxiliary_gpus
+    taken = engine_gpus + auxiliary_gpus
     others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
     if device["engine"] == "cuda" and served.gpus(model) > per_node:
         p.error(
@@ -83,6 +83,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
         num_cpus=c.ray_init.num_cpus,
         actor_start_timeout_s=c.actor_start_timeout,
         stall_timeout_s=c.stall_timeout,
+        timeline=config.monitor.enable_ray_timeline,
     )
     if c.ray_address is not None and c.ray_init.num_cpus is not None:
         p.warn("cluster.ray_init.num_cpus has no effect: cluster.ray_address joins a Ray that is there")
@@ -139,6 +140,8 @@ def learner(
     dtype = t.param_dtype if t.param_dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     if t.param_dtype == "auto":
         p.derive("trainer.param_dtype", dtype, f"trainer on {device}")
+    if t.share_prompts and not t.use_remove_padding:
+        p.derive("trainer.share_prompts", False, "trainer.use_remove_padding: false pads every row on its own")
     if device == "cpu" and dtype != "float32":
         p.error("trainer.param_dtype", f"{dtype} training on CPU takes minutes per step; use float32", given=dtype)
     threads = t.cpu_threads or max(1, facts.cpus // (world if device == "cpu" else 1))
@@ -166,7 +169,10 @@ def learner(
         micro_batch_size=t.micro_batch_size_per_gpu,
         max_response_tokens=lengths[2],
         loss_scale_factor=config.algorithm.loss_scale_factor,
-        share_prompts=t.share_prompts,
+        share_prompts=t.share_prompts and t.use_remove_padding,
+        balance_batch=t.balance_batch,
+        entropy_chunking=t.entropy_chunking,
+        entropy_checkpointing=t.entropy_checkpointing,
         logprob_chunk_tokens=t.logprob_chunk_tokens,
         gradient_checkpointing=t.enable_gradient_checkpointing,
         reshard_after_forward=t.reshard_after_forward,
@@ -209,6 +215,7 @@ def _critic(
         use_dynamic_bsz=dynamic,
         micro_batch_size=rows,
         forward_micro_batch_size=c.forward_micro_batch_size_per_gpu or rows,
+        share_prompts=t.share_prompts and c.use_remove_padding,
         gradient_checkpointing=(
             t.enable_gradient_checkpointing if c.enable_gradient_checkpointing is None else c.enable_gradient_checkpointing
         ),

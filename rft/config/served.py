@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rft.config import spread
+from rft.config import spread, turns
 from rft.config.plan import Facts
 from rft.config.problems import Problems
 from rft.config.schema.explorer import AuxiliaryModelConfig, ServedModelConfig
@@ -280,7 +280,7 @@ def _shared(
         p.derive(f"{key}.dtype", dtype, f"engines on {device}")
     if device == "cpu" and dtype != "float32":
         p.warn(f"{key}.dtype {dtype} on CPU: slow, and log-probs agree less well with the trainer's; float32 is meant")
-    threads = e.cpu_threads or facts.cpus
+    threads = e.cpu_threads or turns.threads(config, facts.cpus, copies(e))
     if e.cpu_threads is None:
         p.derive(f"{key}.cpu_threads", threads, "the machine's cores")
     if engine_type == "transformers":

@@ -99,10 +99,10 @@ def _ranks(config: RunConfig, world: int, p: Problems) -> dict[str, Any]:
             f"is {sequence}; it must divide the {world} training rank(s)",
             given=sequence,
         )
-    if sequence > 1 and not t.share_prompts:
+    if sequence > 1 and not (t.share_prompts and t.use_remove_padding and t.critic.use_remove_padding):
         p.error(
             "trainer.ulysses_sequence_parallel_size",
-            "needs trainer.share_prompts: true; ranks share packed positions, and without it rows are padded",
+            "needs trainer.share_prompts and use_remove_padding: true, the critic's too; ranks share packed positions, no padded ones",
             given=sequence,
         )
     if t.forward_prefetch and world == 1:

@@ -239,7 +239,7 @@ class Explorer:
         if batch.accepted < batch.size and self.settings.on_short_batch == "stop":
             raise ShortBatch(self._short(batch))
         await self._gate.explored(batch.number)
-        values = rollout_metrics(batch.played, batch.wall_s) | pipeline_metrics(batch.pipeline)
+        values = rollout_metrics(batch.played, batch.wall_s, self.settings.percentiles) | pipeline_metrics(batch.pipeline)
         values |= {f"reward/{k}": float(v) for k, v in pool.counts().items()}
         values |= {f"judge/{k}": v for k, v in meter.counts().items()}
         for engines in self._engines:

@@ -7,11 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from rft.types.experience import Experience
 from rft.types.metrics import Metric, reduce
 from rft.types.ports import ChatModel, Measured
 from rft.workflow.group import Group
 
+PERCENTILES = (10, 50, 90)
 _ENDED = ("group_timeout", "hopeless", "over_rollout")
 _COUNTED = (
     "requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens", "tokenization_differs", "steps",
@@ -54,10 +57,10 @@ def engine_metrics(policy: ChatModel, auxiliary: Mapping[str, ChatModel]) -> lis
     return found
 
 
-def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], wall_s: float, percentiles: bool = False) -> dict[str, float]:
     """Names as in docs/metrics, of groups as they were played.
 
-    Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.
+    Rewards are over all scored runs, lengths (tokens) over all runs that have a sequence.  `percentiles`: NAME/p10, /p50 and /p90 too.
     """
     runs = [run for g in groups for run in g.runs]
     rows = [x for run in runs for x in run.experiences]
@@ -88,6 +91,12 @@ def rollout_metrics(groups: Sequence[Group], wall_s: float) -> dict[str, float]:
         out["rollout/tokens_per_s"] = sum(r.num_response_tokens for r in whole) / max(wall_s, 1e-9)
         out["rollout/model_version"] = fmean(r.oldest_version.step for r in whole if r.oldest_version is not None)
         out["rollout/clipped_logprobs"] = float(sum(r.clipped_logprobs for r in whole))
+    if percentiles:
+        responses = [r.num_response_tokens for r in whole]
+        out |= _percentiles("rollout/reward", [reward for g in groups for reward in g.rewards])
+        out |= _percentiles("rollout/response_length", responses)
+        out |= _percentiles("rollout/prompt_length", [r.num_tokens - n for r, n in zip(whole, responses, strict=True)])
+        out |= _percentiles("rollout/time/run", [run.run_s for run in runs])
     if several := [g.rewards for g in groups if len(g.rewards) > 1]:
         out["frac_reward_zero_std"] = fmean(len(set(rewards)) == 1 for rewards in several)
     return out
@@ -107,6 +116,12 @@ def lengths(prefix: str, rows: Sequence[Experience]) -> dict[str, float]:
         f"{prefix}/prompt_length/mean": fmean(r.num_tokens - n for r, n in zip(rows, responses, strict=True)),
         f"{prefix}/truncated_ratio": fmean(r.status == "truncated" for r in rows),
     }
+
+
+def _percentiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{prefix}/p{p}": float(v) for p, v in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}
 
 
 def _spread(prefix: str, values: list[float]) -> dict[str, float]:

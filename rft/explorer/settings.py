@@ -50,6 +50,7 @@ class ExplorerSettings:
     max_inflight: int | None = None  # explore batches under way at the same time; None = what the weights and the buffer allow
     eval_in_background: bool = False  # explore on meanwhile
     bench_latest: bool = False  # mode bench: the newest checkpoint alone
+    percentiles: bool = False  # metrics of rollouts also say percentiles
     eval_samples: int | None = 64  # answers of each evaluation that are handed on; None = all, 0 = none
     max_concurrent_runs: int = 256
     report_interval_s: float = 0.0  # how often the log says what every batch does; 0 = never

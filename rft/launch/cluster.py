@@ -107,6 +107,14 @@ class Cluster:
 
         return [int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]]
 
+    def timeline(self, path: Path) -> None:
+        """Write what every process of Ray did when, in the trace format of Chrome, whole or not at all."""
+        import ray
+
+        aside = path.with_suffix(".tmp")
+        ray.timeline(str(aside))
+        aside.replace(path)
+
     def close(self) -> None:
         import ray
 

@@ -73,7 +73,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         manifests.recover(rundir.checkpoints)
         changed = _changes(loaded, rundir)
     began = time.time()
-    handler = logs.to_file(rundir.logs / "launcher.log", plan.log_level)
+    handler = logs.to_file(logs.node_folder(rundir.logs, plan.log_by_node) / "launcher.log", plan.log_level)
     try:
         for change in changed:
             log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
@@ -116,7 +116,7 @@ def _bench(plan: Plan, in_process: bool) -> Outcome:
         evaluate = supervise.evaluate
     rundir = RunDir.claim(plan.run_dir)
     began = time.time()
-    handler = logs.to_file(rundir.logs / "bench.log", plan.log_level)
+    handler = logs.to_file(logs.node_folder(rundir.logs, plan.log_by_node) / "bench.log", plan.log_level)
     try:
         results = asyncio.run(evaluate(plan, rundir))
     except (Interrupted, KeyboardInterrupt) as e:

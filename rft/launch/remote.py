@@ -20,7 +20,7 @@ from typing import Any
 from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, RunFailed, is_out_of_memory
 from rft.launch import leftovers
 from rft.launch.pulse import Pulse
-from rft.logs import learn_secrets, redact, to_file
+from rft.logs import learn_secrets, node_folder, redact, to_file
 from rft.parent import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,12 @@ class Host:
     learnt from the configuration, so that this process keeps them out of its files too.
     """
 
-    def __init__(self, name: str, logs: str, level: str, secrets: Sequence[str], factory: str, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, name: str, logs: str, by_node: bool, level: str, secrets: Sequence[str], factory: str, args: tuple[Any, ...]
+    ) -> None:
         self._name, self._factory, self._args = name, factory, args
         learn_secrets(secrets)
-        own_output(Path(logs), name, level)
+        own_output(node_folder(Path(logs), by_node), name, level)
         self._part: Any = None
         self._starting = asyncio.Lock()
 

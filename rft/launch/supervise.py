@@ -36,6 +36,7 @@ from rft.types.ports import Consumption
 log = logging.getLogger(__name__)
 RESTARTS = 3  # of one engine that dies
 ENGINES = ("engine-", "aux-")  # how the names of parts begin that are restarted
+TIMELINE = "ray_timeline.json"
 
 
 async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, parts_of: Callable[..., Parts] | None = None) -> Outcome:
@@ -279,7 +280,7 @@ class Parts:
             options["runtime_env"] = {"env_vars": env}
         again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
         titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
-        made = (name, str(self.rundir.logs), self.plan.log_level, learnt_secrets(), factory, args)
+        made = (name, str(self.rundir.logs), self.plan.log_by_node, self.plan.log_level, learnt_secrets(), factory, args)
         handle = ray.remote(titled).options(**options).remote(*made)
         self.handles[name] = handle
         deadline_s = self.plan.cluster.actor_start_timeout_s
@@ -295,6 +296,8 @@ class Parts:
 
         if graceful:
             await self._close()
+            if self.plan.cluster.timeline:
+                await asyncio.to_thread(self.cluster.timeline, self.rundir.path / TIMELINE)
         for handle in self.handles.values():
             ray.kill(handle, no_restart=True)
         for path in self.rundir.path.glob(".rendezvous-*"):

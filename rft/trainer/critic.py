@@ -85,6 +85,7 @@ class Critic:
             model_path=c.model_path or settings.model_path,
             optim=c.optim,
             lora=None,  # the critic is trained whole
+            share_prompts=c.share_prompts,
             gradient_checkpointing=c.gradient_checkpointing,
             offload_policy=c.offload_policy,
         )

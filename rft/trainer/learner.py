@@ -181,7 +181,7 @@ class Learner:
     def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: _Totals) -> None:
         """Add the critic's gradient of one micro-batch."""
         assert self.critic is not None
-        micro = self._micro_batch(rows, self.critic.heads_per_key)
+        micro = self._micro_batch(rows, self.critic)
         out = self.critic.loss(micro, self._denominators(batch), self.algorithm.loss_agg_mode, idle=not rows)
         out.loss.backward()
         if rows:
@@ -250,10 +250,10 @@ class Learner:
         "values" are asked for alone: the critic may be another model.
         """
         scored: list[list[Scored]] = []
-        heads = self.critic.heads_per_key if self.critic is not None and "values" in what else None
+        critic = self.critic if "values" in what else None
         with self._memory("scoring"), torch.no_grad(), self._remembered(proximal):
             for rows in micro_batches:
-                made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows, heads), what).items()}
+                made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows, critic), what).items()}
                 ends = np.cumsum([int(r.loss_mask.sum()) for r in rows])[:-1]
                 parts = {name: np.split(values, ends) for name, values in made.items()}
                 scored.append([{name: part[i] for name, part in parts.items()} for i in range(len(rows))])
@@ -306,12 +306,12 @@ class Learner:
             raise RunFailed(f"the trainer does not compute {', '.join(sorted(missing))}")
         return found
 
-    def _micro_batch(self, rows: Sequence[TrainRow], heads_per_key: int | None = None) -> batches.MicroBatch:
-        """`heads_per_key`: of the model that reads it; None = the policy's."""
+    def _micro_batch(self, rows: Sequence[TrainRow], critic: Critic | None = None) -> batches.MicroBatch:
+        """What `critic` reads; without one the policy."""
         return batches.make(
             rows or [_IDLE],
-            share=self.settings.share_prompts,
-            heads_per_key=heads_per_key or self._heads_per_key,
+            share=(self.settings if critic is None else critic.settings).share_prompts,
+            heads_per_key=self._heads_per_key if critic is None else critic.heads_per_key,
             dtype=self._compute_dtype,
             device=torch.device(self.settings.device),
         )

@@ -3,7 +3,8 @@
 Knows hidden states, the output layer's weight and temperatures; not models or losses.  Logits are computed a tile at a time, some
 tokens by some of the vocabulary; the forward pass carries running sums of softmax from tile to tile (arXiv:1805.02867), the backward
 pass computes most tiles again.  Tiles are small enough for a processor's cache, where the passes over them cost little.
-Invariant: beside inputs, outputs and gradients there are at most two tiles of logits, and `KEPT_BYTES` of them for the backward pass.
+Invariant: beside inputs, outputs and gradients there are at most two tiles of logits, and `KEPT_BYTES` of them for the backward pass,
+unless a caller asks for more memory (`whole`, `keep_all`).
 """
 
 from __future__ import annotations
@@ -31,16 +32,20 @@ def token_logprobs(
     chunk_tokens: int,
     entropy: bool = False,
     fused: bool = False,
+    whole: bool = False,
+    keep_all: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(z / temperature)[target] with z = hidden @ weight.T (+ bias), and the entropy of that distribution if asked.
 
     hidden [N, H], weight [V, H], targets int64 [N], temperatures float32 [N]  ->  float32 [N] (and float32 [N]), both with gradient.
     Natural logarithms.  Softmax is taken in float32 whatever the weights' type (in float64 where hidden states are).
     `chunk_tokens`: tokens of a tile.  `fused`: what is done with a tile is compiled into few kernels (on GPUs Triton's).
+    `whole`: all logits are one tile.  `keep_all`: the backward pass computes none of them again.
     """
     scaled = hidden / temperatures[:, None].to(hidden.dtype)
     inverse = None if bias is None else 1.0 / temperatures
-    logprobs, entropies = _TokenLogprobs.apply(scaled, weight, bias, inverse, targets, chunk_tokens, entropy, fused)
+    cut = _Cut(chunk_tokens, fused, whole, keep_all)
+    logprobs, entropies = _TokenLogprobs.apply(scaled, weight, bias, inverse, targets, cut, entropy)
     return logprobs, entropies if entropy else None
 
 
@@ -61,7 +66,7 @@ def token_statistics(
     """
     scaled = hidden / temperatures[:, None].to(hidden.dtype)
     inverse = None if bias is None else 1.0 / temperatures
-    sums = _Given(scaled, weight, bias, inverse, targets, chunk_tokens, fused).sums(order=2)
+    sums = _Given(scaled, weight, bias, inverse, targets, _Cut(chunk_tokens, fused)).sums(order=2)
     log_total = sums.total.log()
     entropy = log_total - sums.mean / sums.total
     squares = sums.squares / sums.total.square()
@@ -101,6 +106,15 @@ class _Tile(NamedTuple):
         return made.to(dtype)
 
 
+class _Cut(NamedTuple):
+    """How logits are cut into tiles, and what becomes of them."""
+
+    chunk: int  # tokens
+    fused: bool = False
+    whole: bool = False
+    keep_all: bool = False
+
+
 @dataclass(frozen=True)
 class _Given:
     """The arguments, and how they are cut."""
@@ -110,8 +124,7 @@ class _Given:
     bias: torch.Tensor | None  # [V]
     inverse: torch.Tensor | None  # [N], 1 / temperature, with a bias
     targets: torch.Tensor  # [N]
-    chunk: int
-    fused: bool
+    cut: _Cut
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,11 +132,12 @@ class _Given:
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def tokens(self) -> Iterator[slice]:
-        return _cut(len(self.hidden), self.chunk)
+        return _slices(len(self.hidden), max(1, len(self.hidden)) if self.cut.whole else self.cut.chunk)
 
     def entries(self) -> Iterator[slice]:
         tile = CPU_TILE if self.hidden.device.type == "cpu" else GPU_TILE
-        return _cut(len(self.weight), max(LEAST_WIDTH, tile // min(self.chunk, max(1, len(self.hidden)))))
+        width = max(LEAST_WIDTH, tile // min(self.cut.chunk, max(1, len(self.hidden))))
+        return _slices(len(self.weight), len(self.weight) if self.cut.whole else width)
 
     def tile(self, tokens: slice, entries: slice) -> _Tile:
         return _Tile(
@@ -138,13 +152,13 @@ class _Given:
         """Room for the logits of all tokens and the first entries of the vocabulary, whole tiles of them."""
         width = 0
         for entries in self.entries():
-            if entries.stop * len(self.hidden) * self.dtype.itemsize <= KEPT_BYTES:
+            if self.cut.keep_all or entries.stop * len(self.hidden) * self.dtype.itemsize <= KEPT_BYTES:
                 width = entries.stop
         return self.hidden.new_empty((len(self.hidden), width), dtype=self.dtype)
 
     def sums(self, order: int, kept: torch.Tensor | None = None) -> _Sums:
         """`order` 0: what log-probs need; 1: also for entropies; 2: all.  `kept`: takes the logits that it has room for."""
-        see = _compiled(_see) if self.fused else _see
+        see = _compiled(_see) if self.cut.fused else _see
         found = _Sums(*(self.hidden.new_zeros(len(self.hidden), dtype=self.dtype) for _ in range(6)))
         found.top.fill_(torch.finfo(self.dtype).min)
         fields = (found.top, found.total, found.picked, found.mean, found.squares, found.square_mean)
@@ -170,25 +184,24 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         inverse: torch.Tensor | None,
         targets: torch.Tensor,
-        chunk: int,
+        cut: _Cut,
         entropy: bool,
-        fused: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = _Given(hidden, weight, bias, inverse, targets, chunk, fused)
+        given = _Given(hidden, weight, bias, inverse, targets, cut)
         kept = given.kept() if any(ctx.needs_input_grad) else None
         sums = given.sums(int(entropy), kept)
         log_total = sums.total.log()
         norm = sums.top + log_total
         entropies = log_total - sums.mean / sums.total if entropy else norm[:0]
         ctx.save_for_backward(hidden, weight, bias, inverse, targets, norm, entropies, kept)
-        ctx.chunk, ctx.entropy, ctx.fused = chunk, entropy, fused
+        ctx.cut, ctx.entropy = cut, entropy
         return sums.picked - norm, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, inverse, targets, norm, entropies, kept = ctx.saved_tensors
-        given = _Given(hidden, weight, bias, inverse, targets, ctx.chunk, ctx.fused)
-        pull = _compiled(_pull) if ctx.fused else _pull
+        given = _Given(hidden, weight, bias, inverse, targets, ctx.cut)
+        pull = _compiled(_pull) if ctx.cut.fused else _pull
         grad_hidden = torch.zeros_like(hidden, dtype=given.dtype)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
@@ -212,7 +225,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight[entries] = of_weight
             if grad_bias is not None and of_bias is not None:
                 grad_bias[entries] = of_bias
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
 
 
 def _see(tile: _Tile, seen: tuple[torch.Tensor, ...], order: int) -> tuple[torch.Tensor, ...]:
@@ -266,7 +279,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, first:
         into.add_(a @ b)
 
 
-def _cut(count: int, size: int) -> Iterator[slice]:
+def _slices(count: int, size: int) -> Iterator[slice]:
     return (slice(at, min(at + size, count)) for at in range(0, count, size))
 
 

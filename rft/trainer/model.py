@@ -33,6 +33,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.chunk_tokens, self.fused = chunk_tokens, False
+        self.entropy_chunking = self.entropy_checkpointing = True
         self.sequence: ulysses.Group | None = None  # ranks that share each micro-batch
         self.adapter: lora.Adapter | None = None  # what is trained instead of the whole model
 
@@ -49,7 +50,9 @@ class Policy(nn.Module):
         if statistics:
             found = token_statistics(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, fused=self.fused)
         else:
-            found = token_logprobs(*given, bias=head.bias, chunk_tokens=self.chunk_tokens, entropy=entropy, fused=self.fused)
+            more = {"whole": entropy and not self.entropy_chunking, "keep_all": entropy and not self.entropy_checkpointing}
+            how: dict[str, Any] = {"chunk_tokens": self.chunk_tokens, "entropy": entropy, "fused": self.fused, **more}
+            found = token_logprobs(*given, bias=head.bias, **how)
         return found if share is None else tuple(None if x is None else share.gather(x) for x in found)
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
@@ -147,6 +150,7 @@ def place(
     if policy.adapter is not None:
         lora.freeze(policy, policy.adapter)
     policy.sequence, policy.fused = ulysses.group(settings), settings.fused_logprobs
+    policy.entropy_chunking, policy.entropy_checkpointing = settings.entropy_chunking, settings.entropy_checkpointing
     if settings.compile:
         _compile(policy, settings)
     if sharding.sharded(settings):

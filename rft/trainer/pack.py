@@ -77,6 +77,7 @@ class Budget:
     share_prompts: bool = True
     rows: int | None = None  # fixed micro-batches
     key: str = field(default="trainer.max_token_len_per_gpu", compare=False)  # what may be raised
+    balance: bool = True  # units are dealt over ranks by their cost; False: in their order, as many rows to each as can be
 
     def cost(self, inputs: Sequence[np.ndarray]) -> int:
         """Positions the model computes for rows that it reads as `inputs`: distinct prefixes when shared, else the padded rectangle."""
@@ -96,9 +97,9 @@ class _Bin:
 def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list[list[int]]]:
     """For each rank its micro-batches, as indexes into `rows`.
 
-    Groups stay together where their prompt is shared, pairs always, and are dealt over ranks by tokens, heaviest first.  Inside a rank
-    they are packed first-fit decreasing with the budget as a hard limit.  Raises ConfigError when one row or pair alone exceeds it, or
-    when fixed micro-batches do not divide the rows.
+    Groups stay together where their prompt is shared, pairs always, and are dealt over ranks by tokens, heaviest first (else see
+    `Budget.balance`).  Inside a rank they are packed first-fit decreasing with the budget as a hard limit.  Raises ConfigError when one
+    row or pair alone exceeds it, or when fixed micro-batches do not divide the rows.
     """
     if budget.rows is not None:
         if budget.rows % 2 and any(row.pair for row in rows):
@@ -109,16 +110,25 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
             )
         return _fixed(len(rows), world_size, budget.rows)
     inputs = [row.inputs for row in rows]
-    units = sorted(_units(rows, inputs, world_size, budget), key=lambda u: -u[1])
-    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
-    load = [0] * world_size
-    for unit in units:
-        rank = load.index(min(load))
-        ranks[rank].append(unit)
-        load[rank] += unit[1]
+    ranks = _dealt(_units(rows, inputs, world_size, budget), world_size, len(rows), budget)
     packed = [_first_fit(mine, inputs, budget) for mine in ranks]
     count = max(map(len, packed), default=0)
     return [mine + [[] for _ in range(count - len(mine))] for mine in packed]
+
+
+def _dealt(units: list[tuple[list[int], int]], world_size: int, count: int, budget: Budget) -> list[list[tuple[list[int], int]]]:
+    """Each rank's units, the heaviest first, so that they pack well."""
+    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    if budget.balance:
+        units = sorted(units, key=lambda u: -u[1])
+    before = 0
+    for unit in units:
+        rank = load.index(min(load)) if budget.balance else before * world_size // count
+        ranks[rank].append(unit)
+        load[rank] += unit[1]
+        before += len(unit[0])
+    return [sorted(mine, key=lambda u: -u[1]) for mine in ranks]
 
 
 def spread(count: int, world_size: int, size: int) -> list[list[list[int]]]:

@@ -86,9 +86,8 @@ class Ranks:
         s = self.settings
         if not s.use_dynamic_bsz and s.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.micro_batch_size_per_gpu")
-        return Budget(
-            s.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, None if s.use_dynamic_bsz else s.micro_batch_size
-        )
+        rows = None if s.use_dynamic_bsz else s.micro_batch_size
+        return Budget(s.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, rows, balance=s.balance_batch)
 
     @property
     def critic_budget(self) -> Budget | None:
@@ -101,9 +100,10 @@ class Ranks:
         rows = None if c.use_dynamic_bsz else c.micro_batch_size
         return Budget(
             c.max_token_len_per_gpu * self.settings.sequence_parallel,
-            self.settings.share_prompts,
+            c.share_prompts,
             rows,
             "trainer.critic.max_token_len_per_gpu",
+            self.settings.balance_batch,
         )
 
     def forward_budget(self, what: Computed) -> Budget:
@@ -113,15 +113,18 @@ class Ranks:
             rows = None if c.use_dynamic_bsz else c.forward_micro_batch_size
             return Budget(
                 c.forward_max_token_len_per_gpu * s.sequence_parallel,
-                s.share_prompts,
+                c.share_prompts,
                 rows,
                 "trainer.critic.forward_max_token_len_per_gpu",
+                s.balance_batch,
             )
         own = (s.ref or s.log_prob) if what == "ref" else s.log_prob
         if own is None:
             return self.budget
         key = "trainer.ref.max_token_len_per_gpu" if what == "ref" else "trainer.log_prob_max_token_len_per_gpu"
-        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, own.micro_batch_size, key)
+        return Budget(
+            own.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, own.micro_batch_size, key, s.balance_batch
+        )
 
     @property
     def before(self) -> frozenset[Computed]:

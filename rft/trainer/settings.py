@@ -74,6 +74,7 @@ class CriticSettings:
     use_dynamic_bsz: bool = True
     micro_batch_size: int | None = None
     forward_micro_batch_size: int | None = None
+    share_prompts: bool = True  # False: its rows are padded
     gradient_checkpointing: bool = False
     offload_policy: bool = False
 
@@ -128,7 +129,10 @@ class LearnerSettings:
     max_response_tokens: int = 1024
     loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
     share_prompts: bool = True
+    balance_batch: bool = True  # rows are dealt to ranks by tokens; False: in equal numbers, in their order
     logprob_chunk_tokens: int = 1024  # of a tile of logits
+    entropy_chunking: bool = True  # entropies are computed by tiles; False: from all logits at once
+    entropy_checkpointing: bool = True  # their backward pass computes tiles again; False: all logits are kept
     fused_logprobs: bool = False  # what is done with a tile is compiled
     gradient_checkpointing: bool = False
     activation_offload: bool = False  # with gradient_checkpointing: what it keeps is kept on the host

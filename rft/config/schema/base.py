@@ -32,21 +32,36 @@ class Later:
     values: tuple[Any, ...] = ()  # empty: every value that is not the default
 
 
+@dataclass(frozen=True)
+class Moot:
+    """Marks what files of related tools bring along and what can have no meaning here, now or later.
+
+    `instead` is the reason, or what to write.  A written value is refused; if it is `harmless`, a run starts with a warning instead.
+    """
+
+    instead: str
+    harmless: bool = False
+    values: tuple[Any, ...] = ()  # empty: every value that is not the default
+
+
 def key(
-    default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", later: Later | None = None, **constraints: Any
+    default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", later: Later | Moot | None = None, **constraints: Any
 ) -> Any:
     """A documented key.  `on_resume`: "safe" if it may change when a run is resumed, "refuse" if that would be another run."""
     extra: dict[str, Any] = {k: v for k, v in (("unit", unit), ("on_resume", on_resume)) if v}
     return Field(default, description=doc, json_schema_extra=extra | _marked(later), **constraints)
 
 
-def section(model: type[Section], doc: str, *, later: Later | None = None, **more: Any) -> Any:
+def section(model: type[Section], doc: str, *, later: Later | Moot | None = None, **more: Any) -> Any:
     """A sub-section with all its defaults."""
     return Field(default_factory=model, description=doc, json_schema_extra=_marked(later) or None, **more)
 
 
-def _marked(later: Later | None) -> dict[str, Any]:
-    return {} if later is None else {"not_active": {k: v for k, v in dataclasses.asdict(later).items() if v}}
+def _marked(later: Later | Moot | None) -> dict[str, Any]:
+    if later is None:
+        return {}
+    mark = {k: v for k, v in dataclasses.asdict(later).items() if v}
+    return {"not_active": mark | ({"moot": True} if isinstance(later, Moot) else {})}
 
 
 def _lower(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices
 
-from rft.config.schema.base import Args, IgnoreCase, Later, Name, Section, key, section
+from rft.config.schema.base import Args, IgnoreCase, Moot, Name, Section, key, section
 
 _TASKS = "is for tasks; rows that are trained on have none"
 _GIVEN = "is for rows that are trained on (mode train): buffer.trainer_input.experience_buffer.format"
@@ -40,11 +40,15 @@ class FormatConfig(Section):
         None, "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking."
     )
     reply_prefix: str | None = key(
-        None, "Beginning of every answer.", later=Later("ask for that beginning in the prompt, or write a workflow")
+        None,
+        "Beginning of every answer.",
+        later=Moot(
+            "an answer is what the model writes itself; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
+        ),
     )
-    chosen_key: str = key("chosen", "Column of the better answer.", later=Later(_GIVEN))
-    rejected_key: str = key("rejected", "Column of the worse answer.", later=Later(_GIVEN))
-    enable_concatenated_multi_turn: bool = key(False, "Train every answer of a demonstration's chat.", later=Later(_GIVEN))
+    chosen_key: str = key("chosen", "Column of the better answer.", later=Moot(_GIVEN))
+    rejected_key: str = key("rejected", "Column of the worse answer.", later=Moot(_GIVEN))
+    enable_concatenated_multi_turn: bool = key(False, "Train every answer of a demonstration's chat.", later=Moot(_GIVEN))
 
 
 class DataFormatConfig(FormatConfig):
@@ -60,9 +64,9 @@ class DataFormatConfig(FormatConfig):
     enable_concatenated_multi_turn: bool = key(
         False, "sft: train every answer of a chat.  False: the last one alone; those before it are read, not trained."
     )
-    preset: Annotated[Literal["verl"], IgnoreCase] | None = key(None, "Meaning of the columns by name.", later=Later(_TASKS))
-    workflow_key: str = key("", "Column that names the row's workflow.", later=Later(_TASKS))
-    reward_fn_key: str = key("", "Column that names the row's reward.", later=Later(_TASKS))
+    preset: Annotated[Literal["verl"], IgnoreCase] | None = key(None, "Meaning of the columns by name.", later=Moot(_TASKS))
+    workflow_key: str = key("", "Column that names the row's workflow.", later=Moot(_TASKS))
+    reward_fn_key: str = key("", "Column that names the row's reward.", later=Moot(_TASKS))
 
 
 class RolloutArgs(Section):
@@ -85,7 +89,7 @@ class RolloutArgs(Section):
         "How many likely tokens besides the generated one have their log-prob kept.",
         unit="tokens",
         ge=0,
-        later=Later("the log-prob of every generated token is always kept, and no other", harmless=True),
+        later=Moot("the log-prob of every generated token is always kept, and experiences have room for no other", harmless=True),
     )
 
 
@@ -168,10 +172,14 @@ class TasksetConfig(Section):
         "Tries to read a row.",
         unit="tries",
         ge=0,
-        later=Later("a file is read once; explorer.max_retry_times is for runs", True),
+        later=Moot(
+            "rows are read once, at the start, and what cannot be read is named; explorer.max_retry_times is for runs", True
+        ),
     )
-    max_retry_interval: float = key(1.0, "Pause between them.", unit="s", ge=0, later=Later("a file is read once", True))
-    enable_progress_bar: bool = key(False, "Show how far reading is.", later=Later("files are opened without one", True))
+    max_retry_interval: float = key(
+        1.0, "Pause between them.", unit="s", ge=0, later=Moot("rows are read once, at the start", True)
+    )
+    enable_progress_bar: bool = key(False, "Show how far reading is.", later=Moot("files are opened, not read through", True))
 
 
 class ExplorerInputConfig(Section):
@@ -260,7 +268,7 @@ class ExperienceBufferConfig(Section):
         False, "Mode train: leave out rows of more than model.max_model_len tokens, and say how many.  False: they are an error."
     )
     enable_progress_bar: bool = key(
-        False, "Show how far reading is.", on_resume="safe", later=Later("nothing is read beforehand", True)
+        False, "Show how far reading is.", on_resume="safe", later=Moot("nothing is read beforehand", True)
     )
 
 
@@ -277,7 +285,7 @@ class TrainerInputConfig(Section):
     auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key(
         {},
         "Further data for the trainer, by name, e.g. sft_dataset.",
-        later=Later("only the one that sample_strategy mix names is read, of chats; leave others out"),
+        later=Moot("only the one that sample_strategy mix names is read, of chats; leave others out"),
     )
 
 

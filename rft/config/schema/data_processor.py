@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.config.schema.base import Args, IgnoreCase, Later, Section, key, section
+from rft.config.schema.base import Args, IgnoreCase, Moot, Section, key, section
 from rft.config.schema.buffer import TasksetConfig
 
 _STREAMS = (
@@ -30,8 +30,8 @@ class ExperiencePipelineConfig(Section):
     input_save_path: str | None = key(
         None, "File (.jsonl) or folder for that copy.  Null: buffer/explorer_output.jsonl in the run folder.", on_resume="safe"
     )
-    inputs: dict[str, str] = key({}, "Further experiences that join the stream: name and path.", later=Later(_STREAMS))
-    output: str | None = key(None, "Where the results go.  Null: the experience buffer.", later=Later(_STREAMS))
+    inputs: dict[str, str] = key({}, "Further experiences that join the stream: name and path.", later=Moot(_STREAMS))
+    output: str | None = key(None, "Where the results go.  Null: the experience buffer.", later=Moot(_STREAMS))
 
 
 class PriorityWeightsConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rft.config.schema.base import Args, IgnoreCase, Later, Name, Section, key, renamed, section
+from rft.config.schema.base import Args, IgnoreCase, Later, Moot, Name, Section, key, renamed, section
 from rft.config.schema.model import ExternalModelConfig
 
 Device = Annotated[Literal["auto", "cuda", "cpu"], IgnoreCase]
@@ -159,9 +159,7 @@ class InferenceModelConfig(ServedModelConfig):
     external_model_config: ExternalModelConfig | None = key(
         None,
         "For auxiliary models.",
-        later=Later(
-            "the policy is a local model, whose tokens and weights are known; name a server in explorer.auxiliary_models"
-        ),
+        later=Moot("the policy is a local model, whose tokens and weights are known; name a server in explorer.auxiliary_models"),
     )
 
     tokenization_check: Annotated[Literal["strict", "warn", "off"], IgnoreCase] = key(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rft.config.schema.base import IgnoreCase, Later, Name, Section, key, section
+from rft.config.schema.base import IgnoreCase, Moot, Name, Section, key, section
 
 
 class LoraConfig(Section):
@@ -101,7 +101,7 @@ class ModelConfig(Section):
         unit="tokens",
         on_resume="safe",
         ge=0,
-        later=Later("the log-prob of every generated token is always kept, and no other", harmless=True),
+        later=Moot("the log-prob of every generated token is always kept, and experiences have room for no other", harmless=True),
     )
     max_model_len: int | None = key(None, "Prompt and response together.  Null: the sum of the two below.", unit="tokens", ge=2)
     max_prompt_tokens: int | None = key(
@@ -131,5 +131,9 @@ class ModelConfig(Section):
     )
     rope_theta: float | None = key(None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0)
     external_model: ExternalModelConfig = section(
-        ExternalModelConfig, "A model behind a server.", later=Later("name a local model in model_path")
+        ExternalModelConfig,
+        "A model behind a server.",
+        later=Moot(
+            "the policy's tokens and weights have to be known; name a local model in model_path, a server in explorer.auxiliary_models"
+        ),
     )

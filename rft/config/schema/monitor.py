@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rft.config.schema.base import Args, IgnoreCase, Later, Section, key
+from rft.config.schema.base import Args, IgnoreCase, Section, key
 
 MonitorKind = Annotated[Literal["tensorboard", "wandb", "mlflow", "swanlab"], IgnoreCase]
 
@@ -40,12 +40,14 @@ class MonitorConfig(Section):
     )
     detailed_stats: bool = key(
         False,
-        "More percentiles of every metric.",
+        "Percentiles 10, 50 and 90 of rewards, response lengths, prompt lengths and run times of every explore step, beside mean, least "
+        "and largest value.",
         on_resume="safe",
-        later=Later("metrics are mean, least and largest value", harmless=True),
     )
     enable_ray_timeline: bool = key(
-        False, "Write Ray's timeline at the end.", on_resume="safe", later=Later("no timeline is written", harmless=True)
+        False,
+        "Write Ray's timeline of the run's processes (Chrome trace format) to ray_timeline.json in the run folder at the end.",
+        on_resume="safe",
     )
 
 
@@ -57,7 +59,6 @@ class LogConfig(Section):
     ] = key("INFO", "Least severe line that is kept.", on_resume="safe")
     group_by_node: bool = key(
         False,
-        "A folder of log files for each machine.",
+        "A folder below logs for each machine, with the files of its processes.",
         on_resume="safe",
-        later=Later("all log files are in one folder", harmless=True),
     )

@@ -26,11 +26,11 @@ class RunConfig(Section):
         "both",
         "both: explore and train; train: on given data with sft, cpt or dpo, with another algorithm on what processes of mode: explore "
         "sample; explore: sample for the process of mode: train of the same project, group and name; bench: play eval_tasksets under the "
-        "base model and the checkpoints of this folder or of resume_from_path; serve: answer requests and record them; colocate: both on "
-        "one GPU.",
+        "base model and the checkpoints of this folder or of resume_from_path; serve: answer requests and record them; colocate: both, "
+        "strictly in turns, on the same cores.",
         later=Later(
-            "use both; engine and trainer on a machine without GPUs take turns with it",
-            values=("serve", "colocate"),
+            "use both",
+            values=("serve",),
         ),
     )
     project: Name = key("rft", "First part of the run's folder; project of the trackers.", on_resume="safe")

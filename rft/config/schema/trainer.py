@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from rft.config.schema.algorithm import ScheduleConfig
-from rft.config.schema.base import IgnoreCase, Later, Name, Section, key, renamed, section
+from rft.config.schema.base import IgnoreCase, Moot, Name, Section, key, renamed, section
 from rft.config.schema.explorer import Device
 
 Content = Annotated[Literal["model", "optimizer", "extra", "hf_model"], IgnoreCase]
@@ -33,9 +33,8 @@ class CriticConfig(Section):
     use_dynamic_bsz: bool | None = key(None, "Micro-batches by token budget instead of by rows.", on_resume="safe")
     use_remove_padding: bool = key(
         True,
-        "Batches are packed without padding.",
+        "Its batches are packed without padding, as the policy's are.  False: a row for each sequence, padded to the longest.",
         on_resume="safe",
-        later=Later("batches are packed as the policy's are", harmless=True, values=(False,)),
     )
     enable_gradient_checkpointing: bool | None = key(None, "Recompute activations in the backward pass.", on_resume="safe")
     param_offload: bool = key(False, f"Keep parameters on the host.  {_TOGETHER}", on_resume="safe")
@@ -100,7 +99,10 @@ class TrainerConfig(Section):
     """The training loop.  Null values are chosen for the device."""
 
     name: Name = key(
-        "trainer", "Name in logs.", on_resume="safe", later=Later("logs call it trainer and its rank", harmless=True)
+        "trainer",
+        "Name in logs.",
+        on_resume="safe",
+        later=Moot("a run has one trainer; logs call it trainer and its rank", harmless=True),
     )
     trainer_type: Annotated[Literal["fsdp2"], renamed(verl="fsdp2")] = key("fsdp2", "Which trainer; verl means this one.")
     trainer_strategy: Annotated[Literal["fsdp2", "fsdp"], IgnoreCase] = key(
@@ -124,7 +126,7 @@ class TrainerConfig(Section):
         "unrestricted",
         "How many may write at the same time.",
         on_resume="safe",
-        later=Later("every rank writes its own file", harmless=True),
+        later=Moot("every rank writes its own file, all at the same time", harmless=True),
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What a checkpoint holds.")
     max_checkpoints_to_keep: int = key(
@@ -187,33 +189,31 @@ class TrainerConfig(Section):
     critic_warmup: int = key(0, "First train steps in which only the critic is trained.", unit="train steps", ge=0)
     use_remove_padding: bool = key(
         True,
-        "Batches are packed without padding.",
+        "Batches are packed without padding, common prompts once.  False, like share_prompts: false: a row for each sequence, padded "
+        "to the longest.",
         on_resume="safe",
-        later=Later("share_prompts: true packs, false pads", harmless=True, values=(False,)),
     )
     balance_batch: bool = key(
         True,
-        "Rows are dealt to ranks by their tokens.",
+        "Rows are dealt to ranks by their tokens.  False: in their order, equally many to each rank as far as groups allow.",
         on_resume="safe",
-        later=Later("rows are always dealt by tokens", harmless=True, values=(False,)),
     )
     fix_actor_microbatch_loss_scale: bool = key(
         True,
         "Cutting a batch differently never changes the gradient.",
         on_resume="safe",
-        later=Later("losses are always divided by the totals of the whole step", harmless=True, values=(False,)),
+        later=Moot("losses are always divided by the totals of the whole step", harmless=True, values=(False,)),
     )
     entropy_chunking: bool = key(
         True,
-        "The entropy is computed by tiles, beside the log-probs.",
+        "With an entropy loss: entropies and log-probs are computed by tiles.  False: from all logits of a micro-batch at once, taking "
+        "their memory.",
         on_resume="safe",
-        later=Later("it is always computed by tiles: the whole logits are never there", harmless=True, values=(False,)),
     )
     entropy_checkpointing: bool = key(
         True,
-        "The backward pass computes the entropy's tiles again.",
+        "With an entropy loss: the backward pass computes tiles of logits again, but for 160 MiB of them.  False: all are kept.",
         on_resume="safe",
-        later=Later("they are always computed again: none is kept", harmless=True, values=(False,)),
     )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
@@ -262,7 +262,7 @@ class TrainerConfig(Section):
         False,
         "Log the best and the worst experience of a step.",
         on_resume="safe",
-        later=Later("samples of every evaluation are logged", harmless=True),
+        later=Moot("rft buffer shows the rows of any step, and samples of every evaluation are logged", harmless=True),
     )
     critic: CriticConfig = section(CriticConfig, "The critic, where the algorithm has one.")
     ref: RefConfig = section(RefConfig, "The reference model.")

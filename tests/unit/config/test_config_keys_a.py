@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.active import listed
+from rft.config.active import listed, meaningless
 from rft.config.known import advice
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.errors import ConfigError
+from rft.errors import ConfigError, ConfigErrors
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 
@@ -26,7 +26,7 @@ def waiting(*overrides: str) -> dict[str, tuple[object, bool]]:
 
 
 ALWAYS = ("use_remove_padding", "balance_batch", "entropy_chunking", "entropy_checkpointing")
-ACTIVE, REFUSED, IDLE = "active", "a run is refused", "a run warns"
+ACTIVE, REFUSED, IDLE = "active", "refused: it has no meaning", "a run warns that it has none"
 KEYS = [  # key, good value, bad value, what a run does with the good one
     ("model.tokenizer_path", "tok", "[1]", ACTIVE),
     ("model.critic_model_path", "critic", "[1]", ACTIVE),
@@ -53,7 +53,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("trainer.shuffle_minibatches", "true", "maybe", ACTIVE),
     ("trainer.data_seed", "7", "-1", ACTIVE),
     *((f"trainer.{name}", "true", "maybe", ACTIVE) for name in ALWAYS),
-    *((f"trainer.{name}", "false", "maybe", IDLE) for name in ALWAYS),
+    *((f"trainer.{name}", "false", "maybe", ACTIVE) for name in ALWAYS),
     ("trainer.fix_actor_microbatch_loss_scale", "true", "1.5", ACTIVE),
     ("trainer.fix_actor_microbatch_loss_scale", "false", "1.5", IDLE),
     ("trainer.enable_preview", "true", "maybe", IDLE),
@@ -80,7 +80,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("trainer.critic.forward_micro_batch_size_per_gpu", "4", "0", ACTIVE),
     ("trainer.critic.forward_max_token_len_per_gpu", "4096", "0", ACTIVE),
     ("trainer.critic.use_dynamic_bsz", "true", "maybe", ACTIVE),
-    ("trainer.critic.use_remove_padding", "false", "maybe", IDLE),
+    ("trainer.critic.use_remove_padding", "false", "maybe", ACTIVE),
     ("trainer.critic.enable_gradient_checkpointing", "true", "maybe", ACTIVE),
     ("trainer.critic.param_offload", "true", "maybe", ACTIVE),
     ("trainer.critic.optimizer_offload", "true", "maybe", ACTIVE),
@@ -101,20 +101,21 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("cluster.ray_init.num_cpus", "4", "0", ACTIVE),
     ("monitor.log_eval_samples", "5", "-1", ACTIVE),
     ("monitor.eval_dump_dir", "dumps", "[1]", ACTIVE),
-    ("monitor.detailed_stats", "true", "maybe", IDLE),
-    ("monitor.enable_ray_timeline", "true", "maybe", IDLE),
-    ("log.group_by_node", "true", "maybe", IDLE),
+    ("monitor.detailed_stats", "true", "maybe", ACTIVE),
+    ("monitor.enable_ray_timeline", "true", "maybe", ACTIVE),
+    ("log.group_by_node", "true", "maybe", ACTIVE),
 ]
 
 
 @pytest.mark.parametrize(("key", "good", "bad", "state"), KEYS, ids=[f"{k}={g}" for k, g, _, _ in KEYS])
 def test_keys(key: str, good: str, bad: str, state: str) -> None:
-    found = waiting(f"{key}={good}")
-    if state == ACTIVE:
-        assert not found
+    if state == REFUSED:
+        with pytest.raises(ConfigError, match=rf"{key}: has no meaning here".replace(".", r"\.")):
+            plan(f"{key}={good}")
     else:
-        told = [harmless for k, (_, harmless) in found.items() if k.startswith(key)]
-        assert told == [state == IDLE], found
+        assert not waiting(f"{key}={good}")
+        told = [w for w in plan(f"{key}={good}").warnings if w.startswith(key) and "has no effect: " in w]
+        assert state == ACTIVE or len(told) == 1
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         plan(f"{key}={bad}")
 
@@ -147,18 +148,16 @@ def test_wrong_arguments_are_refused_with_their_path(overrides: tuple[str, ...],
         plan(*(f"algorithm.{o}" for o in overrides))
 
 
-def test_arguments_that_are_not_active_on_parts_that_are() -> None:
-    found = waiting(
-        "algorithm.advantage_fn_args={std_threshold: 0.1, duplicate_experiences: true, std_cal_level: batch, rank_penalty: 0.2}",
-        "algorithm.kl_loss_fn=k2",
-        "algorithm.kl_loss_fn_args={adaptive: true, target_kl: 0.2, kl_coef: 0.01}",
-    )
-    assert found == {
-        "algorithm.advantage_fn_args.duplicate_experiences": (True, False),
-    }
-    assert waiting("algorithm.algorithm_type=jsd", "algorithm.advantage_fn_args.chunk_size=8") == {
-        "algorithm.advantage_fn_args.chunk_size": (8, True)
-    }
+def test_arguments_without_meaning_on_parts_that_are_active() -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        plan(
+            "algorithm.advantage_fn_args={std_threshold: 0.1, duplicate_experiences: true, std_cal_level: batch, rank_penalty: 0.2}",
+            "algorithm.kl_loss_fn=k2",
+            "algorithm.kl_loss_fn_args={adaptive: true, target_kl: 0.2, kl_coef: 0.01}",
+        )
+    assert [e.key for e in caught.value.errors] == ["algorithm.advantage_fn_args.duplicate_experiences"]
+    told = plan("algorithm.algorithm_type=jsd", "algorithm.advantage_fn_args.chunk_size=8").warnings
+    assert any(w.startswith("algorithm.advantage_fn_args.chunk_size 8 has no effect") for w in told)
     assert not waiting("algorithm.advantage_fn_args={std_threshold: 0.1, std_cal_level: group}", "algorithm.kl_loss_fn=none")
 
 
@@ -229,8 +228,8 @@ def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
 
 
 def test_names_stand_once() -> None:
-    told = {key for key, _ in listed()}
-    assert "algorithm.advantage_fn_args.duplicate_experiences of grpo" in told
+    told = [*(key for key, _ in listed()), *(key for key, _, _ in meaningless())]
+    assert "algorithm.advantage_fn_args.duplicate_experiences of grpo" in told and len(told) == len(set(told))
 
 
 # ---------------------------------------------------------------- aliases, cross-field rules, what becomes active

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rft.cli import check as command
-from rft.config.active import listed
+from rft.config.active import meaningless
 from rft.config.check import load_plan
 from rft.config.load import load
 from rft.config.messages import all_keys
@@ -45,8 +45,10 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 
 
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
+NEVER, SAID = "it has no meaning here and is refused", "it has no meaning here, which is said"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve", "Colocate")),
+    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve")),
+    ("mode", "Colocate", "train_only", RUNS),
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", WARNS),
     ("buffer.total_tasks", "8", "0", RUNS),
@@ -60,13 +62,13 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     (f"{BUFFER}.replay_buffer.max_uses", "4", "0", RUNS),
     (f"{BUFFER}.max_retry_times", "5", "-1", RUNS),
     (f"{BUFFER}.max_retry_interval", "0.5", "-1", RUNS),
-    (f"{BUFFER}.enable_progress_bar", "true", "1.5", WARNS),
-    ("buffer.trainer_input.auxiliary_buffers", "{sft_dataset: {path: sft.jsonl}}", "[1]", REFUSED),
+    (f"{BUFFER}.enable_progress_bar", "true", "1.5", SAID),
+    ("buffer.trainer_input.auxiliary_buffers", "{sft_dataset: {path: sft.jsonl}}", "[1]", NEVER),
     ("data_processor.experience_pipeline.operators", "[{name: reward_filter, args: {threshold: 1}}]", "[{args: {}}]", RUNS),
     ("data_processor.experience_pipeline.save_input", "true", "maybe", RUNS),
     ("data_processor.experience_pipeline.input_save_path", "rollouts.jsonl", "[1]", RUNS),
-    ("data_processor.experience_pipeline.inputs", "{other: x.jsonl}", "{other: 1}", REFUSED),
-    ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", REFUSED),
+    ("data_processor.experience_pipeline.inputs", "{other: x.jsonl}", "{other: 1}", NEVER),
+    ("data_processor.experience_pipeline.output", "x.jsonl", "[1]", NEVER),
     ("data_processor.task_pipeline", "null", "3", RUNS),
     ("data_processor.task_pipeline.num_process", "3", "0", RUNS),  # the others: test_config_tasksets.py
     ("explorer.auxiliary_models", "[{model_path: J, task: SCORE}]", "[{task: score}]", RUNS),
@@ -94,7 +96,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("ignore_validator_suggestions", "true", "maybe", RUNS),
     (f"{ENGINE}.name", "policy", "a/b", RUNS),
     (f"{ENGINE}.engine_type", "vllm_async", "mystery", RUNS),
-    (f"{ENGINE}.external_model_config", "{enable: true}", "{enable: 3}", REFUSED),
+    (f"{ENGINE}.external_model_config", "{enable: true}", "{enable: 3}", NEVER),
     (f"{ENGINE}.data_parallel_size", "2", "0", RUNS),
     (f"{ENGINE}.pipeline_parallel_size", "2", "0", RUNS),
     (f"{ENGINE}.ignore_eos", "true", "maybe", RUNS),
@@ -138,8 +140,15 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
 
 @pytest.mark.parametrize(("key", "good", "bad", "then"), KEYS, ids=[f"{k}={v}" for k, v, _, _ in KEYS])
 def test_key(key: str, good: str, bad: str, then: str) -> None:
+    if then == NEVER:
+        found = {k: m for k, m in messages(f"{key}={good}").items() if k.startswith(key)}
+        assert found and all("has no meaning here" in m for m in found.values())
+        assert any(k.startswith(key) for k in messages(f"{key}={bad}"))
+        return
+    said = [w for w in plan(f"{key}={good}").warnings if w.startswith(key) and "has no effect: " in w]
+    assert then != SAID or said
     below = [harmless for k, harmless in waiting(f"{key}={good}").items() if k.startswith(key)]
-    assert {RUNS: not below, WARNS: below and all(below), REFUSED: False in below}[then], below
+    assert {RUNS: not below, SAID: not below, WARNS: below and all(below), REFUSED: False in below}[then], below
     assert any(k.startswith(key) for k in messages(f"{key}={bad}"))
 
 
@@ -155,7 +164,10 @@ def test_a_changed_key_changes_the_plan() -> None:
     same |= {(f"{ENGINE}.base_port", "8000"), (f"{ENGINE}.api_key", "EMPTY")}  # need enable_openai_api
     same |= {(f"{ENGINE}.fully_sharded_loras", "true"), (f"{ENGINE}.max_cpu_loras", "2")}  # need an adapter
     plain = plan()
-    for key, good, _, _ in KEYS:
+    for key, good, _, then in KEYS:
+        if then == NEVER:
+            continue
+        same |= {(key, good)} if then == SAID else set()
         changed = replace(plan(f"{key}={good}"), monitor=plain.monitor, derived=plain.derived, warnings=plain.warnings)
         assert (changed == plain) == ((key, good) in same), key
 
@@ -166,19 +178,15 @@ def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
         f"buffer.explorer_input.taskset.path={HERE / 'data' / 'rows.jsonl'}",
     ]
     with pytest.raises(ConfigError, match=r"mode: accepted by `rft check`, not active yet"):
-        load_plan(FILE, [*model, "mode=colocate"], facts=Facts(cpus=4, gpus=0))
-    _, made = load_plan(FILE, [*model, f"{ENGINE}.fully_sharded_loras=true"], facts=Facts(cpus=4, gpus=0))
-    assert any("fully_sharded_loras has no effect yet" in w for w in made.warnings)
+        load_plan(FILE, [*model, "mode=serve"], facts=Facts(cpus=4, gpus=0))
+    _, made = load_plan(FILE, [*model, "synchronizer.sync_method=nccl"], facts=Facts(cpus=4, gpus=0))
+    assert any("synchronizer.sync_method has no effect yet: the same weights go through memory" in w for w in made.warnings)
 
 
 def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
-    names = {key for key, _ in listed()}
-    assert {
-        "explorer.rollout_model.external_model_config",
-        "buffer.trainer_input.auxiliary_buffers",
-        "cluster.ray_namespace",
-    } <= names
-    used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
+    names = {key for key, _, harmless in meaningless() if not harmless}
+    assert {"explorer.rollout_model.external_model_config", "buffer.trainer_input.auxiliary_buffers"} <= names
+    used = messages("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
 
 
@@ -412,8 +420,6 @@ def test_a_half_takes_only_its_own_gpus() -> None:
     assert (explore.cluster.gpus_per_engine, explore.cluster.trainer_gpus) == (1, 0)
     train = plan(*four, "mode=train")
     assert (train.cluster.gpus_per_engine, train.cluster.trainer_gpus, train.learner.world_size) == (0, 4, 4)
-    both = plan(*four, "mode=colocate")
-    assert (both.cluster.gpus_per_engine, both.cluster.trainer_gpus) == (1, 4)
 
 
 # ---------------------------------------------------------------- what is refused by name

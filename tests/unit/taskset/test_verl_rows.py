@@ -198,7 +198,7 @@ def test_prompt_limit_and_template_of_a_taskset() -> None:
         planned(format={"enable_thinking": False, "chat_template_args": {"enable_thinking": True}})
 
 
-def test_other_names_and_what_is_not_active_yet() -> None:
+def test_other_names_and_what_has_no_meaning() -> None:
     assert planned(max_samples=3).max_rows == 3
     config = from_dict(
         {
@@ -218,8 +218,9 @@ def test_other_names_and_what_is_not_active_yet() -> None:
             },
         }
     )
+    with pytest.raises(ConfigErrors) as caught:
+        resolve(config, Facts(cpus=1, gpus=0))
     found = {
-        n.key.removeprefix("buffer.explorer_input.taskset."): n.harmless
-        for n in resolve(config, Facts(cpus=1, gpus=0)).not_active
+        e.key.removeprefix("buffer.explorer_input.taskset.") for e in caught.value.errors if "has no meaning here" in e.message
     }
-    assert found == {"enable_progress_bar": True, "format.reply_prefix": False, "format.chosen_key": False}
+    assert found == {"format.reply_prefix", "format.chosen_key"}, "enable_progress_bar is only warned of"
