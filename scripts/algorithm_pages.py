@@ -191,7 +191,7 @@ def _table(model: type[BaseModel]) -> str:
     for name, field in model.model_fields.items():
         meaning = str(field.description)
         if isinstance(extra := field.json_schema_extra, dict) and isinstance(mark := extra.get("not_active"), dict):
-            meaning += f"  *Not active yet: {mark['instead']}*"
+            meaning += f"  *{'No meaning here' if mark.get('moot') else 'Not active yet'}: {mark['instead']}*"
         rows.append(f"| `{name}` | {type_text(field)} | {default_text(field)} | {_linked(meaning)} |")
     return "\n".join(rows)
 

@@ -66,6 +66,8 @@ async def run(plan: Plan, rundir: RunDir, on_record: OnRecord, *, engines: Seque
         return Outcome(found.version, rundir.path, 0.0, found.version)
     other = drive.origin(plan.resume_from_path) if found is None else None
     rundir.state("running")
+    if plan.cluster.timeline:
+        log.warning("monitor.enable_ray_timeline has no effect: one process has no Ray")
     work = _explore_and_train if plan.trainer.given is None else _train_given
     await work(plan, found, other, on_record, engines)
     last = manifests.latest(rundir.checkpoints)

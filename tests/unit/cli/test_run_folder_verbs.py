@@ -172,6 +172,13 @@ def test_log_refuses(logs: Path, tmp_path: Path) -> None:
     assert said("log", str(tmp_path))[1] == 2
 
 
+def test_log_reads_the_folders_of_machines(logs: Path) -> None:
+    (logs / "logs" / "host-a").mkdir()
+    (logs / "logs" / "host-a" / "engine-0.log").write_text("2026-01-01 00:00:04,000 I rft.a: from a machine\n")
+    out, code = said("log", str(logs), "-k", "from a machine")
+    assert code == 0 and out.startswith("host-a/engine-0 ")
+
+
 def test_log_follows(logs: Path) -> None:
     following = subprocess.Popen(
         [sys.executable, "-m", "rft.cli.main", "log", str(logs), "-f", "-k", "needle"], stdout=subprocess.PIPE, text=True

@@ -69,7 +69,13 @@ def _written(folder: Path, tiny_model: Path, judge: str) -> dict[str, set[str]]:
         f"data_processor.experience_pipeline.operators=[{shaping}, {{name: pass_rate_calculator}}, {drops}, {dapo}]",
     ]
     more = [
-        *("name=more", "trainer.total_steps=2", "algorithm.kl_loss_fn=k2", "algorithm.entropy_loss_fn_args.entropy_coef=0.01"),
+        *(
+            "name=more",
+            "monitor.detailed_stats=true",
+            "trainer.total_steps=2",
+            "algorithm.kl_loss_fn=k2",
+            "algorithm.entropy_loss_fn_args.entropy_coef=0.01",
+        ),
         "buffer.explorer_input.eval_tasksets.0.rollout_args.temperature=0",
         "buffer.explorer_input.default_reward_fn_type=math_reward",
     ]

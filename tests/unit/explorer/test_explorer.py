@@ -44,6 +44,14 @@ async def test_batches_are_played_appended_closed_and_reported(world):
     assert metrics[1]["frac_reward_zero_std"] == 1.0 and metrics[1]["rollout/failed"] == 0
 
 
+async def test_detailed_stats_are_percentiles(world):
+    await world.explorer(percentiles=True).run()
+    metrics = world.sink.of("explorer")[1]
+    assert (metrics["rollout/reward/p10"], metrics["rollout/reward/p50"], metrics["rollout/reward/p90"]) == (0.0, 0.5, 1.0)
+    assert metrics["rollout/response_length/p50"] == 2 and "rollout/prompt_length/p90" in metrics
+    assert metrics["rollout/time/run/p10"] <= metrics["rollout/time/run/p90"]
+
+
 async def test_number_of_batches_follows_the_epochs(world):
     await world.explorer(total_batches=None, total_epochs=1).run()
     assert [b for b, *_ in world.buffer.closed] == [0, 1, 2, 3]
