@@ -239,7 +239,10 @@ class Worker(_Member):
         limit = timedelta(seconds=b.timeout_s)
         if self._at != (b.host, b.port):
             self.close()
-            self._store, self._at = TCPStore(b.host, b.port, is_master=False, wait_for_workers=False, timeout=limit), (b.host, b.port)
+            self._store, self._at = (
+                TCPStore(b.host, b.port, is_master=False, wait_for_workers=False, timeout=limit),
+                (b.host, b.port),
+            )
         go = f"{b.token}/{b.round}/go"
         self._store.set(f"{b.token}/{b.round}/here/{rank}", self._held or "none")
         self._store.wait([go], timedelta(seconds=2 * b.timeout_s))  # the trainer gives up first, and says why

@@ -76,9 +76,7 @@ class Taken:
 
 
 class Intake:
-    """Takes versions as an engine worker gets them; `worker` is its number in its engine.
-
-    """
+    """Takes versions as an engine worker gets them; `worker` is its number in its engine."""
 
     def __init__(self, worker: int = 0) -> None:
         self._worker = worker

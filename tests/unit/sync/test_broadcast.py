@@ -64,9 +64,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def invited(manifest: WeightManifest, round: int, workers: tuple[int, ...], place: int = 0) -> WeightManifest:
     assert manifest.broadcast is not None
     engines = tuple(range(len(workers)))
-    return replace(
-        manifest, broadcast=replace(manifest.broadcast, round=round, engines=engines, workers=workers, place=place)
-    )
+    return replace(manifest, broadcast=replace(manifest.broadcast, round=round, engines=engines, workers=workers, place=place))
 
 
 def stage(transport: BroadcastTransport, step: int) -> WeightManifest:
@@ -149,9 +147,7 @@ def test_damage_on_the_way_to_one_engine_is_found_there(transport: BroadcastTran
     assert [t.report.bad_hash for t in taken] == [(), ("layer.0",)]
 
 
-def test_who_does_not_come_is_named_and_the_others_are_told(
-    transport: BroadcastTransport, threads: ThreadPoolExecutor
-) -> None:
+def test_who_does_not_come_is_named_and_the_others_are_told(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
     manifest = invited(stage(transport, 1), 1, (1, 2))
     assert manifest.broadcast is not None
     manifest = replace(manifest, broadcast=replace(manifest.broadcast, timeout_s=0.5))
@@ -217,9 +213,7 @@ class Child:
         self.process.communicate()
 
 
-def test_a_worker_killed_between_two_buckets_costs_one_round(
-    transport: BroadcastTransport, threads: ThreadPoolExecutor
-) -> None:
+def test_a_worker_killed_between_two_buckets_costs_one_round(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
     """Engine 0 is here, engine 1 has two processes, of which one is killed (-9) when it has its second bucket."""
     manifest, workers, here = stage(transport, 1), (1, 2), Intake()
     children = [Child(0), Child(1, **{faults.VARIABLE: "sync.received:2=kill"}), Child(1)]
