@@ -92,27 +92,32 @@ async def measure(
     )
     os.environ.update(cpu_environment(engine_settings) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     engine = await VllmEngine.start(engine_settings)
-    found = {}
+    rounds: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     try:
-        for lineage, method in enumerate(methods, 1):
-            settings = SyncSettings(
-                method=method,
-                bucket_bytes=None if bucket_mb is None else bucket_mb << 20,
-                overlap=overlap,
-                workers=(tp,),
-                timeout_s=300.0,
-            )
-            with tempfile.TemporaryDirectory(prefix="rft-bench-") as folder:
-                side = Side(settings, Path(folder), model)
-                try:
-                    rounds = [await side.publish(engine, lineage) for _ in range(repeat + 1)]
-                finally:
+        with tempfile.TemporaryDirectory(prefix="rft-bench-") as folder:
+            sides = {}
+            for method in methods:
+                settings = SyncSettings(
+                    method=method,
+                    bucket_bytes=None if bucket_mb is None else bucket_mb << 20,
+                    overlap=overlap,
+                    workers=(tp,),
+                    timeout_s=300.0,
+                )
+                sides[method] = Side(settings, Path(folder), model)
+            try:
+                for _ in range(repeat + 1):  # in turns, so that all meet the same machine
+                    for lineage, (method, side) in enumerate(sides.items(), 1):
+                        rounds[method].append(await side.publish(engine, lineage))
+            finally:
+                for side in sides.values():
                     side.transport.close()
-            found[method] = {p: statistics.median(r[p] for r in rounds[1:]) for p in PHASES}
-            found[method]["first"] = rounds[0]["publish_to_resumed"]
     finally:
         await engine.close()
-    return found
+    return {
+        method: {p: statistics.median(r[p] for r in told[1:]) for p in PHASES} | {"first": told[0]["publish_to_resumed"]}
+        for method, told in rounds.items()
+    }
 
 
 def main() -> None:

@@ -87,9 +87,9 @@ class _Rejected(Exception):
 class Synchronizer:
     """Implements `WeightSync` for the trainer and `ExploreGate` for the explorer.  `start` is the version the run begins with.
 
-    Prompts of the canary are given as token ids.  `sender` sends versions that are broadcast.  `restart(i)` gives engine i a new process, without weights; without it an engine that
-    died ends the run.  Lives in one event loop; every wait ends by an event, an error or `timeout_s`
-    without any news from the trainer.
+    Prompts of the canary are given as token ids.  `restart(i)` gives engine i a new process, without weights; without it an engine that
+    died ends the run.  `sender` sends versions that are broadcast.  Lives in one event loop; every wait ends by an event, an error or
+    `timeout_s` without any news from the trainer.
     """
 
     def __init__(

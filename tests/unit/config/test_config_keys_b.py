@@ -175,7 +175,7 @@ def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
     assert {
         "explorer.rollout_model.external_model_config",
         "buffer.trainer_input.auxiliary_buffers",
-        "cluster.ray_namespace",
+        "ray_namespace",
     } <= names
     used = waiting("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
