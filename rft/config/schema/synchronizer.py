@@ -22,7 +22,7 @@ def _method(value: str) -> str:
     return known
 
 
-SyncMethod = Annotated[str, AfterValidator(_method)]
+SyncMethod = Annotated[Literal["memory", "checkpoint", "nccl"] | str, AfterValidator(_method)]
 SyncStyle = Annotated[
     Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
     renamed(dynamic_by_explorer="explorer_driven", dynamic_by_trainer="trainer_driven"),
