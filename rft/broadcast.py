@@ -85,7 +85,7 @@ class _Member:
             raise
 
     def _form(self, b: Broadcast, name: str, rank: int) -> None:
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         self.close()
@@ -134,7 +134,7 @@ class Trainer(_Member):
     """Rank 0 and the meeting point.  `send` is called from one thread at a time, `abandon` from any other."""
 
     def __init__(self, host: str = LOOPBACK) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         super().__init__()
         self.host, self.token = host, secrets.token_hex(8)
@@ -234,7 +234,7 @@ class Worker(_Member):
         return met - began, time.monotonic() - met
 
     def _meet(self, b: Broadcast, rank: int) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         limit = timedelta(seconds=b.timeout_s)
         if self._at != (b.host, b.port):

@@ -120,8 +120,15 @@ def estimate(
     ]
     if plan.trainer.given is not None:
         rest[0] = Term("coordinator", PART_PROCESS, f"a process of {PART_PROCESS // MIB} MiB")
-    elif plan.sync.method == "memory":
+    elif plan.sync.method in ("memory", "nccl"):
         rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in memory of their own"))
+    if plan.trainer.given is None and plan.sync.method == "nccl":
+        workers = sum(plan.sync.workers)
+        rest.append(
+            Term(
+                "received weights", workers * sent, f"a copy of {_size(sent)} in each of {workers} engine workers while it loads"
+            )
+        )
     return (*engines, *beside, *ranks, RoleMemory(role="others", device="cpu", terms=tuple(rest)))
 
 

@@ -75,7 +75,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     engines, learner = adapter.published(config, engines, learner, p)
     roles.micro_batches(config, train, learner, bool(policies.has_critic(algorithm, facts)), p)
     roles.deterministic(config, train, p)
-    sync = steps.sync(config, engines, trainer_device, train, p)
+    sync = steps.sync(config, facts, engines, trainer_device, train, find, p)
     buffer = BufferSettings(folder=run_dir / "buffer")
     if data is None:
         buffer = reading(config, facts, steps.buffer(config, run_dir, p), p)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.buffer.settings import BufferSettings
-from rft.config.plan import schedule
+from rft.config.plan import Facts, schedule
 from rft.config.problems import Problems
 from rft.config.reading import max_staleness
 from rft.config.schema.base import Section
@@ -19,8 +19,9 @@ from rft.config.schema.explorer import ServedModelConfig
 from rft.config.schema.root import RunConfig
 from rft.config.served import auxiliary_names
 from rft.engine.settings import EngineSettings
-from rft.errors import ConfigError
+from rft.errors import ConfigError, PluginError
 from rft.explorer.settings import ApiSettings, ExplorerSettings
+from rft.plugins import REGISTRY
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import TasksetSettings
 
@@ -282,7 +283,13 @@ def _unread(section: Section, name: str, why: str, p: Problems, above: str = "ex
 
 
 def sync(
-    config: RunConfig, engines: tuple[EngineSettings, ...], trainer_device: str, train: tuple[TasksetSettings, ...], p: Problems
+    config: RunConfig,
+    facts: Facts,
+    engines: tuple[EngineSettings, ...],
+    trainer_device: str,
+    train: tuple[TasksetSettings, ...],
+    find: Callable[[str], str],
+    p: Problems,
 ) -> SyncSettings:
     s, b = config.synchronizer, config.buffer
     rows = b.batch_size * min((t.num_runs for t in train), default=1)
@@ -295,7 +302,7 @@ def sync(
     elif not s.bucketed_broadcast:
         _unread(s, "bucket_size_mb", "bucketed_broadcast is false", p, "synchronizer")
     settings = SyncSettings(
-        method=s.sync_method,
+        method=_transport(find(s.sync_method), facts, p) if ":" in s.sync_method else s.sync_method,
         backend="nccl" if gpus else "gloo",
         bucket_bytes=s.bucket_size_mb << 20 if s.bucketed_broadcast else None,
         overlap=s.overlap_broadcast_and_load,
@@ -333,6 +340,20 @@ def sync(
             given="memory",
         )
     return settings
+
+
+def _transport(name: str, facts: Facts, p: Problems) -> str:
+    """A transport of somebody's own, looked at once plugins may be imported."""
+    key = "synchronizer.sync_method"
+    if facts.plugins_loaded:
+        try:
+            found = REGISTRY.get("transport", name).obj
+        except PluginError as e:
+            p.error(key, e.message, given=name)
+        else:
+            if lacks := [m for m in ("stage", "fetch", "release", "close") if not callable(getattr(found, m, None))]:
+                p.error(key, f"lacks {', '.join(lacks)}, see rft.sync.base.OwnTransport", given=name)
+    return name
 
 
 def _style(config: RunConfig, p: Problems) -> None:

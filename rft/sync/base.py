@@ -13,12 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec.structs import replace
+
+from rft.plugins import REGISTRY, kind
 from rft.sync.settings import SyncSettings
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 
 if TYPE_CHECKING:
     import torch
+
+transport = kind("transport")
 
 
 class Transport(Protocol):
@@ -44,6 +49,28 @@ class Transport(Protocol):
         ...
 
 
+class OwnTransport(Transport, Protocol):
+    """One from outside, named by `sync_method: pkg.module:Name` or `path/file.py:Name`; made with settings and the run's `sync` folder."""
+
+    def __init__(self, settings: SyncSettings, folder: Path) -> None: ...
+
+    @staticmethod
+    def fetch(manifest: WeightManifest) -> bytearray | memoryview:
+        """In each engine worker's process: the bytes of a version, as `manifest` places them.  They are compared with its hashes."""
+        ...
+
+
+class _Named:
+    """Somebody's transport, whose manifests say to the engines whose `fetch` they need."""
+
+    def __init__(self, name: str, made: OwnTransport) -> None:
+        self._name, self._made = name, made
+        self.release, self.close = made.release, made.close
+
+    def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
+        return replace(self._made.stage(version, tensors, tied), transport=self._name)
+
+
 def make(settings: SyncSettings, folder: Path, host: str = "127.0.0.1") -> Transport:
     """The transport that `settings.method` names.  `folder` is the run's `sync` folder; it is made when first needed.
 
@@ -57,6 +84,8 @@ def make(settings: SyncSettings, folder: Path, host: str = "127.0.0.1") -> Trans
         from rft.sync.transport.nccl import BroadcastTransport
 
         return BroadcastTransport(settings, folder, host)
+    if ":" in settings.method:
+        return _Named(settings.method, REGISTRY.get("transport", settings.method).obj(settings, folder))
     from rft.sync.transport.checkpoint import CheckpointTransport
 
     return CheckpointTransport(folder)

@@ -13,6 +13,8 @@ from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.errors import EngineFailed
+from rft.sync.settings import SyncSettings
+from rft.testing.broadcast import Sending
 from rft.testing.engine_contract import EngineContract, Subject, ask, clean, shaken, stage
 from rft.types.completion import Completion
 from rft.types.ids import Version
@@ -133,6 +135,24 @@ async def check_parity(engine: VllmEngine, folder: Path, tied: dict[str, str], t
 
 async def test_log_probs_after_each_load(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
     await check_parity(tied_engine, tiny_model, TIED, tmp_path)
+
+
+async def test_log_probs_after_a_broadcast(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+    import torch
+
+    sending = Sending(tmp_path, settings=SyncSettings(method="nccl", timeout_s=120.0, bucket_bytes=200_000, overlap=True))
+    try:
+        for step in (1, 2):
+            weights = shaken(weights_of(tiny_model), 70 + step)
+            manifest = sending.stage(Version(1, 2000 + step), ((n, torch.from_numpy(w)) for n, w in weights.items()), TIED)
+            await tied_engine.pause()
+            report = await sending.load(tied_engine, manifest)
+            await tied_engine.resume()
+            assert clean(report) and report.version == Version(1, 2000 + step)
+            made = await tied_engine.generate(ask(n=4, max_tokens=24))
+            assert difference(reference(tiny_model, weights), made) < 1e-4
+    finally:
+        sending.close()
 
 
 async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import AfterValidator
+
 from rft.config.schema.base import IgnoreCase, Section, key, renamed
 
-SyncMethod = Annotated[Literal["memory", "checkpoint", "nccl"], renamed(offline="checkpoint", online="nccl")]
+_METHODS = ("memory", "checkpoint", "nccl")
+_OTHER_NAMES = {"offline": "checkpoint", "online": "nccl"}
+
+
+def _method(value: str) -> str:
+    if ":" in value:  # a transport of somebody's own
+        return value
+    known = value.strip().lower()
+    known = _OTHER_NAMES.get(known, known)
+    if known not in _METHODS:
+        raise ValueError(f"must be {', '.join(_METHODS)}, or a transport of your own: pkg.module:Name, path/file.py:Name")
+    return known
+
+
+SyncMethod = Annotated[Literal["memory", "checkpoint", "nccl"] | str, AfterValidator(_method)]
 SyncStyle = Annotated[
     Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
     renamed(dynamic_by_explorer="explorer_driven", dynamic_by_trainer="trainer_driven"),
@@ -19,7 +35,8 @@ class SynchronizerConfig(Section):
     sync_method: SyncMethod = key(
         "memory",
         "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder; nccl: broadcast from the "
-        "trainer to all engines, over NCCL between GPUs and over gloo where the trainer or the engines have none.",
+        "trainer to all engines, over NCCL between GPUs and over gloo where the trainer or the engines have none; pkg.module:Name or "
+        "path/file.py:Name: a transport of your own.",
         on_resume="safe",
     )
     sync_style: SyncStyle = key(

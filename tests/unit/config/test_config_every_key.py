@@ -139,6 +139,7 @@ DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage
 VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
     f"{DATA}.data_selector.selector_type": "shuffle",
     "algorithm.algorithm_type": "dr_grpo",
+    "synchronizer.sync_method": "nccl",
     "model.rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "algorithm.advantage_fn_args": {"norm_by_std": False},
     "algorithm.policy_loss_fn_args": {"clip_range": 0.3},

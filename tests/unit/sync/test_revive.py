@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from rft.engine.pool import EnginePool
 from rft.errors import EngineFailed, EngineStalled, WeightSyncFailed
-from rft.sync.base import Transport, make
+from rft.sync.base import make
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
@@ -47,12 +48,14 @@ class Mortal(ScriptedEngine):
 class World:
     """Two engines, a synchronizer that restarts them, and a scorer that computes what was staged last."""
 
+    method = "checkpoint"
+
     def __init__(self, folder: Path, *, can_restart: bool = True) -> None:
         self.engines = [Mortal(answer=echo) for _ in range(2)]
         self.restarted: list[int] = []
         self.refuse = False
         self.key = 0
-        self.transport: Transport = make(SyncSettings(method="checkpoint"), folder)
+        self.transport: Any = make(SyncSettings(method=self.method), folder)
         self.sync = Synchronizer(
             SyncSettings(),
             EnginePool(self.engines),
@@ -61,7 +64,14 @@ class World:
             PROMPTS,
             Version(1, 0),
             self.restart if can_restart else None,
+            self,
         )
+
+    async def send(self, manifest: WeightManifest) -> None:
+        await asyncio.to_thread(self.transport.send, manifest)
+
+    async def abandon(self, round: int, reason: str) -> None:
+        self.transport.abandon(round, reason)
 
     async def restart(self, index: int) -> None:
         if self.refuse:
@@ -81,6 +91,11 @@ class World:
     def serve(self, step: int) -> None:
         assert [e.version for e in self.engines] == [Version(1, step)] * 2
         assert self.engines[0]._key == self.engines[1]._key == self.key
+
+
+@pytest.fixture(autouse=True, params=["checkpoint", "nccl"])
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "method", request.param)
 
 
 async def test_it_serves_the_current_version_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,11 +32,24 @@ SAID = {
 }
 
 
-@pytest.fixture
-def transport(tmp_path: Path) -> Iterator[Transport]:
-    made = make(SyncSettings(), tmp_path)
+@pytest.fixture(params=["memory", "nccl"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transport]:
+    made = make(SyncSettings(method=request.param), tmp_path)
     yield made
     made.close()
+
+
+class Sending:
+    """The trainer's side of a broadcast."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport: Any = transport
+
+    async def send(self, manifest: WeightManifest) -> None:
+        await asyncio.to_thread(self.transport.send, manifest)
+
+    async def abandon(self, round: int, reason: str) -> None:
+        self.transport.abandon(round, reason)
 
 
 class Scorer:
@@ -50,7 +64,9 @@ class Scorer:
 @pytest.mark.parametrize("point", faults.SYNC_POINTS)
 async def test_every_fault_point_stops_the_sync(point: str, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo) for _ in range(2)]
-    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0))
+    sync = Synchronizer(
+        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), sender=Sending(transport)
+    )
 
     def stage(step: int) -> WeightManifest:
         manifest = transport.stage(Version(1, step), {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}.items(), {})
@@ -69,7 +85,9 @@ async def test_every_fault_point_stops_the_sync(point: str, transport: Transport
 
 async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Transport) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo)]
-    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0))
+    sync = Synchronizer(
+        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), sender=Sending(transport)
+    )
     manifest = transport.stage(Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {})
     scorer.key = weights_key(manifest)
     early = asyncio.create_task(sync.may_explore(1))
