@@ -15,6 +15,9 @@ from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
 
 
+_FOUND = "auto"  # RAY_ADDRESS, or the Ray that was started on this machine
+
+
 def apart(config: RunConfig) -> bool:
     """Whether this process is one half of a run."""
     return config.mode == "explore" or (config.mode == "train" and not _reads_data(config))
@@ -31,6 +34,11 @@ def namespace(config: RunConfig) -> str:
     return config.ray_namespace or f"rft-{config.project}-{xxhash.xxh3_64_hexdigest(folder.encode())}"
 
 
+def ray_address(config: RunConfig) -> str | None:
+    """The Ray to join; None: one of its own."""
+    return config.cluster.ray_address or (_FOUND if apart(config) else None)
+
+
 def check(config: RunConfig, p: Problems) -> None:
     """What two processes need that one does not."""
     if not apart(config):
@@ -39,11 +47,7 @@ def check(config: RunConfig, p: Problems) -> None:
         return
     if config.cluster.ray_address is None:
         other = "explore" if config.mode == "train" else "train"
-        p.error(
-            "cluster.ray_address",
-            f"is required with mode: {config.mode}: this process meets that of mode: {other} on one Ray.  Start one (ray start --head) and "
-            "write its address, HOST:PORT, or auto",
-        )
+        p.derive("cluster.ray_address", _FOUND, f"the Ray of this machine (ray start), to meet the process of mode: {other}")
     if config.synchronizer.sync_method == "nccl":
         p.error(
             "synchronizer.sync_method",
