@@ -13,7 +13,7 @@ from rft.algorithm.catalog import algorithm_defaults
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
-
+from rft.taskset.settings import TasksetSettings
 
 _FOUND = "auto"  # RAY_ADDRESS, or the Ray that was started on this machine
 
@@ -37,6 +37,19 @@ def namespace(config: RunConfig) -> str:
 def ray_address(config: RunConfig) -> str | None:
     """The Ray to join; None: one of its own."""
     return config.cluster.ray_address or (_FOUND if apart(config) else None)
+
+
+def elsewhere(config: RunConfig, repeat_times: int, p: Problems) -> tuple[TasksetSettings, ...]:
+    """What the process that trains knows of tasks that only the files of those that explore name: the size of a group."""
+    if config.mode != "train" or _reads_data(config):
+        return ()
+    if config.trainer.total_steps is None and config.buffer.total_steps is None and config.buffer.total_tasks is None:
+        p.error(
+            "trainer.total_steps",
+            "is required where no taskset is named: only the processes of mode: explore know how many tasks there are.  Or name the "
+            "same buffer.explorer_input here as there",
+        )
+    return (TasksetSettings(name="elsewhere", path="", workflow="", reward=None, num_runs=repeat_times),)
 
 
 def check(config: RunConfig, p: Problems) -> None:

@@ -22,8 +22,8 @@ class ClusterConfig(Section):
 
     ray_address: str | None = key(
         None,
-        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; where processes of mode: train and "
-        "mode: explore are to meet, auto.",
+        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; where processes of mode: train "
+        "and mode: explore are to meet, auto.",
         on_resume="safe",
     )
     node_num: int = key(0, "Machines; 0 = found when the run starts (one for a local Ray).", unit="nodes", on_resume="safe", ge=0)

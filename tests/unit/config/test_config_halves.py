@@ -57,6 +57,16 @@ def test_the_name_of_an_explorer_is_in_its_engines_names():
     assert any("explorer.name has no effect" in w for w in plan("explorer.name=left").warnings)
 
 
+def test_the_process_that_trains_need_not_name_the_tasks():
+    alone = ("mode=train", "buffer.explorer_input.taskset=null", "buffer.total_epochs=null", "buffer.total_steps=null")
+    assert "trainer.total_steps" in messages(*alone, "trainer.total_steps=null")
+    made, whole = plan(*alone, "trainer.total_steps=2"), plan("trainer.total_steps=2")
+    assert (made.sync, made.trainer.batch_groups, made.trainer.batch_rows) == (whole.sync, whole.trainer.batch_groups, None)
+    assert made.trainer.total_steps == 2 and made.explorer.total_batches == whole.explorer.total_batches
+    ours, theirs = (shown(load(FILE, (RAY, *more))) for more in (alone, ("mode=explore",)))
+    assert differences(ours, theirs) == []
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -364,7 +364,7 @@ def test_no_tasks_are_needed_to_serve_or_to_bench(tmp_path: Path, capsys: pytest
     evals = "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]"
     for mode, more in (("bench", (evals,)), ("serve", ())):
         assert plan(nothing, f"mode={mode}", *more).explorer.tasksets == ()
-    for mode in ("both", "explore", "train", "colocate"):
+    for mode in ("both", "explore", "colocate"):
         assert "buffer.explorer_input.tasksets" in messages(nothing, f"mode={mode}")
     model = tiny.make(tmp_path / "model")
     for as_json in (False, True):
