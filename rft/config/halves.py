@@ -13,6 +13,9 @@ from rft.algorithm.catalog import algorithm_defaults
 from rft.config.problems import Problems
 from rft.config.schema.root import RunConfig
 from rft.errors import ConfigError
+from rft.taskset.settings import TasksetSettings
+
+_FOUND = "auto"  # RAY_ADDRESS, or the Ray that was started on this machine
 
 
 def apart(config: RunConfig) -> bool:
@@ -31,6 +34,24 @@ def namespace(config: RunConfig) -> str:
     return config.ray_namespace or f"rft-{config.project}-{xxhash.xxh3_64_hexdigest(folder.encode())}"
 
 
+def ray_address(config: RunConfig) -> str | None:
+    """The Ray to join; None: one of its own."""
+    return config.cluster.ray_address or (_FOUND if apart(config) else None)
+
+
+def elsewhere(config: RunConfig, repeat_times: int, p: Problems) -> tuple[TasksetSettings, ...]:
+    """What the process that trains knows of tasks that only the files of those that explore name: the size of a group."""
+    if config.mode != "train" or _reads_data(config):
+        return ()
+    if config.trainer.total_steps is None and config.buffer.total_steps is None and config.buffer.total_tasks is None:
+        p.error(
+            "trainer.total_steps",
+            "is required where no taskset is named: only the processes of mode: explore know how many tasks there are.  Or name the "
+            "same buffer.explorer_input here as there",
+        )
+    return (TasksetSettings(name="elsewhere", path="", workflow="", reward=None, num_runs=repeat_times),)
+
+
 def check(config: RunConfig, p: Problems) -> None:
     """What two processes need that one does not."""
     if not apart(config):
@@ -39,11 +60,7 @@ def check(config: RunConfig, p: Problems) -> None:
         return
     if config.cluster.ray_address is None:
         other = "explore" if config.mode == "train" else "train"
-        p.error(
-            "cluster.ray_address",
-            f"is required with mode: {config.mode}: this process meets that of mode: {other} on one Ray.  Start one (ray start --head) and "
-            "write its address, HOST:PORT, or auto",
-        )
+        p.derive("cluster.ray_address", _FOUND, f"the Ray of this machine (ray start), to meet the process of mode: {other}")
     if config.synchronizer.sync_method == "nccl":
         p.error(
             "synchronizer.sync_method",

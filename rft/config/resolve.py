@@ -57,15 +57,17 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     if config.mode == "explore":
         engines = tuple(replace(e, name=f"{config.explorer.name}-{e.name}") for e in engines)
     groups: int | None
+    counted = train
     if data is not None:
-        train, evals, num_explore, rows = (), (), None, None
+        train, counted, evals, num_explore, rows = (), (), (), None, None
         groups, num_train = given.steps(config, data, num_batches, p)
     elif config.mode == "bench":
-        train, num_explore, num_train, groups, rows = (), 0, 0, 1, None
+        train, counted, num_explore, num_train, groups, rows = (), (), 0, 0, 1, None
     else:
-        num_explore, num_train = steps.steps(config, train, num_batches, p)
-        groups, rows = steps.batch(config, train, compares, p)
-    own_rows = rows or (groups or 1) * max((t.num_runs for t in train), default=1)
+        counted = counted or halves.elsewhere(config, repeat_times, p)
+        num_explore, num_train = steps.steps(config, counted, num_batches if train else None, p)
+        groups, rows = steps.batch(config, counted, compares, p)
+    own_rows = rows or (groups or 1) * max((t.num_runs for t in counted), default=1)
     mixed = given.expert(config, algorithm, own_rows, engines[0], find, p)
     read = (f"{given.KEY}.storage_type",) if data is not None else (f"{given.BUFFERS}.{mixed[0].name}.",) if mixed else ()
     _advantage_inputs(algorithm, rows, p)
@@ -73,9 +75,9 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
     policies.critic(config, algorithm, facts, p)
     learner = roles.learner(config, facts, algorithm, lengths, trainer_device, world_size, num_train, run_dir, find, p)
     engines, learner = adapter.published(config, engines, learner, p)
-    roles.micro_batches(config, train, learner, bool(policies.has_critic(algorithm, facts)), p)
+    roles.micro_batches(config, counted, learner, bool(policies.has_critic(algorithm, facts)), p)
     roles.deterministic(config, train, p)
-    sync = steps.sync(config, facts, engines, trainer_device, train, find, p)
+    sync = steps.sync(config, facts, engines, trainer_device, counted, find, p)
     buffer = BufferSettings(folder=run_dir / "buffer")
     if data is None:
         buffer = reading(config, facts, steps.buffer(config, run_dir, p), p)

@@ -39,7 +39,8 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
             total = per_node = max(1, served.gpus(model) * served.copies(model) + (t.world_size or 1))
     tp = model.tensor_parallel_size
     engine_gpus = served.copies(model) * served.gpus(model) if device["engine"] == "cuda" and explores(config.mode) else 0
-    auxiliary = tuple(n for i in served.distinct(config) for n in served.auxiliary_gpus(config, i, total, per_node, p))
+    beside = served.distinct(config) if explores(config.mode) else ()
+    auxiliary = tuple(n for i in beside for n in served.auxiliary_gpus(config, i, total, per_node, p))
     auxiliary_gpus = sum(auxiliary)
     taken = engine_gpus + auxiliary_gpus
     others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
@@ -73,7 +74,7 @@ def devices(config: RunConfig, facts: Facts, p: Problems) -> tuple[ClusterSettin
         why = "trainer on CPU" if trains(config.mode) else f"mode {config.mode} trains nothing here"
         p.derive("trainer.world_size", 1, why)
     cluster = ClusterSettings(
-        ray_address=c.ray_address,
+        ray_address=halves.ray_address(config),
         namespace=halves.namespace(config),
         node_num=nodes,
         gpu_per_node=per_node,

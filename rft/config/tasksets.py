@@ -36,7 +36,7 @@ def tasksets(
 ) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
     """Settings of the tasksets to train on and to evaluate on."""
     given = config.buffer.explorer_input
-    train = _train(given, problems, needed=samples(config))
+    train = _train(given, problems, needed=samples(config) and config.mode != "train")
     evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
     names: dict[str, str] = {}
     made: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])

@@ -112,7 +112,7 @@ class Explorer:
         except asyncio.CancelledError:
             if not self._stopping:
                 self._main.cancel()
-                await asyncio.wait({self._main})
+                await asyncio.gather(self._main, return_exceptions=True)  # nobody is there to hear what else went wrong
                 raise
         finally:
             await asyncio.to_thread(pool.close_all)

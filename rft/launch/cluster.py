@@ -68,7 +68,7 @@ class Cluster:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (ConnectionError, ValueError) as e:
                 raise SetupError(
-                    f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it or remove the key."
+                    f"cluster.ray_address {address!r}: no Ray answers there ({e}). Start it (ray start --head), or remove the key."
                 ) from e
             return cls(None)
         folder = Path(tempfile.mkdtemp(prefix="rft-"))

@@ -5,33 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SHARED = (  # sections and keys that say what is learnt, and how the two halves keep in step
+SHARED = (  # sections and keys that both halves read
     "project",
     "group",
     "name",
     "seed",
     "deterministic",
-    "algorithm",
+    "algorithm.algorithm_type",
+    "algorithm.repeat_times",
+    "algorithm.advantage_fn",
     "model",
-    "buffer",
-    "data_processor",
+    "buffer.batch_size",
+    "buffer.train_batch_size",
+    "buffer.max_refill",
+    "buffer.on_short_batch",
+    "buffer.explorer_input",
     "synchronizer",
+    "explorer.max_inflight_batches",
     "explorer.rollout_model.dtype",
     "explorer.rollout_model.max_model_len",
     "explorer.rollout_model.max_prompt_tokens",
-    "explorer.eval_interval",
-    "explorer.eval_on_startup",
-    "explorer.eval_at_end",
-    "explorer.max_inflight_batches",
-    "explorer.over_rollout",
 )
-_OWN = ("algorithm.optimizer", "buffer.trainer_input")  # of these sections, what only the trainer reads
+_OWN = ("synchronizer.sync_timeout",)  # of these sections, what each reads for itself
+_TASKS = "buffer.explorer_input"
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     """(key, the joining side's value, sentence) of each key of `SHARED` that differs."""
     found = []
-    for key in SHARED:
+    named = any(
+        _at(ours, f"{_TASKS}.{key}") for key in ("taskset", "tasksets")
+    )  # the process that trains need not name the tasks
+    for key in SHARED if named else [k for k in SHARED if k != _TASKS]:
         for name, a, b in _compare(_at(ours, key), _at(theirs, key), key):
             if not name.startswith(_OWN):
                 found.append((name, b, f"is {b!r} here and {a!r} in the process that trains; both halves of a run need the same"))

@@ -63,10 +63,8 @@ async def explore(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     """`mode: explore`: until the trainer is finished.  Raises what ended it otherwise; the others of the run go on."""
     began = time.monotonic()
     with Signals() as signals:
-        done = manifests.latest(plan.run_dir / "checkpoints")
-        if done is not None and done.version.step >= plan.trainer.total_steps:
-            log.info("already trained to step %d", done.version.step)
-            return Outcome(done.version, plan.run_dir, 0.0, done.version)
+        if (done := _done(plan)) is not None:
+            return done
         supervise.number(rundir)
         rundir.state("waiting for the trainer")
         async with supervise.cluster_of(plan, rundir, signals) as cluster:
@@ -82,6 +80,8 @@ async def explore(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
             except RunFailed as e:
                 if not await parts.trainer_ended():
                     raise
+                if joined is None and (done := _done(plan)) is not None:
+                    return done  # while this process was starting
                 raise RunFailed(
                     f"the process that trains run {plan.buffer.run} has ended ({e}).  Start it again, and this one: both go on from "
                     "the last checkpoint"
@@ -90,6 +90,15 @@ async def explore(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
                 rundir.state("stopping")
                 await parts.end(graceful=joined is not None)
     return Outcome(last, plan.run_dir, time.monotonic() - began, None)
+
+
+def _done(plan: Plan) -> Outcome | None:
+    """The end of a run that needs no explorer any more, as far as its folder can be seen from here."""
+    last = manifests.latest(plan.run_dir / "checkpoints")
+    if last is None or last.version.step < plan.trainer.total_steps:
+        return None
+    log.info("already trained to step %d", last.version.step)
+    return Outcome(last.version, plan.run_dir, 0.0, last.version)
 
 
 class _Exploring(Parts):

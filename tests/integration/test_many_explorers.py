@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,7 @@ class Engine(simulated.Engine):
             return answer.result()
         finally:
             answer.cancel(), end.cancel()
+            await asyncio.gather(answer, end, return_exceptions=True)
 
     async def load(self, manifest: WeightManifest) -> Any:
         self.alive()
@@ -216,6 +219,14 @@ async def _play(world: Any, players: list[Player], plan: Any, folder: Path, foun
         found.audit = await buffer.audit()
         await hub.close()
         await buffer.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_error_is_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What a task raised and nobody looked at is told when it is collected."""
+    yield
+    gc.collect()
+    assert not [r.getMessage() for r in caplog.get_records("call") if r.name == "asyncio"]
 
 
 @pytest.fixture(scope="module")

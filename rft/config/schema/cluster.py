@@ -21,7 +21,10 @@ class ClusterConfig(Section):
     """What is there.  Explorer engines take their GPUs first, the trainer gets the rest."""
 
     ray_address: str | None = key(
-        None, "Join this Ray cluster.  Null: a local Ray is started and stopped by the run.", on_resume="safe"
+        None,
+        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; where processes of mode: train "
+        "and mode: explore are to meet, auto.",
+        on_resume="safe",
     )
     node_num: int = key(0, "Machines; 0 = found when the run starts (one for a local Ray).", unit="nodes", on_resume="safe", ge=0)
     gpu_per_node: int = key(0, "GPUs on each machine; 0 = found when the run starts.", unit="GPUs", on_resume="safe", ge=0)

@@ -47,10 +47,10 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
 NEVER, SAID = "it has no meaning here and is refused", "it has no meaning here, which is said"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    *(("mode", m, "train_only", REFUSED) for m in ("explore", "TRAIN", "serve")),
+    ("mode", "serve", "train_only", REFUSED),
     ("mode", "Colocate", "train_only", RUNS),
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
-    ("ray_namespace", "two", "[1]", WARNS),
+    ("ray_namespace", "two", "[1]", RUNS),
     ("buffer.total_tasks", "8", "0", RUNS),
     (f"{BUFFER}.storage_type", "FILE", "parquet", RUNS),
     (f"{BUFFER}.replay_buffer.enable", "true", "maybe", RUNS),
@@ -379,10 +379,10 @@ def test_evaluation_goes_with_every_style() -> None:
     assert p.explorer.eval_interval == 100
 
 
-def test_no_tasks_are_needed_to_serve_or_to_train_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_tasks_are_needed_to_serve_or_to_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = "buffer.explorer_input.taskset=null"
     evals = "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl}]"
-    for mode, more in (("train", ()), ("bench", (evals,)), ("serve", ())):
+    for mode, more in (("bench", (evals,)), ("serve", ())):
         assert plan(nothing, f"mode={mode}", *more).explorer.tasksets == ()
     for mode in ("both", "explore", "colocate"):
         assert "buffer.explorer_input.tasksets" in messages(nothing, f"mode={mode}")
@@ -416,9 +416,9 @@ def test_all_engines_are_counted() -> None:
 def test_a_half_takes_only_its_own_gpus() -> None:
     four = ("cluster.node_num=1", "cluster.gpu_per_node=4", f"{ENGINE}.engine_num=4")
     assert "cluster.gpu_per_node" in messages(*four)
-    explore = plan(*four, "mode=explore")
+    explore = plan(*four, "mode=explore", "cluster.ray_address=auto")
     assert (explore.cluster.gpus_per_engine, explore.cluster.trainer_gpus) == (1, 0)
-    train = plan(*four, "mode=train")
+    train = plan(*four, "mode=train", "cluster.ray_address=auto", "explorer.auxiliary_models=[{model_path: J, engine_num: 2}]")
     assert (train.cluster.gpus_per_engine, train.cluster.trainer_gpus, train.learner.world_size) == (0, 4, 4)
 
 

@@ -1,0 +1,206 @@
+"""`mode: train` and `mode: explore` as separate commands on a Ray that they share, in any order, killed and started again."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rft.launch import leftovers
+from rft.monitor.read import read, series
+
+spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
+assert spec is not None and spec.loader is not None
+runs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runs)
+
+EXAMPLE = runs.ROOT / "examples" / "two_processes"
+START_S = 400  # of three commands on a machine that does other things, too
+
+
+class Cluster:
+    """A Ray with a token on loopback, as a person starts one."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        self.environment = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_enable_worker_prestart": "0",
+            "PYTHONPATH": str(runs.ROOT),
+        }
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")
+        options = (f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=8", "--include-dashboard=false")
+        more = ("--object-store-memory=100000000", f"--temp-dir={self._folder.name}", "--block")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options, *more],
+            env={**os.environ, **self.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        said = []
+        for line in self.process.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                return
+        raise AssertionError("".join(said))
+
+    def end(self) -> None:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=20)
+        self._folder.cleanup()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.end()
+
+
+class Job:
+    """The commands of one run."""
+
+    def __init__(self, launch: Any, cluster: Cluster, model: Path, root: Path, *overrides: str) -> None:
+        self._launch, self._cluster, self.root = launch, cluster, root
+        self._given = (
+            f"model.model_path={model}",
+            f"checkpoint_root_dir={root}",
+            f"cluster.ray_address={cluster.address}",
+            "cluster.stall_timeout=null",
+            "buffer.batch_size=8",
+            *overrides,
+        )
+
+    def train(self, *more: str) -> Any:
+        return self._launch("run", "-c", str(EXAMPLE / "train.yaml"), *self._given, *more, **self._cluster.environment)
+
+    def explore(self, name: str, *more: str) -> Any:
+        given = (*self._given, f"explorer.name={name}", *more)
+        return self._launch("run", "-c", str(EXAMPLE / "explore.yaml"), *given, **self._cluster.environment)
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "rft" / "examples" / "two_processes"
+
+    def log(self, name: str = "coordinator") -> str:
+        return (self.folder / "logs" / f"{name}.log").read_text()
+
+    def balanced(self) -> str:
+        done = subprocess.run(
+            [sys.executable, str(runs.ROOT / "scripts" / "audit.py"), str(self.folder)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def within_bound(self, steps: int, bound: int = 2) -> None:
+        found = dict(series(read(self.folder / "metrics.jsonl"), "experience/staleness/max"))
+        assert set(found) == set(range(1, steps + 1)) and max(found.values()) <= bound
+
+
+def parts_left() -> list[str]:
+    """Processes of any run of this test session; the Ray itself is nobody's run."""
+    mark, found = os.environ.get(leftovers.MARK), []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        if leftovers.RUN_ID in environment and environment.get(leftovers.MARK) == mark:
+            found.append(f"{process.pid} {process.name()}")
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_an_explorer_before_and_one_after_the_trainer(launch, cluster, tiny_model, tmp_path):
+    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8", "explorer.eval_interval=4")
+    early = job.explore("early")
+    early.wait_for("view  rft status", START_S)
+    trainer, late = job.train(), job.explore("late")
+    codes = [x.end(START_S) for x in (trainer, early, late)]
+    assert codes == [0, 0, 0], f"{trainer.output}\n{early.output}\n{late.output}"
+    assert "acked 512 = used 512" in job.balanced()  # 8 steps x 8 tasks x 8 runs
+    job.within_bound(8)
+    log = job.log()
+    assert "explorer early on" in log and "explorer late on" in log and log.count("explore batch") == 8
+    assert sorted(p.name for p in (job.folder / "explorers").iterdir()) == ["early", "late"]
+    evaluated = [step for step, _ in series(read(job.folder / "metrics.jsonl"), "eval/copy_eval/mean@1")]
+    assert evaluated[-1] == 8 and len(evaluated) == len(set(evaluated))
+    assert parts_left() == []
+
+
+@pytest.mark.timeout(900)
+def test_another_configuration_is_refused_with_what_differs(launch, cluster, tiny_model, tmp_path):
+    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8")
+    trainer = job.train()
+    other = job.explore("other", "seed=7", "synchronizer.max_staleness=4", "explorer.max_concurrent_runs=3")
+    assert other.end(START_S) == 2
+    assert "seed: is 7 here and 42 in the process that trains" in other.output
+    assert "synchronizer.max_staleness: is 4 here and 2" in other.output and "max_concurrent_runs" not in other.output
+    trainer.wait_for("view  rft status", START_S)
+    trainer.interrupt()
+    assert trainer.end(START_S) == 130
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_explorer_is_killed_and_started_again(launch, cluster, tiny_model, tmp_path):
+    """It is the only one, so the trainer waits for it."""
+    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=25", "explorer.eval_interval=1000")
+    trainer, killed = job.train(), job.explore("only")
+    killed.wait_for("step 3/", START_S)
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.end(START_S)
+    again = job.explore("only")
+    codes = [x.end(START_S) for x in (trainer, again)]
+    assert codes == [0, 0], f"{trainer.output}\n{again.output}"
+    log = job.log()
+    assert "explorer only is gone" in log and log.count("has joined") == 2 and ", again" in log
+    assert "acked 1600 = used 1600" in job.balanced()  # 25 steps x 8 tasks x 8 runs
+    job.within_bound(25)
+    assert parts_left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_trainer_is_killed_and_all_are_started_again(launch, cluster, tiny_model, tmp_path):
+    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=40", "trainer.save_interval=5")
+    trainer, explorer = job.train(), job.explore("only")
+    trainer.wait_for("step 12/", START_S)
+    os.kill(trainer.process.pid, signal.SIGKILL)
+    trainer.end(START_S)
+    assert explorer.end(START_S) == 4 and "has ended" in explorer.output, explorer.output
+    assert parts_left() == []
+    explorer, trainer = job.explore("only"), job.train()
+    assert [x.end(START_S) for x in (trainer, explorer)] == [0, 0], f"{trainer.output}\n{explorer.output}"
+    assert "no problems" in job.balanced()
+    job.within_bound(40)

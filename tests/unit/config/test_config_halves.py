@@ -1,0 +1,89 @@
+"""A run in two processes: what each needs, where they meet, and that they are told when they do not belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rft.config.load import load
+from rft.config.plan import Facts, Plan
+from rft.config.resolve import resolve, shown
+from rft.errors import ConfigError
+from rft.launch.same import differences
+
+FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
+RAY = "cluster.ray_address=auto"
+
+
+def plan(*overrides: str) -> Plan:
+    return resolve(load(FILE, overrides), Facts(cpus=4, gpus=0))
+
+
+def messages(*overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        plan(*overrides)
+    return {e.key: str(e) for e in getattr(caught.value, "errors", [caught.value])}
+
+
+@pytest.mark.parametrize(("mode", "other"), [("train", "explore"), ("explore", "train")])
+def test_both_join_a_ray_that_is_there(mode, other):
+    assert plan().cluster.ray_address is None and plan(f"mode={mode}", "cluster.ray_address=h:1").cluster.ray_address == "h:1"
+    made = plan(f"mode={mode}")
+    assert made.cluster.ray_address == "auto" and any(f"mode: {other}" in d.why for d in made.derived)
+    assert made.not_active == () and made.trainer.total_steps == plan().trainer.total_steps
+    assert made.explorer.tasksets == plan().explorer.tasksets
+
+
+def test_a_group_of_processes_that_changes_has_no_nccl():
+    assert "come and go" in messages("mode=train", RAY, "synchronizer.sync_method=nccl")["synchronizer.sync_method"]
+
+
+def test_they_meet_where_the_run_is():
+    def place(*overrides: str) -> tuple[str, str]:
+        made = plan(RAY, *overrides)
+        return made.cluster.namespace, made.buffer.run
+
+    assert place("mode=train") == place("mode=explore", "explorer.name=b", "continue_from_checkpoint=false")
+    assert place("mode=train") != place("mode=train", "name=other")
+    assert place("mode=train") != place("mode=train", "checkpoint_root_dir=elsewhere")
+    assert place("mode=train", "ray_namespace=here")[0] == "here"
+
+
+def test_the_name_of_an_explorer_is_in_its_engines_names():
+    made = plan("mode=explore", RAY, "explorer.name=left")
+    assert made.explorer.name == "left" and all(e.name.startswith("left-") for e in made.engines)
+    assert "explorer.name" in messages("explorer.name=a/b")
+    assert any("explorer.name has no effect" in w for w in plan("explorer.name=left").warnings)
+
+
+def test_the_process_that_trains_need_not_name_the_tasks():
+    alone = ("mode=train", "buffer.explorer_input.taskset=null", "buffer.total_epochs=null", "buffer.total_steps=null")
+    assert "trainer.total_steps" in messages(*alone, "trainer.total_steps=null")
+    made, whole = plan(*alone, "trainer.total_steps=2"), plan("trainer.total_steps=2")
+    assert (made.sync, made.trainer.batch_groups, made.trainer.batch_rows) == (whole.sync, whole.trainer.batch_groups, None)
+    assert made.trainer.total_steps == 2 and made.explorer.total_batches == whole.explorer.total_batches
+    ours, theirs = (shown(load(FILE, (RAY, *more))) for more in (alone, ("mode=explore",)))
+    assert differences(ours, theirs) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("seed=3", "seed"),
+        ("buffer.batch_size=2", "buffer.batch_size"),
+        ("algorithm.repeat_times=3", "algorithm.repeat_times"),
+        ("synchronizer.sync_offset=1", "synchronizer.sync_offset"),
+        ("model.max_response_tokens=5", "model.max_response_tokens"),
+        ("explorer.rollout_model.dtype=bfloat16", "explorer.rollout_model.dtype"),
+        ("algorithm.optimizer.lr=0.5", ""),
+        ("explorer.rollout_model.engine_num=3", ""),
+        ("explorer.name=b", ""),
+        ("trainer.save_interval=7", ""),
+        ("monitor.monitor_type=none", ""),
+        ("buffer.trainer_input.experience_buffer.capacity=777", ""),
+    ],
+)
+def test_what_must_be_the_same(change, key):
+    ours, theirs = (shown(load(FILE, (RAY, f"mode={mode}", *more))) for mode, more in (("train", ()), ("explore", (change,))))
+    assert [k for k, *_ in differences(ours, theirs)] == ([key] if key else [])
