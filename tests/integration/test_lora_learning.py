@@ -20,11 +20,11 @@ def test_an_adapter_learns_on_ray_with_vllm(tmp_path: Path) -> None:
     never = ("explorer.eval_interval=1000", "explorer.eval_on_startup=true")
     model = tiny.make(tmp_path / "model")
     whole = runs.Run(*runs.arguments(model, tmp_path / "whole", "trainer.total_steps=45", *never), "--in-process")
-    assert whole.end() == 0, whole.output
+    assert whole.end(900) == 0, whole.output
     (half_way,) = (runs.folder(tmp_path / "whole") / "checkpoints").glob("global_step_45/huggingface")
     more = (ADAPTER, "explorer.rollout_model.engine_type=vllm", "trainer.total_steps=40", "algorithm.optimizer.lr=3e-3", *never)
     run = runs.Run(*runs.arguments(half_way, tmp_path / "lora", *more))
-    assert run.end() == 0, run.output
+    assert run.end(900) == 0, run.output
     metrics = read(runs.folder(tmp_path / "lora") / "metrics.jsonl")
     accuracy = dict(series(metrics, "eval/copy_eval/mean@1"))
     assert accuracy[40] >= min(0.9, accuracy[0] + 0.2), accuracy

@@ -19,14 +19,16 @@ TINY = Path(__file__).parent / "tiny_config.yaml"
 
 
 def numbers(run_dir: Path, name: str) -> dict[int, float]:
-    return {step: value for step, value in series(read(run_dir / "metrics.jsonl"), name)}
+    return dict(series(read(run_dir / "metrics.jsonl"), name))
 
 
 def test_alone_or_merged_is_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
     """The same versions, proven the same way; only what travels differs."""
     common = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", "algorithm.optimizer.lr=0.01"]
     runs = {
-        merge: execute(TINY, [*common, f"name=run-{merge}", f"model.lora_configs=[{{lora_rank: 4, merge: {merge}}}]"], in_process=True)
+        merge: execute(
+            TINY, [*common, f"name=run-{merge}", f"model.lora_configs=[{{lora_rank: 4, merge: {merge}}}]"], in_process=True
+        )
         for merge in ("false", "true")
     }
     alone, merged = (numbers(r.run_dir, "sync/bytes") for r in runs.values())
@@ -34,7 +36,9 @@ def test_alone_or_merged_is_the_same_run(tiny_model: Path, tmp_path: Path) -> No
     for r in runs.values():
         assert max(numbers(r.run_dir, "sync/canary_max_abs").values()) < 1e-5
         moved = numbers(r.run_dir, "sync/canary_moved")
-        assert moved[max(moved)] > 3 * numbers(r.run_dir, "sync/canary_limit")[max(moved)], "the canary can tell the versions apart"
+        assert moved[max(moved)] > 3 * numbers(r.run_dir, "sync/canary_limit")[max(moved)], (
+            "the canary can tell the versions apart"
+        )
 
 
 def test_a_rejected_adapter_leaves_the_one_before(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +66,13 @@ def test_an_adapter_is_learnt_published_saved_and_resumed(tiny_model: Path, tmp_
     assert again.resumed_from is not None and again.resumed_from.step == 2 and again.version.step == 3
     metrics = read(first.run_dir / "metrics.jsonl")
     canary = dict(series(metrics, "sync/canary_max_abs"))
-    assert set(canary) == {0, 1, 2, 3} and max(canary.values()) < 1e-5, "engines add the adapter to their own base, as the trainer does"
+    assert set(canary) == {0, 1, 2, 3} and max(canary.values()) < 1e-5, (
+        "engines add the adapter to their own base, as the trainer does"
+    )
     sent = {value for _, value in series(metrics, "sync/bytes")}
-    assert sent == {4.0 * 4 * sum(a + b for a, b in ((128, 128), (128, 128), (256, 128))) * 2}, "A and B of two layers, nothing else"
+    assert sent == {4.0 * 4 * sum(a + b for a, b in ((128, 128), (128, 128), (256, 128))) * 2}, (
+        "A and B of two layers, nothing else"
+    )
     assert dict(series(metrics, "actor/kl"))[1] == 0.0, "a new adapter is the base"
     assert dict(series(metrics, "actor/kl"))[3] > 0.0
     adapter = copy_model(first.run_dir, tmp_path / "adapter", None, adapter=True)
