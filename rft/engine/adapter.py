@@ -29,27 +29,29 @@ class Pair(NamedTuple):
 class Beside:
     """What an adapter adds to the output of one layer.  `parts`: in the order of the output; None = a part without an adapter.
 
-    They are kept, not copied: published ones lie in memory that is written again, see `copied`.
+    A single part is kept, not copied: published ones lie in memory that is written again, see `copied`.
     """
 
     def __init__(self, parts: Sequence[Pair | None], widths: Sequence[int], spec: AdapterSpec) -> None:
         """`widths`: how many outputs each part has."""
         given = [p for p in parts if p is not None]
-        self._rank, self._scale = spec.rank, spec.scale
-        same = all(p.a is given[0].a for p in given)  # one adapter over all parts: A x is computed once
-        self._down = (given[0].a if same else torch.cat([p.a for p in given])).t()
-        self._ups: list[tuple[int, int, int, torch.Tensor]] = []  # first output, outputs, first row of A x, B transposed
-        at = 0
+        self._scale = spec.scale
+        shared = all(p.a is given[0].a for p in given)  # one adapter over all parts: A x is computed once
+        self._down = (given[0].a if shared else torch.cat([p.a for p in given])).t()
+        # one product instead of one for each part: B's stand below each other, each before the rows of its own A x, with zeros elsewhere
+        up = given[0].b.new_zeros(sum(widths), self._down.shape[1])
+        at = first = 0
         for part, width in zip(parts, widths, strict=True):
             if part is not None:
-                self._ups.append((at, width, 0 if same else len(self._ups) * self._rank, part.b.t()))
+                up[at : at + width, first : first + spec.rank] = part.b
+                first += 0 if shared else spec.rank
             at += width
+        self._up = up.t()
 
     def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Add to `out` [..., out], in place, what `x` [..., in] gives."""
-        rows, hidden = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]) @ self._down
-        for at, width, first, up in self._ups:
-            rows.narrow(1, at, width).addmm_(hidden.narrow(1, first, self._rank), up, alpha=self._scale)
+        hidden = x.reshape(-1, x.shape[-1]) @ self._down
+        out.view(-1, out.shape[-1]).addmm_(hidden, self._up, alpha=self._scale)
 
 
 def pairs(tensors: Mapping[str, torch.Tensor], spec: AdapterSpec) -> tuple[dict[str, Pair], tuple[str, ...], tuple[str, ...]]:
