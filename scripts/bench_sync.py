@@ -15,6 +15,7 @@ from typing import Any
 import bench_harness as harness
 import numpy as np
 import yaml
+from plugins.waiting_workflow import wait_s
 from sync_matrix import ages
 
 from rft.engine.environment import cpu_environment
@@ -29,9 +30,6 @@ from rft.types.metrics import MetricRecord
 THREADS = os.cpu_count() or 1
 START_S, ANSWER_S, RUN_S = 600.0, 300.0, 3600.0
 PLUGINS = harness.ROOT / "scripts" / "plugins"
-sys.path.insert(0, str(PLUGINS))
-from waiting_workflow import wait_s  # noqa: E402
-
 # ---------------------------------------------------------------- weight_sync
 
 REQUESTS, TOKENS = 32, 64
@@ -57,7 +55,8 @@ def weight_sync(quick: bool) -> harness.Result:
 
             def side(which: str) -> float:
                 answers[which].append(child.ask(which))
-                return float(answers[which][-1]["seconds"])
+                seconds: float = answers[which][-1]["seconds"]
+                return seconds
 
             ours, peer = harness.in_turn(lambda: side("ours"), lambda: side("peer"), rounds)
     mine, theirs = answers["ours"][1:], answers["peer"][1:]
@@ -94,7 +93,7 @@ def _medians(answers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _median(values: Any) -> float:
-    return round(statistics.median(values), 4)
+    return round(float(statistics.median(values)), 4)
 
 
 # ---------------------------------------------------------------- e2e_async
