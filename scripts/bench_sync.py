@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from typing import Any
 import bench_harness as harness
 import numpy as np
 import yaml
-from plugins.waiting_workflow import wait_s
 from sync_matrix import ages
 
 from rft.engine.environment import cpu_environment
@@ -201,6 +201,7 @@ def _facts(records: list[MetricRecord], root: Path) -> dict[str, Any]:
 
 def _trl(folder: Path, model: Path, steps: int) -> tuple[list[float], list[float]]:
     rows = tiny.copy_tasks()
+    wait_s = runpy.run_path(str(PLUGINS / "waiting_workflow.py"))["wait_s"]
     spec = folder / "trl.json"
     spec.write_text(
         json.dumps(
@@ -313,7 +314,7 @@ def _replays(
     weights = {}
     for style in styles:
         keys = [
-            f"model.model_path={model}", f"checkpoint_root_dir={root / style}", "buffer.batch_size=4", "algorithm.repeat_times=4",
+            f"model.model_path={model}", f"checkpoint_root_dir={root / style}",
             "trainer.total_steps=6", "explorer.eval_interval=1000", "explorer.eval_on_startup=false", "explorer.eval_at_end=false",
             "deterministic=true", f"explorer.rollout_model.engine_type={engine}", f"synchronizer.sync_style={style}",
             *(f"synchronizer.{x}" for x in STYLES[style]),
@@ -324,4 +325,7 @@ def _replays(
             run_rft(["--config", str(config), *keys])
         (exported,) = (root / style).rglob("huggingface/model.safetensors")
         weights[style] = load_file(exported)
+    base = load_file(model / "model.safetensors")
+    if all(np.array_equal(base[n], w) for n, w in weights["fixed"].items()):
+        raise RuntimeError("nothing was learnt, so equal weights prove nothing; raise the batch size")
     return weights
