@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
@@ -29,9 +30,6 @@ from rft.types.metrics import MetricRecord
 THREADS = os.cpu_count() or 1
 START_S, ANSWER_S, RUN_S = 600.0, 300.0, 3600.0
 PLUGINS = harness.ROOT / "scripts" / "plugins"
-sys.path.insert(0, str(PLUGINS))
-from waiting_workflow import wait_s  # noqa: E402
-
 # ---------------------------------------------------------------- weight_sync
 
 REQUESTS, TOKENS = 32, 64
@@ -57,7 +55,8 @@ def weight_sync(quick: bool) -> harness.Result:
 
             def side(which: str) -> float:
                 answers[which].append(child.ask(which))
-                return float(answers[which][-1]["seconds"])
+                seconds: float = answers[which][-1]["seconds"]
+                return seconds
 
             ours, peer = harness.in_turn(lambda: side("ours"), lambda: side("peer"), rounds)
     mine, theirs = answers["ours"][1:], answers["peer"][1:]
@@ -94,7 +93,7 @@ def _medians(answers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _median(values: Any) -> float:
-    return round(statistics.median(values), 4)
+    return round(float(statistics.median(values)), 4)
 
 
 # ---------------------------------------------------------------- e2e_async
@@ -202,6 +201,7 @@ def _facts(records: list[MetricRecord], root: Path) -> dict[str, Any]:
 
 def _trl(folder: Path, model: Path, steps: int) -> tuple[list[float], list[float]]:
     rows = tiny.copy_tasks()
+    wait_s = runpy.run_path(str(PLUGINS / "waiting_workflow.py"))["wait_s"]
     spec = folder / "trl.json"
     spec.write_text(
         json.dumps(
@@ -314,7 +314,7 @@ def _replays(
     weights = {}
     for style in styles:
         keys = [
-            f"model.model_path={model}", f"checkpoint_root_dir={root / style}", "buffer.batch_size=4", "algorithm.repeat_times=4",
+            f"model.model_path={model}", f"checkpoint_root_dir={root / style}",
             "trainer.total_steps=6", "explorer.eval_interval=1000", "explorer.eval_on_startup=false", "explorer.eval_at_end=false",
             "deterministic=true", f"explorer.rollout_model.engine_type={engine}", f"synchronizer.sync_style={style}",
             *(f"synchronizer.{x}" for x in STYLES[style]),
@@ -325,4 +325,7 @@ def _replays(
             run_rft(["--config", str(config), *keys])
         (exported,) = (root / style).rglob("huggingface/model.safetensors")
         weights[style] = load_file(exported)
+    base = load_file(model / "model.safetensors")
+    if all(np.array_equal(base[n], w) for n, w in weights["fixed"].items()):
+        raise RuntimeError("nothing was learnt, so equal weights prove nothing; raise the batch size")
     return weights

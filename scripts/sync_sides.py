@@ -81,7 +81,10 @@ class Sides:
         self._folder = Path(spec["folder"])
         self._trainer = Trainer(Path(spec["model"]))
         self._transport = MemoryTransport(self._folder)
-        prompts = [[50 + 97 * i + 7 * j for j in range(6)] for i in range(8)]
+        self._words = (
+            json.loads((Path(spec["model"]) / "config.json").read_text())["vocab_size"] - 20
+        )  # the first ones are special
+        prompts = [[20 + (97 * i + 7 * j) % self._words for j in range(6)] for i in range(8)]
         self._sync = Synchronizer(SyncSettings(), engine, self._trainer, Schedule(), prompts, Version(1, 0))
         self._running, self._all_running = 0, asyncio.Event()
         record = engine._stats.record
@@ -96,6 +99,11 @@ class Sides:
 
     async def first(self) -> None:
         await self._publish()
+
+    async def do(self, do: str, **order: Any) -> dict[str, Any]:
+        if do == "sample":
+            return await self.sample(**order)
+        return await (self.ours() if do == "ours" else self.peer())
 
     async def ours(self) -> dict[str, Any]:
         return await self._among_requests(self._publish)
@@ -159,7 +167,7 @@ class Sides:
         return {**answer, "running": self._running, "aborted": aborted}
 
     def _request(self, i: int, *, top_p: float = 1.0) -> GenerateRequest:
-        tokens = tuple(100 + (i * 131 + j * 17) % 9000 for j in range(40))
+        tokens = tuple(20 + (i * 131 + j * 17) % self._words for j in range(40))
         sampling = SamplingArgs(temperature=1.0, top_p=top_p, max_tokens=self._spec["max_tokens"], ignore_eos=True)
         return GenerateRequest(prompt_tokens=tokens, sampling=sampling, request_id=f"r{i}")
 
@@ -175,9 +183,7 @@ async def main(spec: dict[str, Any]) -> None:
         await sides.first()
         print(json.dumps({"ready": True}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
-            order = json.loads(line)
-            what = {"ours": sides.ours, "peer": sides.peer, "sample": sides.sample}[order.pop("do")]
-            print(json.dumps(await what(**order)), flush=True)
+            print(json.dumps(await sides.do(**json.loads(line))), flush=True)
     finally:
         await engine.close()
 
