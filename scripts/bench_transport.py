@@ -39,7 +39,7 @@ class Side:
 
         self.transport: Any = make(settings, folder)
         self._tensors = {n: t for file in sorted(model.glob("*.safetensors")) for n, t in load_file(file).items()}
-        self._rounds = Rounds(self, settings.workers, settings.timeout_s)
+        self._rounds, self._workers = Rounds(self, settings.timeout_s), settings.workers[0]
         self._step = 0
 
     async def send(self, manifest: WeightManifest) -> None:
@@ -72,7 +72,7 @@ class Side:
     async def _load(self, engine: Engine, manifest: WeightManifest) -> LoadReport:
         if manifest.broadcast is None:
             return await engine.load(manifest)
-        return (await self._rounds.load(manifest, [0], lambda i, sent: engine.load(sent)))[0]
+        return (await self._rounds.load(manifest, {0: self._workers}, lambda i, sent: engine.load(sent)))[0]
 
     def _moved(self) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._tensors.items():

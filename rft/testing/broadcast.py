@@ -23,7 +23,7 @@ class Sending:
     def __init__(self, folder: Path, workers: int = 1, *, settings: SyncSettings | None = None) -> None:
         settings = settings or SyncSettings(method="nccl", timeout_s=120.0)
         self.transport = BroadcastTransport(settings, folder)
-        self._rounds = Rounds(self, (workers,), settings.timeout_s)
+        self._rounds, self._workers = Rounds(self, settings.timeout_s), workers
 
     def stage(
         self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str] | None = None
@@ -32,8 +32,7 @@ class Sending:
 
     async def load(self, engine: Engine, manifest: WeightManifest) -> LoadReport:
         """One round.  Raises what the engine raises, or WeightSyncFailed."""
-        (report,) = await self._rounds.load(manifest, [0], lambda index, sent: engine.load(sent))
-        return report
+        return (await self._rounds.load(manifest, {0: self._workers}, lambda index, sent: engine.load(sent)))[0]
 
     async def send(self, manifest: WeightManifest) -> None:
         await asyncio.to_thread(self.transport.send, manifest)
