@@ -92,7 +92,8 @@ def working() -> list[str]:
     field = SynchronizerConfig.model_fields["sync_method"]
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     later: Any = extra.get("not_active", {})
-    return [v for v in get_args(field.annotation) if v not in later.get("values", ())]
+    named = get_args(get_args(field.annotation)[0])  # the rest of the type are transports of one's own
+    return [v for v in named if v not in later.get("values", ())]
 
 
 def changes(style: str, transport: str) -> list[str]:

@@ -36,7 +36,11 @@ ON_RAY = {
             "sync_faults",
             "vllm_engine",
             "vllm_models",
+            "vllm_adapter",
+            "vllm_broadcast",
+            "vllm_interrupted_syncs",
         ),
+        *("lora_learning", "run_broadcast", "sync_matrix"),
         *("place_ray", "run_bad_input", "run_storages", "resume_exactness", "debug_vllm", "learning_goals", "memory_estimate"),
     )
 }

@@ -65,11 +65,12 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
     """One run, or one stage of a program; in `folder` where that is not the run's."""
     if plan.mode == "bench":
         return _bench(plan, in_process)
+    if folder is None:
+        check_available(plan.monitor.kinds, plan.monitor.args)
     run = _runner(loaded, plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
     rundir = RunDir.claim(folder or plan.run_dir)
     changed: list[Change] = []
     if folder is None:
-        check_available(plan.monitor.kinds, plan.monitor.args)
         manifests.recover(rundir.checkpoints)
         changed = _changes(loaded, rundir)
     began = time.time()

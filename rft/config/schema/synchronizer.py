@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
@@ -18,7 +19,9 @@ def _method(value: str) -> str:
     known = value.strip().lower()
     known = _OTHER_NAMES.get(known, known)
     if known not in _METHODS:
-        raise ValueError(f"must be {', '.join(_METHODS)}, or a transport of your own: pkg.module:Name, path/file.py:Name")
+        near = difflib.get_close_matches(known, _METHODS, n=1)
+        hint = f".  Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"must be {', '.join(_METHODS)}, or a transport of your own: pkg.module:Name, path/file.py:Name{hint}")
     return known
 
 

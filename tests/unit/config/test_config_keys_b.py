@@ -172,15 +172,13 @@ def test_a_changed_key_changes_the_plan() -> None:
         assert (changed == plain) == ((key, good) in same), key
 
 
-def test_a_run_is_refused_or_warned(tmp_path: Path) -> None:
+def test_a_run_is_refused(tmp_path: Path) -> None:
     model = [
         f"model.model_path={tiny.make(tmp_path / 'model')}",
         f"buffer.explorer_input.taskset.path={HERE / 'data' / 'rows.jsonl'}",
     ]
     with pytest.raises(ConfigError, match=r"mode: accepted by `rft check`, not active yet"):
         load_plan(FILE, [*model, "mode=serve"], facts=Facts(cpus=4, gpus=0))
-    _, made = load_plan(FILE, [*model, "synchronizer.sync_method=nccl"], facts=Facts(cpus=4, gpus=0))
-    assert any("synchronizer.sync_method has no effect yet: the same weights go through memory" in w for w in made.warnings)
 
 
 def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:

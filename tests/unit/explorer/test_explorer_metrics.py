@@ -20,6 +20,7 @@ class Step:
 
 class Iteration:
     num_preempted_reqs = 3
+    num_generation_tokens = 4
 
 
 class Model(ScriptedEngine):

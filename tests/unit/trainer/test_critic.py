@@ -82,7 +82,8 @@ def test_a_value_is_of_the_state_before_its_token(made: Made, rows: list[TrainRo
     randomise(learner)
     assert learner.critic is not None
     lm, head = learner.critic.model.lm, learner.critic.model.value_head
-    plain = Learner(replace(learner.settings, share_prompts=False))
+    assert learner.settings.critic is not None
+    plain = Learner(replace(learner.settings, share_prompts=False, critic=replace(learner.settings.critic, share_prompts=False)))
     randomise(plain)
     for found, other, row in zip(learner.score([rows], ("values",))[0], plain.score([rows], ("values",))[0], rows, strict=True):
         at = np.flatnonzero(row.loss_mask)
