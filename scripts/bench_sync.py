@@ -127,6 +127,7 @@ def e2e_async(quick: bool) -> harness.Result:
                 ("async_0", ASYNC, False),
             )
         }
+        facts = {side: _facts(r, folder / side) for side, r in runs.items()}
         trl, reward = _trl(folder, model, steps)
     seconds = {side: _blocks(_step_times(r), block) for side, r in runs.items()}
     theirs = [sum(trl[WARM + i * block : WARM + (i + 1) * block]) for i in range(5)]
@@ -137,7 +138,7 @@ def e2e_async(quick: bool) -> harness.Result:
             harness.speed_ratio("vs_trl", seconds["async"], theirs, 2.0),
             harness.speed_ratio("compute_bound", seconds["async_0"], seconds["sync_0"], 0.97),
         ],
-        {side: {**_facts(r, folder / side), "step_s": round(sum(seconds[side]) / 5 / block, 3)} for side, r in runs.items()},
+        {side: {**facts[side], "step_s": round(sum(seconds[side]) / 5 / block, 3)} for side in runs},
         {"trl": {"step_s": round(sum(theirs) / 5 / block, 3), "reward_last": round(statistics.fmean(reward[-block:]), 3)}},
         measured,
     )

@@ -64,8 +64,8 @@ def check(config: RunConfig, p: Problems) -> None:
     if config.synchronizer.sync_method == "nccl":
         p.error(
             "synchronizer.sync_method",
-            "nccl needs one group of processes from the first to the last step, and explorers of other processes come and go; use "
-            "checkpoint, or memory where all are on one machine",
+            "nccl is for engines that the trainer's own process has started; for explorers that join use checkpoint, or memory where all "
+            "are on one machine",
             given="nccl",
         )
 

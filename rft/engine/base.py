@@ -126,7 +126,7 @@ def check_base(name: str, model_path: str, spec: AdapterSpec) -> None:
 
 def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
     """One report for several workers or engines: the least that was loaded, everything that is wrong, the slowest."""
-    probe = max(reports, key=lambda r: r.probe_error)
+    probe, slow = max(reports, key=lambda r: r.probe_error), max(reports, key=lambda r: r.load_s)
     return LoadReport(
         version=next((r.version for r in reports if r.version != wanted), wanted),
         num_tensors=min(r.num_tensors for r in reports),
@@ -138,11 +138,11 @@ def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
         probed_layers=min(r.probed_layers for r in reports),
         probe_error=probe.probe_error,
         probe_worst=probe.probe_worst,
-        load_s=max(r.load_s for r in reports),
-        meeting_s=max(r.meeting_s for r in reports),
-        transfer_s=max(r.transfer_s for r in reports),
-        verify_s=max(r.verify_s for r in reports),
-        probe_s=max(r.probe_s for r in reports),
+        load_s=slow.load_s,
+        meeting_s=slow.meeting_s,
+        transfer_s=slow.transfer_s,
+        verify_s=slow.verify_s,
+        probe_s=slow.probe_s,
         held=HeldRequests(
             requests=sum(r.held.requests for r in reports),
             aborted=sum(r.held.aborted for r in reports),

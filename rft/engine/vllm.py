@@ -175,9 +175,9 @@ class VllmEngine:
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
-        self._paused, self._clears = True, clear_cache
+        again, self._paused, self._clears = self._paused, True, clear_cache
         self._held = self._under_way()
-        self._counted["recomputed_tokens"] += sum(self._held.values()) if clear_cache else 0
+        self._counted["recomputed_tokens"] += sum(self._held.values()) if clear_cache and not again else 0
         if self.settings.log_stats:
             await self._call("log its statistics", self._llm.do_log_stats())
 

@@ -1,7 +1,7 @@
 """Reading published weights: raw little-endian bytes at the offsets a manifest gives.  Shared by all engines.
 
 Does not know who wrote them.  A file is mapped, not read: views cost no copy, and what is changed through a view never reaches the file.
-What is broadcast is received into memory of this process.  `verify` needs no torch.
+What is broadcast is received into memory of this process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -165,18 +164,6 @@ def _room(manifest: WeightManifest) -> tuple[Weights, torch.Tensor]:
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=manifest.broadcast.backend == "nccl")
     data: Any = memory.numpy().data
     return Weights(manifest, memoryview(data)), memory
-
-
-def open_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, view) of every tensor, in the manifest's order; tied tensors come once.  Does not check hashes, see `verify`."""
-    mapped = MappedWeights(manifest)
-    for spec in manifest.tensors:
-        yield spec.name, mapped.tensor(spec)
-
-
-def verify(manifest: WeightManifest) -> tuple[str, ...]:
-    """Names of the tensors whose bytes do not have the hash the manifest gives; empty = whole."""
-    return MappedWeights(manifest).bad()
 
 
 def _misfit(spec: TensorSpec, size: int) -> str:

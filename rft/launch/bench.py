@@ -83,8 +83,10 @@ def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
 
 
 def _serving(plan: Plan, folder: Path | None) -> Plan:
+    """Weights are whole, an adapter's added to them."""
     engines = tuple(
-        replace(e, model_path=e.model_path if folder is None else str(folder), fixed_weights=True) for e in plan.engines
+        replace(e, model_path=e.model_path if folder is None else str(folder), fixed_weights=True, lora_rank=None)
+        for e in plan.engines
     )
     return replace(plan, engines=engines)
 

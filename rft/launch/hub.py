@@ -65,6 +65,7 @@ class Hub(Coordinator):
         self._finished = False
         self._failure: BaseException | None = None
         self._evaluator = ""
+        self._failing: asyncio.Future[None] | None = None  # kept, or it might be collected before it ends
 
     # ------------------------------------------------------------ coming
 
@@ -75,27 +76,29 @@ class Hub(Coordinator):
             raise ConfigErrors([ConfigError(text, key=key, given=given) for key, given, text in found])
         await self._alone(name)
 
-    async def join(self, name: str, nodes: Sequence[str], engines: Sequence[Any], workers: Sequence[int], process: Any) -> Joined:
-        """Explorer `name` counts from now on; its engines, on `nodes` and of so many `workers`, serve the newest proven version, where
-        there is one."""
+    async def join(self, name: str, nodes: Sequence[str], engines: Sequence[Any], process: Any) -> Joined:
+        """Explorer `name` counts from now on; its engines, on `nodes`, serve the newest proven version, where there is one."""
         self._raise_failure()
         if self._plan.sync.method == "memory" and (far := sorted(set(nodes) - {self._node})):
             raise SetupError(
                 f"sync_method memory works inside one machine: the trainer is on {self._node}, engines of explorer {name} on "
-                f"{', '.join(far)}.  Write sync_method: nccl, or checkpoint with checkpoint_root_dir on a file system that all share"
+                f"{', '.join(far)}.  Write sync_method: checkpoint, with checkpoint_root_dir on a file system that all share"
             )
         await self._alone(name)
         if name in self._joining:
             raise _taken(name)
         self._joining.add(name)
         try:
-            numbers = await self.sync.join(name, [_known(e) for e in engines], workers)
+            numbers = await self.sync.join(name, [_known(e) for e in engines])
         finally:
             self._joining.discard(name)
+        if not self.sync.owned(name):
+            raise RunFailed(f"the engines of explorer {name} were lost while it joined; start it again")
         self._engines |= dict(zip(numbers, engines, strict=True))
         self._seats += 1
         member = self._members[name] = _Member(name, self._seats, process)
         member.watch = asyncio.ensure_future(self._watch(member))
+        member.watch.add_done_callback(self._watched)
         where = ", ".join(dict.fromkeys(nodes))
         log.info("explorer %s on %s has joined with engines %s", name, where, ", ".join(map(str, numbers)))
         self._write()
@@ -147,12 +150,16 @@ class Hub(Coordinator):
             why = member.why or (str(lives.exception()) if lives.done() else "")
             await member.process.kill()  # where it only hangs
             log.warning("explorer %s is gone: %s", member.name, why)
-            await self.sync.leave(member.name)
             await self._let_go(member, why)
         finally:
             for task in (lives, gone):
                 task.cancel()
             await asyncio.gather(lives, gone, return_exceptions=True)
+
+    def _watched(self, watch: asyncio.Task[None]) -> None:
+        """What goes wrong in watching is told to everyone: nobody would be let go any more."""
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            self._failing = asyncio.ensure_future(self.fail(error))
 
     async def _let_go(self, member: _Member, why: str) -> None:
         if self._members.get(member.name) is not member:
@@ -166,9 +173,13 @@ class Hub(Coordinator):
             log.warning("explore batches %s of explorer %s are dealt again", ", ".join(map(str, back)), member.name)
         if self._evaluator == member.name and why:
             self._evaluator = ""
+            if self._finished:
+                log.warning(
+                    "the final evaluation was explorer %s's; another plays it only where one has not ended yet", member.name
+                )
         del self._members[member.name]
-        self._write()
         await self._changed()
+        self._write()
 
     async def stays(self, name: str, seat: int) -> None:
         """As long as explorer `name` belongs to the run.  Raises what ends it."""
@@ -218,6 +229,7 @@ class Hub(Coordinator):
         other = asyncio.ensure_future(self._until(lambda: self._finished or self._deal.candidate != batch))
         try:
             await asyncio.wait({asked, other}, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failure()
             if self._finished and not asked.done():
                 return True, None
             same = self._deal.candidate == batch
@@ -236,6 +248,10 @@ class Hub(Coordinator):
     async def may_play_for(self, name: str, seat: int, batch: int, group: int | None) -> bool:
         member = self._member(name, seat)
         may = await self._unless_gone(member, self.sync.may_play(batch, group))
+        if member.gone.is_set():  # in the same moment: what it played has been counted back already
+            if may:
+                await self.sync.played()
+            raise RunFailed(f"explorer {name} had to leave: {member.why}")
         member.playing += may
         return may
 
@@ -274,11 +290,7 @@ class Hub(Coordinator):
             await self._until(lambda: not self._members or self._finished)
             if not self._finished:
                 log.warning("no explorer is left; the run waits %g s for one", limit)
-        try:
-            async with asyncio.timeout(limit):
-                await self._until(lambda: not self._members)
-        except TimeoutError:
-            raise DeadlineExceeded(f"explorers {', '.join(self._members)} did not end within {limit:g} s") from None
+        await self._until(lambda: not self._members)  # as long as the final evaluation takes: their processes are watched
 
     async def fail(self, reason: BaseException) -> None:
         self._failure = self._failure or reason

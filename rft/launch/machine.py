@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Literal
 
@@ -108,15 +109,19 @@ def _check(name: str, device: str, model: Path, world: int, folder: Path, deadli
             )
             for rank in range(world)
         ]
-        late = False
-        try:
-            for process in processes:
-                process.wait(max(0.1, deadline_s - (time.monotonic() - began)))
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            for process in processes:
-                _end(process)
+        with ThreadPoolExecutor(world) as waiting:
+            pending, codes = {waiting.submit(process.wait) for process in processes}, [0]
+            try:
+                while pending and not any(codes):  # the others would wait for one that has died
+                    left = max(0.1, deadline_s - (time.monotonic() - began))
+                    done, pending = wait(pending, left, return_when=FIRST_COMPLETED)
+                    codes = [ended.result() for ended in done]
+                    if not done:
+                        break
+            finally:
+                late = bool(pending) and not any(codes)
+                for process in processes:
+                    _end(process)
     lines = [msgspec.json.decode(text, type=Line) for text in answer.read_bytes().splitlines()] if answer.exists() else []
     if any(line.state == "failed" for line in lines):
         return [
@@ -128,7 +133,6 @@ def _check(name: str, device: str, model: Path, world: int, folder: Path, deadli
             *lines,
             _failed(name, f"no end after {deadline_s:.0f} s: {_last(printed)}", CHECKS[name], time.monotonic() - began),
         ]
-    codes = [process.returncode for process in processes]
     if any(codes):
         why = next(f"ended by {signal.Signals(-c).name}" if c < 0 else f"exit code {c}" for c in codes if c)
         return [*lines, _failed(name, f"{why}: {_last(printed)}", CHECKS[name], time.monotonic() - began)]

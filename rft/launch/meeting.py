@@ -12,7 +12,7 @@ from typing import Any
 
 from rft.config.plan import Plan
 from rft.errors import DeadlineExceeded, RftError, RunFailed, SetupError
-from rft.launch.remote import Proxy, guarded
+from rft.launch.remote import ANSWER_S, Proxy, guarded
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2  # after an actor that had just died: Ray frees its name in a moment
@@ -29,9 +29,11 @@ class Meeting:
         """Raises SetupError while the hub of another process lives."""
         if self._offer is not None and self._offer[0] != run_id:
             try:
-                await self._offer[1]["coordinator"].recent(0)
+                await asyncio.wait_for(self._offer[1]["coordinator"].recent(1 << 40), ANSWER_S)
             except RftError:
                 pass  # it has ended
+            except TimeoutError:
+                raise SetupError("another process trains this run already and does not answer; end it first") from None
             else:
                 raise SetupError("another process trains this run already; stop it, or give this run another `name`")
         async with self._changed:

@@ -21,7 +21,7 @@ from rft.launch import drive, meeting, supervise
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.hub import Joined
 from rft.launch.parts import Start
-from rft.launch.remote import Proxy
+from rft.launch.remote import ANSWER_S, Proxy
 from rft.launch.rundir import RunDir
 from rft.launch.supervise import Parts
 from rft.trainer import manifest as manifests
@@ -63,7 +63,7 @@ async def explore(plan: Plan, rundir: RunDir, on_record: OnRecord) -> Outcome:
     """`mode: explore`: until the trainer is finished.  Raises what ended it otherwise; the others of the run go on."""
     began = time.monotonic()
     with Signals() as signals:
-        if (done := _done(plan)) is not None:
+        if RunDir(plan.run_dir).read_state().get("phase") == "done" and (done := _done(plan)) is not None:
             return done
         supervise.number(rundir)
         rundir.state("waiting for the trainer")
@@ -109,8 +109,8 @@ class _Exploring(Parts):
         """Whether a hub was found and does not answer any more."""
         try:
             if self.hub is not None:
-                await self.hub.recent(1 << 40)
-        except RunFailed:
+                await asyncio.wait_for(self.hub.recent(1 << 40), ANSWER_S)
+        except (RunFailed, TimeoutError):
             return True
         return False
 
@@ -125,8 +125,7 @@ class _Exploring(Parts):
         self.plan = replace(here, explorer=replace(here.explorer, max_inflight=None))  # the hub counts them, over all explorers
         await self._start(engines=True, trainer=False, buffer=False)
         p, nodes = self.proxies, [self.nodes[f"engine-{i}"] for i in range(len(self.plan.engines))]
-        workers = [e.workers for e in self.plan.engines]
-        joined: Joined = await self.hub.join(self.plan.explorer.name, nodes, self.engines, workers, p["explorer"])
+        joined: Joined = await self.hub.join(self.plan.explorer.name, nodes, self.engines, p["explorer"])
         return joined
 
     async def explore(self, joined: Joined, on_record: OnRecord, signals: Signals) -> None:

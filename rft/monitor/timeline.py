@@ -77,8 +77,11 @@ def _one_after_the_other(row: str, label: str, begin: float, spent: Iterable[tup
 
 
 def shares(found: Sequence[Bar]) -> dict[str, float]:
-    """Parts of the time from the first version on, 0 to 1: who had nothing to do, and how long engines stood still for weights."""
-    began = min(b.end for b in found if b.row == "sync")
+    """Parts of the time from the first version on (where there is none: of all of it), 0 to 1.
+
+    Who had nothing to do, and how long engines stood still for weights.
+    """
+    began = min((b.end for b in found if b.row == "sync"), default=min(b.begin for b in found))
     ended = max(b.end for b in found)
     whole = max(ended - began, 1e-9)
 

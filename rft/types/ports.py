@@ -139,7 +139,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     """One published weight version: which tensors, where the bytes are, and how to tell that they are whole.
 
     `path` can be opened by every engine worker on this node: a file, or /proc/PID/fd/N of an anonymous memory file.  With `broadcast`
-    the bytes are not read there but received.
+    the bytes are not read there but received; for a transport of somebody's own it is what its `fetch` understands.
     Tied tensors are listed once, under the name the checkpoint uses; `tied` maps the other name to it.
     """
 

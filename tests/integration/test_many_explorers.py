@@ -136,7 +136,7 @@ async def process(player: Player, hub: Hub, buffer: Buffer, world: Any, found: F
     await asyncio.sleep(player.joins_at)
     engine, own = Engine(replace(world, explore_s=(player.explore_s,)), found), Process()
     engine.ended = own.ended
-    joined = await hub.join(player.name, ["here"], [engine], [1], own)
+    joined = await hub.join(player.name, ["here"], [engine], own)
     seat = Watched(hub, player.name, joined)
     seat.player, seat.found, seat.process, seat.world = player, found, own, world
     explorer = Explorer(

@@ -23,9 +23,11 @@ from rft.config.resolve import resolve
 from rft.convert.launch import Argument, Launch
 from rft.convert.verl import Conversion, convert
 from rft.errors import ConfigError
+from rft.launch.bench import Target, plan_for
 from rft.trainer import adapterfiles
 from rft.trainer.settings import LoraSettings
 from rft.types.adapter import key
+from rft.types.ids import Version
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny" / "config.yaml"
@@ -252,6 +254,13 @@ def test_the_keys_of_vllms_own_layers() -> None:
     for given in (both, (f"{KEY}=[{{}}]", both[1]), (f"{KEY}=[{{merge: true}}]", both[0])):
         found = plan(*given)
         assert found.engines[0].max_cpu_loras is None and any("_loras has no effect" in w for w in found.warnings)
+
+
+def test_what_is_evaluated_apart_has_its_adapter_added() -> None:
+    made = plan(f"{KEY}=[{{lora_rank: 8}}]", f"{ENGINE}.fully_sharded_loras=true")
+    assert made.engines[0].lora_rank == 8
+    with plan_for(made, Target(Version(1, 0))) as served:
+        assert served.engines[0].lora_rank is None and served.engines[0].fixed_weights
 
 
 def test_an_adapter_of_a_folder_brings_its_rank(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rft.engine.weights import MappedWeights, open_weights, verify
+from rft.engine.weights import MappedWeights
 from rft.testing.engine_contract import stage
 from rft.types.ids import Version
 from rft.types.ports import TensorSpec, WeightManifest
@@ -21,22 +21,23 @@ def manifest(tmp_path: Path) -> WeightManifest:
 
 
 def test_views_hold_what_was_written(manifest: WeightManifest) -> None:
-    assert verify(manifest) == ()
-    for name, tensor in open_weights(manifest):
-        assert np.array_equal(tensor.numpy(), WEIGHTS[name])
+    mapped = MappedWeights(manifest)
+    assert mapped.bad() == ()
+    for spec in manifest.tensors:
+        assert np.array_equal(mapped.tensor(spec).numpy(), WEIGHTS[spec.name])
 
 
 def test_writing_to_a_view_never_reaches_the_file(manifest: WeightManifest) -> None:
     before = Path(manifest.path).read_bytes()
-    next(iter(open_weights(manifest)))[1].zero_()
-    assert Path(manifest.path).read_bytes() == before and verify(manifest) == ()
+    MappedWeights(manifest).tensor(manifest.tensors[0]).zero_()
+    assert Path(manifest.path).read_bytes() == before and MappedWeights(manifest).bad() == ()
 
 
 def test_one_changed_byte_is_named(manifest: WeightManifest) -> None:
     raw = bytearray(Path(manifest.path).read_bytes())
     raw[manifest.tensors[1].offset] ^= 1
     Path(manifest.path).write_bytes(raw)
-    assert verify(manifest) == ("b",)
+    assert MappedWeights(manifest).bad() == ("b",)
 
 
 @pytest.mark.parametrize(

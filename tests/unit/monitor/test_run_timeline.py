@@ -52,6 +52,11 @@ def test_shares_count_from_the_first_version_on() -> None:
     assert told == pytest.approx({"explorer idle": 5 / 8, "trainer idle": 4 / 8, "engines paused": 1 / 8, "both at work": 0.0})
 
 
+def test_shares_of_steps_without_a_version_count_all_of_their_time() -> None:
+    found = [b for b in bars(run()) if b.row != "sync"]
+    assert shares(found)["engines paused"] == 0 and 0 < shares(found)["trainer idle"] < 1
+
+
 def test_only_the_newest_process_and_its_last_steps() -> None:
     again = [record(r.role, r.step + 1, r.time + 100, **r.values) for r in run()]
     found = bars([*run(), *again])
