@@ -35,8 +35,8 @@ def test_both_join_a_ray_that_is_there(mode, other):
     assert made.explorer.tasksets == plan().explorer.tasksets
 
 
-def test_a_group_of_processes_that_changes_has_no_nccl():
-    assert "come and go" in messages("mode=train", RAY, "synchronizer.sync_method=nccl")["synchronizer.sync_method"]
+def test_engines_that_join_have_no_nccl():
+    assert "started; for explorers that join use checkpoint" in messages("mode=train", RAY, "synchronizer.sync_method=nccl")["synchronizer.sync_method"]
 
 
 def test_they_meet_where_the_run_is():
