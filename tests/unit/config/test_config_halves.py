@@ -36,7 +36,8 @@ def test_both_join_a_ray_that_is_there(mode, other):
 
 
 def test_engines_that_join_have_no_nccl():
-    assert "started; for explorers that join use checkpoint" in messages("mode=train", RAY, "synchronizer.sync_method=nccl")["synchronizer.sync_method"]
+    said = messages("mode=train", RAY, "synchronizer.sync_method=nccl")
+    assert "for explorers that join use checkpoint" in said["synchronizer.sync_method"]
 
 
 def test_they_meet_where_the_run_is():
