@@ -110,6 +110,7 @@ def e2e_async(quick: bool) -> harness.Result:
     Each run of the task waits 0.2 to 2 s for its tool.  `vs_sync`: seconds of our own synchronous run / seconds of the asynchronous one
     (`trainer_driven`, at most 5 steps old); at least 1.6.  `vs_trl`: seconds of TRL's GRPOTrainer, which waits for all tools of a step at
     once / ours; at least 2.  `compute_bound`: the same two of our runs without waits; at least 0.97.  A round is a fifth of a run.
+    With --quick (15 steps) all sides are still at chance, and what the asynchronous run sampled ahead of the first round counts for it.
     """
     harness.peer_python()
     steps = WARM + (15 if quick else 100)

@@ -53,7 +53,8 @@ INTRODUCTION = """# Styles and transports
 
 Whole runs of the tiny model (`examples/tiny`: copy the digit that is shown) with Ray, vLLM and the FSDP2 trainer, written by \
 `python scripts/sync_matrix.py --write`. *Oldest* is the largest staleness of a trained token, in train steps, by the version spans in the \
-ledger; *bound* is what the run promised; both accuracies and evaluations come from an evaluation that overlapped with exploring.
+ledger; *bound* is what the run promised; both accuracies and evaluations come from an evaluation that overlapped with exploring. \
+A cell that is not here has not been measured.
 """
 HEAD = "| style | transport | seed | accuracy | oldest | bound | versions | sync, s | run, s | date |\n" + "|---" * 10 + "|"
 
