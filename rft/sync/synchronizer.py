@@ -348,8 +348,9 @@ class Synchronizer:
             log.info("engine %d serves %s again after %.1f s", index, self._served_text(), time.perf_counter() - began)
 
     async def _bring(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
-        """These engines to the version that all others serve."""
-        await self._all({i: self._ask(i, "pause", lambda e: e.pause(), False) for i in numbers})
+        """These engines to a version that was proven, and prove that they serve it."""
+        clear = self._settings.kv_cache == "recompute"
+        await self._all({i: self._ask(i, "pause", lambda e: e.pause(clear_cache=clear), False) for i in numbers})
         await self._load(manifest, numbers)
         await self._all({i: self._ask(i, "resume", lambda e: e.resume(), False) for i in numbers})
         probing = {i: self._ask(i, "probe", lambda e: self._canary.probe(e, manifest.version), False) for i in numbers}
@@ -360,7 +361,7 @@ class Synchronizer:
                 self._canary.prove_same(now, proof)
             except WeightSyncFailed as e:
                 raise _Rejected(f"engine {index}: {e}") from e
-            self._records[index] = now
+            self._records.setdefault(index, now)
 
     async def _restart_dead(self) -> None:
         for index in sorted(self._dead):
@@ -570,14 +571,7 @@ class Synchronizer:
             return None  # the first version: no task was admitted
         try:
             await self._restart_dead()
-            await self._pause()
-            await self._load(before, tuple(self._engines))
-            await self._each("resume", lambda e: e.resume())
-            for i, now in (await self._each("probe", lambda e: self._canary.probe(e, before.version))).items():
-                try:
-                    self._canary.prove_same(now, self._records[i])
-                except WeightSyncFailed as e:
-                    raise _Rejected(f"engine {i}: {e}") from e
+            await self._bring(tuple(self._engines), before)
         except _Rejected as e:
             return str(e)
         async with self._changed:
