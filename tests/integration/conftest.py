@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import socket
 import sys
 import textwrap
@@ -35,6 +36,17 @@ ENVIRONMENT = {  # planted secrets; nothing may print or store them
 }
 WRITTEN = {"wandb": "c4a7cfga" * 5, "workflow": "c4a7cfgb-token", "database": "c4a7cfgc-password", "override": "c4a7cfgd-token"}
 CANARIES = (*ENVIRONMENT.values(), *WRITTEN.values())
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[pytest.MonkeyPatch]:
+    """Variables are inherited by vLLM's processes and given back afterwards, also those that vLLM sets itself."""
+    before = dict(os.environ)
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

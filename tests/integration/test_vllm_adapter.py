@@ -1,7 +1,6 @@
 """vLLM for real with an adapter alone, tiny models on CPU: in our layers beside vLLM's, in vLLM's LoRA layers, and cut in two."""
 
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,6 @@ pytestmark = [
 FIRST_FAULT = 40  # faults fire at these loads of an engine, after all that the contract does
 FAULTS = ("sync.skip", "sync.stale_head", "sync.corrupt_byte", "sync.missing_tensor", "sync.wrong_version")
 SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # of merged layers only some parts
-
-
-@pytest.fixture(scope="module")
-def environment() -> Iterator[pytest.MonkeyPatch]:
-    """Variables are inherited by vLLM's processes and given back afterwards, also those that vLLM sets itself."""
-    before = dict(os.environ)
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
 
 
 class Counting(VllmEngine):

@@ -1,7 +1,6 @@
 """vLLM for real, tiny models on CPU: the engine contract, log-probs after every load, and each injected fault made visible."""
 
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,6 @@ class Counting(VllmEngine):
 
 def settings_for(folder: Path, **changes: Any) -> EngineSettings:
     return EngineSettings(model_path=str(folder), max_model_len=LENGTH, max_num_seqs=64, kv_cache_bytes=1 << 28, **changes)
-
-
-@pytest.fixture(scope="module")
-def environment() -> Iterator[pytest.MonkeyPatch]:
-    """Variables are inherited by vLLM's processes and given back afterwards, also those that vLLM sets itself."""
-    before = dict(os.environ)
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
 
 
 async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Counting:

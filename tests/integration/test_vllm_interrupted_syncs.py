@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +104,6 @@ class Faulty(VllmEngine):
             return await asyncio.shield(call(method, **kwargs))
 
         self._llm.collective_rpc = counted
-
-
-@pytest.fixture
-def environment() -> Iterator[pytest.MonkeyPatch]:
-    """Variables that vLLM sets itself are given back too."""
-    before = dict(os.environ)
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
 
 
 async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:

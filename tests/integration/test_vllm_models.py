@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,6 @@ from rft.types.task import SamplingArgs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
-
-
-@pytest.fixture
-def environment() -> Iterator[pytest.MonkeyPatch]:
-    before = dict(os.environ)
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
 
 
 async def started(folder: Path, patch: pytest.MonkeyPatch, **more: Any) -> Any:
