@@ -2,7 +2,7 @@
 
 Runs in the peers' environment.  Importing it reads SPEC.json, the script's argument, with at least {model, lr, threads, steps, folder},
 and takes stdout for the protocol: it prints {"ready": true, "versions"} once everything is loaded; each line on stdin makes one step;
-it ends when stdin closes.  Invariant: both scripts' steps have the same loss, optimizer and schedule.
+it ends when stdin closes.  Invariant: all scripts' steps have the same loss, optimizer and schedule.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ class OneStepAtATime(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seconds = time.monotonic() - self.began
+
+
+class WholeStep(OneStepAtATime):
+    """The step holds generation, scoring (with its tools) and the update."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "reward" in logs:
+            say(step=state.global_step, seconds=self.seconds, reward=logs["reward"], length=logs["completions/mean_length"])
 
 
 def trainer(
@@ -93,3 +101,17 @@ def race(made: Any) -> None:
     """Train until stdin closes."""
     with contextlib.suppress(KeyboardInterrupt):
         made.train()
+
+
+def whole_steps(reward: Any) -> None:
+    """The race of whole steps; SPEC has also {rows, runs, prompts, max_tokens}.  `reward` is told the number of each row as `row`."""
+    rows = [
+        {"prompt": [{"role": "user", "content": r["prompt"]}], "response": r["response"], "row": i}
+        for i, r in enumerate(SPEC["rows"])
+    ]
+    settings = {
+        "per_device_train_batch_size": SPEC["prompts"] * SPEC["runs"],
+        "num_generations": SPEC["runs"],
+        "max_completion_length": SPEC["max_tokens"],
+    }
+    race(trainer(rows, WholeStep(), reward, settings))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from trl_side import SPEC, OneStepAtATime, race, say, trainer
+from trl_side import whole_steps
 
 NUMBER = re.compile(r"-?\d+")
 
@@ -22,23 +22,5 @@ def last_number(completions: list[list[dict[str, str]]], response: list[str], **
     return [float(bool(n) and n[-1] == truth) for n, truth in zip(found, response, strict=True)]
 
 
-class WholeStep(OneStepAtATime):
-    """The step holds generation, scoring and the update."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "reward" in logs:
-            say(step=state.global_step, seconds=self.seconds, reward=logs["reward"], length=logs["completions/mean_length"])
-
-
-def main() -> None:
-    rows = [{"prompt": [{"role": "user", "content": r["prompt"]}], "response": r["response"]} for r in SPEC["rows"]]
-    settings = {
-        "per_device_train_batch_size": SPEC["prompts"] * SPEC["runs"],
-        "num_generations": SPEC["runs"],
-        "max_completion_length": SPEC["max_tokens"],
-    }
-    race(trainer(rows, WholeStep(), last_number, settings))
-
-
 if __name__ == "__main__":
-    main()
+    whole_steps(last_number)

@@ -3,7 +3,7 @@
     python trl_wait.py SPEC.json      with {model, rows, runs, prompts, max_tokens, lr, threads, steps, folder, waits}
 
 `waits` holds as many lists as there are rows: the seconds that each run's score takes.  All scores of a step are waited for at once.
-Protocol on the pipes: that of trl_side.py; after each step it prints {"step", "seconds", "reward"}.
+Protocol on the pipes: that of trl_side.py; after each step it prints {"step", "seconds", "reward", "length"}.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from trl_side import SPEC, OneStepAtATime, race, say, trainer
+from trl_side import SPEC, whole_steps
 
 
 def scored(completions: list[list[dict[str, str]]], response: list[str], row: list[int], **_: Any) -> list[float]:
@@ -30,26 +30,5 @@ def scored(completions: list[list[dict[str, str]]], response: list[str], row: li
     return [float(c[-1]["content"].strip() == truth) for c, truth in zip(completions, response, strict=True)]
 
 
-class WholeStep(OneStepAtATime):
-    """The step holds generation, the tools, scoring and the update."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        if "reward" in logs:
-            say(step=state.global_step, seconds=self.seconds, reward=logs["reward"])
-
-
-def main() -> None:
-    rows = [
-        {"prompt": [{"role": "user", "content": r["prompt"]}], "response": r["response"], "row": i}
-        for i, r in enumerate(SPEC["rows"])
-    ]
-    settings = {
-        "per_device_train_batch_size": SPEC["prompts"] * SPEC["runs"],
-        "num_generations": SPEC["runs"],
-        "max_completion_length": SPEC["max_tokens"],
-    }
-    race(trainer(rows, WholeStep(), scored, settings))
-
-
 if __name__ == "__main__":
-    main()
+    whole_steps(scored)
