@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rft.engine.adapter import apart
 from rft.engine.weights import Intake
 from rft.faults import SYNC_POINTS, fault
 from rft.types.ids import Version
@@ -197,7 +198,7 @@ def probe(
         if parts is None:
             continue
         got, want = _compare(module, parts, published.get(plain(f"{name}.bias")), dtype, device, random)
-        difference = ((got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-30)).item()
+        difference = apart(got, want)
         count += 1
         if not difference <= error:  # also true for nan
             error, worst = difference, name

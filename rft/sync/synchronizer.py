@@ -349,8 +349,7 @@ class Synchronizer:
 
     async def _bring(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
         """These engines to a version that was proven, and prove that they serve it."""
-        clear = self._settings.kv_cache == "recompute"
-        await self._all({i: self._ask(i, "pause", lambda e: e.pause(clear_cache=clear), False) for i in numbers})
+        await self._pause(numbers)
         await self._load(manifest, numbers)
         await self._all({i: self._ask(i, "resume", lambda e: e.resume(), False) for i in numbers})
         probing = {i: self._ask(i, "probe", lambda e: self._canary.probe(e, manifest.version), False) for i in numbers}
@@ -439,7 +438,7 @@ class Synchronizer:
     async def _attempt(self, manifest: WeightManifest) -> list[Metric]:
         version, began = manifest.version, time.perf_counter()
         await self._restart_dead()
-        await self._pause()
+        await self._pause(tuple(self._engines))
         paused = time.perf_counter()
         reports = tuple((await self._load(manifest, tuple(self._engines))).values())
         loaded = time.perf_counter()
@@ -498,9 +497,9 @@ class Synchronizer:
                 self._holding = False
                 self._changed.notify_all()
 
-    async def _pause(self) -> None:
+    async def _pause(self, numbers: Sequence[int]) -> None:
         clear = self._settings.kv_cache == "recompute"
-        await self._each("pause", lambda e: e.pause(clear_cache=clear))
+        await self._all({i: self._ask(i, "pause", lambda e: e.pause(clear_cache=clear), False) for i in numbers})
 
     async def _load(self, manifest: WeightManifest, engines: Sequence[int]) -> dict[int, LoadReport]:
         """The version in these engines, according to reports that have nothing against it."""
