@@ -61,13 +61,6 @@ def check(config: RunConfig, p: Problems) -> None:
     if config.cluster.ray_address is None:
         other = "explore" if config.mode == "train" else "train"
         p.derive("cluster.ray_address", _FOUND, f"the Ray of this machine (ray start), to meet the process of mode: {other}")
-    if config.synchronizer.sync_method == "nccl":
-        p.error(
-            "synchronizer.sync_method",
-            "nccl is for engines that the trainer's own process has started; for explorers that join use checkpoint, or memory where all "
-            "are on one machine",
-            given="nccl",
-        )
 
 
 def _reads_data(config: RunConfig) -> bool:

@@ -20,6 +20,7 @@ from rft.explorer.deal import Begun, Deal
 from rft.launch.parts import Coordinator, Start
 from rft.launch.rundir import write_json
 from rft.launch.same import differences
+from rft.sync.settings import SyncSettings
 from rft.types.ids import Version
 from rft.types.ports import Engine, Scorer
 
@@ -76,20 +77,28 @@ class Hub(Coordinator):
             raise ConfigErrors([ConfigError(text, key=key, given=given) for key, given, text in found])
         await self._alone(name)
 
-    async def join(self, name: str, nodes: Sequence[str], engines: Sequence[Any], process: Any) -> Joined:
-        """Explorer `name` counts from now on; its engines, on `nodes`, serve the newest proven version, where there is one."""
+    async def join(self, name: str, nodes: Sequence[str], engines: Sequence[Any], process: Any, way: SyncSettings) -> Joined:
+        """Explorer `name` counts from now on; its engines, on `nodes`, serve the newest proven version, where there is one.
+
+        `way`: how weights come to its engines, as far as they decide it.
+        """
         self._raise_failure()
         if self._plan.sync.method == "memory" and (far := sorted(set(nodes) - {self._node})):
             raise SetupError(
                 f"sync_method memory works inside one machine: the trainer is on {self._node}, engines of explorer {name} on "
                 f"{', '.join(far)}.  Write sync_method: checkpoint, with checkpoint_root_dir on a file system that all share"
             )
+        if self._plan.sync.method == "nccl" and self._plan.sync.backend == "nccl" != way.backend:
+            raise SetupError(
+                f"sync_method nccl broadcasts from GPU to GPU here, and the engines of explorer {name} are on CPUs; give it GPUs, or write "
+                "sync_method: checkpoint"
+            )
         await self._alone(name)
         if name in self._joining:
             raise _taken(name)
         self._joining.add(name)
         try:
-            numbers = await self.sync.join(name, [_known(e) for e in engines])
+            numbers = await self.sync.join(name, [_known(e) for e in engines], way.workers)
         finally:
             self._joining.discard(name)
         if not self.sync.owned(name):

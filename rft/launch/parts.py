@@ -455,7 +455,7 @@ class TrainerPart:
 
 def _address(plan: Plan) -> str:
     """Where engines find this process when it sends them something."""
-    if plan.cluster.node_num == 1:
+    if plan.cluster.node_num == 1 and plan.mode != "train":
         return "127.0.0.1"
     import ray.util
 

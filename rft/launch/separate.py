@@ -125,7 +125,7 @@ class _Exploring(Parts):
         self.plan = replace(here, explorer=replace(here.explorer, max_inflight=None))  # the hub counts them, over all explorers
         await self._start(engines=True, trainer=False, buffer=False)
         p, nodes = self.proxies, [self.nodes[f"engine-{i}"] for i in range(len(self.plan.engines))]
-        joined: Joined = await self.hub.join(self.plan.explorer.name, nodes, self.engines, p["explorer"])
+        joined: Joined = await self.hub.join(self.plan.explorer.name, nodes, self.engines, p["explorer"], self.plan.sync)
         return joined
 
     async def explore(self, joined: Joined, on_record: OnRecord, signals: Signals) -> None:

@@ -115,13 +115,13 @@ class Synchronizer:
         """`put_out(owner, why)` hears that the engines of an owner had to leave."""
         self._restart, self._put_out = restart, put_out
         self._rounds = Rounds(sender, settings.timeout_s)
-        self._workers = settings.workers
         self._dead: set[int] = set()  # engines to restart before anything is asked of them
         self._stalled: set[int] = set()  # of them, those that hang
         self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last
         self._settings, self._schedule, self._start = settings, schedule, start
         given = () if engine is None else tuple(engine.engines) if isinstance(engine, _Pool) else (engine,)
         self._engines: dict[int, Engine] = dict(enumerate(given))  # by number; numbers are never used again
+        self._workers = dict(enumerate(settings.workers))  # of each engine, where there are several
         self._owners: dict[int, str] = {}  # of those that joined
         self._numbers = itertools.count(len(given))
         self._departures = 0
@@ -381,16 +381,18 @@ class Synchronizer:
             self._dead.discard(index)
             self._stalled.discard(index)
 
-    async def join(self, owner: str, engines: Sequence[Engine]) -> tuple[int, ...]:
+    async def join(self, owner: str, engines: Sequence[Engine], workers: Sequence[int] = ()) -> tuple[int, ...]:
         """The engines that explorer `owner` brings count from now on: they serve the newest proven version, where there is one.
 
-        Returns their numbers.  Raises WeightSyncFailed, and leaves everything as it was, when they cannot be brought to it.
+        `workers`: of each engine, empty = one each.  Returns their numbers.  Raises WeightSyncFailed, and leaves everything as it was, when
+        they cannot be brought to it.
         """
         async with self._publishing:
             self._raise_failure()
             numbers = tuple(itertools.islice(self._numbers, len(engines)))
             self._engines |= dict(zip(numbers, engines, strict=True))
             self._owners |= dict.fromkeys(numbers, owner)
+            self._workers |= dict(zip(numbers, workers or [1] * len(numbers), strict=True))
             try:
                 if self._manifest is not None:
                     await self._bring(numbers, self._manifest)
@@ -511,7 +513,7 @@ class Synchronizer:
             reports = await self._all({i: ask(i, manifest) for i in engines})
         else:
             try:
-                reports = await self._rounds.load(manifest, {i: self._workers[i] if self._workers else 1 for i in engines}, ask)
+                reports = await self._rounds.load(manifest, {i: self._workers.get(i, 1) for i in engines}, ask)
             except WeightSyncFailed as e:
                 raise _Rejected(str(e)) from e
         for i, report in reports.items():

@@ -53,6 +53,7 @@ class Player:
     name: str
     joins_at: float = 0.0
     dies_at: int | None = None
+    backend: Any = "gloo"  # what its engines can take part in
     again: float | None = None
     explore_s: float = 1.0
 
@@ -136,7 +137,7 @@ async def process(player: Player, hub: Hub, buffer: Buffer, world: Any, found: F
     await asyncio.sleep(player.joins_at)
     engine, own = Engine(replace(world, explore_s=(player.explore_s,)), found), Process()
     engine.ended = own.ended
-    joined = await hub.join(player.name, ["here"], [engine], own)
+    joined = await hub.join(player.name, ["here"], [engine], own, SyncSettings(backend=player.backend))
     seat = Watched(hub, player.name, joined)
     seat.player, seat.found, seat.process, seat.world = player, found, own, world
     explorer = Explorer(
@@ -305,6 +306,12 @@ def test_each_evaluation_is_played_once(plan, tmp_path):
 def test_no_explorer_comes(plan, tmp_path):
     with pytest.raises(DeadlineExceeded, match=r"mode: explore"):
         play(simulated.World(steps=3), [], plan, tmp_path, timeout_s=30.0)
+
+
+def test_engines_on_cpus_are_refused_where_weights_go_from_gpu_to_gpu(plan, tmp_path):
+    players = [Player(name="gpu", backend="nccl"), Player(name="cpu", joins_at=1.0)]
+    with pytest.raises(SetupError, match="explorer cpu are on CPUs"):
+        play(simulated.World(steps=6), players, plan, tmp_path, method="nccl", backend="nccl")
 
 
 def test_two_of_one_name_are_refused_while_the_first_lives(plan, tmp_path):

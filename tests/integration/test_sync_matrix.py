@@ -24,15 +24,15 @@ def matrix() -> Any:
 SMALL = ("buffer.batch_size=8", "algorithm.repeat_times=4", "explorer.rollout_model.max_num_seqs=64", "explorer.eval_interval=2")
 
 
-def check(matrix: Any, style: str, transport: str, folder: Path) -> None:
-    cell = matrix.play(style, transport, 0, folder, *SMALL, steps=6)
+def check(matrix: Any, style: str, transport: str, folder: Path, model: Path) -> None:
+    cell = matrix.play(style, transport, 0, folder, model, *SMALL, steps=6)
     assert cell.oldest <= cell.bound and cell.versions >= 3
     assert matrix.verdict([cell.row])[0]
 
 
 @pytest.mark.vllm
-def test_one_cell(matrix: Any, tmp_path: Path) -> None:
-    check(matrix, "fully_async", "memory", tmp_path)
+def test_one_cell(matrix: Any, tmp_path: Path, tiny_model: Path) -> None:
+    check(matrix, "fully_async", "memory", tmp_path, tiny_model)
 
 
 @pytest.mark.slow
@@ -40,8 +40,8 @@ def test_one_cell(matrix: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "style", ["fixed, interval 2, offset 1", "explorer_driven", "trainer_driven", "fully_async, whole groups"]
 )
-def test_other_styles(matrix: Any, style: str, tmp_path: Path) -> None:
-    check(matrix, style, "checkpoint", tmp_path)
+def test_other_styles(matrix: Any, style: str, tmp_path: Path, tiny_model: Path) -> None:
+    check(matrix, style, "checkpoint", tmp_path, tiny_model)
 
 
 def test_all_that_work_are_played(matrix: Any) -> None:

@@ -32,7 +32,8 @@ START_S = 400  # of three commands on a machine that does other things, too
 class Cluster:
     """A Ray with a token on loopback, as a person starts one."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
+        """`environment`: of all processes that it starts."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -50,7 +51,7 @@ class Cluster:
         more = ("--object-store-memory=100000000", f"--temp-dir={self._folder.name}", "--block")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options, *more],
-            env={**os.environ, **self.environment},
+            env={**os.environ, **self.environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -141,8 +142,13 @@ def parts_left() -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_an_explorer_before_and_one_after_the_trainer(launch, cluster, tiny_model, tmp_path):
-    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8", "explorer.eval_interval=4")
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [("memory", "transformers"), ("nccl", "transformers"), pytest.param("nccl", "vllm", marks=pytest.mark.slow)],
+)
+def test_an_explorer_before_and_one_after_the_trainer(method, engine, launch, cluster, tiny_model, tmp_path):
+    way = (f"synchronizer.sync_method={method}", f"explorer.rollout_model.engine_type={engine}")
+    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8", "explorer.eval_interval=4", *way)
     early = job.explore("early")
     early.wait_for("view  rft status", START_S)
     trainer, late = job.train(), job.explore("late")
@@ -175,7 +181,8 @@ def test_another_configuration_is_refused_with_what_differs(launch, cluster, tin
 @pytest.mark.timeout(1800)
 def test_an_explorer_is_killed_and_started_again(launch, cluster, tiny_model, tmp_path):
     """It is the only one, so the trainer waits for it."""
-    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=25", "explorer.eval_interval=1000")
+    more = ("explorer.eval_interval=1000", "synchronizer.sync_method=nccl")
+    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=25", *more)
     trainer, killed = job.train(), job.explore("only")
     killed.wait_for("step 3/", START_S)
     os.kill(killed.process.pid, signal.SIGKILL)
@@ -184,9 +191,29 @@ def test_an_explorer_is_killed_and_started_again(launch, cluster, tiny_model, tm
     codes = [x.end(START_S) for x in (trainer, again)]
     assert codes == [0, 0], f"{trainer.output}\n{again.output}"
     log = job.log()
-    assert "explorer only is gone" in log and log.count("has joined") == 2 and ", again" in log
+    assert "explorer only is gone" in log and log.count("has joined") == 2
+    assert ("are dealt again" in log) == (", again" in log), "whether it had a batch when it was killed is chance"
     assert "acked 1600 = used 1600" in job.balanced()  # 25 steps x 8 tasks x 8 runs
     job.within_bound(25)
+    assert parts_left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_engine_of_an_explorer_is_killed_while_it_receives_a_broadcast(launch, tiny_model, tmp_path):
+    """It dies at the 85th tensor, in the last of five versions of 20 each; one that joined in time for all five dies with it."""
+    cluster = Cluster(RFT_FAULT="sync.received:85=kill")
+    try:
+        way = ("synchronizer.sync_method=nccl", "synchronizer.bucketed_broadcast=false", "synchronizer.sync_style=fixed")
+        job = Job(launch, cluster, tiny_model, tmp_path, *way, "synchronizer.sync_interval=1", "trainer.total_steps=4")
+        one, other, trainer = job.explore("one"), job.explore("other"), job.train()
+        codes = [x.end(START_S) for x in (trainer, one, other)]
+    finally:
+        cluster.end()
+    assert codes == [0, 0, 0], f"{trainer.output}\n{one.output}\n{other.output}"
+    told = job.log()
+    assert "version 1:4, attempt 1: engine" in told and "was restarted" in told and "no problems" in job.balanced()
+    job.within_bound(4)
     assert parts_left() == []
 
 

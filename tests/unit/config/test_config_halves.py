@@ -14,6 +14,7 @@ from rft.launch.same import differences
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 RAY = "cluster.ray_address=auto"
+ENGINES = "explorer.rollout_model"
 
 
 def plan(*overrides: str) -> Plan:
@@ -35,9 +36,11 @@ def test_both_join_a_ray_that_is_there(mode, other):
     assert made.explorer.tasksets == plan().explorer.tasksets
 
 
-def test_engines_that_join_have_no_nccl():
-    said = messages("mode=train", RAY, "synchronizer.sync_method=nccl")
-    assert "for explorers that join use checkpoint" in said["synchronizer.sync_method"]
+def test_each_explorer_says_how_many_workers_its_engines_have():
+    made = plan(
+        "mode=explore", RAY, "synchronizer.sync_method=nccl", f"{ENGINES}.engine_num=3", f"{ENGINES}.tensor_parallel_size=2"
+    )
+    assert made.sync.workers == (2, 2, 2)
 
 
 def test_they_meet_where_the_run_is():
