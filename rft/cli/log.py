@@ -107,21 +107,29 @@ class _Watch:
 
     def __init__(self, folder: Path) -> None:
         import ctypes
-        import ctypes.util
 
         from rft.errors import SetupError
 
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "inotify_init1"):
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(self._libc, "inotify_init1"):
             raise SetupError("this system cannot tell when a file changes (no inotify); use `tail -f` on the files in `logs`")
-        self._fd = int(libc.inotify_init1(os.O_CLOEXEC))
-        events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
-        for watched in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
-            if self._fd < 0 or libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
-                raise SetupError(
-                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
-                )
+        self._folder, self._fd = folder, int(self._libc.inotify_init1(os.O_CLOEXEC))
+        self._cover()
 
     def wait(self) -> None:
         """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""
         os.read(self._fd, 65536)
+        self._cover()
+
+    def _cover(self) -> None:
+        """Also the folders of machines that have joined (log.group_by_node); one that is watched already stays as it is."""
+        import ctypes
+
+        from rft.errors import SetupError
+
+        events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
+        for watched in (self._folder, *(p for p in self._folder.rglob("*") if p.is_dir())):
+            if self._fd < 0 or self._libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
+                raise SetupError(
+                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
+                )

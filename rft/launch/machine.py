@@ -28,7 +28,10 @@ from rft.launch import leftovers
 
 State = Literal["ok", "note", "failed"]
 DEADLINE_S = 240.0  # of one check
-TRANSPORTS = ("memory", "checkpoint")
+TRANSPORTS = {
+    "transformers": ("memory", "checkpoint"),
+    "vllm": ("memory", "checkpoint", "nccl"),
+}  # a broadcast needs two processes
 CHECKS: dict[str, str] = {  # name: what to do where it fails
     "versions": "install a driver and the torch build for its CUDA version; nvidia-smi has to list the GPUs in this shell or container",
     "arithmetic": "set trainer.param_dtype and explorer.rollout_model.dtype to float32, or use GPUs with bfloat16",

@@ -257,7 +257,7 @@ async def _served(kind: str, device: str, model: str, folder: Path, told: Callab
         opened.callback(learner.close)
         ranks = Ranks(learner)
         told(_ok(kind, f"up in {time.perf_counter() - began:.0f} s, the trainer's rank included, in {dtype}"))
-        for lineage, method in enumerate(TRANSPORTS, 1):
+        for lineage, method in enumerate(TRANSPORTS[kind], 1):
             began = time.perf_counter()
             text = await _published(engine, ranks, method, lineage, folder / f"{kind}-{method}")
             told(msgspec.structs.replace(_ok(f"{kind} sync", text), seconds=round(time.perf_counter() - began, 2)))
@@ -269,12 +269,14 @@ async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder:
     from rft.sync import base
     from rft.sync.schedule import Schedule
     from rft.sync.synchronizer import Synchronizer
+    from rft.sync.transport.nccl import LocalSender
 
     s = ranks.settings
     sync = SyncSettings(method=method, engine_dtype=s.dtype, timeout_s=120.0)
     prompts = probe_prompts(s.model_path, sync.canary_prompts, 0)
-    synchronizer = Synchronizer(sync, EnginePool([engine]), ranks, Schedule(), prompts, Version(lineage, 0))
-    transport = base.make(sync, folder)
+    transport: Any = base.make(sync, folder)
+    sender = LocalSender(transport)
+    synchronizer = Synchronizer(sync, EnginePool([engine]), ranks, Schedule(), prompts, Version(lineage, 0), sender=sender)
     said: list[dict[str, float]] = []
     tokens, seconds = 0, 0.0
     try:
@@ -290,7 +292,8 @@ async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder:
     finally:
         transport.close()
     first, second = (values["sync/canary_max_abs"] for values in said)
-    return f"{method}: canary {first:.1e} nats, after a train step on {tokens} generated tokens {second:.1e}; {seconds:.2f} s for a sync"
+    way = f"nccl over {sync.backend}" if method == "nccl" else method
+    return f"{way}: canary {first:.1e} nats, after a train step on {tokens} generated tokens {second:.1e}; {seconds:.2f} s for a sync"
 
 
 async def _generated(engine: Any, prompts: Sequence[Sequence[int]]) -> list[TrainRow]:

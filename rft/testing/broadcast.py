@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rft.sync.rounds import Rounds
 from rft.sync.settings import SyncSettings
-from rft.sync.transport.nccl import BroadcastTransport
+from rft.sync.transport.nccl import BroadcastTransport, LocalSender
 from rft.types.ids import Version
 from rft.types.ports import Engine, LoadReport, WeightManifest
 
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Sending:
-    """A `Sender` in this process.  `workers`: of the engine."""
+    """Sends from this process.  `workers`: of the engine."""
 
     def __init__(self, folder: Path, workers: int = 1, *, settings: SyncSettings | None = None) -> None:
         settings = settings or SyncSettings(method="nccl", timeout_s=120.0)
         self.transport = BroadcastTransport(settings, folder)
-        self._rounds, self._workers = Rounds(self, settings.timeout_s), workers
+        self._rounds, self._workers = Rounds(LocalSender(self.transport), settings.timeout_s), workers
 
     def stage(
         self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str] | None = None
@@ -33,12 +32,6 @@ class Sending:
     async def load(self, engine: Engine, manifest: WeightManifest) -> LoadReport:
         """One round.  Raises what the engine raises, or WeightSyncFailed."""
         return (await self._rounds.load(manifest, {0: self._workers}, lambda index, sent: engine.load(sent)))[0]
-
-    async def send(self, manifest: WeightManifest) -> None:
-        await asyncio.to_thread(self.transport.send, manifest)
-
-    async def abandon(self, round: int, reason: str) -> None:
-        await asyncio.to_thread(self.transport.abandon, round, reason)
 
     def close(self) -> None:
         self.transport.close()

@@ -6,6 +6,7 @@ Staging keeps a version, and the one before it, in memory of this process and se
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,3 +56,16 @@ class BroadcastTransport:
     def close(self) -> None:
         self._trainer.close()
         self._memory.close()
+
+
+class LocalSender:
+    """A `Sender` whose transport is in this process."""
+
+    def __init__(self, transport: BroadcastTransport) -> None:
+        self._transport = transport
+
+    async def send(self, manifest: WeightManifest) -> None:
+        await asyncio.to_thread(self._transport.send, manifest)
+
+    async def abandon(self, round: int, reason: str) -> None:
+        await asyncio.to_thread(self._transport.abandon, round, reason)

@@ -51,14 +51,15 @@ def test_checks_that_are_right(tiny_model: Path, lines: list[Line]) -> None:
     assert {"arithmetic", "attention", "shared prompts", "collective", "training", "transformers"} <= set(found)
     assert "over 2 rank(s)" in found["collective"].text and "FSDP2 over 2 rank(s)" in found["training"].text
     synced = [line.text for line in lines if line.topic == "transformers sync"]
-    assert [text.partition(":")[0] for text in synced] == list(machine.TRANSPORTS)
+    assert [text.partition(":")[0] for text in synced] == list(machine.TRANSPORTS["transformers"])
     assert found["training"].seconds > 0
 
 
 @pytest.mark.slow
 def test_vllm_and_what_is_left(tiny_model: Path, lines: list[Line]) -> None:
     assert machine.run("cpu", tiny_model, 1, lines.append, checks=("versions", "vllm", "memory")), lines
-    assert [line.topic for line in lines] == ["versions", "vllm", "vllm sync", "vllm sync", "left over"]
+    assert [line.topic for line in lines] == ["versions", "vllm", "vllm sync", "vllm sync", "vllm sync", "left over"]
+    assert [line.text.partition(":")[0] for line in lines[2:5]] == ["memory", "checkpoint", "nccl over gloo"]
 
 
 def test_a_check_that_fails_has_reason_and_remedy(tmp_path: Path, lines: list[Line]) -> None:

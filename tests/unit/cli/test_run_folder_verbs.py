@@ -190,6 +190,12 @@ def test_log_follows(logs: Path) -> None:
         assert "needle 1" in following.stdout.readline()
         (logs / "logs" / "late.log").write_text("2026-01-01 00:00:06,000 I rft.a: needle 2\n")
         assert following.stdout.readline().startswith("late ")
+        (logs / "logs" / "host-b").mkdir()
+        (logs / "logs" / "host-b" / "engine-1.log").write_text("2026-01-01 00:00:07,000 I rft.a: needle 3\n")
+        assert following.stdout.readline().startswith("host-b/engine-1 ")
+        with (logs / "logs" / "host-b" / "engine-1.log").open("a") as file:
+            file.write("2026-01-01 00:00:08,000 I rft.a: needle 4\n")
+        assert "needle 4" in following.stdout.readline()
     finally:
         following.kill()
         following.communicate()

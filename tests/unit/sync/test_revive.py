@@ -17,6 +17,7 @@ from rft.sync.base import make
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
+from rft.sync.transport.nccl import LocalSender
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.types.ids import Version
@@ -64,14 +65,8 @@ class World:
             PROMPTS,
             Version(1, 0),
             self.restart if can_restart else None,
-            self,
+            LocalSender(self.transport),
         )
-
-    async def send(self, manifest: WeightManifest) -> None:
-        await asyncio.to_thread(self.transport.send, manifest)
-
-    async def abandon(self, round: int, reason: str) -> None:
-        self.transport.abandon(round, reason)
 
     async def restart(self, index: int) -> None:
         if self.refuse:

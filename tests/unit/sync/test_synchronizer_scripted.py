@@ -14,10 +14,11 @@ import torch
 from rft import faults
 from rft.engine.pool import EnginePool
 from rft.errors import WeightSyncFailed
-from rft.sync.base import Transport, make
+from rft.sync.base import make
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
+from rft.sync.transport.nccl import LocalSender
 from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
@@ -33,23 +34,10 @@ SAID = {
 
 
 @pytest.fixture(params=["memory", "nccl"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transport]:
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     made = make(SyncSettings(method=request.param), tmp_path)
     yield made
     made.close()
-
-
-class Sending:
-    """The trainer's side of a broadcast."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport: Any = transport
-
-    async def send(self, manifest: WeightManifest) -> None:
-        await asyncio.to_thread(self.transport.send, manifest)
-
-    async def abandon(self, round: int, reason: str) -> None:
-        self.transport.abandon(round, reason)
 
 
 class Scorer:
@@ -62,10 +50,10 @@ class Scorer:
 
 
 @pytest.mark.parametrize("point", faults.SYNC_POINTS)
-async def test_every_fault_point_stops_the_sync(point: str, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_fault_point_stops_the_sync(point: str, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo) for _ in range(2)]
     sync = Synchronizer(
-        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), sender=Sending(transport)
+        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, LocalSender(transport)
     )
 
     def stage(step: int) -> WeightManifest:
@@ -83,10 +71,10 @@ async def test_every_fault_point_stops_the_sync(point: str, transport: Transport
     assert [e.version for e in engines] == [Version(1, 0)] * 2
 
 
-async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Transport) -> None:
+async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Any) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo)]
     sync = Synchronizer(
-        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), sender=Sending(transport)
+        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, LocalSender(transport)
     )
     manifest = transport.stage(Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {})
     scorer.key = weights_key(manifest)
