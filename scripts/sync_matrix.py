@@ -1,9 +1,10 @@
 """Every sync style over every transport: whole runs of the tiny model with Ray, vLLM and the FSDP2 trainer, one after the other.
 
-    python scripts/sync_matrix.py [--styles fixed,fully_async] [--transports memory,checkpoint] [--seeds 0,1,2] [--write]
+    python scripts/sync_matrix.py [--styles fixed,fully_async] [--transports memory,checkpoint] [--seeds 0,1,2] [--write] [--missing]
 
 `--transports` takes names of `synchronizer.sync_method` (without the option: all that work), each with further keys where it needs
 some: `NAME:key=value;key=value`.  `--write` puts the rows into docs/sync-matrix.md; rows that were not measured stay as they are.
+`--missing` leaves out what has a row there.
 Exit code 1 if a row is older than its run's bound, or the mean accuracies of two cells differ by more than 0.05.
 
 A seed is that of the random weights, the data and the sampling.  All runs of a seed begin with the same model, which has learnt about
@@ -166,9 +167,18 @@ _NAMES = r"\| (?P<style>[^|]+) \| (?P<transport>[^|]+) \| (?P<seed>\d+) "
 _ROW = re.compile(_NAMES + r"\| (?P<accuracy>[\d.]+) \| (?P<oldest>\d+) \| (?P<bound>\d+) \|")
 
 
-def merged(page: str, cells: Sequence[Cell]) -> list[str]:
+def page() -> str:
+    return PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+
+
+def known(text: str) -> dict[tuple[str, str, int], str]:
+    """The rows of a page by style, transport and seed."""
+    return {(m["style"], m["transport"], int(m["seed"])): line for line in text.splitlines() if (m := _ROW.match(line))}
+
+
+def merged(text: str, cells: Sequence[Cell]) -> list[str]:
     """All rows, new ones in place of old ones, in the order of styles, transports and seeds."""
-    rows = {(m["style"], m["transport"], int(m["seed"])): line for line in page.splitlines() if (m := _ROW.match(line))}
+    rows = known(text)
     rows |= {(c.style, c.transport, c.seed): c.row for c in cells}
     styles = list(STYLES)
     return [rows[k] for k in sorted(rows, key=lambda k: (styles.index(k[0]) if k[0] in styles else 99, k[1], k[2]))]
@@ -195,27 +205,33 @@ def main() -> int:
     parser.add_argument("--transports", help=f"separated by commas; without it {','.join(working())}")
     parser.add_argument("--seeds", default="0,1,2", help="whole numbers, separated by commas")
     parser.add_argument("--write", action="store_true", help=f"put the rows into {PAGE.relative_to(ROOT)} after every run")
+    parser.add_argument("--missing", action="store_true", help="only what the page has no row of")
     options = parser.parse_args()
     styles = [s.strip() for s in options.styles.split(";")] if options.styles else list(STYLES)
     if unknown := [s for s in styles if s not in STYLES]:
         parser.error(f"--styles {'; '.join(unknown)}: not known; {'; '.join(STYLES)}")
     transports = options.transports.split(",") if options.transports else working()
     cells: list[Cell] = []
+    there = known(page()) if options.missing else {}
     for seed in map(int, options.seeds.split(",")):
+        asked = [cell for cell in itertools.product(styles, transports) if (*cell, seed) not in there]
         with tempfile.TemporaryDirectory(prefix="rft-matrix-") as name:
-            model = begun(Path(name) / "begun", seed)
-            for i, (style, transport) in enumerate(itertools.product(styles, transports)):
+            model = begun(Path(name) / "begun", seed) if asked else Path()
+            for i, (style, transport) in enumerate(asked):
                 cells.append(play(style, transport, seed, Path(name) / str(i), model))
                 print(cells[-1].row, flush=True)
                 if options.write:
                     write(cells)
+    if not cells:
+        print("nothing is missing")
+        return 0
     good, text = verdict(merged("", cells))
     print(f"\n{text}")
     return int(not good)
 
 
 def write(cells: Sequence[Cell]) -> None:
-    rows = merged(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", cells)
+    rows = merged(page(), cells)
     about = f"{verdict(rows)[1]} Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores."
     PAGE.write_text("\n".join([INTRODUCTION, about, "", HEAD, *rows]) + "\n", encoding="utf-8")
 

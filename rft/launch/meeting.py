@@ -12,6 +12,7 @@ from typing import Any
 
 from rft.config.plan import Plan
 from rft.errors import DeadlineExceeded, RftError, RunFailed, SetupError
+from rft.launch.place import here
 from rft.launch.remote import ANSWER_S, Proxy, guarded
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def _meet(plan: Plan) -> Any:
     import ray
 
     namespace, name = place(plan)
-    options = {"name": name, "namespace": namespace, "get_if_exists": True, "num_cpus": 0, "max_concurrency": 10000}
+    options = {**here(), "name": name, "namespace": namespace, "get_if_exists": True, "max_concurrency": 10000}
     return ray.remote(Meeting).options(**options).remote()
 
 

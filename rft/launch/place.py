@@ -67,12 +67,21 @@ class Places:
         """Ray actor options that put the actor on its seat."""
         seat = next(s for s in self.seats if (s.role, s.index) == (role, index))
         if seat.gpus == 0:
-            return {"num_cpus": 0, "num_gpus": 0}
+            return {"num_gpus": 0}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = [s for s in self.seats if s.gpus].index(seat)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"num_cpus": 0, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+
+
+def here() -> dict[str, Any]:
+    """Ray actor options that put it beside the process that asks, on whose disks and in whose memory its work lies."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:

@@ -26,7 +26,7 @@ from rft.launch import bench, drive, leftovers
 from rft.launch.cluster import Cluster
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.parts import Start
-from rft.launch.place import placement, reserve
+from rft.launch.place import here, placement, reserve
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.logs import learnt_secrets
@@ -273,7 +273,7 @@ class Parts:
     ) -> None:
         import ray
 
-        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10000, **options}
+        options = {**here(), "max_restarts": 0, "max_concurrency": 10000, **options}
         if self.plan.cluster.ray_address is not None:  # a Ray of others does not hand this process's environment on
             env = {leftovers.RUN_ID: self.rundir.run_id, **(env or {})}
         if env:
