@@ -73,9 +73,13 @@ async def keep(plan: Plan, run_id: str, parts: dict[str, Proxy]) -> None:
         try:
             await guarded(meeting.offer.remote(run_id, parts), "the meeting")
             await guarded(meeting.last.remote(), "the meeting")
-        except RunFailed as e:
-            log.info("%s; it is made anew", e)
-            await asyncio.sleep(AGAIN_S)
+        except RunFailed:
+            await _anew()
+
+
+async def _anew() -> None:
+    log.info("the meeting has ended with the process that made it; it is made anew")
+    await asyncio.sleep(AGAIN_S)
 
 
 async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Proxy]]:
@@ -92,9 +96,8 @@ async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Prox
             while True:
                 try:
                     run_id, parts = await guarded(_meet(plan).find.remote(ended), "the meeting")
-                except RunFailed as e:
-                    log.info("%s; it is made anew", e)
-                    await asyncio.sleep(AGAIN_S)
+                except RunFailed:
+                    await _anew()
                     continue
                 try:
                     await parts["coordinator"].welcome(**welcome)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,13 +26,13 @@ SMALL = (  # three quick steps
 
 
 class Run:
-    """One `rft` process; its lines are kept while it runs, and can be waited for."""
+    """One `rft` process; its lines are kept while it runs, and can be waited for.  `within`: a command that runs it."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, within: Sequence[str] = ()) -> None:
         self.lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rft.cli.main", *arguments],
+            [*within, sys.executable, "-m", "rft.cli.main", *arguments],
             cwd=ROOT,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
@@ -76,6 +78,49 @@ class Run:
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+
+class Ray:
+    """A node of Ray, as a person starts one.  `within`: a command that runs it."""
+
+    def __init__(self, *options: str, env: dict[str, str], within: Sequence[str] = ()) -> None:
+        self.process = subprocess.Popen(
+            [*within, sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=8", "--block", *options],
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        said = []
+        for line in self.process.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                return
+        raise AssertionError("".join(said))
+
+    def end(self) -> None:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=20)
+
+
+def ray_environment() -> dict[str, str]:
+    """Of a Ray that several commands share, and of these commands."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_worker_prestart": "0",
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def arguments(model: Path, root: Path, *overrides: str) -> list[str]:

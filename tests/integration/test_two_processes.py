@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -38,43 +37,14 @@ class Cluster:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
-        self.environment = {
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(16),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_enable_worker_prestart": "0",
-            "PYTHONPATH": str(runs.ROOT),
-        }
+        self.environment = {**runs.ray_environment(), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")
-        options = (f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=8", "--include-dashboard=false")
-        more = ("--object-store-memory=100000000", f"--temp-dir={self._folder.name}", "--block")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options, *more],
-            env={**os.environ, **self.environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        said = []
-        for line in self.process.stdout:
-            said.append(line)
-            if "Ray runtime started" in line:
-                return
-        raise AssertionError("".join(said))
+        options = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false")
+        more = ("--object-store-memory=100000000", f"--temp-dir={self._folder.name}")
+        self._ray = runs.Ray(*options, *more, env={**self.environment, **environment})
 
     def end(self) -> None:
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.terminate()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self.process.wait(60)
-        _, alive = psutil.wait_procs(family, timeout=20)
-        for process in alive:
-            process.kill()
-        psutil.wait_procs(alive, timeout=20)
+        self._ray.end()
         self._folder.cleanup()
 
 
