@@ -116,7 +116,7 @@ def e2e_async(quick: bool) -> harness.Result:
     once / ours; at least 2.  `compute_bound`: ours without waits, synchronous / at most 2 steps old; at least 0.97.  A round is a fifth of
     a run.  `reward_vs_sync`, `reward_vs_trl`, `reward_compute_bound`: rewards of the asynchronous runs in their last fifth / those of the
     others; at least 0.95.  Means of three seeds, but for the two long runs (TRL, and ours that is synchronous and waits).  All sides begin
-    with one model that gets about 0.8 of the rewards.  With --quick (15 steps, one seed) a fifth has three steps, and what the asynchronous
+    with one model that gets about 0.6 of the rewards.  With --quick (15 steps, one seed) a fifth has three steps, and what the asynchronous
     run sampled ahead of the first round counts for it.
     """
     harness.peer_python()
