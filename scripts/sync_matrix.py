@@ -59,7 +59,7 @@ INTRODUCTION = """# Styles and transports
 Whole runs of the tiny model (`examples/tiny`: copy the digit that is shown) with Ray, vLLM and the FSDP2 trainer, written by \
 `python scripts/sync_matrix.py --write`. All runs of a seed begin with the same model, which has learnt about 0.6 of the task, and take 50 \
 steps of 256 answers. *Oldest* is the largest staleness of a trained token, in train steps, by the version spans in the \
-ledger; *bound* is what the run promised; both accuracies and evaluations come from an evaluation that overlapped with exploring. \
+ledger; *bound* is what the run promised; evaluations ran beside exploring. \
 A cell that is not here has not been measured.
 """
 HEAD = "| style | transport | seed | accuracy | oldest | bound | versions | sync, s | run, s | date |\n" + "|---" * 10 + "|"
