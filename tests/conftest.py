@@ -40,7 +40,7 @@ ON_RAY = {
             "vllm_broadcast",
             "vllm_interrupted_syncs",
         ),
-        *("lora_learning", "run_broadcast", "sync_matrix"),
+        *("lora_learning", "run_broadcast", "sync_matrix", "two_machines"),
         *("place_ray", "run_bad_input", "run_storages", "resume_exactness", "debug_vllm", "learning_goals", "memory_estimate"),
     )
 }

@@ -38,10 +38,10 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """Host `rft-<number>` with address 10.77.0.<number>; what is in `disks` is empty there, and stays there."""
+    """Host `rft-<number>` with address 192.0.2.<number> (for documentation, RFC 5737); what is in `disks` is empty there, and stays there."""
 
     def __init__(self, number: int, disks: list[Path], opened: ExitStack) -> None:
-        self.address = f"10.77.0.{number}"
+        self.address = f"192.0.2.{number}"
         name = f"rft-{os.getpid()}-{number}"
         ip("netns", "add", name)
         opened.callback(ip, "netns", "del", name)
