@@ -38,7 +38,7 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """Host `rft-<number>` with address 192.0.2.<number> (for documentation, RFC 5737); what is in `disks` is empty there, and stays there."""
+    """Host `rft-<number>` with address 192.0.2.<number> (RFC 5737); what is in `disks` is empty there, and stays there."""
 
     def __init__(self, number: int, disks: list[Path], opened: ExitStack) -> None:
         self.address = f"192.0.2.{number}"
