@@ -61,10 +61,9 @@ def weight_sync(quick: bool) -> harness.Result:
                 seconds: float = answers[which][-1]["seconds"]
                 return seconds
 
-            ours, peer = harness.in_turn(
-                lambda: side("ours"), lambda: side("peer"), rounds, discard=2
-            )  # two versions are held in memory
-    mine, theirs = answers["ours"][2:], answers["peer"][2:]
+            # two versions are held, and each touches new memory once
+            ours, peer = harness.in_turn(lambda: side("ours"), lambda: side("peer"), rounds, discard=2)
+    mine, theirs = answers["ours"][-rounds:], answers["peer"][-rounds:]
     published = [a["seconds"] - a["phases"]["stage"] for a in mine]
     kept = [1 - a["aborted"] / a["running"] for a in answers["ours"]]
     canary = max(a["canary"] for a in answers["ours"])
@@ -123,6 +122,7 @@ def e2e_async(quick: bool) -> harness.Result:
     """
     harness.peer_python()
     steps = WARM + (15 if quick else 100)
+    block = (steps - WARM) // 5
     seeds = range(1 if quick else 3)
     measured = harness.probes()
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
@@ -131,7 +131,7 @@ def e2e_async(quick: bool) -> harness.Result:
 
         def side(sync: dict[str, Any], waits: bool, seeds: Iterable[int]) -> _Side:
             root = Path(tempfile.mkdtemp(dir=folder))
-            return _Side(steps, [_run(root / str(s), model, steps, sync, waits, s) for s in seeds])
+            return _Side(steps, block, [_run(root / str(s), model, steps, sync, waits, s) for s in seeds])
 
         sides = {
             "sync": side(SYNC, True, seeds[:1]),
@@ -140,7 +140,6 @@ def e2e_async(quick: bool) -> harness.Result:
             "async_computing": side(NEAR, False, seeds),
         }
         trl, trl_rewards = _trl(folder, model, steps)
-    block = (steps - WARM) // 5
     seconds = {k: v.seconds for k, v in sides.items()} | {
         "trl": [sum(trl[WARM + i * block : WARM + (i + 1) * block]) for i in range(5)]
     }
@@ -177,8 +176,7 @@ class _Run:
 class _Side:
     """Runs of one kind with several seeds: `seconds` of each fifth and `rewards` of each of the last fifth's batches, means over seeds."""
 
-    def __init__(self, steps: int, runs: Sequence[_Run]) -> None:
-        block = (steps - WARM) // 5
+    def __init__(self, steps: int, block: int, runs: Sequence[_Run]) -> None:
         fifths = [[r.time for r in run.records if r.role == "trainer" and r.step >= WARM][::block] for run in runs]
         self.seconds = _means([b - a for a, b in itertools.pairwise(times)] for times in fifths)
         self.rewards = _means([v for _, v in series(r.records, "rollout/reward/mean")][:steps][-block:] for r in runs)

@@ -32,15 +32,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-
 from rft.config.schema.synchronizer import SynchronizerConfig
 from rft.monitor.read import read, series
 from rft.testing import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "sync-matrix.md"
-TINY = ROOT / "examples" / "tiny" / "config.yaml"
+TINY, IMITATES = (ROOT / "examples" / name / "config.yaml" for name in ("tiny", "sft_tiny"))
 BEGUN, STEPS, TASKS, EVALUATED_EVERY = 35, 50, 32, 25
 MOST_APART = 0.05
 RUN_S = 3600.0
@@ -132,23 +130,12 @@ def begun(folder: Path, seed: int) -> Path:
 
     With random weights the first right answers are luck, and some runs never see one to a certain digit.
     """
-    config = {
-        "mode": "train", "name": "begun", "seed": seed, "checkpoint_root_dir": str(folder),
-        "model": {"model_path": str(tiny.make(folder / "model", seed=seed)), "max_model_len": 64},
-        "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": 1e-3}},
-        "buffer": {
-            "train_batch_size": 64, "total_epochs": 2,
-            "trainer_input": {
-                "experience_buffer": {
-                    "storage_type": "file", "path": "rft.testing.tiny:copy_tasks", "data_selector": {"selector_type": "shuffle"},
-                },
-            },
-        },
-        "trainer": {"total_steps": BEGUN, "save_hf_checkpoint": "last"},
-    }  # fmt: skip
-    path = folder / "begun.yaml"
-    path.write_text(yaml.safe_dump(config))
-    run_rft("--in-process", "--config", str(path))
+    model = tiny.make(folder / "model", seed=seed)
+    run_rft(
+        "--in-process", "--config", str(IMITATES), f"model.model_path={model}", f"checkpoint_root_dir={folder}", f"seed={seed}",
+        "buffer.train_batch_size=64", "buffer.total_epochs=2", f"trainer.total_steps={BEGUN}", "trainer.eval_interval=0",
+        "trainer.save_hf_checkpoint=last",
+    )  # fmt: skip
     (exported,) = folder.rglob("huggingface")
     return exported
 

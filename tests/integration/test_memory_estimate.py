@@ -77,9 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(
-    library(ALLOCATOR) is None, reason=f"{ALLOCATOR} is not installed; without it peaks are up to a quarter higher"
-)
+@pytest.mark.skipif(library(ALLOCATOR) is None, reason=f"{ALLOCATOR} is not installed; without it peaks are higher")
 @pytest.mark.parametrize(
     "given",
     [
