@@ -130,7 +130,7 @@ class _Member:
             done(before)
 
 
-class Trainer(_Member):
+class TrainerEnd(_Member):
     """Rank 0 and the meeting point.  `send` is called from one thread at a time, `abandon` from any other."""
 
     def __init__(self, host: str = LOOPBACK) -> None:

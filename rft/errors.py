@@ -7,6 +7,8 @@ A message says what was given, what is allowed, and what to do.  `exit_code` is 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -27,6 +29,11 @@ class ConfigError(RftError):
         self.given = given
         self.message = message
 
+    @property
+    def errors(self) -> list[ConfigError]:
+        """Every single error; several of `ConfigErrors`."""
+        return [self]
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_config_error, (self.message, self.key, self.given))
 
@@ -40,10 +47,26 @@ class ConfigErrors(ConfigError):
 
     def __init__(self, errors: list[ConfigError]) -> None:
         super().__init__("\n".join(str(e) for e in errors))
-        self.errors = errors
+        self._errors = errors
+
+    @property
+    def errors(self) -> list[ConfigError]:
+        return self._errors
 
     def __reduce__(self) -> tuple[object, ...]:
         return (ConfigErrors, (self.errors,))
+
+
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raises what was collected, if anything was: the one error, or all together."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(list(errors))
+
+
+def nearest(given: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message: a question with the nearest of the `known` names, or nothing."""
+    near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=cutoff)
+    return f"  Did you mean {near[0]}?" if near else ""
 
 
 class PluginError(ConfigError):
@@ -94,7 +117,10 @@ class BufferFailed(RunFailed):
 
 
 class DiskFull(BufferFailed):
-    """No space is left for the ledger or the payload; nothing of the call is stored, and it may be repeated once there is space."""
+    """No space, quota or file number is left where the run writes: ledger, checkpoint, metrics, samples, log or configuration.
+
+    What is committed stays; the same command goes on from it once there is space.
+    """
 
 
 class PayloadDamaged(BufferFailed):
@@ -137,3 +163,7 @@ class Interrupted(RftError):
     """A person asked the run to stop."""
 
     exit_code = 130
+
+
+class PluginStopped(RuntimeError):
+    """Code of a plugin raised what would have ended the program."""

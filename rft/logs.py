@@ -1,27 +1,80 @@
-"""Logging set-up: one line per event, secrets redacted at the sink.
+"""Logging set-up: one line per event, secrets redacted at the sink; and `safe`, for texts of models and data on a terminal.
 
 The one invariant: nothing reaches a log file or the console before `redact` has seen it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_SECRET_NAME = re.compile(r"(api_?key|secret|token|passw(or)?d|credential|private_?key)s?$", re.IGNORECASE)
-_NOT_SECRET = re.compile(r"(max|min|num|total|pad|eos|bos|response|prompt|new)_?tokens?$|tokenizer", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(?P<head>[a-z][a-z0-9+.-]*://[^/\s:@]*:)(?P<secret>[^@\s/]+)(?=@)", re.IGNORECASE)
-_KNOWN_FORM = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16})\b")
+_SECRET_NAME = re.compile(
+    r"secret|credential|passw(?:or)?d|passphrase|(?:^|[_-])(?:pass|pwd|auth|jwt|dsn|sas)$|authorization|cookie|bearer|webhook"
+    r"|connection_?string|(?:api|access|private|account|signing|encryption|license|master|auth|service|ssh)[_-]?keys?$|tokens?$",
+    re.IGNORECASE,
+)
+_KEY_VARIABLE = re.compile(r"[A-Z0-9_]*_KEYS?")  # of the environment; in small letters a key names a column
+_NOT_SECRET = re.compile(
+    r"(max|min|num|total|pad|eos|bos|response|prompt|new|per|of|mean|ids?)_?tokens?$|tokenizer|_envs?$", re.IGNORECASE
+)
+_FREE = re.compile(r"(?:\w+_)?(?:env|environ|environment|env_vars|headers?|cookies)", re.IGNORECASE)
+_HARMLESS = re.compile(
+    r"(?:OMP|MKL|OPENBLAS|NUMEXPR|VECLIB)_NUM_THREADS|CUDA_\w+|NCCL_\w+|GLOO_\w+|VLLM_\w+|TORCH\w*|PYTORCH_\w+|RAY_\w+|HF_\w+|TRANSFORMERS_\w+"
+    r"|TOKENIZERS_PARALLELISM|PYTHON\w*|PATH|LD_LIBRARY_PATH|HOME|USER|LANG|LC_\w+|TZ|TERM|TMPDIR|NO_PROXY|content-type|accept|user-agent",
+    re.IGNORECASE,
+)
+_PLAIN = re.compile(r"[-+]?[\d.]{1,15}|true|false|yes|no|on|off|none|null|", re.IGNORECASE)
+_URL_PASSWORD = re.compile(
+    r"(?P<head>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:)(?P<secret>[^\s/\"']+)(?=@)", re.IGNORECASE
+)
+_NAMED = re.compile(
+    r"(?P<head>\b(?:bearer|basic)[ ]+(?=\S*(?-i:[A-Z\d]))|[?&;](?:sig|token|access_token|api[-_]?key|key|secret|password|pwd|auth)="
+    r"|\b(?:AccountKey|SharedAccessKey|Password|Pwd)=)(?P<secret>[^\s&;\"']{6,})",
+    re.IGNORECASE,
+)
+_KNOWN_FORM = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|sk[-_][A-Za-z0-9_-]{16,}|[rp]k_(?:live|test)_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|glpat-[\w-]{16,}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w-]{16,}|xox[a-z]-[\w-]{8,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|r8_[A-Za-z0-9]{20,}|dop_v1_[a-f0-9]{32,}|SG\.[\w-]{16,}\.[\w-]{16,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[A-Za-z0-9+/=\s\\-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?"
+)
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_NAMES = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 REDACTED = "***"
 _values: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a configuration key or environment variable of this name holds a secret."""
-    return bool(_SECRET_NAME.search(name)) and not _NOT_SECRET.search(name)
+    """Whether a configuration key, header or environment variable of this name holds a secret."""
+    named = _SECRET_NAME.search(name) is not None or _KEY_VARIABLE.fullmatch(name) is not None
+    return named and not _NOT_SECRET.search(name)
+
+
+def is_free_map(name: str) -> bool:
+    """Whether a configuration key holds environment variables or headers, whose names are anybody's."""
+    return _FREE.fullmatch(name) is not None
+
+
+def is_harmless(name: str, value: object) -> bool:
+    """Whether an environment variable or header may be kept: a number, a switch, or a name on the list of those that hold no secret."""
+    if is_secret_name(name):
+        return False
+    return not isinstance(value, str) or _PLAIN.fullmatch(value) is not None or _HARMLESS.fullmatch(name) is not None
+
+
+def looks_random(value: str) -> bool:
+    """Whether a text of anybody's is more likely a secret than a word: to be removed wherever it shows up."""
+    return (
+        len(value) >= 8
+        and not value.startswith(("/", "."))
+        and any(c.isdigit() for c in value)
+        and any(c.isalpha() for c in value)
+    )
 
 
 def learn_secrets(values: Iterable[str]) -> None:
@@ -40,16 +93,35 @@ def learnt_secrets() -> tuple[str, ...]:
 
 
 def learn_environment() -> None:
-    """Remember the values of all environment variables whose name says secret."""
-    learn_secrets(v for k, v in os.environ.items() if is_secret_name(k))
+    """Remember the values of all environment variables whose name says secret; a path that is there (PWD) is none."""
+    learn_secrets(v for k, v in os.environ.items() if is_secret_name(k) and not _is_path(v))
+
+
+def _is_path(value: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # too long for one
+        return Path(value).exists()
+    return False
 
 
 def redact(text: str) -> str:
-    """`text` with learnt secrets, URL passwords and tokens of a known form replaced by ***."""
+    """`text` with learnt secrets, passwords of URLs and headers, and tokens of a known form replaced by ***."""
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, REDACTED)
-    text = _URL_PASSWORD.sub(lambda m: m["head"] + REDACTED, text)
+    for form in (_URL_PASSWORD, _NAMED):
+        text = form.sub(lambda m: m["head"] + REDACTED, text)
     return _KNOWN_FORM.sub(REDACTED, text)
+
+
+def safe(text: str, *, lines: bool = False) -> str:
+    """`text` with everything that could drive or deceive a terminal written as an escape; `lines` keeps line breaks and tabs."""
+
+    def escaped(m: re.Match[str]) -> str:
+        char = m[0]
+        if lines and char in "\n\t":
+            return char
+        return _NAMES.get(char) or (f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}")
+
+    return _CONTROL.sub(escaped, text)
 
 
 class _Redacting(logging.Formatter):
@@ -62,11 +134,51 @@ def node_folder(logs: Path, by_node: bool) -> Path:
     return logs / os.uname().nodename if by_node else logs
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written ends nothing and says so once; the run ends with what it cannot do without."""
+
+    lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._lose(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as e:
+            self._lose(e)
+
+    def _lose(self, error: OSError) -> None:
+        if not self.lost:
+            self.lost = True
+            with contextlib.suppress(OSError):  # the terminal may be a file on the same disk
+                print(
+                    f"{self.baseFilename} cannot be written: {error.strerror}.  What follows is not logged there.",
+                    file=sys.stderr,
+                )
+
+
+class ErrorTeller(logging.Handler):
+    """Passes errors on as lines, without their tracebacks: what a person at the terminal has to know."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        lines = redact(record.getMessage()).strip().splitlines()
+        self._tell(safe(lines[0]) if lines else "")
+
+
 def to_file(path: Path, level: str = "INFO") -> logging.Handler:
     """Send the log of this process to `path`; returns the handler (close it with `logging.shutdown`)."""
     learn_environment()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_Redacting("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

@@ -14,11 +14,11 @@ _libc = ctypes.CDLL(None, use_errno=True)  # when this is imported: a child that
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(with_signal: int = signal.SIGKILL) -> None:
-    """Sends this process `with_signal` as soon as the thread that started it ends.  A change of user clears it.  Raises OSError.
+def die_with_parent() -> None:
+    """Kills this process as soon as the thread that started it ends.  A change of user clears it.  Raises OSError.
 
     A parent that has ended before is not noticed: whoever needs that compares `os.getppid()`.
     """
-    if sys.platform == "linux" and _libc.prctl(_PR_SET_PDEATHSIG, with_signal, 0, 0, 0) != 0:
+    if sys.platform == "linux" and _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"PR_SET_PDEATHSIG: {os.strerror(number)}")

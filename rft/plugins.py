@@ -7,7 +7,6 @@ A file that fails to import stops everything with its traceback; nothing is skip
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -22,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from rft.errors import ConfigError, PluginError
+from rft.errors import ConfigError, PluginError, nearest
 
 GROUP = "rft.plugins"
 T = TypeVar("T")
@@ -39,6 +38,20 @@ class Plugin:
     obj: Any
     source: str
     args: type | None = None
+
+
+class Provider:
+    """Base of what writes fields into experiences that only some algorithms read.
+
+    `gives`: "info.NAME" or a field's name, several of them, or a static method that returns them for the arguments of the plugin.
+    """
+
+    gives: ClassVar[Any] = ()
+
+    @classmethod
+    def provides(cls, args: Mapping[str, Any]) -> set[str]:
+        """What `gives` declares for these arguments."""
+        return set(cls.gives(args) if callable(cls.gives) else cls.gives)
 
 
 class Registry:
@@ -96,10 +109,8 @@ class Registry:
         if found is not None:
             return _fitted(found)
         known = self.names(kind)
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"  Did you mean {near[0]}?" if near else ""
         raise PluginError(
-            f"unknown {kind} {name!r}.  Known: {', '.join(known) or 'none'}.{hint}  "
+            f"unknown {kind} {name!r}.  Known: {', '.join(known) or 'none'}.{nearest(name, known)}  "
             "A plugin of your own is found with --plugin-dir DIR, as pkg.module:Name or as path/file.py:Name."
         )
 
@@ -122,18 +133,38 @@ class Registry:
                 f"{kind} {name!r}: {where} has no {attribute!r}; it defines {', '.join(_public(module)) or 'nothing'}"
             )
         obj = getattr(module, attribute)
-        marked = getattr(obj, "__rft_plugin__", None)
-        if marked is not None and marked.kind != kind:
+        if (marked := mark_of(obj)) is not None and marked.kind != kind:
             raise PluginError(f"{kind} {name!r} is a {marked.kind}")
-        return Plugin(kind, name, obj, where, marked.args if marked is not None else getattr(obj, "Args", None))
+        return Plugin(kind, name, obj, where, marked.args if marked is not None else _args_of(obj))
+
+
+def mark_of(obj: Any) -> Plugin | None:
+    """What its decorator made of `obj`; None for one without a decorator, and for a class whose parent alone has one."""
+    marked: Plugin | None = _attribute(obj, "__rft_plugin__")
+    return marked if marked is not None and marked.obj is obj else None
+
+
+def unmarked(kind: str, name: str, obj: Any) -> Plugin:
+    """An object without a decorator, as the plugin it may serve as."""
+    return Plugin(kind, name, obj, str(_attribute(obj, "__module__") or "?"), _args_of(obj))
+
+
+def _args_of(obj: Any) -> type | None:
+    args: type | None = _attribute(obj, "Args")
+    return args
+
+
+def _attribute(obj: Any, name: str) -> Any:
+    """The one place that asks an unknown object for an attribute; None where it has none."""
+    return getattr(obj, name, None)
 
 
 def _fitted(plugin: Plugin) -> Plugin:
     """A class of another shape brings a class method `__rft_adapt__`, which gives the class of ours that stands for it."""
-    if (adapt := getattr(plugin.obj, "__rft_adapt__", None)) is None:
+    if (adapt := _attribute(plugin.obj, "__rft_adapt__")) is None:
         return plugin
     obj = adapt()
-    return replace(plugin, obj=obj, args=getattr(obj, "Args", None))
+    return replace(plugin, obj=obj, args=_args_of(obj))
 
 
 REGISTRY = Registry()
@@ -144,9 +175,9 @@ def kind(name: str) -> Callable[..., Callable[[T], T]]:
 
     def mark(plugin_name: str, *, args: type | None = None) -> Callable[[T], T]:
         def register(obj: T) -> T:
-            module = sys.modules.get(getattr(obj, "__module__", ""))
-            source = getattr(module, "__file__", None) or getattr(obj, "__module__", "?")
-            plugin = Plugin(name, plugin_name, obj, str(source), args if args is not None else getattr(obj, "Args", None))
+            if args is not None and inspect.isclass(obj):
+                obj.Args = args  # type: ignore[attr-defined]
+            plugin = Plugin(name, plugin_name, obj, _source(obj), args if args is not None else _args_of(obj))
             REGISTRY.add(plugin)
             obj.__rft_plugin__ = plugin  # type: ignore[attr-defined]
             return obj
@@ -154,6 +185,52 @@ def kind(name: str) -> Callable[..., Callable[[T], T]]:
         return register
 
     return mark
+
+
+class Decorators:
+    """One decorator for each kind of plugin: `@register.reward("exact_answer")`, `@register.workflow("quiz", args=QuizArgs)`."""
+
+    workflow = staticmethod(kind("workflow"))
+    reward = staticmethod(kind("reward"))
+    tool = staticmethod(kind("tool"))
+    task_source = staticmethod(kind("task_source"))
+    task_operator = staticmethod(kind("task_operator"))
+    selector = staticmethod(kind("selector"))
+    operator = staticmethod(kind("operator"))
+    priority = staticmethod(kind("priority"))
+    storage = staticmethod(kind("storage"))
+    engine = staticmethod(kind("engine"))
+    transport = staticmethod(kind("transport"))
+    monitor = staticmethod(kind("monitor"))
+    advantage = staticmethod(kind("advantage_fn"))
+    policy_loss = staticmethod(kind("policy_loss_fn"))
+    policy_extra = staticmethod(kind("policy_extra"))
+    kl_loss = staticmethod(kind("kl_loss_fn"))
+    kl_penalty = staticmethod(kind("kl_penalty_fn"))
+    entropy_loss = staticmethod(kind("entropy_loss_fn"))
+    sample_strategy = staticmethod(kind("sample_strategy"))
+
+
+register = Decorators()
+
+
+def _source(obj: Any) -> str:
+    """The file that defines `obj`, else its module's name."""
+    module = str(_attribute(obj, "__module__") or "?")
+    return str(_attribute(sys.modules.get(module), "__file__") or module)
+
+
+def derived(cls: type[Any], base: type[T]) -> type[T]:
+    """`cls`, or where it does not derive from `base` a class of its name that derives from both: `base` brings the hooks it lacks."""
+    if issubclass(cls, base):
+        return cls
+    names = {n: v for n, v in vars(cls).items() if n in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls, base), names)
+
+
+def hooks(obj: object, base: type) -> dict[str, Any]:
+    """Those public attributes of `base` that `obj`, a function or an object of another class, has itself."""
+    return {name: getattr(obj, name) for name in vars(base) if not name.startswith("_") and hasattr(obj, name)}
 
 
 def import_file(path: Path) -> ModuleType:
@@ -196,9 +273,8 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
         known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or (inspect.isclass(plugin.obj) and p.name != "self")]
     for name in args:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"  Did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"unknown argument {name!r} for {what}.  Known: {', '.join(known) or 'none'}.{hint}", key=key)
+            told = f"Known: {', '.join(known) or 'none'}.{nearest(name, known)}"
+            raise ConfigError(f"unknown argument {name!r} for {what}.  {told}", key=key)
     if plugin.args is None:
         return dict(args)
     try:
@@ -251,6 +327,4 @@ def _guarded(what: str, load: Callable[[], Any]) -> Any:
 
 
 def _public(module: ModuleType) -> list[str]:
-    return sorted(
-        n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", None) == module.__name__
-    )
+    return sorted(n for n, v in vars(module).items() if not n.startswith("_") and _attribute(v, "__module__") == module.__name__)

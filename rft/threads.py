@@ -1,25 +1,54 @@
-"""Blocking code of users, in threads that may never end.
+"""Code of plugins: blocking code in threads that may never end, code that takes too long, and what would end the program as a failure.
 
-Knows nothing of what it runs.  Invariant: a call that never returns holds up nobody and does not keep the program alive.
+Knows nothing of what it runs.  Invariants: a call that never returns holds up nobody and does not keep the program alive; SystemExit,
+KeyboardInterrupt and a plugin's own BaseException never reach an event loop, which they would end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import ctypes
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from rft.errors import PluginStopped
+
 T = TypeVar("T")
+LINGERS_S = 1.0  # without a call to watch
 
 
-async def in_thread(call: Callable[[], T], name: str, *, error: Callable[[BaseException], BaseException]) -> T:
-    """The result of `call`, in a daemon thread of its own called `name`.
+def as_failure(error: BaseException, what: str = "a plugin") -> Exception:
+    """An exception that ends what was being done, and nothing else."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    raised = f"raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+    did = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else raised
+    return PluginStopped(f"{what} {did}")
 
-    `error`: what is raised here for what `call` raised; it must not give a StopIteration, which a future cannot hold.
+
+@contextmanager
+def contained(what: str) -> Iterator[None]:
+    """Code of the plugin `what` in this block raises nothing but an Exception or asyncio's own cancelling."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as e:
+        raise as_failure(e, what) from e
+
+
+async def in_thread(call: Callable[[], T], name: str, *, error: Callable[[BaseException], BaseException] | None = None) -> T:
+    """The result of `call`, in a daemon thread called `name`, with the context variables of the caller.
+
+    `error`: what is raised here for what `call` raised; None: that.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
 
     def deliver(set_it: Callable[[Any], None], value: Any) -> None:
         if not result.done():
@@ -27,11 +56,62 @@ async def in_thread(call: Callable[[], T], name: str, *, error: Callable[[BaseEx
 
     def work() -> None:
         try:
-            outcome: tuple[Callable[[Any], None], Any] = (result.set_result, call())
+            outcome: tuple[Callable[[Any], None], Any] = (result.set_result, context.run(call))
         except BaseException as e:
-            outcome = (result.set_exception, error(e))
+            outcome = (result.set_exception, as_failure(e if error is None else error(e), name))
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, *outcome)
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return await result
+
+
+class TooLong(Exception):
+    """A call was not done in its time."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call`, in this thread; raises TooLong in the midst of it when it is not done after `seconds`.
+
+    A loop of Python code is ended so; a single long step of a library ends by itself first.
+    """
+    _WATCH.begin(seconds)
+    try:
+        return call()
+    finally:
+        _WATCH.end()
+
+
+class _Watchdog:
+    """One thread that looks at all calls once in a while: to begin and to end one costs next to nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._due: dict[int, float] = {}  # by thread
+        self._running = False
+
+    def begin(self, seconds: float) -> None:
+        with self._lock:
+            self._due[threading.get_ident()] = time.monotonic() + seconds
+            if not self._running:
+                threading.Thread(target=self._run, name="rft-watch", daemon=True).start()
+                self._running = True
+
+    def end(self) -> None:
+        with self._lock:
+            self._due.pop(threading.get_ident(), None)
+
+    def _run(self) -> None:
+        with self._lock:
+            while True:
+                if not self._due and not self._lock.wait_for(lambda: bool(self._due), LINGERS_S):
+                    self._running = False
+                    return
+                now = time.monotonic()
+                for thread in [t for t, due in self._due.items() if due <= now]:
+                    del self._due[thread]
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TooLong))
+                self._lock.wait(min(LINGERS_S, *(due - now for due in self._due.values())) if self._due else LINGERS_S)
+
+
+_WATCH = _Watchdog()

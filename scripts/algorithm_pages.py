@@ -28,9 +28,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rft.algorithm.argbase import Args
-from rft.algorithm.args import ARGS
-from rft.algorithm.catalog import ALGORITHMS, AlgorithmDefaults, algorithm_defaults
+from rft.algorithm.args import Args
+from rft.algorithm.base import AlgorithmDefaults
+from rft.algorithm.catalog import algorithm_defaults, algorithms, shipped
 from rft.config.reference import default_text, type_text
 from rft.plugins import REGISTRY
 
@@ -101,7 +101,7 @@ def _own_args(d: AlgorithmDefaults, kind: str) -> str:
 def _needs(d: AlgorithmDefaults) -> list[str]:
     said = []
     for kind in ("advantage_fn", "policy_loss_fn"):
-        if issubclass(model := ARGS[kind, getattr(d, kind)], Args):
+        if issubclass(model := shipped()[kind, getattr(d, kind)], Args):
             if model.before:
                 said.append("Computed before the step: " + ", ".join(COMPUTED[c] for c in COMPUTED if c in model.before) + ".")
             if model.reads:
@@ -135,7 +135,7 @@ def _both(name: str, say: Callable[[str, str], str]) -> str:
 
 def home(kind: str, part: str) -> str:
     """The page that describes a part: of the algorithm of its name, else of the first one that is made with it, else parts."""
-    users = [n for n in ALGORITHMS if getattr(algorithm_defaults(n), kind) == part]
+    users = [n for n in algorithms() if getattr(algorithm_defaults(n), kind) == part]
     return part if part in users else users[0] if users and part != "none" else "parts"
 
 
@@ -154,7 +154,7 @@ def _link(kind: str, part: str, here: str) -> str:
 
 def _others() -> str:
     said = []
-    for kind, part in ARGS:
+    for kind, part in shipped():
         if kind in ("advantage_fn", "policy_loss_fn") and part != "none" and home(kind, part) == "parts":
             said.append(f"## {TITLES[kind]} {part}\n\n{prose(_docstring(kind, part))}\n\n{_arguments(kind, part)}")
     return "\n\n".join(said)
@@ -162,7 +162,7 @@ def _others() -> str:
 
 def _strategies() -> str:
     said = []
-    for (kind, name), model in ARGS.items():
+    for (kind, name), model in shipped().items():
         if kind == "sample_strategy" and model.model_fields:
             text = _docstring(kind, name) if name in REGISTRY.names(kind) else inspect.getdoc(model) or ""
             said.append(f"## {name}\n\n{prose(text)}\n\n{_arguments(kind, name)}")
@@ -179,7 +179,7 @@ def _docstring(kind: str, part: str) -> str:
 
 
 def _arguments(kind: str, part: str) -> str:
-    model = ARGS[kind, part]
+    model = shipped()[kind, part]
     key = f"`algorithm.{kind}_args` of `{part}`"
     if not model.model_fields:
         return f"{key}: none."
@@ -198,7 +198,7 @@ def _table(model: type[BaseModel]) -> str:
 
 def _index() -> str:
     rows = ["| Algorithm | For | Advantage | Policy loss | Runs of a task |", "|---|---|---|---|---|"]
-    for name in ALGORITHMS:
+    for name in algorithms():
         d = algorithm_defaults(name)
         text = (FOLDER / f"{name}.md").read_text(encoding="utf-8").split("\n## What it is for\n", 1)[1].split("\n## ")[0]
         (first,) = re.findall(r"\A\s*(.+?[.])(?:\s|\Z)", text, re.DOTALL)

@@ -23,7 +23,7 @@ def main() -> int:
     if args.json:
         print(as_json(audit))
     else:
-        explained = ", ".join(f"{n} {reason}" for reason, n in audit.explained.items()) or "none"
+        explained = ", ".join(f"{n} {reason}" for reason, n in audit.discarded.items()) or "none"
         print(f"checkpoint {audit.version or '(none)'}, {audit.manifests} manifests compared, {audit.num_uses} uses counted")
         where = f"used {audit.used} + leased {audit.leased} + available {audit.available} + explained ({explained})"
         print(f"acked {audit.acked} = {where}")

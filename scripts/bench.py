@@ -67,10 +67,12 @@ def section(r: harness.Result, how: str) -> str:
 
 
 def write(made: dict[str, str]) -> None:
-    """Puts these sections into docs/benchmarks.md; the others stay."""
-    old = PAGE.read_text(encoding="utf-8").split("\n## ")[1:] if PAGE.exists() else []
+    """Puts these sections into docs/benchmarks.md; the others and what stands before them stay."""
+    head, *old = PAGE.read_text(encoding="utf-8").split("\n## ") if PAGE.exists() else [INTRODUCTION]
     sections = {text.split("\n", 1)[0]: f"## {text.rstrip()}\n" for text in old} | made
-    PAGE.write_text("\n".join([INTRODUCTION, *(sections[name] for name in BENCHMARKS if name in sections)]), encoding="utf-8")
+    PAGE.write_text(
+        "\n".join([head.rstrip() + "\n", *(sections[name] for name in BENCHMARKS if name in sections)]), encoding="utf-8"
+    )
 
 
 def main() -> int:

@@ -23,10 +23,10 @@ import msgspec
 import torch
 from bench_race import BATCH, GROUP, GROUPS, Ours, Trinity, Work, agree, append, close_batch, facts, spread, within
 
-from rft.algorithm.build import Algorithm, build
+from rft.algorithm.composition import Algorithm, build
 from rft.buffer.settings import ReplaySettings
 from rft.trainer import batch as batches_of
-from rft.trainer import feed
+from rft.trainer import batch_builder
 from rft.trainer.batch import MicroBatch
 from rft.trainer.pack import Budget, plan
 from rft.trainer.settings import AlgorithmSettings
@@ -186,7 +186,7 @@ def buffer_read_collate(quick: bool) -> harness.Result:
         def whole() -> float:
             began = time.perf_counter()
             for lease in leases:
-                feed.make(feed.read(lease), _grpo(), _BUDGET, world_size=1)
+                batch_builder.make(batch_builder.read(lease), _grpo(), _BUDGET, world_size=1)
             return time.perf_counter() - began
 
         bare = harness.all_in_turn({"ours": unpack, "peer": peer_unpack, "whole": whole}, rounds)
@@ -223,15 +223,15 @@ def buffer_read_collate(quick: bool) -> harness.Result:
     )
 
 
-_BUDGET = Budget(1 << 20, share_prompts=False)
+_BUDGET = Budget(1 << 20, layout="padded")
 
 
 def tensors(lease: Lease) -> MicroBatch:
     """The trainer's own way from a lease to one padded micro-batch, but for the advantages."""
-    rows = feed.read(lease).rows
+    rows = batch_builder.read(lease).rows
     ((cut,),) = plan(rows, 1, _BUDGET)
     rows = [rows[i] for i in cut]
-    return batches_of.make(rows, share=False, heads_per_key=1, dtype=torch.float32, device=torch.device("cpu"))
+    return batches_of.make(rows, layout="padded", device=torch.device("cpu"))
 
 
 @cache

@@ -25,7 +25,7 @@ from rft.taskset.settings import TasksetSettings
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Completion
 from rft.types.ids import Version
-from rft.types.ports import AppendResult, GenerateRequest, HeldGroup, TaskOutcome
+from rft.types.ports import AppendResult, Assignment, GenerateRequest, StoredGroup, TaskOutcome
 
 IN_FLIGHT, GROUP = 1000, 8
 LATENCY_S = (0.2, 2.0)
@@ -59,7 +59,7 @@ class Writer:
         return AppendResult(appended=GROUP, duplicates=0)
 
     async def room(self, batch: int) -> None: ...
-    async def held(self, first_batch: int) -> list[HeldGroup]:
+    async def stored_groups(self, first_batch: int) -> list[StoredGroup]:
         return []
 
     async def outcomes(self, first_batch: int, end_batch: int) -> list[TaskOutcome]:
@@ -74,16 +74,26 @@ class Writer:
 class Gate:
     """Everything may start, every version is proven."""
 
-    async def may_explore(self, batch: int) -> Version | None:
-        return Version(1, 0)
+    def __init__(self) -> None:
+        self._next = 0
 
-    async def served(self, version: Version) -> None: ...
-    async def may_play(self, batch: int, group: int | None) -> bool:
+    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+        self._next += 1
+        more = total is None or self._next <= total
+        return Assignment(batch=self._next - 1, version=Version(1, 0)) if more else "all are explored"
+
+    async def evaluates(self) -> bool:
         return True
 
-    async def played(self) -> None: ...
+    async def wait_verified(self, version: Version) -> bool:
+        return True
+
+    async def acquire_group(self, batch: int, group: int | None) -> bool:
+        return True
+
+    async def release_group(self) -> None: ...
     async def explored(self, batch: int) -> None: ...
-    async def final(self) -> Version:
+    async def wait_final(self) -> Version:
         return Version(1, 0)
 
 

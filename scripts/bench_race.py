@@ -23,13 +23,13 @@ import bench_harness as harness
 import numpy as np
 from safetensors.numpy import save_file
 
-from rft.buffer.buffer import Buffer, Reader, Writer
+from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord
 from rft.types.ids import GroupId, Version
-from rft.types.ports import Lease
+from rft.types.ports import BufferReader, BufferWriter, Lease
 from rft.types.task import SamplingArgs
 
 GROUP, BATCH = 8, 64  # experiences
@@ -195,10 +195,10 @@ class Ours:
         self._folder.cleanup()
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> BufferReader:
         return self._buffer.reader(self.lineage)
 
-    def writer(self, explorer: int = 0) -> Writer:
+    def writer(self, explorer: int = 0) -> BufferWriter:
         return self._buffer.writer(self.lineage, explorer)
 
     async def write(self, rows: Sequence[Experience], explorer: int = 0) -> None:
@@ -217,13 +217,13 @@ class Ours:
         return [x for step in range(first, first + batches) for x in decode((await self.lease(step)).frame)]
 
 
-async def append(writer: Writer, rows: Sequence[Experience]) -> None:
+async def append(writer: BufferWriter, rows: Sequence[Experience]) -> None:
     """All groups at once, as an explorer appends those of its batch that are complete."""
     frames = (encode(rows[at : at + GROUP]) for at in range(0, len(rows), GROUP))
     await asyncio.gather(*(writer.append(frame, accepted=True) for frame in frames))
 
 
-async def close_batch(writer: Writer, rows: Sequence[Experience]) -> None:
+async def close_batch(writer: BufferWriter, rows: Sequence[Experience]) -> None:
     await writer.close_batch(rows[0].id.batch, accepted=GROUPS, wanted=GROUPS, reasons={})
 
 

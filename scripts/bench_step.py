@@ -26,7 +26,7 @@ import bench_harness as harness
 import yaml
 
 from rft.monitor.read import scan
-from rft.taskset.arithmetic import digit_sums
+from rft.taskset.generated_tasks import digit_sums
 from rft.testing.models import smollm2
 from rft.types.metrics import MetricRecord, Role
 
@@ -139,7 +139,7 @@ def config(model: Path, folder: Path, gate: Path, steps: int) -> dict[str, Any]:
     """The race as a run of ours."""
     taskset = {
         "name": "sums",
-        "path": "rft.taskset.arithmetic:digit_sums",
+        "path": "rft.taskset.generated_tasks:digit_sums",
         "split": "train",
         "workflow_args": {"socket": str(gate)},
     }

@@ -23,8 +23,8 @@ from sync_matrix import ages, begun, run_rft
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.launch.execute import execute
+from rft.monitor.pictures import bars, shares
 from rft.monitor.read import read, series
-from rft.monitor.timeline import bars, shares
 from rft.testing import tiny
 from rft.testing.models import smollm2
 from rft.types.metrics import MetricRecord
@@ -285,7 +285,7 @@ def mismatch_and_exactness(quick: bool) -> harness.Result:
 def _mismatch(folder: Path, model: Path, *, tiny: bool) -> dict[int, dict[str, float]]:
     """Version -> the numbers of the step that trained what it sampled."""
     root = folder / "mismatch"
-    task = "rft.testing.tiny:copy_tasks" if tiny else "rft.taskset.arithmetic:digit_sums"
+    task = "rft.testing.tiny:copy_tasks" if tiny else "rft.taskset.generated_tasks:digit_sums"
     config = {
         "project": "bench", "name": "mismatch", "checkpoint_root_dir": str(root),
         "model": {

@@ -18,15 +18,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
-from rft.sync.base import make
-from rft.sync.rounds import Rounds
 from rft.sync.settings import SyncSettings
+from rft.sync.transport.choose import make
+from rft.sync.update import Rounds
 from rft.types.ids import Version
-from rft.types.ports import Engine, LoadReport, WeightManifest
+from rft.types.ports import Engine, LoadReport, Sender, WeightManifest
 
 PHASES = ("stage", "pause", "meeting", "transfer", "verify", "model", "load", "resume", "publish_to_resumed")
 
@@ -39,14 +39,8 @@ class Side:
 
         self.transport: Any = make(settings, folder)
         self._tensors = {n: t for file in sorted(model.glob("*.safetensors")) for n, t in load_file(file).items()}
-        self._rounds, self._workers = Rounds(self, settings.timeout_s), settings.workers[0]
+        self._rounds, self._workers = Rounds(cast(Sender, self.transport), settings.timeout_s), settings.workers[0]
         self._step = 0
-
-    async def send(self, manifest: WeightManifest) -> None:
-        await asyncio.to_thread(self.transport.send, manifest)
-
-    async def abandon(self, round: int, reason: str) -> None:
-        await asyncio.to_thread(self.transport.abandon, round, reason)
 
     async def publish(self, engine: Engine, lineage: int) -> dict[str, float]:
         """Seconds of each phase of one version."""

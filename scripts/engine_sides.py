@@ -21,8 +21,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rft.config.check import check
 from rft.config.plan import Plan
+from rft.config.verify import check
 from rft.engine.environment import cpu_environment
 
 Work = Callable[[list[str], list[list[int]]], Awaitable[dict[str, float]]]
@@ -54,9 +54,9 @@ async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
     from rft.types.ports import Engine
     from rft.types.task import SamplingArgs, Task
     from rft.workflow.base import Workflow
-    from rft.workflow.build import Recipe
     from rft.workflow.group import run_group
-    from rft.workflow.run import Limits
+    from rft.workflow.play_run import RunLimits
+    from rft.workflow.recipes import Recipe
 
     class Forced(Workflow):
         async def run(self, task: Any, ctx: Any) -> Any:
@@ -91,7 +91,7 @@ async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
             ]  # fmt: skip
             before, began = await prefilled(engine), time.perf_counter()
             groups = await asyncio.gather(
-                *(run_group(t, recipe, pool, GroupId(1, 0, 0, t.index), limits=Limits(3600.0)) for t in tasks)
+                *(run_group(t, recipe, pool, GroupId(1, 0, 0, t.index), limits=RunLimits(3600.0)) for t in tasks)
             )
             seconds = time.perf_counter() - began
             tokens = sum(r.num_response_tokens for g in groups for r in g.rows)
@@ -107,7 +107,7 @@ async def raw(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    from rft.engine.vllm import engine_args
+    from rft.engine.vllm_args import engine_args
 
     s = plan.engines[0]
     args = engine_args(s)

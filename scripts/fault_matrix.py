@@ -3,7 +3,7 @@
     python scripts/fault_matrix.py [--seeds 20] [--storages sql,file,queue,postgresql] [--only F5] [--write]
 
 Every case is a run with real processes that are killed, stopped, or given a failing disk, and judged by files alone
-(`rft.testing.lab`).  `--write` puts the table into docs/reliability.md.  Exit code 1 if any case fails.
+(`tests.helpers.lab`).  `--write` puts the table into docs/reliability.md.  Exit code 1 if any case fails.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rft.testing.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
-from rft.testing.lab.lab import Nursery, build_shim, nursery
 from rft.testing.postgres import PostgresServer, programs
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.helpers.lab.cases import Case, kill_the_migration, matrix, postgres_matrix  # noqa: E402
+from tests.helpers.lab.lab import Nursery, build_shim, nursery  # noqa: E402
+
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- matrix: written by scripts/fault_matrix.py -->", "<!-- end of the matrix -->"
 

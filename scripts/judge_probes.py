@@ -21,7 +21,7 @@ from typing import Any
 from rft.engine.base import make
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.plugins import load_all
-from rft.reward.build import build
+from rft.reward.build_reward import build
 from rft.testing.judge import probes, score_with
 from rft.testing.models import smollm2
 from rft.types.ports import GenerateRequest

@@ -29,13 +29,13 @@ import msgspec
 import numpy as np
 
 from rft.algorithm.catalog import algorithm_defaults
-from rft.config.check import load_plan
+from rft.config.verify import load_plan
 from rft.engine.base import make as make_engine
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.sync.transport.memory import MemoryTransport
 from rft.testing import tiny
-from rft.trainer import feed
+from rft.trainer import batch_builder
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import AlgorithmSettings
 from rft.types.block import encode
@@ -226,15 +226,15 @@ async def _sampled(engine: Engine, tasks: Sequence[dict[str, str]], step: int, s
 
 
 async def _learn(ranks: Ranks, teacher: Ranks, rows: list[Experience], step: int) -> None:
-    asked = [feed.train_row(row) for row in rows]
+    asked = [batch_builder.train_row(row) for row in rows]
     taught = []
     for row, scored in zip(rows, await teacher.compute(asked, ("old",)), strict=True):
         logprobs = np.zeros(len(row.tokens), np.float32)
         logprobs[row.loss_mask] = scored["old"]
         taught.append(msgspec.structs.replace(row, teacher_logprobs=logprobs))
     groups = tuple(GroupStats(group=str(row.group), rewards=(0.0,), mean=0.0, std=0.0) for row in taught)
-    given = feed.read(Lease(step=step, frame=encode(taught), groups=groups))
-    made = feed.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(given.rows))
+    given = batch_builder.read(Lease(step=step, frame=encode(taught), groups=groups))
+    made = batch_builder.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(given.rows))
     report = await ranks.step(made.shares)
     assert report.finite, f"step {step}: gradient norm {report.grad_norm}"
 

@@ -28,7 +28,8 @@ from pathlib import Path
 
 import psutil
 
-from rft.config.check import Report, check
+from rft.config.check_report import Report
+from rft.config.verify import check
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart" / "config.yaml"

@@ -30,9 +30,9 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from rft.config.schema.synchronizer import SynchronizerConfig
+from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.monitor.read import read, series
 from rft.testing import tiny
 
@@ -93,12 +93,8 @@ class Cell:
 
 
 def working() -> list[str]:
-    """The values of sync_method that are not announced for later."""
-    field = SynchronizerConfig.model_fields["sync_method"]
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    later: Any = extra.get("not_active", {})
-    named = get_args(get_args(field.annotation)[0])  # the rest of the type are transports of one's own
-    return [v for v in named if v not in later.get("values", ())]
+    """The shipped values of sync_method; the rest of the type are transports of one's own."""
+    return list(get_args(get_args(SynchronizerConfig.model_fields["sync_method"].annotation)[0]))
 
 
 def changes(style: str, transport: str) -> list[str]:

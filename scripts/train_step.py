@@ -24,9 +24,9 @@ import numpy as np
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
-from rft.config.check import check
 from rft.config.plan import Plan
-from rft.launch.parts import Start, schedule
+from rft.config.verify import check
+from rft.launch.start import Start, schedule
 from rft.trainer.learner import Learner
 from rft.trainer.ranks import Ranks
 from rft.trainer.trainer import Trainer
@@ -81,7 +81,7 @@ CONFIG: dict[str, Any] = {
     "buffer": {
         "total_epochs": 1000,
         "explorer_input": {
-            "taskset": {"name": "sums", "path": "rft.taskset.arithmetic:digit_sums", "split": "train"},
+            "taskset": {"name": "sums", "path": "rft.taskset.generated_tasks:digit_sums", "split": "train"},
             "default_workflow_type": "math_workflow",
         },
     },

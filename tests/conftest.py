@@ -1,9 +1,15 @@
-"""What all tests share: few threads, no network, the tiny models, a PostgreSQL server, and the check that a test leaves nothing behind."""
+"""What all tests share: few threads, no network, the tiny models, a PostgreSQL server, a temporary folder of the session, and the check
+that a test leaves nothing behind."""
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import logging
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +20,18 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFL
 os.environ.update(
     WANDB_MODE="offline", HF_HUB_DISABLE_TELEMETRY="1", RAY_USAGE_STATS_ENABLED="0", DO_NOT_TRACK="1", MPLBACKEND="Agg"
 )
+if "RFT_TESTS_TMP" not in os.environ:  # what libraries and killed processes leave in the temporary folder goes with the session
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` of the last sessions is kept where it was
+    own = tempfile.mkdtemp(prefix="tests-")  # a short name, because sockets are made in it
+    Path(own).chmod(0o755)  # a PostgreSQL server runs as another user
+    tempfile.tempdir = os.environ["TMPDIR"] = os.environ["RFT_TESTS_TMP"] = own
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
 
 import pytest
 
 from rft.testing.postgres import postgres as postgres
 
-if importlib.util.find_spec("rft.testing.leftovers_plugin"):
-    pytest_plugins = ["rft.testing.leftovers_plugin"]
+pytest_plugins = ["tests.helpers.leftovers_plugin"]
 
 # Whole runs on Ray or vLLM: with several workers (-n) one of them plays these, one after the other, and begins with them.
 ON_RAY = {
@@ -29,6 +40,7 @@ ON_RAY = {
         *(
             "main_job",
             "run_doors",
+            "smoke_run",
             "run_trackers",
             "run_kill",
             "run_engine_kill",
@@ -36,14 +48,25 @@ ON_RAY = {
             "sync_faults",
             "vllm_engine",
             "vllm_models",
+            "vllm_experts",
             "vllm_adapter",
             "vllm_broadcast",
             "vllm_interrupted_syncs",
         ),
         *("lora_learning", "run_broadcast", "sync_matrix", "two_machines"),
-        *("place_ray", "run_bad_input", "run_storages", "resume_exactness", "debug_vllm", "learning_goals", "memory_estimate"),
+        *(
+            "placement_ray",
+            "run_bad_input",
+            "run_storages",
+            "resume_exactness",
+            "debug_vllm",
+            "learning_goals",
+            "memory_estimate",
+        ),
     )
 }
+
+WHOLE_RUNS = {"integration", "fault"}  # folders of end-to-end tests; `make test` plays their smoke tests alone
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,7 +83,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if WHOLE_RUNS & set(item.path.parts) and not item.get_closest_marker("smoke"):
+            item.add_marker(pytest.mark.e2e)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.path.name not in ON_RAY)
     if not importlib.util.find_spec("vllm"):
@@ -78,6 +105,31 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Libraries that a test loads may silence loggers; the next test must see its messages."""
+
+    def loggers() -> list[logging.Logger]:
+        named = logging.root.manager.loggerDict
+        return [logging.root, *(x for name, x in named.items() if name.split(".")[0] == "rft" and isinstance(x, logging.Logger))]
+
+    before = {x: (x.level, x.propagate, x.disabled) for x in loggers()}
+    silenced = logging.root.manager.disable
+    yield
+    logging.disable(silenced)
+    for x in loggers():
+        level, x.propagate, x.disabled = before.get(x, (logging.NOTSET, True, False))
+        x.setLevel(level)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_workers_left() -> Iterator[None]:
+    """Workers of rewards serve the whole session."""
+    yield
+    if (job_pool := sys.modules.get("rft.worker.job_pool")) is not None:
+        job_pool.close_all()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Downloads and compiled files of a test run stay in its own folder; an inherited RFT_CACHE is respected."""
@@ -90,7 +142,7 @@ def _private_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _no_plugins_of_other_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What the tests of one file have loaded from temporary folders is not there for those of the next one."""
     yield
-    from rft.testing.command import forget_plugins
+    from tests.helpers.command import forget_plugins
 
     forget_plugins(tmp_path_factory.getbasetemp())
 

@@ -14,11 +14,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rft.reward.base import reward
-from rft.types.completion import Transcript
-from rft.types.task import Task
-from rft.workflow.agent import AgentWorkflow, CommandAgent, CommandArgs
-from rft.workflow.base import workflow
+from rft import AgentWorkflow, Task, Transcript, register
+from rft.workflow.agent import CommandAgent, CommandArgs
 
 INSTRUCTION = (
     "Solve the task. To calculate, write a line `Action: EXPRESSION` and stop; you are then told `Observation: RESULT`. "
@@ -34,7 +31,7 @@ _OPERATORS: dict[type, Callable[..., float]] = {
     ast.USub: operator.neg,
 }
 
-workflow("agent_command_workflow", args=CommandArgs)(CommandAgent)
+register.workflow("agent_command_workflow", args=CommandArgs)(CommandAgent)
 
 
 class ReactArgs(BaseModel):
@@ -45,7 +42,7 @@ class ReactArgs(BaseModel):
     system_prompt: str | None = None
 
 
-@workflow("react_agent_workflow", args=ReactArgs)
+@register.workflow("react_agent_workflow", args=ReactArgs)
 class ReactAgent(AgentWorkflow):
     """Thinks, calculates, answers; written against the `openai` client as any other agent would be."""
 
@@ -69,7 +66,7 @@ class ReactAgent(AgentWorkflow):
                 messages += [said, {"role": "user", "content": f"Observation: {calculate(action[1])}"}]
 
 
-@reward("final_answer")
+@register.reward("final_answer")
 def final_answer(task: Task, transcript: Transcript) -> float:
     """1 if the last line `Answer: ...` of the run's last answer, or all of it where it has none, is the truth; else 0."""
     found = _ANSWER.findall(transcript.answer) or [transcript.answer]

@@ -6,9 +6,7 @@ explorer_input:
 
 from pydantic import BaseModel, ConfigDict
 
-from rft.types.completion import Transcript
-from rft.types.task import Task
-from rft.workflow.base import RunContext, Workflow, workflow
+from rft import RunContext, Task, Transcript, Workflow, register
 
 
 class ChatArgs(BaseModel):
@@ -18,7 +16,7 @@ class ChatArgs(BaseModel):
     system_prompt: str | None = None
 
 
-@workflow("simple_workflow", args=ChatArgs)
+@register.workflow("simple_workflow", args=ChatArgs)
 class SimpleWorkflow(Workflow):
     """Asks the model once.  The taskset's reward scores the answer."""
 
@@ -33,4 +31,4 @@ class SimpleWorkflow(Workflow):
         return ctx.transcript()
 
 
-workflow("async_simple_workflow", args=ChatArgs)(SimpleWorkflow)  # Trinity-RFT's name; every workflow may be async here
+register.workflow("async_simple_workflow", args=ChatArgs)(SimpleWorkflow)  # Trinity-RFT's name; every workflow may be async here

@@ -6,9 +6,7 @@ explorer_input:
 
 from pydantic import BaseModel, ConfigDict
 
-from rft.types.completion import Transcript
-from rft.types.task import Task
-from rft.workflow.base import RunContext, Workflow, workflow
+from rft import RunContext, Task, Transcript, Workflow, register
 
 INSTRUCTION = (
     "Solve the programming task in Python. Think first if you need to, then write the whole solution in one block that begins with "
@@ -23,7 +21,7 @@ class CodeArgs(BaseModel):
     system_prompt: str | None = None
 
 
-@workflow("code_workflow", args=CodeArgs)
+@register.workflow("code_workflow", args=CodeArgs)
 class CodeWorkflow(Workflow):
     """Asks once, with an instruction in front; a system prompt of the task itself wins."""
 

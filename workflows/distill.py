@@ -7,9 +7,7 @@ explorer_input: {taskset: {default_workflow_type: on_policy_distill_workflow, wo
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rft.types.completion import Score, Transcript
-from rft.types.task import Task
-from rft.workflow.base import RunContext, Workflow, workflow
+from rft import RunContext, Score, Task, Transcript, Workflow, register
 
 MATH = "Solve the problem step by step. Put the final result inside \\boxed{}."
 
@@ -22,7 +20,7 @@ class DistillArgs(BaseModel):
     system_prompt: str | None = Field(None, description="put first, unless the task brings its own")
 
 
-@workflow("on_policy_distill_workflow", args=DistillArgs)
+@register.workflow("on_policy_distill_workflow", args=DistillArgs)
 class OnPolicyDistill(Workflow):
     """One answer with its teacher's log-probs.  The taskset's reward, if it names one, is kept; distillation does not read it."""
 
@@ -49,7 +47,7 @@ class OnPolicyDistill(Workflow):
         return next(iter(ctx.models))
 
 
-@workflow("on_policy_distill_math_workflow", args=DistillArgs)
+@register.workflow("on_policy_distill_math_workflow", args=DistillArgs)
 class OnPolicyDistillMath(OnPolicyDistill):
     """The same with the instruction to reason and to mark the result; goes with `math_boxed_reward`."""
 

@@ -1,14 +1,13 @@
-"""Environments of other libraries: text games (textarena), verifiers, OpenEnv.  What they take stands in rft/workflow/adapters.
+"""Environments of other libraries: text games (textarena), verifiers, OpenEnv.  What they take stands in rft/workflow/adapters.py.
 
 explorer_input:
-  taskset: {path: "rft.taskset.seeds:seeds", default_workflow_type: text_game_workflow, workflow_args: {env_id: GuessTheNumber-v0}}
+  taskset: {path: "rft.taskset.generated_tasks:seeds", default_workflow_type: text_game_workflow,
+            workflow_args: {env_id: GuessTheNumber-v0}}
 """
 
-from rft.workflow.adapters.openenv import OpenEnvArgs, OpenEnvWorkflow
-from rft.workflow.adapters.textarena import TextGame, TextGameArgs
-from rft.workflow.adapters.verifiers import VerifiersArgs, VerifiersWorkflow
-from rft.workflow.base import workflow
+from rft import register
+from rft.workflow.adapters import OpenEnvArgs, OpenEnvWorkflow, TextGame, TextGameArgs, VerifiersArgs, VerifiersWorkflow
 
-workflow("text_game_workflow", args=TextGameArgs)(TextGame)
-workflow("verifiers_workflow", args=VerifiersArgs)(VerifiersWorkflow)
-workflow("openenv_workflow", args=OpenEnvArgs)(OpenEnvWorkflow)
+register.workflow("text_game_workflow", args=TextGameArgs)(TextGame)
+register.workflow("verifiers_workflow", args=VerifiersArgs)(VerifiersWorkflow)
+register.workflow("openenv_workflow", args=OpenEnvArgs)(OpenEnvWorkflow)

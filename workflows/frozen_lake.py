@@ -1,7 +1,7 @@
 """Crossing a frozen lake: a move in every turn, until the goal, a hole, or the last turn (needs gymnasium).
 
 explorer_input:
-  taskset: {path: "rft.taskset.lakes:lakes", split: train, default_workflow_type: frozen_lake_workflow}
+  taskset: {path: "rft.taskset.generated_tasks:frozen_lake_maps", split: train, default_workflow_type: frozen_lake_workflow}
 
 A row gives its map as `desc` (lines of S, F, H, G) or as `size`, `p` and `seed` of gymnasium's random maps.
 """
@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rft.types.task import Task
-from rft.workflow.adapters.gymnasium import GymArgs, GymWorkflow, gymnasium
-from rft.workflow.base import workflow
+from rft import Task, register
+from rft.workflow.adapters import GymArgs, GymWorkflow, gymnasium
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 ASKED = "Left, Down, Right or Up"
@@ -34,7 +33,7 @@ class FrozenLakeArgs(GymArgs):
     )
 
 
-@workflow("frozen_lake_workflow", args=FrozenLakeArgs)
+@register.workflow("frozen_lake_workflow", args=FrozenLakeArgs)
 class FrozenLake(GymWorkflow):
     """Reward 1 for reaching the goal, else 0."""
 

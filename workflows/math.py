@@ -7,9 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rft.types.completion import Transcript
-from rft.types.task import Task
-from rft.workflow.base import RunContext, Workflow, workflow
+from rft import RunContext, Task, Transcript, Workflow, register
 
 PROMPTS = {
     "tags": (
@@ -28,7 +26,7 @@ class MathArgs(BaseModel):
     system_prompt: str | None = None
 
 
-@workflow("math_workflow", args=MathArgs)
+@register.workflow("math_workflow", args=MathArgs)
 class MathWorkflow(Workflow):
     """Asks once, with an instruction in front; a system prompt of the task itself wins."""
 
@@ -52,7 +50,7 @@ class BoxedArgs(BaseModel):
     system_prompt: str | None = None
 
 
-@workflow("math_boxed_workflow", args=BoxedArgs)
+@register.workflow("math_boxed_workflow", args=BoxedArgs)
 class MathBoxedWorkflow(Workflow):
     """Asks once for a result inside \\boxed{}.  What an answer without <think> loses is an argument of `math_boxed_reward`."""
 
@@ -73,7 +71,7 @@ class EvalArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-@workflow("math_eval_workflow", args=EvalArgs)
+@register.workflow("math_eval_workflow", args=EvalArgs)
 class MathEvalWorkflow(MathBoxedWorkflow):
     """The instruction of Qwen2.5-Math's evaluation; its sampling is `rollout_args: {temperature: 0.6, top_p: 0.8}`."""
 
@@ -83,6 +81,6 @@ class MathEvalWorkflow(MathBoxedWorkflow):
 
 # Trinity-RFT's names.  math_rm_workflow is for rewards that look at the whole conversation, which all rewards can.
 for _name in ("async_math_workflow", "math_rm_workflow", "async_math_rm_workflow"):
-    workflow(_name, args=MathArgs)(MathWorkflow)
-workflow("async_math_boxed_workflow", args=BoxedArgs)(MathBoxedWorkflow)
-workflow("async_math_eval_workflow", args=EvalArgs)(MathEvalWorkflow)
+    register.workflow(_name, args=MathArgs)(MathWorkflow)
+register.workflow("async_math_boxed_workflow", args=BoxedArgs)(MathBoxedWorkflow)
+register.workflow("async_math_eval_workflow", args=EvalArgs)(MathEvalWorkflow)

@@ -6,7 +6,6 @@ explorer_input:
 A row has `question`, `query` (gold) and `database`: a script of CREATE and INSERT statements, or the path of a database file.
 """
 
-import re
 import sqlite3
 import time
 from pathlib import Path
@@ -14,16 +13,12 @@ from typing import Any
 
 from pydantic import Field
 
-from rft.types.task import Task
-from rft.workflow.base import workflow
-from rft.workflow.env import EnvWorkflow, Step
-from rft.workflow.turns import TurnArgs
+from rft import EnvWorkflow, Step, Task, TurnArgs, register
 
 INSTRUCTION = (
     "Answer the question with one SQLite query. In every turn write one query in a block that begins with ```sql and ends with ```; "
     "you are shown its result. When the last result answers the question, write SUBMIT alone."
 )
-_BLOCK = re.compile(r"```(?:sql)?\s*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _MAX_VALUE = 1 << 20  # bytes of one text or blob that a query may make
 
@@ -42,11 +37,12 @@ class QueryFailed(Exception):
     """A query is wrong, not allowed, or too slow."""
 
 
-@workflow("sql_workflow", args=SqlArgs)
+@register.workflow("sql_workflow", args=SqlArgs)
 class SqlWorkflow(EnvWorkflow):
     """Reward 1 if the last query gives what the gold query gives, else 0.  Queries can only read."""
 
     blocking = True
+    scores_itself = True
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
@@ -66,17 +62,17 @@ class SqlWorkflow(EnvWorkflow):
         return f"{schema}\n\n{task.prompt or task.row.get('question', '')}"
 
     def step(self, action: str) -> Step:
-        blocks = _BLOCK.findall(action)
+        *blocks, rest = _blocks(action)
         if not blocks and "SUBMIT" in action.upper().split():
             return self._over("Submitted.")
-        text = (blocks[-1] if blocks else action).strip()
+        text = blocks[-1] if blocks else action.strip()
         try:
             self.last = self.query(text, limit=None)
         except QueryFailed as e:
-            return Step(f"Error: {e}", info={"success": False})
-        if blocks and "SUBMIT" in _BLOCK.sub("", action).upper().split():
+            return Step(f"Error: {e}", reward=0.0, info={"success": False})
+        if blocks and "SUBMIT" in rest.upper().split():
             return self._over("Submitted.")
-        return Step(self.shown(self.last), info={"success": False})
+        return Step(self.shown(self.last), reward=0.0, info={"success": False})
 
     def outcome(self) -> dict[str, float]:
         return {"success": float(self._right())}
@@ -135,3 +131,12 @@ def _only_reads(action: int, first: str | None, second: str | None, database: st
     if action == sqlite3.SQLITE_FUNCTION and second == "load_extension":
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY
+
+
+def _blocks(action: str) -> list[str]:
+    """The queries between ```, and as the last item everything else."""
+    parts = action.split("```")
+    inside = parts[1:-1:2]
+    outside = [*parts[::2], *(parts[-1:] if len(parts) % 2 == 0 else [])]
+    queries = [block[3:] if block[:3].lower() == "sql" else block for block in inside]
+    return [*(query.strip() for query in queries), "".join(outside)]

@@ -1,7 +1,7 @@
 """Driving a taxi on a grid of five by five places (needs gymnasium): fetch a passenger, bring them to their goal.
 
 explorer_input:
-  taskset: {path: "rft.taskset.seeds:seeds", split: train, default_workflow_type: taxi_workflow}
+  taskset: {path: "rft.taskset.generated_tasks:seeds", split: train, default_workflow_type: taxi_workflow}
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from rft.types.task import Task
-from rft.workflow.adapters.gymnasium import GymArgs, GymWorkflow, gymnasium
-from rft.workflow.base import workflow
+from rft import Task, register
+from rft.workflow.adapters import GymArgs, GymWorkflow, gymnasium
 
 STANDS = ("Red", "Green", "Yellow", "Blue")
 
@@ -26,7 +25,7 @@ class TaxiArgs(GymArgs):
     )
 
 
-@workflow("taxi_workflow", args=TaxiArgs)
+@register.workflow("taxi_workflow", args=TaxiArgs)
 class Taxi(GymWorkflow):
     """The environment's rewards times `scale`; the part `success` says whether the passenger has arrived."""
 

@@ -14,14 +14,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rft import RunContext, Score, Task, ToolArgs, ToolWorkflow, Transcript, Workflow, register
 from rft.reward.tool_calls import matches, wanted
-from rft.types.completion import Score, Transcript
-from rft.types.task import Task
-from rft.workflow.base import RunContext, Workflow, workflow
-from rft.workflow.toolcalls import Format, described, find
-from rft.workflow.toolrun import ToolArgs, ToolWorkflow
+from rft.workflow.tools import Format, described, find
 
-workflow("tool_workflow", args=ToolArgs)(ToolWorkflow)
+register.workflow("tool_workflow", args=ToolArgs)(ToolWorkflow)
 
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # Python's names in BFCL's schemas
 _THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*\S", re.DOTALL)
@@ -36,12 +33,14 @@ class ToolCallArgs(BaseModel):
     system_prompt: str | None = Field(None, description="your own words instead of the description of tools and format")
 
 
-@workflow("tool_call_workflow", args=ToolCallArgs)
+@register.workflow("tool_call_workflow", args=ToolCallArgs)
 class ToolCallWorkflow(Workflow):
     """One answer; reward 1 if it makes exactly the gold calls, else 0.  Nothing is run.
 
     Rows of BFCL's shape: `question` (messages, or a list of such lists), `function` (schemas), `ground_truth`; or prompt, tools, truth.
     """
+
+    scores_itself = True
 
     def __init__(self, format: Format = "auto", with_think: bool = False, system_prompt: str | None = None) -> None:
         self.format: Format = format

@@ -13,14 +13,18 @@ the result for the whole.  It rests on every row lying wholly in one micro-batch
 from __future__ import annotations
 
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from rft.algorithm.base import LossInputs
+
+if TYPE_CHECKING:
+    import torch
 
 
 def valid(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with 0 where the mask is False; NaN and infinity there are harmless, in the gradient too."""
+    import torch
+
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -36,6 +40,8 @@ def row_sums(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 def row_means(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
     """Means of `values`, [N], over the valid tokens of each row: [S]; 0 for a row that has none."""
+    import torch
+
     return row_sums(values, x) / row_sums(torch.ones_like(values), x).clamp(min=1)
 
 
@@ -57,6 +63,8 @@ def part(x: LossInputs, *, expert: bool) -> LossInputs | None:
 
 def nothing(x: LossInputs) -> torch.Tensor:
     """A loss of 0 with a gradient of 0."""
+    import torch
+
     return valid(x.logprobs, torch.zeros_like(x.mask)).sum()
 
 

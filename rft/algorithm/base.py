@@ -6,16 +6,19 @@ gradient: a micro-batch's losses are *sums* divided by totals of the whole step,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 
 from rft.algorithm.args import AggMode
 from rft.plugins import kind
 from rft.types.ports import GroupStats
+
+if TYPE_CHECKING:
+    import torch
 
 advantage = kind("advantage_fn")
 sample_strategy = kind("sample_strategy")  # those that choose among the rows of a step: fn(x, args) -> numbers of the drawn rows
@@ -24,6 +27,45 @@ policy_extra = kind("policy_extra")  # what the policy loss of the same name rea
 kl_penalty = kind("kl_penalty_fn")  # fn(x, args) -> the KL of each row's tokens, list of [L_i]
 kl_loss = kind("kl_loss_fn")
 entropy_loss = kind("entropy_loss_fn")
+
+
+# ---------------------------------------------------------------- which parts an algorithm is made of
+
+Data = Literal["chats", "texts", "pairs"]
+
+
+@dataclass(kw_only=True)
+class AlgorithmDefaults:
+    """The parts of one algorithm.  Arguments left out have the defaults of the part's own `Args`."""
+
+    name: str
+    doc: str
+    advantage_fn: str
+    policy_loss_fn: str
+    kl_loss_fn: str = "none"
+    entropy_loss_fn: str = "default"
+    loss_agg_mode: AggMode = "token-mean"
+    kl_penalty_fn: str = "none"
+    sample_strategy: str = "default"
+    repeat_times: int = 8  # runs of each task where the configuration names none; a group of one has no advantage
+    advantage_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    policy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    kl_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    entropy_loss_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    kl_penalty_fn_args: Mapping[str, Any] = field(default_factory=dict)
+    sample_strategy_args: Mapping[str, Any] = field(default_factory=dict)
+    data: Data | None = None  # the rows of a data set that it trains on; None: what the policy samples
+
+
+def define_algorithm(name: str, doc: str, **parts: Any) -> AlgorithmDefaults:
+    """Registers an algorithm under `name`: `define_algorithm("mine", "What it is.", advantage_fn="grpo", policy_loss_fn="mine")`."""
+    made = AlgorithmDefaults(name=name, doc=doc, **parts)
+    made.__module__ = sys._getframe(1).f_globals["__name__"]  # the file that registers it
+    return kind("algorithm")(name)(made)
+
+
+class BufferStrategy:
+    """A sample strategy that the buffer carries out: the rows of a step have been chosen when they arrive."""
 
 
 # ---------------------------------------------------------------- the whole step, before its losses
@@ -49,6 +91,7 @@ class StepRow:
     discriminator_mean: np.ndarray | None = None
     values: np.ndarray | None = None
     teacher: np.ndarray | None = None  # log-probs of a teacher model
+    weights: np.ndarray | None = None  # of the off-policy correction, for parts that read them before it is applied
     is_expert: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -124,7 +167,7 @@ class Advantages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedStep:
     """What a step's losses read that depends on all of its rows.  Lists have one float32 or bool [L_i] per row.
 
     `weights` multiply token losses; tokens that are not in `keep` leave the loss and its denominators.  `extra` goes into

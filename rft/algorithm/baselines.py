@@ -6,24 +6,38 @@ Knows no tokens.  Invariant: baselines come from the statistics frozen with the 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from rft.algorithm.advantage_args import AsymReArgs, OpmdArgs
-from rft.algorithm.argbase import NoArgs
-from rft.algorithm.base import StepInputs, advantage
-from rft.algorithm.groups import described, equal, members, scores
+from rft.algorithm.args import AloneArgs, Args, NoArgs
+from rft.algorithm.base import StepInputs, advantage, define_algorithm
+from rft.algorithm.group_stats import described, equal, members, scores
 from rft.types.ports import GroupStats
 
 
-@advantage("none", args=NoArgs)
-def none(x: StepInputs, args: NoArgs) -> np.ndarray:
+class OpmdArgs(Args):
+    """Reward less a baseline of the group (arXiv:2501.12599)."""
+
+    opmd_baseline: Literal["mean", "logavgexp"] = Field("mean", description="mean, or tau (logsumexp(r / tau) - log n)")
+    tau: float = Field(1.0, gt=0, description="temperature of logavgexp")
+
+
+class AsymReArgs(Args):
+    """Reward less the group's mean and a shift (arXiv:2506.20520)."""
+
+    baseline_shift: float = Field(-0.1, description="added to the group's mean; negative lets good rows weigh more")
+
+
+@advantage("none", args=AloneArgs)
+def none(x: StepInputs, args: AloneArgs) -> np.ndarray:
     """A = 0, for losses that read no advantage (sft, cpt, dpo, raft).  Rewards are not looked at.  Returns float32 [S]."""
     return np.zeros(len(x.rows), np.float32)
 
 
-@advantage("reinforce", args=NoArgs)
-def reinforce(x: StepInputs, args: NoArgs) -> np.ndarray:
+@advantage("reinforce", args=AloneArgs)
+def reinforce(x: StepInputs, args: AloneArgs) -> np.ndarray:
     """A = R.  Returns float32 [S].  Williams 1992."""
     return scores(x, lambda reward, group: reward)
 
@@ -102,3 +116,19 @@ def gpg(x: StepInputs, args: NoArgs) -> np.ndarray:
 def _log_average_exp(rewards: tuple[float, ...], tau: float) -> float:
     top = max(rewards)
     return top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
+
+
+define_algorithm("rloo", "Leave-one-out baseline (arXiv:2402.14740).", advantage_fn="rloo", policy_loss_fn="ppo", repeat_times=2)
+define_algorithm(
+    "opmd", "Online policy mirror descent (arXiv:2501.12599).", advantage_fn="opmd", policy_loss_fn="opmd", repeat_times=2
+)
+define_algorithm(
+    "asymre",
+    "Asymmetric REINFORCE (arXiv:2506.20520).",
+    advantage_fn="asymre",
+    policy_loss_fn="opmd",
+    repeat_times=2,
+    entropy_loss_fn="none",
+)
+define_algorithm("opo", "Length-weighted baseline (arXiv:2505.23585).", advantage_fn="opo", policy_loss_fn="ppo")
+define_algorithm("gpg", "Group policy gradient (arXiv:2504.02546).", advantage_fn="gpg", policy_loss_fn="gpg")

@@ -7,28 +7,59 @@ Invariant: means and the choice of tokens are taken over the whole step, under t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
-import torch
+from pydantic import Field, model_validator
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, valid, weighted
-from rft.algorithm.base import LossInputs, LossOutput, StepInputs, policy_extra, policy_loss
-from rft.algorithm.loss_args import ClipCovArgs, KlCovArgs
+from rft.algorithm.args import Args, ClippedArgs, Computed, GradientArgs
+from rft.algorithm.base import LossInputs, LossOutput, StepInputs, define_algorithm, policy_extra, policy_loss
+
+if TYPE_CHECKING:
+    pass
 
 CHOSEN = "cov_chosen"
+
+
+class ClipCovArgs(ClippedArgs, GradientArgs):
+    """PPO without some tokens whose advantage and log-prob vary together (arXiv:2505.22617)."""
+
+    before: ClassVar[frozenset[Computed]] = frozenset({"old"})
+
+    clip_cov_ratio: float = Field(2e-4, gt=0, le=1, description="share of the tokens that lose their gradient")
+    clip_cov_lb: float = Field(1.0, description="such a token's covariance is above this")
+    clip_cov_ub: float = Field(5.0, description="and below this")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError(f"clip_cov_lb {self.clip_cov_lb} must be below clip_cov_ub {self.clip_cov_ub}")
+        return self
+
+
+class KlCovArgs(Args):
+    """Ratio loss with a KL penalty on the tokens of largest covariance (arXiv:2505.22617)."""
+
+    before: ClassVar[frozenset[Computed]] = frozenset({"old"})
+
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1, description="share of the tokens that get the penalty")
+    ppo_kl_coef: float = Field(1.0, ge=0, description="factor of the penalty")
 
 
 @policy_loss("clip_cov", args=ClipCovArgs)
 def clip_cov(x: LossInputs, args: ClipCovArgs) -> LossOutput:
     """loss = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and 0 on the chosen tokens, which stay in the denominators.
 
-    There is no dual clip.  Metrics, as means over valid tokens: pg_clipfrac (the token is chosen), those of `ratio.told`.
+    There is no dual clip.  Metrics, as means over valid tokens: pg_clipfrac (the token is chosen), those of `ratio_metrics`.
     """
+    import torch
+
     a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
     ratio, chosen = log_ratio.exp(), valid(x.extra[CHOSEN], x.mask) > 0
     values = valid(torch.maximum(-a * ratio, -a * ratio.clamp(1 - args.low, 1 + args.high)), ~chosen)
-    sums, maxima = ratios.told(log_ratio, x)
+    sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["pg_clipfrac"] = ratios.share(chosen, x)
     return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
 
@@ -52,12 +83,12 @@ def clip_cov_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: ClipC
 def kl_cov(x: LossInputs, args: KlCovArgs) -> LossOutput:
     """loss = -A ratio, and on the chosen tokens -A ratio + ppo_kl_coef |logprob - old|; nothing is clipped.
 
-    Metrics, as means over valid tokens: kl_cov_frac (the token is chosen), those of `ratio.told`.
+    Metrics, as means over valid tokens: kl_cov_frac (the token is chosen), those of `ratio_metrics`.
     """
     log_ratio = ratios.log_ratio(x)
     chosen = valid(x.extra[CHOSEN], x.mask) > 0
     penalty = valid(log_ratio.abs(), chosen)
-    sums, maxima = ratios.told(log_ratio, x)
+    sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["kl_cov_frac"] = ratios.share(chosen, x)
     values = -valid(x.advantages, x.mask) * log_ratio.exp() + args.ppo_kl_coef * penalty
     return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
@@ -89,3 +120,17 @@ def _marked(x: StepInputs, chosen: np.ndarray) -> Mapping[str, Sequence[np.ndarr
     marks = np.zeros(len(x.counted), np.float32)
     marks[chosen] = 1
     return {CHOSEN: x.split(marks)}
+
+
+define_algorithm(
+    "clip_cov",
+    "GRPO; tokens that lower the entropy most cost nothing (arXiv:2505.22617).",
+    advantage_fn="grpo",
+    policy_loss_fn="clip_cov",
+)
+define_algorithm(
+    "kl_cov",
+    "GRPO; such tokens are held near the old policy instead (arXiv:2505.22617).",
+    advantage_fn="grpo",
+    policy_loss_fn="kl_cov",
+)

@@ -7,13 +7,44 @@ the student has to sample at 1.  Invariant: where teacher and student agree on a
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from rft.algorithm.advantage_args import JsdArgs, OnPolicyDistillArgs
-from rft.algorithm.base import StepInputs, StepRow, advantage
+from rft.algorithm.args import AloneArgs, moot
+from rft.algorithm.base import StepInputs, StepRow, advantage, define_algorithm
 
 _LIMIT = 20.0  # of a log ratio before the exponential
+
+
+class _Taught(AloneArgs):
+    reads: ClassVar[str] = "the teacher's log-probs of every experience (teacher_logprobs)"
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        return ("teacher_logprobs",)
+
+
+class OnPolicyDistillArgs(_Taught):
+    """Teacher's log-prob less the student's, per token."""
+
+    kl_coef: float = Field(1.0, ge=0, description="factor of the advantage")
+
+
+class JsdArgs(_Taught):
+    """Generalised Jensen-Shannon divergence between teacher and student, per sampled token (arXiv:2306.13649)."""
+
+    lambda_coef: float = Field(0.5, ge=0, le=1, description="weight of the teacher in the mixture; 0 and 1 are the two KLs")
+    kl_coef: float = Field(1.0, ge=0, description="factor of the advantage")
+    temperature: float = Field(1.0, gt=0, description="divides both log-probs")
+    chunk_size: int | None = moot(
+        None,
+        "all tokens are computed at once: they are single numbers",
+        harmless=True,
+        ge=1,
+        description="tokens computed at the same time; null: all",
+    )
 
 
 @advantage("on_policy_distill", args=OnPolicyDistillArgs)
@@ -62,3 +93,19 @@ def _both(row: StepRow) -> tuple[np.ndarray, np.ndarray]:
             "auxiliary model for them (Experience.teacher_logprobs)"
         )
     return row.teacher.astype(np.float64), row.logprobs.astype(np.float64)
+
+
+define_algorithm(
+    "on_policy_distill",
+    "A teacher's log-probs as advantages.",
+    advantage_fn="on_policy_distill",
+    policy_loss_fn="ppo",
+    entropy_loss_fn="none",
+)
+define_algorithm(
+    "jsd",
+    "Distillation by Jensen-Shannon divergence (arXiv:2306.13649).",
+    advantage_fn="jsd",
+    policy_loss_fn="ppo",
+    entropy_loss_fn="none",
+)

@@ -5,11 +5,26 @@ Invariant: rows alternate chosen, rejected; both of a pair are in the same micro
 
 from __future__ import annotations
 
-from torch.nn.functional import logsigmoid
+from typing import ClassVar
+
+from pydantic import Field
 
 from rft.algorithm.aggregate import row_sums, valid
-from rft.algorithm.base import LossInputs, LossOutput, policy_loss
-from rft.algorithm.loss_args import DpoArgs
+from rft.algorithm.args import AggMode, Args, Sampled
+from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
+
+
+class DpoArgs(Args):
+    """Direct preference optimisation (arXiv:2305.18290)."""
+
+    reference: ClassVar[bool] = True
+    samples: ClassVar[Sampled] = "none"
+    pairs: ClassVar[bool] = True
+    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-sum"
+    fixed_agg: ClassVar[bool] = True
+
+    beta: float = Field(0.1, gt=0, description="factor of the implicit reward")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of preferences taken to be the wrong way round")
 
 
 @policy_loss("dpo", args=DpoArgs)
@@ -22,6 +37,8 @@ def dpo(x: LossInputs, args: DpoArgs) -> LossOutput:
     log-probs.  Metrics, as means over pairs: dpo_loss, chosen_reward, rejected_reward, reward_margin, accuracy_mean (m > 0),
     chosen_logps and rejected_logps (sums over a row's tokens).
     """
+    from torch.nn.functional import logsigmoid
+
     if x.num_rows % 2:
         raise ValueError(f"DPO needs pairs, but a micro-batch has {x.num_rows} rows; mark pairs with `TrainRow.pair`")
     if x.ref_logprobs is None:
@@ -45,3 +62,14 @@ def dpo(x: LossInputs, args: DpoArgs) -> LossOutput:
             "accuracy_mean": (margin.detach() > 0).to(margin.dtype).sum() * each,
         },
     )
+
+
+define_algorithm(
+    "dpo",
+    "Direct preference optimisation (arXiv:2305.18290).",
+    advantage_fn="none",
+    policy_loss_fn="dpo",
+    repeat_times=1,
+    data="pairs",
+    entropy_loss_fn="none",
+)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from rft.algorithm.aggregate import aggregate, masked_sum, nothing, part
-from rft.algorithm.args import EntropyArgs, NoArgs
+from rft.algorithm.args import Args, NoArgs
 from rft.algorithm.base import LossInputs, LossOutput, entropy_loss
+
+
+class EntropyArgs(Args):
+    """Weight of the entropy bonus."""
+
+    entropy_coef: float = Field(
+        0.0, ge=0, description="factor of the entropy bonus; 0 switches it off and no entropy is computed"
+    )
 
 
 @entropy_loss("default", args=EntropyArgs)

@@ -8,14 +8,35 @@ Invariant: tokens whose advantage is not negative always stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from rft.algorithm.advantage_args import ClipBArgs, ClipVArgs, GrpoArgs
+from rft.algorithm.args import EPSILON, Args, Computed
 from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage
-from rft.algorithm.grpo import grpo
+from rft.algorithm.grpo import GrpoArgs, grpo
 
 _NO_SPREAD = 1e-12  # a standard deviation below this is a rounding error: nothing is dropped
+
+
+class ClipBArgs(Args):
+    """GRPO without those tokens of bad answers that would lower the entropy most, judged from the batch (arXiv:2602.03392)."""
+
+    before: ClassVar[frozenset[Computed]] = frozenset({"old", "entropy"})
+
+    epsilon: float = Field(1e-6, gt=0, description=EPSILON)
+    mu: float = Field(2.5, gt=0, description="standard deviations of the entropy score beyond which a token is dropped")
+
+
+class ClipVArgs(Args):
+    """As clipb, judged from the vocabulary (arXiv:2602.03392)."""
+
+    before: ClassVar[frozenset[Computed]] = frozenset({"old", "entropy", "discriminator_mean"})
+
+    epsilon: float = Field(1e-6, gt=0, description=EPSILON)
+    mu: float = Field(8.5, gt=0, description="standard deviations beyond which a token is dropped")
+    max_frac: float = Field(1e-4, gt=0, le=1, description="most tokens that may be dropped, as a share")
 
 
 @advantage("clipb", args=ClipBArgs)

@@ -1,7 +1,7 @@
 """Group in group: advantages of whole episodes, and of steps that began in the same state (GiGPO, arXiv:2505.10978).
 
 Knows no tokens.  A run's steps are rows of their own; what happened in them stands in their info.
-Invariant: episodes are compared within their task; states across all rows of the step, which is why step advantages depend on the batch.
+Invariant: episodes and states are compared within their task, unless states of the whole batch are asked for.
 """
 
 from __future__ import annotations
@@ -9,13 +9,43 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
-from rft.algorithm.advantage_args import GigpoArgs
-from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage
-from rft.algorithm.groups import described, equal, members, unbiased_std
+from rft.algorithm.args import Args
+from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage, define_algorithm
+from rft.algorithm.group_stats import described, equal, members, unbiased_std
 from rft.algorithm.returns import to_go
+
+
+class GigpoArgs(Args):
+    """Group in group: episodes of a task, and steps that begin in the same state (arXiv:2505.10978)."""
+
+    reads: ClassVar[str] = (
+        "the state of every step, and its reward where it has one, from the entries of info named by env_state_hash_key and "
+        "step_reward_key"
+    )
+
+    omega: float = Field(1.0, ge=0, description="weight of the step advantage")
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per step")
+    fnorm: Literal["none", "std"] = Field("none", description="what centred rewards are divided by")
+    epsilon: float = Field(1e-6, gt=0, description="added to the divisor")
+    states_of: Literal["task", "batch"] = Field(
+        "task",
+        description="steps in one state are compared within their task (the paper), or within the batch (Trinity-RFT)",
+    )
+    step_reward_key: str = Field("step_reward", description="entry of the experience's info with the reward of the step")
+    env_state_hash_key: str = Field("env_state_hash", description="entry of the experience's info that names the state")
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        return (f"info.{self.env_state_hash_key}",) if self.omega > 0 else ()
+
+    @property
+    def whole_groups(self) -> bool:
+        return True
 
 
 @advantage("gigpo", args=GigpoArgs)
@@ -23,9 +53,9 @@ def gigpo(x: StepInputs, args: GigpoArgs) -> Advantages:
     """A = A_E + omega A_S, one number per row, on all of its tokens.
 
     r_t is info[step_reward_key]; where no row of the task has that key, the reward of the run's last step and 0 before it.
-    A_E = N(sum of r_t) over the runs of the task.  A_S = N(sum of gamma^(k - t) r_k, k >= t) over all rows of the step with the same
-    info[env_state_hash_key].  N(y) = (y - mean) / (d + epsilon) with d = 1, or with `fnorm: std` the unbiased standard deviation;
-    0 where there is one y, or all are equal.
+    A_E = N(sum of r_t) over the runs of the task.  A_S = N(sum of gamma^(k - t) r_k, k >= t) over the rows of the task (`states_of: batch`:
+    of the step) with the same info[env_state_hash_key].  N(y) = (y - mean) / (d + epsilon) with d = 1, or with `fnorm: std` the unbiased
+    standard deviation; 0 where there is one y, or all are equal.
 
     Values: float32 [L_i] per row.  Raises ValueError for a row without a state hash while omega > 0, and for a task some of whose
     rows have a step reward and some have not.
@@ -37,7 +67,7 @@ def gigpo(x: StepInputs, args: GigpoArgs) -> Advantages:
     states: dict[Hashable, list[int]] = defaultdict(list)
     if args.omega > 0:
         for i, row in enumerate(rows):
-            states[_state(row, args.env_state_hash_key)].append(i)
+            states[row.group if args.states_of == "task" else "", _state(row, args.env_state_hash_key)].append(i)
     for same in states.values():
         score[same] += args.omega * _normal([returns[i] for i in same], args)
     shared = sum(len(same) > 1 for same in states.values())
@@ -108,3 +138,6 @@ def _state(row: StepRow, key: str) -> Hashable:
             "which the step began; the workflow writes it.  With omega: 0 only whole episodes are compared"
         )
     return str(state)
+
+
+define_algorithm("gigpo", "Group in group (arXiv:2505.10978).", advantage_fn="gigpo", policy_loss_fn="ppo")

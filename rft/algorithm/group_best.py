@@ -5,9 +5,20 @@ Knows rewards, not losses.  Invariant: which rows are chosen depends on their gr
 
 from __future__ import annotations
 
-from rft.algorithm.advantage_args import GroupBestArgs
-from rft.algorithm.base import StepInputs, sample_strategy
+from pydantic import Field
+
+from rft.algorithm.args import Args
+from rft.algorithm.base import StepInputs, define_algorithm, sample_strategy
 from rft.types.ports import GroupStats
+
+
+class GroupBestArgs(Args):
+    """The best runs of each group (arXiv:2304.06767)."""
+
+    num_best: int = Field(1, ge=1, description="runs of each group that are trained on, those with the highest rewards")
+    min_reward: float | None = Field(
+        None, description="runs with a lower reward are left out even then; null: the best is always good"
+    )
 
 
 @sample_strategy("group_best", args=GroupBestArgs)
@@ -25,3 +36,13 @@ def _best(stats: GroupStats, args: GroupBestArgs) -> set[int]:
     rewards = dict(zip(stats.runs, stats.rewards, strict=True))  # of a run with several steps: its last
     order = sorted(rewards, key=lambda run: (-rewards[run], run))
     return {run for run in order[: args.num_best] if args.min_reward is None or rewards[run] >= args.min_reward}
+
+
+define_algorithm(
+    "raft",
+    "SFT on the best answers (arXiv:2304.06767).",
+    advantage_fn="none",
+    policy_loss_fn="sft",
+    sample_strategy="group_best",
+    entropy_loss_fn="none",
+)

@@ -10,14 +10,63 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 import numpy as np
+from pydantic import Field
 
-from rft.algorithm.advantage_args import GrpoArgs, NormArgs, StepWiseGrpoArgs
-from rft.algorithm.base import StepInputs, StepRow, advantage
-from rft.algorithm.groups import described, equal, members, scores, unbiased_std
+from rft.algorithm.args import EPSILON, Args, moot
+from rft.algorithm.base import StepInputs, StepRow, advantage, define_algorithm
+from rft.algorithm.group_stats import described, equal, members, scores, unbiased_std
 from rft.types.ports import GroupStats
+
+
+def drop_threshold() -> float | None:
+    """The argument of advantages that may drop groups of equal rewards."""
+    threshold: float | None = Field(
+        None, ge=0, description="drop groups whose standard deviation is not above this, as the operator reward_std_filter does"
+    )
+    return threshold
+
+
+class GrpoArgs(Args):
+    """Group-relative advantage (arXiv:2402.03300); `norm_by_std: false` is Dr. GRPO (arXiv:2503.20783)."""
+
+    epsilon: float = Field(1e-6, gt=0, description=EPSILON)
+    norm_by_std: bool = Field(True, description="divide by the unbiased standard deviation")
+    std_threshold: float | None = drop_threshold()
+    duplicate_experiences: bool = moot(
+        False,
+        "dropped groups are not made up for: the buffer has one max_uses for all of its rows, and rows are never copied",
+        description="use remaining groups again in place of the dropped ones",
+    )
+    rank_penalty: float | None = Field(
+        None, ge=0, description="lower the rewards of likely answers by this times their rank in the group (arXiv:2506.02355)"
+    )
+    std_cal_level: Literal["group", "batch"] = Field(
+        "group", description="which rewards the standard deviation is taken over (arXiv:2508.08221)"
+    )
+
+    @property
+    def whole_groups(self) -> bool:
+        return self.rank_penalty is not None
+
+
+class StepWiseGrpoArgs(Args):
+    """GRPO over the last experiences of each run, given to all of the run's steps."""
+
+    epsilon: float = Field(1e-6, gt=0, description=EPSILON)
+    enable_step_norm: bool = Field(False, description="divide by the run's number of steps")
+    std_threshold: float | None = drop_threshold()
+    std_cal_level: Literal["group", "batch"] = Field("group", description="which rewards the standard deviation is taken over")
+
+
+class NormArgs(Args):
+    """Group statistics with a switch for the division."""
+
+    epsilon: float = Field(1e-6, gt=0, description=EPSILON)
+    norm_by_std: bool = Field(True, description="divide by the group's unbiased standard deviation")
 
 
 @advantage("grpo", args=GrpoArgs)
@@ -118,3 +167,37 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
     same = (given[None, :] == given[:, None]).sum(1)
     ranks: np.ndarray = smaller + (same - 1) / 2
     return ranks
+
+
+define_algorithm(
+    "grpo",
+    "Group-relative advantages with the clipped PPO loss (arXiv:2402.03300).  No KL loss unless kl_loss_fn is set: "
+    "Trinity-RFT's preset adds k2 with kl_coef 0.001, which costs a reference model; write kl_loss_fn: k2 for the same.",
+    advantage_fn="grpo",
+    policy_loss_fn="ppo",
+)
+define_algorithm(
+    "dr_grpo",
+    "GRPO without its two biases (arXiv:2503.20783): advantages are not divided by the group's standard deviation, "
+    "and a sequence's loss is divided by max_response_tokens instead of its own length.",
+    advantage_fn="grpo",
+    advantage_fn_args={"norm_by_std": False},
+    policy_loss_fn="ppo",
+    loss_agg_mode="seq-mean-token-sum-norm",
+)
+define_algorithm(
+    "dapo",
+    "GRPO with a wider upper clip bound (arXiv:2503.14476).  Its penalty for overlong answers is an argument of every reward; "
+    "groups of equal rewards stay in the step with advantage 0 instead of being sampled anew.",
+    advantage_fn="grpo",
+    policy_loss_fn="ppo",
+    policy_loss_fn_args={"clip_range_low": 0.2, "clip_range_high": 0.28},
+    repeat_times=16,
+)
+define_algorithm(
+    "grpo_passk",
+    "Only the best answer of a group counts (arXiv:2503.19595).",
+    advantage_fn="grpo_passk",
+    policy_loss_fn="ppo",
+)
+define_algorithm("multi_step_grpo", "GRPO over runs of several steps.", advantage_fn="step_wise_grpo", policy_loss_fn="ppo")

@@ -5,14 +5,53 @@ Invariant: a sequence is wholly in one micro-batch, so its ratio is exact.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, model_validator
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
-from rft.algorithm.base import LossInputs, LossOutput, policy_loss
-from rft.algorithm.loss_args import GeoMeanArgs, GspoArgs
+from rft.algorithm.args import AggMode, ClippedArgs, GradientArgs, below_one
+from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
+
+if TYPE_CHECKING:
+    pass
 
 MAX_LOG_RATIO = 10.0
+
+
+class GspoArgs(GradientArgs):
+    """Clipped ratio of whole sequences (arXiv:2507.18071)."""
+
+    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-mean"
+
+    clip_range: float | None = Field(None, ge=0, description="both bounds, where the two below are not given")
+    clip_range_low: float = Field(3e-4, ge=0, le=1, description="the sequence ratio is clipped at 1 - this")
+    clip_range_high: float = Field(4e-4, ge=0, description="the sequence ratio is clipped at 1 + this")
+
+    _bounds = model_validator(mode="after")(below_one)
+
+    @property
+    def low(self) -> float:
+        return self._bound("clip_range_low", self.clip_range_low)
+
+    @property
+    def high(self) -> float:
+        return self._bound("clip_range_high", self.clip_range_high)
+
+    def _bound(self, name: str, value: float) -> float:
+        return value if self.clip_range is None or name in self.model_fields_set else self.clip_range
+
+
+class GeoMeanArgs(ClippedArgs, GradientArgs):
+    """Geometric mean of a sequence's ratios (arXiv:2507.20673); bounds hold for log ratios."""
+
+    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-mean"
+    fixed_agg: ClassVar[bool] = True
+
+    clip_range: float = Field(0.2, ge=0, description="both bounds of the log ratio, where the two below are null")
+    clip_range_low: float | None = Field(None, ge=0, le=1, description="the log ratio is clipped at -clip_range_low")
+    clip_range_high: float | None = Field(None, ge=0, description="the log ratio is clipped at clip_range_high")
 
 
 @policy_loss("gspo", args=GspoArgs)
@@ -22,15 +61,17 @@ def gspo(x: LossInputs, args: GspoArgs) -> LossOutput:
         loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
 
     Every token of a sequence has the same ratio and a gradient of its own.  Defined with seq-mean-token-mean.  Metrics, as means over
-    valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio.told`.
+    valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio_metrics`.
 
     Example: logprob - old = 0.1, -0.1, 0.3 gives s = exp(0.1) = 1.105171 for all three.
     """
+    import torch
+
     a, own = valid(x.advantages, x.mask), valid(x.logprobs, x.mask)
     q = row_means(ratios.difference(x).detach(), x)[x.row]
     s = (own - own.detach() + q).clamp(max=MAX_LOG_RATIO).exp()
     plain, clipped = -a * s, -a * s.clamp(1 - args.low, 1 + args.high)
-    sums, maxima = ratios.told(ratios.log_ratio(x), x)
+    sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
     sums["pg_clipfrac"] = ratios.share(clipped > plain, x)
     sums["ppo_kl_seq"] = masked_sum(-q, x.mask)
     return LossOutput(loss=aggregate(weighted(torch.maximum(plain, clipped), x), x), sums=sums, maxima=maxima)
@@ -44,8 +85,10 @@ def geo_mean(x: LossInputs, args: GeoMeanArgs) -> LossOutput:
         loss = -mean(A) exp(mean(v')),  the loss of the step is its mean over sequences, whatever `loss_agg_mode`.
 
     Weights of an off-policy correction enter as their geometric mean over the sequence.  Metrics, as means over valid tokens:
-    pg_clipfrac (v' is not v), those of `ratio.told`.
+    pg_clipfrac (v' is not v), those of `ratio_metrics`.
     """
+    import torch
+
     a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
     sign = a.sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-args.low, args.high))
@@ -53,6 +96,24 @@ def geo_mean(x: LossInputs, args: GeoMeanArgs) -> LossOutput:
     if x.weights is not None:
         floor = torch.finfo(x.weights.dtype).tiny  # a weight of 0 anywhere takes the sequence's to about 0
         loss = loss * row_means(valid(x.weights, x.mask).clamp(min=floor).log(), x).exp()
-    sums, maxima = ratios.told(log_ratio, x)
+    sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["pg_clipfrac"] = ratios.share((pessimistic != log_ratio) & (a != 0), x)
     return LossOutput(loss=loss.sum() / x.denominators.rows, sums=sums, maxima=maxima)
+
+
+define_algorithm(
+    "gspo",
+    "Ratios of whole sequences (arXiv:2507.18071).",
+    advantage_fn="grpo",
+    policy_loss_fn="gspo",
+    repeat_times=2,
+    loss_agg_mode="seq-mean-token-mean",
+)
+define_algorithm(
+    "gmpo",
+    "Geometric mean of a sequence's ratios (arXiv:2507.20673), with the paper's bounds of the log ratio.",
+    advantage_fn="grpo",
+    policy_loss_fn="geo_mean",
+    policy_loss_fn_args={"clip_range": 0.4},
+    loss_agg_mode="seq-mean-token-mean",
+)

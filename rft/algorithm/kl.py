@@ -11,15 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
+from pydantic import Field
 
 from rft.algorithm.aggregate import aggregate, valid
-from rft.algorithm.args import KlArgs, NoArgs
+from rft.algorithm.args import Args, NoArgs
 from rft.algorithm.base import LossInputs, LossOutput, kl_loss
 
-Estimator = Callable[[torch.Tensor], torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+    Estimator = Callable[[torch.Tensor], torch.Tensor]
+
 MAX_RATIO = 2.0  # of corrected_k3
+
+
+class KlArgs(Args):
+    """Weight of a KL against the reference model, as a loss or in the reward; constant or steered (arXiv:1909.08593)."""
+
+    kl_coef: float = Field(
+        0.001, ge=0, description="factor of the KL, the first one where it is adaptive; 0 switches the KL and its model off"
+    )
+    adaptive: bool = Field(False, description="steer kl_coef so that the KL comes near target_kl")
+    target_kl: float = Field(0.1, gt=0, description="the KL that is steered for, in nats per token")
+    horizon: int = Field(10000, gt=0, description="experiences after which kl_coef follows an error wholly")
 
 
 def k1(d: torch.Tensor) -> torch.Tensor:
@@ -39,6 +55,8 @@ def k2(d: torch.Tensor) -> torch.Tensor:
 
 def k3(d: torch.Tensor) -> torch.Tensor:
     """Unbiased, never negative; as a loss its gradient is that of KL(reference || policy)."""
+    import torch
+
     return torch.expm1(d) - d
 
 

@@ -6,27 +6,38 @@ Invariant: which tokens are left out is decided over all tokens of the step, und
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, valid, weighted
-from rft.algorithm.base import LossInputs, LossOutput, StepInputs, policy_extra, policy_loss
-from rft.algorithm.loss_args import M2poArgs
+from rft.algorithm.args import Computed, GradientArgs
+from rft.algorithm.base import LossInputs, LossOutput, StepInputs, define_algorithm, policy_extra, policy_loss
 
 KEPT = "m2po_kept"
+
+
+class M2poArgs(GradientArgs):
+    """Ratio loss on tokens kept by their second moment (arXiv:2510.01161)."""
+
+    before: ClassVar[frozenset[Computed]] = frozenset({"old"})
+
+    m2_threshold: float = Field(0.04, gt=0, description="largest mean of the squared log ratio among the kept tokens")
+    log_ratio_clip: float = Field(20.0, gt=0, description="limit of the log ratio before the exponential")
 
 
 @policy_loss("m2po", args=M2poArgs)
 def m2po(x: LossInputs, args: M2poArgs) -> LossOutput:
     """loss = -A ratio on the kept tokens, else 0, ratio = exp(clip(logprob - old, +-log_ratio_clip)).
 
-    All valid tokens are in the denominators.  Metrics, as means over valid tokens: masked_fraction, those of `ratio.told`.
+    All valid tokens are in the denominators.  Metrics, as means over valid tokens: masked_fraction, those of `ratio_metrics`.
     """
     kept = valid(x.extra[KEPT], x.mask) > 0
     log_ratio = ratios.log_ratio(x, args.log_ratio_clip)
     values = valid(-valid(x.advantages, x.mask) * log_ratio.exp(), kept)
-    sums, maxima = ratios.told(log_ratio, x)
+    sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["masked_fraction"] = ratios.share(~kept, x)
     return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
 
@@ -46,3 +57,6 @@ def kept_tokens(x: StepInputs, advantages: Sequence[np.ndarray], args: M2poArgs)
     kept = np.ones(len(log_ratio), np.float32)
     kept[np.flatnonzero(onwards)[order[np.count_nonzero(running <= args.m2_threshold) :]]] = 0
     return {KEPT: x.split(kept)}
+
+
+define_algorithm("m2po", "Second-moment mask for stale rows (arXiv:2510.01161).", advantage_fn="grpo", policy_loss_fn="m2po")

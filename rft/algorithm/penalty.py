@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import torch
 
-from rft.algorithm.args import KlArgs, NoArgs
+from rft.algorithm.args import NoArgs
 from rft.algorithm.base import StepInputs, StepRow, kl_penalty
-from rft.algorithm.groups import unbiased_std
-from rft.algorithm.kl import ESTIMATORS, MAX_RATIO, Estimator, k3
+from rft.algorithm.group_stats import unbiased_std
+from rft.algorithm.kl import ESTIMATORS, MAX_RATIO, KlArgs, k3
 from rft.types.ports import GroupStats
+
+if TYPE_CHECKING:
+    from rft.algorithm.kl import Estimator
 
 
 def penalised(x: StepInputs, kls: Sequence[np.ndarray], coef: float) -> tuple[StepInputs, float]:
@@ -64,11 +67,13 @@ def _of(group: GroupStats, rows: list[StepRow]) -> GroupStats:
 
 
 def _estimates(x: StepInputs, estimate: Estimator, *, corrected: bool) -> list[np.ndarray]:
-    """The estimator of every trained token, float64 [L_i], from log-probs of the reference and of the policy that the ratio is taken
-    against: recomputed where the rows have them, else the sampler's.
+    """The estimator of every trained token, float64 [L_i], from log-probs of the reference and of the policy before the step where the rows
+    have them, else of the sampler.
 
     `corrected`: times exp(old - sampler), at most 2, by which a sampled token counts for the old policy.
     """
+    import torch
+
     found = []
     for row in x.rows:
         if row.is_expert:

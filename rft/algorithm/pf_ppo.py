@@ -7,12 +7,22 @@ Invariant: the draw depends on seed, step and rows, not on the order of the rows
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Literal
 
-from rft.algorithm.advantage_args import PfPpoArgs
+import numpy as np
+from pydantic import Field
+
+from rft.algorithm.args import Args
 from rft.algorithm.base import StepInputs, sample_strategy
 
 _LARGEST = 1e290  # a sum of weights stays finite
+
+
+class PfPpoArgs(Args):
+    """Rows drawn anew by their reward (arXiv:2409.06957)."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = Field("pow", description="how a reward becomes a weight")
+    weight_pow: float = Field(2.0, gt=0, description="exponent of pow")
 
 
 @sample_strategy("pf_ppo", args=PfPpoArgs)

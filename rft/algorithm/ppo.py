@@ -5,12 +5,32 @@ Knows no advantages' origin, no aggregation, no processes.  Invariant: a token o
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
-from rft.algorithm.args import PpoArgs
-from rft.algorithm.base import LossInputs, LossOutput, policy_loss
+from rft.algorithm.args import ClippedArgs, GradientArgs
+from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
+
+if TYPE_CHECKING:
+    pass
+
+
+class PpoArgs(ClippedArgs, GradientArgs):
+    """Clipped importance ratio (arXiv:1707.06347) with dual clip (arXiv:1912.09729) and separate bounds (arXiv:2503.14476)."""
+
+    clip_ratio_c: float = Field(3.0, gt=1, description="dual clip: a token with negative advantage A costs at most -A times this")
+    enable_sequence_masking: bool = Field(
+        False, description="tokens of bad answers that the policy has moved far away from cost nothing (arXiv:2512.02556)"
+    )
+    delta_sequence_masking: float = Field(
+        0.1, ge=0, description="how far: mean of old less new log-prob of the sequence, in nats"
+    )
+    fallback_to_policy_gradient: bool = Field(
+        False, description="the ratio is taken against the policy itself: it is 1, nothing is clipped"
+    )
 
 
 @policy_loss("ppo", args=PpoArgs)
@@ -27,6 +47,8 @@ def ppo(x: LossInputs, args: PpoArgs) -> LossOutput:
     Metrics, as means over valid tokens: pg_clipfrac (the clipped term is the larger), pg_clipfrac_lower (dual clip is active), those
     of `ratio.told`, and with sequence masking seq_mask/masked_tokens and seq_mask/mean_sequence_kl.
     """
+    import torch
+
     a = valid(x.advantages, x.mask)
     log_ratio = ratios.log_ratio(x)
     moved = log_ratio
@@ -37,7 +59,7 @@ def ppo(x: LossInputs, args: PpoArgs) -> LossOutput:
     plain, clipped, limit = -a * ratio, -a * ratio.clamp(1 - args.low, 1 + args.high), -a * args.clip_ratio_c
     worse = torch.maximum(plain, clipped)
     loss = torch.where(a < 0, torch.minimum(worse, limit), worse)
-    sums, maxima = ratios.told(log_ratio, x)
+    sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["pg_clipfrac"] = ratios.share(clipped > plain, x)
     sums["pg_clipfrac_lower"] = ratios.share((worse > limit) & (a < 0), x)
     if args.enable_sequence_masking:
@@ -47,3 +69,8 @@ def ppo(x: LossInputs, args: PpoArgs) -> LossOutput:
         sums["seq_mask/masked_tokens"] = ratios.share(far, x)
         sums["seq_mask/mean_sequence_kl"] = masked_sum(apart, x.mask)
     return LossOutput(loss=aggregate(weighted(loss, x), x), sums=sums, maxima=maxima)
+
+
+define_algorithm(
+    "ppo", "Clipped ratio with a critic (arXiv:1707.06347).", advantage_fn="ppo", policy_loss_fn="ppo", repeat_times=1
+)

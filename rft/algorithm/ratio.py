@@ -5,10 +5,13 @@ Invariant: a token outside the mask has ratio 1 and no gradient.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from rft.algorithm.aggregate import masked_sum, valid
 from rft.algorithm.base import LossInputs
+
+if TYPE_CHECKING:
+    import torch
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is finite in float32 with room to square
 
@@ -23,7 +26,7 @@ def log_ratio(x: LossInputs, limit: float = LOG_RATIO_LIMIT) -> torch.Tensor:
     return difference(x).clamp(-limit, limit)
 
 
-def told(log_ratio: torch.Tensor, x: LossInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def ratio_metrics(log_ratio: torch.Tensor, x: LossInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(sums, maxima) every ratio loss tells: ppo_kl (old - new log-prob), ratio, ratio_abs_dev (|ratio - 1|); ratio_max."""
     log_ratio = log_ratio.detach()
     ratio = log_ratio.exp()

@@ -1,15 +1,102 @@
-"""Group-relative REINFORCE and its variations (arXiv:2509.24203): which tokens count, how much, and what is added."""
+"""Group-relative REINFORCE and its variations (REC, arXiv:2509.24203): which rows and tokens count, how much, and what is added.
+
+Invariant: which rows of a group are dropped depends on the group's frozen rewards and on the seed, never on which of its rows share the
+batch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
-import torch
+import numpy as np
+from pydantic import Field
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, row_means, valid, weighted
-from rft.algorithm.base import LossInputs, LossOutput, policy_loss
-from rft.algorithm.loss_args import RecLossArgs
+from rft.algorithm.args import EPSILON, Args
+from rft.algorithm.base import Advantages, LossInputs, LossOutput, StepInputs, advantage, define_algorithm, policy_loss
+from rft.algorithm.group_stats import described, equal, members
+from rft.types.ports import GroupStats
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RecArgs(Args):
+    """Group-relative REINFORCE with a choice of rows (arXiv:2509.24203)."""
+
+    epsilon: float = Field(1e-6, gt=0, description=EPSILON)
+    std_normalize: bool = Field(False, description="divide by the group's biased standard deviation")
+    drop: Literal["balance"] | None = Field(
+        None, description="balance: drop rows below the mean until both sides are equally many"
+    )
+
+
+@advantage("rec", args=RecArgs)
+def rec_advantage(x: StepInputs, args: RecArgs) -> Advantages:
+    """A = R - mean, with `std_normalize` divided by (std + epsilon), std biased (n).
+
+    With `drop: balance`, a group with more rows below its mean than not loses surplus ones of them, drawn at random, and mean and std
+    are those of the rest.  Dropped rows have advantage 0 and leave the loss and its denominators.  Equal rewards give 0.
+    Values float32, keep bool: [L_i] per row.
+    """
+    kept = {row.group: _kept(group, args.drop, x.seed) for row, group in members(x)}
+    values, keep = [], []
+    for row, group in members(x):
+        stays, rewards = True, np.asarray(group.rewards, np.float64)
+        if (mask := kept[row.group]) is not None:
+            known = described(group)
+            stays = bool(mask[list(zip(known.runs, known.steps, strict=True)).index((row.run, row.step))])
+            rewards = rewards[mask]
+        value = 0.0
+        if stays and not equal(group.rewards):
+            value = (row.reward - rewards.mean()) / (rewards.std() + args.epsilon if args.std_normalize else 1.0)
+        values.append(np.full(row.length, value, np.float32))
+        keep.append(np.full(row.length, stays))
+    dropped = 1 - float(np.mean([k.all() for k in keep])) if keep else 0.0
+    return Advantages(values=values, keep=keep, metrics={"rec/dropped_rows_frac": dropped} if args.drop else {})
+
+
+def _kept(group: GroupStats, drop: str | None, seed: int) -> np.ndarray | None:
+    """bool [n], which members of the group stay; None: all."""
+    if drop is None or equal(group.rewards):
+        return None
+    rewards = np.asarray(group.rewards, np.float64)
+    low = np.flatnonzero(rewards < rewards.mean())
+    surplus = 2 * len(low) - len(rewards)
+    if surplus <= 0:
+        return None
+    mask = np.ones(len(rewards), np.bool_)
+    mask[_generator(group.group, seed).permutation(low)[:surplus]] = False
+    return mask
+
+
+def _generator(group: str, seed: int) -> np.random.Generator:
+    name = group.partition(".")[2] or group  # without the lineage: a run that was resumed draws as one that was not
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(digest, "big"))
+
+
+class RecLossArgs(Args):
+    """-A log-prob with a choice of range, weight and regulariser (arXiv:2509.24203)."""
+
+    epsilon_low: float = Field(0.2, ge=0, le=1, description="lower bound of the range: 1 - this")
+    epsilon_high: float = Field(0.2, ge=0, description="upper bound of the range: 1 + this")
+    epsilon_low_prime: float = Field(0.6, ge=0, le=1, description="ring: good answers below 1 - this count again")
+    epsilon_high_prime: float = Field(2.0, ge=0, description="ring: bad answers above 1 + this count again")
+    clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = Field("none", description="which tokens count")
+    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = Field(
+        "none", description="factor of each token's loss"
+    )
+    regularizer: Literal["none", "k2", "forward-kl"] = Field("none", description="added to each token's loss")
+    regularizer_coef: float = Field(0.0, ge=0, description="factor of the regulariser")
+    temp: float = Field(1.0, gt=0, description="weight advantage: A exp(A / temp)")
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        return self.regularizer == "none" or self.regularizer_coef == 0
 
 
 @policy_loss("rec", args=RecLossArgs)
@@ -27,7 +114,7 @@ def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
         weight           w = 1, ratio (importance_sampling), q (gspo_importance_sampling), exp(A / temp) (advantage)
         regulariser      none; k2: c (logprob - old)^2; forward-kl: -c logprob; it has no factor 1/2, no weight and no range
 
-    Metrics, as means over valid tokens: pg_clipfrac (does not count), those of `ratio.told`.
+    Metrics, as means over valid tokens: pg_clipfrac (does not count), those of `ratio_metrics`.
     """
     a, own = valid(x.advantages, x.mask), valid(x.logprobs, x.mask)
     apart = ratios.difference(x)
@@ -44,12 +131,14 @@ def rec(x: LossInputs, args: RecLossArgs) -> LossOutput:
             pass
     if args.clip_mode == "gspo-one-side":
         x = replace(x, loss_agg_mode="seq-mean-token-mean")
-    sums, maxima = ratios.told(ratios.log_ratio(x), x)
+    sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
     sums["pg_clipfrac"] = ratios.share(~counts, x)
     return LossOutput(loss=aggregate(values, x), sums=sums, maxima=maxima)
 
 
 def _counts(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: RecLossArgs) -> torch.Tensor:
+    import torch
+
     low, high = 1 - args.epsilon_low, 1 + args.epsilon_high
     match args.clip_mode:
         case "none":
@@ -66,6 +155,8 @@ def _counts(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: 
 
 
 def _weight(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: RecLossArgs) -> torch.Tensor:
+    import torch
+
     match args.weight:
         case "none":
             return torch.ones_like(a)
@@ -75,3 +166,6 @@ def _weight(a: torch.Tensor, ratio: torch.Tensor, sequence: torch.Tensor, args: 
             return sequence
         case "advantage":
             return (a / args.temp).exp()
+
+
+define_algorithm("rec", "Group-relative REINFORCE (arXiv:2509.24203).", advantage_fn="rec", policy_loss_fn="rec", repeat_times=2)

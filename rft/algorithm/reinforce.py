@@ -5,17 +5,43 @@ Invariant: each is the policy gradient where the policy is the one that sampled,
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from rft.algorithm import ratio as ratios
-from rft.algorithm.aggregate import aggregate, masked_sum, valid, weighted
-from rft.algorithm.base import LossInputs, LossOutput, policy_loss
-from rft.algorithm.loss_args import GradientArgs, OpmdLossArgs, SppoArgs, ToprArgs
+from rft.algorithm.aggregate import aggregate, masked_sum, row_sums, valid, weighted
+from rft.algorithm.args import GradientArgs
+from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ToprArgs(GradientArgs):
+    """Tapered importance weights for bad answers (arXiv:2503.14286)."""
+
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="what is clipped: each token's ratio, as in Trinity-RFT, or the whole answer's, as in the paper"
+    )
+    advantage_threshold: float = Field(0.0, description="advantages up to this get a ratio clipped to [0, 1], others weight 1")
+
+
+class OpmdLossArgs(GradientArgs):
+    """-A log-prob / (1 + tau) (arXiv:2501.12599)."""
+
+    tau: float = Field(1.0, ge=0, description="regularisation towards the sampling policy")
+
+
+class SppoArgs(GradientArgs):
+    """Softmax PPO (arXiv:2108.05828): -A (log-prob - old) where the ratio is near 1."""
+
+    epsilon: float = Field(0.3, gt=0, description="ratios from 1 / (1 + epsilon) to 1 + epsilon count")
 
 
 @policy_loss("reinforce", args=GradientArgs)
 def reinforce(x: LossInputs, args: GradientArgs) -> LossOutput:
-    """loss = -A logprob, per token, times x.weights where an off-policy correction gives them.  Metrics: those of `ratio.told`."""
+    """loss = -A logprob, per token, times x.weights where an off-policy correction gives them.  Metrics: those of `ratio_metrics`."""
     return _output(-valid(x.advantages, x.mask) * valid(x.logprobs, x.mask), x)
 
 
@@ -29,7 +55,7 @@ def gpg(x: LossInputs, args: GradientArgs) -> LossOutput:
 def opmd(x: LossInputs, args: OpmdLossArgs) -> LossOutput:
     """Online policy mirror descent (arXiv:2501.12599): loss = -A logprob / (1 + tau), per token.
 
-    Metrics, as means over valid tokens: opmd_loss, those of `ratio.told`.
+    Metrics, as means over valid tokens: opmd_loss, those of `ratio_metrics`.
     """
     values = -valid(x.advantages, x.mask) * valid(x.logprobs, x.mask) / (1 + args.tau)
     out = _output(values, x)
@@ -39,15 +65,21 @@ def opmd(x: LossInputs, args: OpmdLossArgs) -> LossOutput:
 
 @policy_loss("topr", args=ToprArgs)
 def topr(x: LossInputs, args: ToprArgs) -> LossOutput:
-    """Tapered off-policy REINFORCE (arXiv:2503.14286), with ratios of tokens:
+    """Tapered off-policy REINFORCE (arXiv:2503.14286):
 
         loss = -sg(alpha) A logprob,  alpha = clip(ratio, 0, 1) where A <= advantage_threshold, else 1.
 
-    Bad answers that the policy has left behind lose their pull; good ones keep it.  Metrics, as means over valid tokens: topr_loss,
-    avg_alpha, those of `ratio.told`.
+    `ratio: token` takes that of each token; `ratio: sequence` the product over the answer's, as the paper does: 20 tokens at -0.1 nats have
+    0.905 each and 0.135 together.  Bad answers that the policy has left behind lose their pull; good ones keep it.  Metrics, as means over
+    valid tokens: topr_loss, avg_alpha, those of `ratio_metrics`.
     """
+    import torch
+
     a = valid(x.advantages, x.mask)
-    ratio = ratios.log_ratio(x).detach().exp()
+    log_ratio = ratios.log_ratio(x).detach()
+    if args.ratio == "sequence":
+        log_ratio = row_sums(log_ratio, x)[x.row].clamp(-ratios.LOG_RATIO_LIMIT, ratios.LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
     alpha = torch.where(a <= args.advantage_threshold, ratio.clamp(0, 1), torch.ones_like(ratio))
     out = _output(-alpha * a * valid(x.logprobs, x.mask), x)
     out.sums["topr_loss"] = out.loss.detach() * x.denominators.tokens
@@ -59,7 +91,7 @@ def topr(x: LossInputs, args: ToprArgs) -> LossOutput:
 def importance_sampling(x: LossInputs, args: GradientArgs) -> LossOutput:
     """loss = -A ratio, ratio = exp(clip(logprob - old, -20, 20)), per token; nothing else is clipped.
 
-    Metrics: those of `ratio.told`.
+    Metrics: those of `ratio_metrics`.
     """
     return _output(-valid(x.advantages, x.mask) * ratios.log_ratio(x).exp(), x)
 
@@ -68,7 +100,7 @@ def importance_sampling(x: LossInputs, args: GradientArgs) -> LossOutput:
 def sppo(x: LossInputs, args: SppoArgs) -> LossOutput:
     """loss = -A (logprob - old) where 1 / (1 + epsilon) <= ratio <= 1 + epsilon, else 0 (which still counts in the denominators).
 
-    Metrics, as means over valid tokens: pg_clipfrac (outside the range), those of `ratio.told`.
+    Metrics, as means over valid tokens: pg_clipfrac (outside the range), those of `ratio_metrics`.
     """
     apart = ratios.difference(x)
     ratio = ratios.log_ratio(x).detach().exp()
@@ -79,5 +111,13 @@ def sppo(x: LossInputs, args: SppoArgs) -> LossOutput:
 
 
 def _output(values: torch.Tensor, x: LossInputs) -> LossOutput:
-    sums, maxima = ratios.told(ratios.log_ratio(x), x)
+    sums, maxima = ratios.ratio_metrics(ratios.log_ratio(x), x)
     return LossOutput(loss=aggregate(weighted(values, x), x), sums=sums, maxima=maxima)
+
+
+define_algorithm(
+    "topr", "Tapered off-policy REINFORCE (arXiv:2503.14286).", advantage_fn="reinforce", policy_loss_fn="topr", repeat_times=2
+)
+define_algorithm(
+    "sppo", "Softmax PPO (arXiv:2108.05828).", advantage_fn="opmd", policy_loss_fn="sppo", repeat_times=2, entropy_loss_fn="none"
+)

@@ -9,14 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from rft.algorithm.advantage_args import GaeArgs, ReinforcePlusPlusArgs, RemaxArgs
-from rft.algorithm.argbase import NoArgs
-from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage
-from rft.algorithm.groups import members
+from rft.algorithm.args import AloneArgs, Computed, NoArgs
+from rft.algorithm.base import Advantages, StepInputs, StepRow, advantage, define_algorithm
+from rft.algorithm.group_stats import members
 from rft.types.experience import BASELINE_KEY
+
+
+class GaeArgs(AloneArgs):
+    """Generalised advantage estimation with a critic (arXiv:1506.02438)."""
+
+    before: ClassVar[frozenset[Computed]] = frozenset({"values"})
+
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
+    lam: float = Field(1.0, ge=0, le=1, description="lambda: 1 = whole returns, 0 = one-step differences of values")
+
+
+class ReinforcePlusPlusArgs(AloneArgs):
+    """Whitened return to go without a critic (arXiv:2501.03262)."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
+
+
+class RemaxArgs(AloneArgs):
+    """Return less the reward of a greedy run (arXiv:2310.10505)."""
+
+    baseline: ClassVar[bool] = True
 
 
 @advantage("ppo", args=GaeArgs)
@@ -95,3 +117,22 @@ def whitened(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.zeros(len(a), np.float32) for a in arrays]
     mean, std = every.mean(), np.sqrt(every.var(ddof=1) + 1e-8)
     return [((a - mean) / std).astype(np.float32) for a in arrays]
+
+
+define_algorithm(
+    "reinforceplusplus",
+    "Whitened returns without a critic (arXiv:2501.03262).",
+    advantage_fn="reinforceplusplus",
+    policy_loss_fn="ppo",
+    repeat_times=2,
+)
+define_algorithm(
+    "reinforceplusplus_baseline",
+    "The same less the group's mean.",
+    advantage_fn="reinforceplusplus_baseline",
+    policy_loss_fn="ppo",
+    repeat_times=2,
+)
+define_algorithm(
+    "remax", "Greedy answer as baseline (arXiv:2310.10505).", advantage_fn="remax", policy_loss_fn="ppo", repeat_times=1
+)

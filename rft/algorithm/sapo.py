@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, valid, weighted
-from rft.algorithm.base import LossInputs, LossOutput, policy_loss
-from rft.algorithm.loss_args import SapoArgs
+from rft.algorithm.args import AggMode, GradientArgs
+from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
+
+if TYPE_CHECKING:
+    pass
+
+
+class SapoArgs(GradientArgs):
+    """Soft gate instead of a clip (arXiv:2511.20347)."""
+
+    agg_mode: ClassVar[AggMode | None] = "seq-mean-token-mean"
+
+    tau_pos: float = Field(1.0, gt=0, description="steepness of the gate for positive advantages")
+    tau_neg: float = Field(1.05, gt=0, description="steepness of the gate for the others")
 
 
 @policy_loss("sapo", args=SapoArgs)
@@ -19,17 +33,29 @@ def sapo(x: LossInputs, args: SapoArgs) -> LossOutput:
     The gradient is -A 4 p (1 - p) ratio times that of logprob, p = sigmoid(tau (ratio - 1)): it is the policy gradient at ratio 1 and
     fades on both sides.  This is the paper's and veRL's loss; Trinity-RFT multiplies the stopped gate with logprob instead, whose
     gradient grows up to 4 / tau where ratio is large.  Defined with seq-mean-token-mean.  Metrics, as means over valid tokens:
-    sapo_loss, avg_soft_gate, avg_ratio, pos_adv_frac, those of `ratio.told`.
+    sapo_loss, avg_soft_gate, avg_ratio, pos_adv_frac, those of `ratio_metrics`.
 
     Example: ratio 1.5 gives a gate of 2.489837 for tau 1 and 2.393585 for tau 1.05.
     """
+    import torch
+
     a, log_ratio = valid(x.advantages, x.mask), ratios.log_ratio(x)
     tau = torch.where(a > 0, torch.full_like(a, args.tau_pos), torch.full_like(a, args.tau_neg))
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
     loss = aggregate(weighted(-a * gate, x), x)
-    sums, maxima = ratios.told(log_ratio, x)
+    sums, maxima = ratios.ratio_metrics(log_ratio, x)
     sums["sapo_loss"] = loss.detach() * x.denominators.tokens
     sums["avg_soft_gate"] = masked_sum(gate, x.mask)
     sums["avg_ratio"] = sums["ratio"]
     sums["pos_adv_frac"] = ratios.share(a > 0, x)
     return LossOutput(loss=loss, sums=sums, maxima=maxima)
+
+
+define_algorithm(
+    "sapo",
+    "Soft gates (arXiv:2511.20347).",
+    advantage_fn="grpo",
+    policy_loss_fn="sapo",
+    repeat_times=2,
+    loss_agg_mode="seq-mean-token-mean",
+)

@@ -7,13 +7,16 @@ Invariant: as for policies, parts of a step add up to the loss of the whole, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from rft.algorithm.aggregate import aggregate, masked_sum, valid
 from rft.algorithm.args import AggMode
 from rft.algorithm.base import Denominators, LossInputs, LossOutput
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ def value_loss(x: ValueInputs, cliprange: float) -> LossOutput:
 
     Example: V = 1, .2; old = .2, .2; R = 0, 1; cliprange .5: losses 1 and .64 before halving, .41 together.
     """
+    import torch
+
     v, old, target = (valid(t, x.mask) for t in (x.values, x.old_values, x.returns))
     clipped = torch.minimum(torch.maximum(v, old - cliprange), old + cliprange)
     plain, other = (v - target).square(), (clipped - target).square()

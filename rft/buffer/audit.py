@@ -13,15 +13,12 @@ import msgspec
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from rft.buffer.ancestry import chain, counted_uses, digest
-from rft.buffer.base import Audit, Storage
-from rft.buffer.buffer import make_storage
-from rft.buffer.count import count
+from rft.buffer.base import Audit, Storage, stored_by
 from rft.buffer.database import cause
-from rft.buffer.mix import counted as counted_mixed
-from rft.buffer.place import Place, connect, find
+from rft.buffer.derived_state import chain, count, digest, uses_of
+from rft.buffer.location import Location, connect, find
+from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
-from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
 from rft.types.block import contents, decode
 from rft.types.ids import Version
@@ -43,52 +40,47 @@ def audit_run(run_dir: Path | str, *, payload: bool = True, ledger_url: str | No
     """The audit of a run folder (`run_dir/buffer`, `run_dir/checkpoints/global_step_N/manifest.json`) and of its database.
 
     Uses are counted for the newest valid manifest; every manifest's uses are compared with its digest.  `payload` also reads each
-    available experience back and compares its hash.  `ledger_url`: see `rft.buffer.place.find`.  Raises BufferFailed when there is no
+    available experience back and compares its hash.  `ledger_url`: see `rft.buffer.location.find`.  Raises BufferFailed when there is no
     ledger to read.
     """
     run_dir = Path(run_dir)
-    place = find(run_dir, ledger_url)
+    location = find(run_dir, ledger_url)
     manifests, problems = _manifests(run_dir / "checkpoints")
-    engine = connect(place, read_only=True)
+    engine = connect(location, read_only=True)
     try:
         with engine.connect() as connection, connection.begin():
-            return _audit(connection, place, run_dir / "buffer", manifests, problems, payload)
+            return _audit(connection, location, run_dir / "buffer", manifests, problems, payload)
     except SQLAlchemyError as e:
-        raise BufferFailed(f"{place} cannot be read: {cause(e)}") from e
+        raise BufferFailed(f"{location} cannot be read: {cause(e)}") from e
     finally:
         engine.dispose()
 
 
-def _audit(tx: Connection, place: Place, folder: Path, manifests: list[_Manifest], problems: list[str], payload: bool) -> Audit:
+def _audit(
+    tx: Connection, location: Location, folder: Path, manifests: list[_Manifest], problems: list[str], payload: bool
+) -> Audit:
     about = dict(tx.execute(select(meta.c.key, meta.c.value)).all())
     if about.get("format") not in _READABLE:
         raise BufferFailed(
-            f"{place} has format {about.get('format')}, this rft reads formats 1 to {FORMAT}; use the rft that wrote it"
+            f"{location} has format {about.get('format')}, this rft reads formats 1 to {FORMAT}; use the rft that wrote it"
         )
     max_uses, resume_rows = int(about["max_uses"]), about["resume_rows"]
     latest = manifests[-1].version if manifests else None
     audit, derived = count(tx, chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
         problems += _compare(tx, manifest, max_uses)
-    settings = BufferSettings(
-        name=place.name,
-        folder=folder,
-        storage_type=about["storage_type"],
-        storage_path=about["storage_path"] or None,
-    )
-    storage = make_storage(settings)
-    available, explained = audit.available, dict(audit.explained)
+    storage = stored_by(about, location.name, folder)
+    available, discarded = audit.available, dict(audit.discarded)
     if not storage.durable and available:  # what only memory held went with its process
-        available, explained["not_durable"] = 0, available
+        available, discarded["not_durable"] = 0, available
     elif payload:
         problems += _read_back(tx, storage, {x for x, (state, _) in derived.items() if state == "available"})
     return msgspec.structs.replace(
-        audit, available=available, explained=explained, manifests=len(manifests), problems=(*audit.problems, *problems)
+        audit, available=available, discarded=discarded, manifests=len(manifests), problems=(*audit.problems, *problems)
     )
 
 
 def _manifests(folder: Path) -> tuple[list[_Manifest], list[str]]:
-    """Valid manifests by version, and what is wrong with the others."""
     valid, problems = [], []
     for path in folder.glob("global_step_*/manifest.json"):
         try:
@@ -111,7 +103,7 @@ def _compare(tx: Connection, manifest: _Manifest, max_uses: int) -> list[str]:
     parent = None if row.parent_lineage is None else Version(row.parent_lineage, row.parent_step)
     if parent != manifest.parent:
         problems.append(f"checkpoint {version}: its lineage began at {manifest.parent}, the ledger says {parent}")
-    counted = [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(chain(tx, version)))]
+    counted = uses_of(tx, chain(tx, version))
     if (len(counted), digest(counted)) != (said.num_uses, said.digest):
         problems.append(
             f"checkpoint {version}: made after {said.num_uses} uses (digest {said.digest}), "

@@ -1,4 +1,4 @@
-"""What the buffer's parts say to each other, and the seam for payload storages.
+"""The records that the buffer's parts exchange, and the base class of payload storages.
 
 A storage keeps blocks of bytes and nothing else: ids, states, uses and every column a person filters by are the ledger's.
 The one invariant: a locator that the ledger committed can be read back unchanged for as long as the storage promises durability.
@@ -6,51 +6,98 @@ The one invariant: a locator that the ledger committed can be read back unchange
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from msgspec import Struct, field
 from sqlalchemy import Connection
 
 from rft.buffer.settings import BufferSettings
-from rft.plugins import kind
+from rft.errors import ConfigError
+from rft.plugins import REGISTRY, Plugin, checked_args, derived, kind
 
 storage = kind("storage")
+STORAGE_KEY = "buffer.trainer_input.experience_buffer"
 REMEDY = (  # of payload that is missing or damaged
     "Restore it from a copy and resume, or resume with buffer.trainer_input.experience_buffer.on_damaged_payload: explain "
     "to leave these groups out (counted as payload_damaged)"
 )
 
 
-class Storage(Protocol):
-    """Payload of experiences, one block (an encoded frame, see `rft.types.block`) per group.
+class Storage:
+    """Payload of experiences, one block (an encoded frame, see `rft.types.block`) per group.  Subclass it; `put` and `get` are a must.
 
-    Five methods; all are called on the buffer's one worker thread.  `connection` is the ledger's open transaction: a storage in
-    the same database writes into it, the others ignore it and must be as durable as asked when `put` returns.
-    `__init__` takes the settings and touches nothing, so that an audit can `get` without `open`.
+    All methods are called on the buffer's one worker thread.  `connection` is the ledger's open transaction: a storage in the same
+    database writes into it, the others ignore it and must be as durable as asked when `put` returns.
+    `__init__` takes the settings and, as keyword arguments, the `storage_args` that its pydantic model `Args` has checked.  It touches
+    nothing: an audit makes one and calls `get` without `open`.
     """
 
-    durable: bool  # whether blocks survive the process
+    durable: bool = True  # whether blocks survive the process
 
     def __init__(self, settings: BufferSettings) -> None: ...
 
     def open(self) -> None:
         """Get ready to `put`."""
-        ...
 
     def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:
         """Store blocks; one locator each."""
-        ...
+        raise NotImplementedError
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
         """Blocks in the order asked for.  Raises PayloadDamaged, naming where it should be, when one is missing or damaged."""
-        ...
+        raise NotImplementedError
 
     def drop(self, locators: Sequence[str], connection: Connection) -> None:
         """These blocks will not be asked for again."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of everything.  May be called twice, and without `open`."""
+
+
+def make_storage(settings: BufferSettings) -> Storage:
+    """The payload storage that the settings name.  Raises PluginError for an unknown one, ConfigError for wrong arguments."""
+    plugin = _storage_plugin(settings.storage_type)
+    if not inspect.isclass(plugin.obj):
+        raise ConfigError(
+            f"storage {plugin.name!r} must be a class X(Storage) of rft.buffer.base", key=f"{STORAGE_KEY}.storage_type"
+        )
+    args = checked_args(plugin, settings.storage_args, key=f"{STORAGE_KEY}.storage_args")
+    try:
+        return derived(plugin.obj, Storage)(settings, **args)
+    except TypeError as e:
+        raise ConfigError(
+            f"storage {plugin.name!r} cannot be made: {e}; its __init__ takes the settings and each field of its Args by name",
+            key=f"{STORAGE_KEY}.storage_type",
+        ) from e
+
+
+def stored_by(about: Mapping[str, str], name: str, folder: Path) -> Storage:
+    """The storage of a ledger that says `about` itself (its table `meta`), for reading."""
+    return make_storage(
+        BufferSettings(
+            name=name,
+            folder=folder,
+            storage_type=about.get("storage", about["storage_type"]),
+            storage_args=json.loads(about.get("storage_args", "{}")),
+            storage_path=about["storage_path"] or None,
+        )
+    )
+
+
+def storage_reference(name: str) -> str:
+    """A name by which another process, in any folder, finds the storage `name` without its configuration."""
+    plugin = _storage_plugin(name)
+    if not plugin.source.endswith(".py") or Path(plugin.source).resolve().is_relative_to(Path(__file__).parent):
+        return name
+    return f"{Path(plugin.source).expanduser().resolve()}:{plugin.obj.__name__}"
+
+
+def _storage_plugin(name: str) -> Plugin:
+    REGISTRY.scan_package("rft.buffer.storage")
+    return REGISTRY.get("storage", name)
 
 
 class LineageStart(Struct, frozen=True, kw_only=True):
@@ -63,16 +110,16 @@ class LineageStart(Struct, frozen=True, kw_only=True):
 
 
 class Audit(Struct, frozen=True, kw_only=True):
-    """Where every acknowledged experience is: acked = used + leased + available + explained.
+    """Where every acknowledged experience is: acked = used + leased + available + discarded.
 
-    Example: Audit(acked=10, used=4, leased=2, available=3, explained={"failed": 1}, ...).balanced is True
+    Example: Audit(acked=10, used=4, leased=2, available=3, discarded={"failed": 1}, ...).balanced is True
     """
 
     acked: int  # by the groups' headers, counted when they were acknowledged
     used: int  # rows with `max_uses` counted uses
     leased: int
     available: int
-    explained: dict[str, int]  # by reason
+    discarded: dict[str, int] = field(name="explained")  # by reason; as JSON and in the ledger it is called explained
     used_twice: int  # rows with more than `max_uses` counted uses; must be 0
     num_uses: int  # counted uses
     digest: str  # of the counted uses, see `rft.buffer.ledger.digest`
@@ -82,7 +129,7 @@ class Audit(Struct, frozen=True, kw_only=True):
 
     @property
     def balanced(self) -> bool:
-        return self.acked == self.used + self.leased + self.available + sum(self.explained.values())
+        return self.acked == self.used + self.leased + self.available + sum(self.discarded.values())
 
     @property
     def ok(self) -> bool:

@@ -6,28 +6,33 @@ once, or not at all and the caller is told.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import resource
 import secrets
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import Engine, Row
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from rft.buffer.checkpointer import Checkpointer
-from rft.buffer.folder import OwnerLock, make_folder, refuse_network
-from rft.buffer.place import connect, leave_pointer, place
+from rft.buffer.location import OwnerLock, connect, leave_pointer, ledger_location, make_folder, refuse_foreign, refuse_network
 from rft.buffer.schema import put_meta
 from rft.buffer.settings import BufferSettings
+from rft.disk import FULL, REMEDY, sync_path
 from rft.errors import BufferFailed, DiskFull, SetupError
 from rft.logs import redact
 
 log = logging.getLogger(__name__)
+QUIET_S = 0.5  # without a transaction: the owner has other things to do
+MUCH_BYTES = 96 << 20  # written since the last checkpoint: it is not put off any longer
+SMALL_BYTES = 64 << 10  # what a transaction without payload counts for
+
 R = TypeVar("R")
 MOST_PAUSE_S = 10.0
 _BUSY = 5  # SQLITE_BUSY, also as the low byte of its variants
@@ -37,13 +42,72 @@ _MARK = "transaction"  # meta: the owner's newest transaction; tells after a los
 _OWNER = "owner"  # meta: the owner's random name
 
 
+class Checkpointer:
+    """Moves what SQLite's write-ahead log holds into the database file, beside the owner's transactions instead of inside them.
+
+    It does so when the owner has written and is quiet now, or has written much.  Nothing depends on it: the log alone is enough to read
+    and recover everything, and where this thread cannot keep up SQLite does the work in a commit (`wal_autocheckpoint`).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written = threading.Event()
+        self._due = threading.Event()
+        self._closed = False
+        self._count = self._bytes = 0  # of transactions; changed by the owner's thread only
+        self._moved = 0  # of the bytes; changed by this thread only
+        self._thread = threading.Thread(target=self._run, name="rft-buffer-checkpoint", daemon=True)
+        self._thread.start()
+
+    def written(self, size: int) -> None:
+        """A transaction with payload of `size` bytes was committed."""
+        self._count += 1
+        self._bytes += max(size, SMALL_BYTES)
+        if self._bytes - self._moved >= MUCH_BYTES:
+            self._due.set()
+        if not self._written.is_set():
+            self._written.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._due.set()
+        self._written.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        connection = sqlite3.connect(self._path, isolation_level=None, timeout=0.0)
+        try:
+            while self._written.wait() and not self._closed:
+                self._written.clear()
+                seen = -1
+                while seen != self._count and not self._due.is_set():
+                    seen = self._count
+                    self._due.wait(QUIET_S)
+                if self._closed:
+                    return
+                self._moved = self._bytes
+                self._due.clear()
+                if not self._closed:  # what was cleared may have been the call to end
+                    self._move(connection)
+        finally:
+            connection.close()
+
+    def _move(self, connection: sqlite3.Connection) -> None:
+        began = time.monotonic()
+        try:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except sqlite3.Error as e:  # a full or failing disk: the next commit meets it too, and tells
+            log.warning("buffer %s: its write-ahead log could not be moved: %s", self._path, e)
+        log.debug("buffer %s: checkpoint of %.3f s", self._path, time.monotonic() - began)
+
+
 class Database:
-    """One thread uses it.  `run` does the work; `place` is for messages."""
+    """One thread uses it.  `run` does the work; `location` is for messages."""
 
     def __init__(self, settings: BufferSettings) -> None:
-        self.place = place(settings)
+        self.location = ledger_location(settings)
         self._settings = settings
-        path = self.place.path
+        path = self.location.path
         self._file_lock = None if path is None else OwnerLock(path.with_name(path.name + ".lock"))
         self._engine: Engine | None = None
         self._connection: Connection | None = None
@@ -62,12 +126,13 @@ class Database:
         Raises SetupError on a network file system or without a server, BufferFailed when another process is the owner.
         """
         if self._file_lock is not None:
-            assert self.place.path is not None
-            make_folder(self.place.path.parent, sync=self._settings.durability == "power")
-            refuse_network(self.place.path.parent)
+            assert self.location.path is not None
+            make_folder(self.location.path.parent, sync=self._settings.durability == "power")
+            refuse_network(self.location.path.parent)
+            refuse_foreign(self.location.path)
             self._file_lock.acquire()
-        leave_pointer(self.place, self._settings.folder)
-        self._engine = connect(self.place, durability=self._settings.durability)
+        leave_pointer(self.location, self._settings.folder)
+        self._engine = connect(self.location, durability=self._settings.durability)
 
         def begin(tx: Connection) -> R:
             result = prepare(tx)
@@ -76,9 +141,9 @@ class Database:
 
         result = self.run(begin)
         self._owned = True
-        if self.place.path is not None:
-            self._fd = os.open(self.place.path, os.O_RDONLY | os.O_CLOEXEC)
-            self._checkpointer = Checkpointer(self.place.path)
+        if self.location.path is not None:
+            self._fd = os.open(self.location.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._checkpointer = Checkpointer(self.location.path)
         return result
 
     def close(self) -> None:
@@ -104,7 +169,7 @@ class Database:
     def connection(self) -> Connection:
         """The owner's connection, inside no transaction."""
         if self._connection is None:
-            raise BufferFailed(f"the buffer {self.place} is closed")
+            raise BufferFailed(f"the buffer {self.location} is closed")
         return self._connection
 
     def run(self, work: Callable[[Connection], R], *, size: int = 0) -> R:
@@ -116,16 +181,19 @@ class Database:
         says that this is not known.
         """
         if self._engine is None:
-            raise BufferFailed(f"the buffer {self.place} is closed")
+            raise BufferFailed(f"the buffer {self.location} is closed")
         if self._unknown:
-            raise BufferFailed(f"the buffer {self.place} was lost in the middle of a commit; end the run and resume it")
+            raise BufferFailed(f"the buffer {self.location} was lost in the middle of a commit; end the run and resume it")
         mark, pauses = "", self._pauses()
         results: list[R] = []  # of the newest attempt
         while True:
             try:
                 tx = self._usable()
-                if mark and self._marked(tx) == mark:  # the commit whose answer was lost did take place
-                    return results[0]
+                if mark:
+                    with tx.begin():
+                        found = tx.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _MARK})
+                    if found == mark:  # the commit whose answer was lost did take place
+                        return results[0]
                 mark = ""
                 with tx.begin():
                     results = [work(tx)]
@@ -138,34 +206,32 @@ class Database:
                     self._unknown = bool(mark) and self._lost(e)
                     raise self._failed(e) from e
                 pause = pauses.pop(0)
-                log.warning("buffer %s: %s; trying again in %g s", self.place, cause(e), pause)
+                log.warning("buffer %s: %s; trying again in %g s", self.location, cause(e), pause)
                 if self._lost(e):
                     self._leave()
                 self._stop.wait(pause)
 
     def sync(self) -> None:
         """What was committed survives a power loss from now on, whatever the durability."""
-        path = self.place.path
+        path = self.location.path
         if path is None or self._fd is None or self._settings.durability == "power":  # each commit has done so
             return
         try:
             os.fsync(self._fd)
             for file in (path.with_name(path.name + "-wal"), path.parent):  # nothing is locked in these
-                fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                sync_path(file)
         except OSError as e:
             raise self._failed(e) from e
 
     def size(self, tx: Connection) -> int:
         """Bytes of the database: files of SQLite, tables and indexes of the schema."""
-        path = self.place.path
+        path = self.location.path
         if path is not None:
             return sum(p.stat().st_size for p in path.parent.glob(path.name + "*"))
         sizes = "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-        return int(tx.scalar(text(sizes + " WHERE n.nspname = :schema AND c.relkind = 'r'"), {"schema": self.place.schema}) or 0)
+        return int(
+            tx.scalar(text(sizes + " WHERE n.nspname = :schema AND c.relkind = 'r'"), {"schema": self.location.schema}) or 0
+        )
 
     # ------------------------------------------------------------ inside
 
@@ -175,13 +241,12 @@ class Database:
         return [0.0, *(min(MOST_PAUSE_S, first * 2**n) for n in range(times))] if times else []
 
     def _usable(self) -> Connection:
-        """The connection, made anew after it was lost."""
         if self._connection is not None:
             return self._connection
         assert self._engine is not None
         connection = self._engine.connect()
         try:
-            if self.place.url is not None:
+            if self.location.url is not None:
                 with connection.begin():
                     self._own(connection)
             self._connection = connection
@@ -196,12 +261,12 @@ class Database:
             try:
                 connection.close()
             except SQLAlchemyError as e:  # it was lost; nothing hangs on it any more
-                log.info("buffer %s: closing a lost connection: %s", self.place, cause(e))
+                log.info("buffer %s: closing a lost connection: %s", self.location, cause(e))
 
     def _own(self, tx: Connection) -> None:
         """Take the advisory lock: it is this connection's, so a connection that may write without being the owner cannot exist."""
-        schema = {"schema": self.place.schema}
-        if not self._try_lock(tx):
+        schema = {"schema": self.location.schema}
+        if not tx.scalar(text(f"SELECT pg_try_advisory_lock({_LOCK_KEY})"), schema):
             holder = self._holder(tx)
             if holder is not None and self._backend == (holder.pid, holder.backend_start):  # ours, from before the loss
                 tx.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": holder.pid})
@@ -213,23 +278,19 @@ class Database:
                 if getattr(e.orig, "sqlstate", None) != "55P03":
                     raise
                 raise BufferFailed(
-                    f"the buffer {self.place} is open in process {_described(self._holder(tx))}; a buffer has one owner. "
+                    f"the buffer {self.location} is open in process {_described(self._holder(tx))}; a buffer has one owner. "
                     "End that run first, or give this one another name."
                 ) from None
         me = tx.execute(text("SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")).one()
         if self._owned and tx.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _OWNER}) != self._name:
             raise BufferFailed(
-                f"another process took the buffer {self.place} over while the connection was lost; this run must end"
+                f"another process took the buffer {self.location} over while the connection was lost; this run must end"
             )
         self._backend = (me.pid, me.backend_start)
         if not self._owned:
             self._make_schema(tx)
 
-    def _try_lock(self, tx: Connection) -> bool:
-        return bool(tx.scalar(text(f"SELECT pg_try_advisory_lock({_LOCK_KEY})"), {"schema": self.place.schema}))
-
     def _holder(self, tx: Connection) -> Row[tuple[int, object, str, str]] | None:
-        """The server process that has the lock."""
         key = f"(SELECT {_LOCK_KEY} AS k) AS key"
         return tx.execute(
             text(
@@ -239,35 +300,31 @@ class Database:
                 "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
                 "AND ((l.classid::bigint << 32) | l.objid::bigint) = key.k"
             ),
-            {"schema": self.place.schema},
+            {"schema": self.location.schema},
         ).one_or_none()
 
     def _make_schema(self, tx: Connection) -> None:
         there = text("SELECT 1 FROM pg_namespace WHERE nspname = :schema")
-        if tx.scalar(there, {"schema": self.place.schema}) is None:  # IF NOT EXISTS asks for the right to create it all the same
-            tx.execute(text(f'CREATE SCHEMA "{self.place.schema}"'))
+        if (
+            tx.scalar(there, {"schema": self.location.schema}) is None
+        ):  # IF NOT EXISTS asks for the right to create it all the same
+            tx.execute(text(f'CREATE SCHEMA "{self.location.schema}"'))
 
     def _mark(self, tx: Connection) -> str:
         """Name this transaction in the database; "" where a commit cannot be in doubt."""
-        if self.place.url is None:
+        if self.location.url is None:
             return ""
         self._count += 1
         mark = f"{self._name}-{self._count}"
         put_meta(tx, _MARK, mark)
         return mark
 
-    def _marked(self, connection: Connection) -> str | None:
-        with connection.begin():
-            found: str | None = connection.scalar(text("SELECT value FROM meta WHERE key = :key"), {"key": _MARK})
-        return found
-
     def _lost(self, error: BaseException) -> bool:
         """Whether the connection is gone, or could not be made."""
         gone = isinstance(error, DBAPIError) and (error.connection_invalidated or self._connection is None)
-        return gone and self.place.url is not None  # a file that cannot be opened stays so
+        return gone and self.location.url is not None  # a file that cannot be opened stays so
 
     def _passing(self, error: BaseException) -> bool:
-        """Whether trying again may help."""
         original = getattr(error, "orig", None)
         busy = (getattr(original, "sqlite_errorcode", 0) & 0xFF) == _BUSY
         return self._lost(error) or busy or getattr(original, "sqlstate", None) in _RETRIED
@@ -279,18 +336,20 @@ class Database:
             what = "Nothing of the last call is stored."
         if self._lost(error) and not self._owned:
             return SetupError(
-                f"the database of the buffer, {self.place}, cannot be reached: {cause(error)}. "
+                f"the database of the buffer, {self.location}, cannot be reached: {cause(error)}. "
                 "Start the server, or correct buffer.trainer_input.experience_buffer.path"
             )
-        kind = DiskFull if _no_space(error) else BufferFailed
-        return kind(f"the buffer {self.place} could not be written or read: {cause(error)}. {what}")
+        said = f"the buffer {self.location} could not be written or read: {cause(error)}. {what}"
+        return DiskFull(f"{said}  {REMEDY}") if _no_space(error) else BufferFailed(said)
 
 
 def _no_space(error: BaseException) -> bool:
     original = getattr(error, "orig", None) or error
     if isinstance(original, OSError):
-        return original.errno in (errno.ENOSPC, errno.EDQUOT)
+        return original.errno in FULL
     code = getattr(original, "sqlite_errorcode", 0)
+    if code == sqlite3.SQLITE_IOERR_WRITE and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        return True  # of a file that may not grow
     return (
         code == sqlite3.SQLITE_IOERR_SHMSIZE or code & 0xFF == sqlite3.SQLITE_FULL or getattr(original, "sqlstate", "") == "53100"
     )

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from rft.buffer.order import Row
-from rft.buffer.views import MAX_REWARD
+from rft.buffer.row_selectors import WaitingRow
+from rft.buffer.schema import MAX_REWARD
+from rft.buffer.settings import BufferSettings
 from rft.errors import Fenced, FrameRejected
 from rft.types.block import Content
 from rft.types.block import read as read_block
@@ -28,57 +29,39 @@ Ancestry = Mapping[int, int]  # lineage -> newest step of it that counts
 MAX_INTEGER = 2**31 - 1  # of the ledger's columns
 
 
-GROUP_COLUMNS = (
-    *(
-        "id",
-        "lineage",
-        "explorer",
-        "batch",
-        "task",
-        "accepted",
-        "reason",
-        "num_rows",
-        "num_eligible",
-        "content_hash",
-        "num_bytes",
-    ),
-    *("created", "held"),
-)
-MADE_COLUMNS = (*("num_turns", "top_p", "top_k", "min_p", "seed", "logprob_mode", "engine", "has_logprobs", "version_spans"),)
-COLUMNS = (  # of table experiences, as `_values` gives them
-    *("id", "group_id", "position", "lineage", "explorer", "batch", "task", "run", "attempt", "step", "taskset", "task_index"),
-    *("workflow", "oldest_lineage", "oldest_step", "newest_lineage", "newest_step", "reward", "reward_parts", "num_tokens"),
-    *("num_response_tokens", "status", "reason", "finish_reason", "temperature", "is_expert", "clipped_logprobs"),
-    *("content_hash", "created", "dropped", "state", "explained", *MADE_COLUMNS),
-)
-TEXT_COLUMNS = ("experience", "prompt_text", "response_text")
+MADE_COLUMNS = ("num_turns", "top_p", "top_k", "min_p", "seed", "logprob_mode", "engine", "has_logprobs", "version_spans")
 
 
-class Intake(msgspec.Struct, frozen=True):
+class IncomingGroup(msgspec.Struct, frozen=True):
     """One group, ready to be stored."""
 
     id: str
-    batch: int
-    explorer: int
-    task: int
+    numbers: GroupId
+    accepted: bool
+    reason: str
     content_hash: str
-    group: tuple[Any, ...]  # GROUP_COLUMNS
-    rows: list[tuple[Any, ...]]  # COLUMNS
-    texts: list[tuple[str, str, str]]  # TEXT_COLUMNS
-    waiting: list[Row]  # those that can be trained, by their ids
+    created: float
+    rows: list[tuple[Any, ...]]  # of table experiences
+    texts: list[tuple[str, str, str]]  # of table texts
+    waiting: list[WaitingRow]  # those that can be trained, by their ids
     frame: bytes
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(batch, explorer)"""
+        return self.numbers.batch, self.numbers.explorer
+
+    def header(self, locator: str) -> tuple[Any, ...]:
+        """Its row of table groups."""
+        n = self.numbers
+        counts = (len(self.rows), len(self.waiting), locator, len(self.frame))
+        whole = (self.content_hash, self.created, True)
+        return (self.id, n.lineage, n.explorer, n.batch, n.task, self.accepted, self.reason, *counts, *whole)
 
 
 def read(
-    frame: bytes,
-    *,
-    lineage: int,
-    accepted: bool,
-    reason: str,
-    ancestry: Ancestry,
-    max_row_bytes: int,
-    vocab_size: int | None = None,
-) -> Intake:
+    frame: bytes, settings: BufferSettings, lineage: int, ancestry: Ancestry, *, accepted: bool, reason: str
+) -> IncomingGroup:
     """Raises FrameRejected("reason: detail"), with few and fixed reasons so that they can be counted; Fenced for another lineage."""
     if not accepted and not reason:
         raise FrameRejected("no_reason: a group that is not accepted needs the reason")
@@ -89,6 +72,7 @@ def read(
     _check_group(group, rows)
     if group.lineage != lineage:
         raise Fenced(f"group {group} is of lineage {group.lineage}, but lineage {lineage} owns the buffer")
+    vocab_size = settings.vocab_size
     for row in rows:
         _check_versions(row, ancestry)
         if vocab_size is not None and row.num_tokens and (largest := int(np.maximum.reduce(row.tokens))) >= vocab_size:
@@ -98,20 +82,17 @@ def read(
     name, now, why = str(group), time.time(), clean(reason)
     values, texts, waiting, lines = [], [], [], []
     for position, (row, content) in enumerate(zip(rows, held, strict=True)):
-        if content.size > max_row_bytes:
-            raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {max_row_bytes}")
+        if content.size > settings.max_row_bytes:
+            raise FrameRejected(f"too_large: {row.id} has {content.size} bytes, at most {settings.max_row_bytes}")
         of, dropped, oldest = str(row.id), _dropped(row) if accepted else why, row.oldest_version
         values.append(_values(row, of, name, position, content.hash, now, dropped, oldest))
         texts.append((of, clean(row.prompt_text), clean(row.response_text)))
         lines.append(f"{of}@{content.hash}")
         if dropped is None:
-            waiting.append(Row(of, position, oldest.step if oldest else None, reward=row.reward))
+            waiting.append(WaitingRow(of, position, oldest.step if oldest else None, reward=row.reward))
     whole = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
-    numbers = (group.lineage, group.explorer, group.batch, group.task)
-    refused = "" if accepted else why
-    header = (name, *numbers, accepted, refused, len(rows), len(waiting), whole, len(frame), now, True)
     waiting.sort(key=attrgetter("id"))
-    return Intake(name, group.batch, group.explorer, group.task, whole, header, values, texts, waiting, frame)
+    return IncomingGroup(name, group, accepted, "" if accepted else why, whole, now, values, texts, waiting, frame)
 
 
 def batch_of(frame: bytes) -> int | None:
@@ -187,51 +168,20 @@ def made(row: Experience) -> tuple[Any, ...]:
 
 
 def _values(
-    row: Experience,
-    name: str,
-    group: str,
-    position: int,
-    content_hash: str,
-    now: float,
-    dropped: str | None,
-    oldest: Version | None,
+    row: Experience, name: str, group: str, position: int, hash: str, now: float, dropped: str | None, oldest: Version | None
 ) -> tuple[Any, ...]:
-    of, newest = row.id, row.newest_version
-    return (
-        name,
-        group,
-        position,
-        of.lineage,
-        of.explorer,
-        of.batch,
-        of.task,
-        of.run,
-        of.attempt,
-        of.step,
-        clean(row.taskset),
-        row.task_index,
-        clean(row.workflow),
-        oldest.lineage if oldest else None,
-        oldest.step if oldest else None,
-        newest.lineage if newest else None,
-        newest.step if newest else None,
-        row.reward,
-        _json_sorted(row.reward_parts).decode(),
-        len(row.tokens),
-        row.num_response_tokens,
-        row.status,
-        clean(row.reason),
-        clean(row.finish_reason),
-        row.temperature,
-        row.is_expert,
-        row.clipped_logprobs,
-        content_hash,
-        now,
-        dropped,
-        "available" if dropped is None else "explained",
-        dropped,
-        *made(row),
-    )
+    """A row of table experiences, in the order of its columns."""
+    id, newest = row.id, row.newest_version
+    numbers = (position, id.lineage, id.explorer, id.batch, id.task, id.run, id.attempt, id.step)
+    task = (clean(row.taskset), row.task_index, clean(row.workflow))
+    first = (oldest.lineage, oldest.step) if oldest else (None, None)
+    last = (newest.lineage, newest.step) if newest else (None, None)
+    earned = (row.reward, _json_sorted(row.reward_parts).decode())
+    ended = (row.status, clean(row.reason), clean(row.finish_reason))
+    form = (row.temperature, row.is_expert, row.clipped_logprobs, hash)
+    state = ("available", None) if dropped is None else ("explained", dropped)
+    sizes = (len(row.tokens), row.num_response_tokens)
+    return (name, group, *numbers, *task, *first, *last, *earned, *sizes, *ended, *form, now, dropped, *made(row), *state)
 
 
 _json = msgspec.json.Encoder().encode

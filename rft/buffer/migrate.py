@@ -6,6 +6,7 @@ format or of the new one, whenever the process dies.
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import time
@@ -15,11 +16,10 @@ import msgspec
 from sqlalchemy import Connection, Table, insert, inspect, select, update
 from sqlalchemy.schema import CreateColumn
 
-from rft.buffer import views
-from rft.buffer.base import Storage
+from rft.buffer.base import Storage, storage_reference
 from rft.buffer.intake import MADE_COLUMNS, made
-from rft.buffer.place import Place
-from rft.buffer.schema import FORMAT, experiences, groups, meta, metadata, put_meta, texts
+from rft.buffer.location import Location
+from rft.buffer.schema import FORMAT, V_EXPERIENCES, create_views, experiences, groups, meta, metadata, put_meta, texts
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
 from rft.types.block import decode
@@ -28,47 +28,52 @@ log = logging.getLogger(__name__)
 _PAGE = 256  # groups whose payload is read at once
 
 
-def prepare(tx: Connection, settings: BufferSettings, place: Place, storage: Storage) -> None:
+def prepare(tx: Connection, settings: BufferSettings, location: Location, storage: Storage) -> None:
     """Tables of the present format.  Raises BufferFailed for a newer one, or for a ledger that another run or storage made."""
-    if not inspect(tx).has_table("meta"):
+    there = inspect(tx).get_table_names()
+    if there and not {"meta", "experiences"} <= set(there):
+        raise BufferFailed(f"{location} holds tables of another program ({', '.join(sorted(there)[:5])}); name another place")
+    if not there:
         metadata.create_all(tx, checkfirst=False)
-        views.create(tx)
-        tx.execute(insert(meta), [{"key": k, "value": v} for k, v in _fixed(settings, place).items()])
+        create_views(tx)
+        tx.execute(insert(meta), [{"key": k, "value": v} for k, v in _fixed(settings).items()])
     else:
         then = {r.key: r.value for r in tx.execute(select(meta))}
-        migrate(tx, then.get("format", ""), place, storage)
-        _compare(then, _fixed(settings, place), place)
-        for key, value in _fixed(settings, place).items():
+        migrate(tx, then.get("format", ""), location, storage)
+        _compare(then, _fixed(settings), location)
+        for key, value in _fixed(settings).items():
             put_meta(tx, key, value)
-    for key, value in (("max_uses", str(settings.max_uses)), ("resume_rows", settings.resume_rows)):
+    changing = {"max_uses": str(settings.max_uses), "resume_rows": settings.resume_rows}
+    for key, value in {**changing, "storage": storage_reference(settings.storage_type)}.items():
         put_meta(tx, key, value)
 
 
-def migrate(tx: Connection, found: str, place: Place, storage: Storage) -> None:
+def migrate(tx: Connection, found: str, location: Location, storage: Storage) -> None:
     """From format `found` up to FORMAT, step by step."""
     if not found.isdecimal() or not 1 <= int(found) <= FORMAT:
         raise BufferFailed(
-            f"{place} was made with format {found!r}, this rft knows formats 1 to {FORMAT}. "
+            f"{location} was made with format {found!r}, this rft knows formats 1 to {FORMAT}. "
             "Go on with the rft that made it, or give the run another name."
         )
     for number in range(int(found), FORMAT):
         began = time.monotonic()
         _STEPS[number](tx, storage)
-        log.info("buffer %s: format %d became %d in %.1f s", place, number, number + 1, time.monotonic() - began)
+        log.info("buffer %s: format %d became %d in %.1f s", location, number, number + 1, time.monotonic() - began)
 
 
-def _fixed(settings: BufferSettings, place: Place) -> dict[str, str]:
-    """What stays as it is for a ledger's life.  A file may be moved along with a renamed run, a schema may not."""
+def _fixed(settings: BufferSettings) -> dict[str, str]:
+    """What stays as it is for a ledger's life."""
     fixed = {"format": str(FORMAT), "storage_type": settings.storage_type, "storage_path": settings.storage_path or ""}
-    return fixed | {"run": settings.run}
+    return fixed | {"storage_args": json.dumps(settings.storage_args, sort_keys=True), "run": settings.run}
 
 
-def _compare(then: dict[str, str], now: dict[str, str], place: Place) -> None:
+def _compare(then: dict[str, str], now: dict[str, str], location: Location) -> None:
+    """A file may be moved along with a renamed run, a schema may not."""
     for key, value in now.items():
-        if key == "format" or key not in then or then[key] == value or (key == "run" and place.url is None):
+        if key == "format" or key not in then or then[key] == value or (key == "run" and location.url is None):
             continue
         raise BufferFailed(
-            f"{place} was made with {key} {then[key]!r}, this run has {value!r}. "
+            f"{location} was made with {key} {then[key]!r}, this run has {value!r}. "
             "Go on with what it was made with, or give the run another name."
         )
 
@@ -81,7 +86,7 @@ def _from_1(tx: Connection, storage: Storage) -> None:
             _add_columns(tx, table)
         else:
             table.create(tx)
-    views.create(tx)
+    create_views(tx)
     g = groups.c
     last, unread = "", 0
     while page := tx.execute(select(g.id, g.locator).where(g.id > last).order_by(g.id).limit(_PAGE)).all():
@@ -107,7 +112,7 @@ def _from_2(tx: Connection, storage: Storage) -> None:
     tx.exec_driver_sql("DROP VIEW v_experiences")
     for column in columns:
         tx.exec_driver_sql(f"ALTER TABLE experiences DROP COLUMN {column}")
-    tx.exec_driver_sql(views.EXPERIENCES)
+    tx.exec_driver_sql(V_EXPERIENCES)
 
 
 def _add_columns(tx: Connection, table: Table) -> None:

@@ -1,7 +1,7 @@
 """Priority functions: which group is trained next, where `replay_buffer.enable` is set.
 
-    @priority("mine", args=MyArgs)                      in a plugin folder; replay_buffer.priority_fn: mine
-    class Mine:
+    @priority("mine", args=MyArgs)                      in a plugin folder: priority_fn: mine; else path/file.py:Mine
+    class Mine(PriorityFn):
         def __init__(self, args: MyArgs, seed: int) -> None: ...
         def __call__(self, x: Candidate) -> float: ...  highest first; equal ones in the order of their ids
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,17 +34,20 @@ class Candidate:
     rewards: tuple[float | None, ...]  # as they were when the group was stored
 
 
-class PriorityFn(Protocol):
+class PriorityFn:
+    """Base of priority functions.  `args` are those that the model `Args` has checked, None without one."""
+
     def __init__(self, args: Any, seed: int) -> None: ...
 
-    def __call__(self, x: Candidate) -> float: ...
+    def __call__(self, x: Candidate) -> float:
+        raise NotImplementedError
 
 
-class _Args(BaseModel):
+class PriorityArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class LinearDecayArgs(_Args):
+class LinearDecayArgs(PriorityArgs):
     decay: float = Field(2.0, description="how many train steps older a use makes a group")
 
 
@@ -54,7 +57,7 @@ class DecayLimitRandomizationArgs(LinearDecayArgs):
 
 
 @priority("linear_decay", args=LinearDecayArgs)
-class LinearDecay:
+class LinearDecay(PriorityFn):
     """model_version - decay * use_count (Trinity-RFT's default)."""
 
     def __init__(self, args: LinearDecayArgs, seed: int) -> None:
@@ -66,7 +69,7 @@ class LinearDecay:
 
 
 @priority("decay_limit_randomization", args=DecayLimitRandomizationArgs)
-class DecayLimitRandomization:
+class DecayLimitRandomization(PriorityFn):
     """The same with noise; its limit of uses becomes the buffer's `max_uses`.  The noise follows from seed, group and use."""
 
     def __init__(self, args: DecayLimitRandomizationArgs, seed: int) -> None:

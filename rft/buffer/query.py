@@ -21,17 +21,16 @@ from typing import Any
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from rft.buffer.base import Storage
-from rft.buffer.place import Place, connect, find
-from rft.buffer.schema import FORMAT, experiences, groups, meta
-from rft.buffer.settings import BufferSettings
-from rft.buffer.views import VIEWS
+from rft.buffer.base import Storage, stored_by
+from rft.buffer.location import Location, connect, find
+from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
 from rft.logs import redact
 from rft.types.block import decode
 from rft.types.experience import Experience
 
 TIMEOUT_S = 60.0
+_LONGEST = 1 << 28  # bytes of a value: one that a query makes takes memory, and its time is that of one step
 LOCK_WAIT_S = 5
 _PORTION_BYTES = 16 << 20  # of payload that is read at once
 _PROGRESS = 20_000  # steps of SQLite's machine between two looks at the clock: well below a millisecond
@@ -41,7 +40,7 @@ _REFUSED = "a query may only read (SELECT, WITH, VALUES, EXPLAIN); to change a r
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryResult:
     """Rows of a question, read as they are asked for; whole tuples in the order of `columns`."""
 
     columns: tuple[str, ...]
@@ -50,7 +49,7 @@ class Answer:
 
 @contextmanager
 def open_run(run_dir: Path, ledger_url: str | None = None) -> Iterator[Questions]:
-    """The ledger of a run folder, for reading; `ledger_url` as for `place.find`.  Raises ConfigError where there is none to read."""
+    """The ledger of a run folder, for reading; `ledger_url` as for `location.find`.  Raises ConfigError where there is none to read."""
     questions = Questions(locate(run_dir, ledger_url), run_dir)
     try:
         questions.open()
@@ -59,7 +58,7 @@ def open_run(run_dir: Path, ledger_url: str | None = None) -> Iterator[Questions
         questions.close()
 
 
-def locate(run_dir: Path, ledger_url: str | None = None) -> Place:
+def locate(run_dir: Path, ledger_url: str | None = None) -> Location:
     """Where the ledger of a run folder is.  Raises ConfigError where there is none."""
     try:
         where = find(run_dir, ledger_url)
@@ -79,7 +78,7 @@ def _several(run_dir: Path) -> str:
 class Questions:
     """An open ledger that can only be asked; made by `open_run`, for one thread."""
 
-    def __init__(self, where: Place, run_dir: Path) -> None:
+    def __init__(self, where: Location, run_dir: Path) -> None:
         self.where = where
         self.run_dir = run_dir
         self.sqlite = where.url is None
@@ -97,8 +96,9 @@ class Questions:
                 raw.execute(f"PRAGMA busy_timeout = {1000 * LOCK_WAIT_S}")
                 raw.execute("PRAGMA query_only = ON")
                 raw.text_factory = lambda b: b.decode("utf-8", "replace")
-                raw.set_authorizer(_reads_only)
-                raw.set_progress_handler(self._late, _PROGRESS)
+                raw.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+                raw.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY)
+                raw.set_progress_handler(lambda: self._deadline is not None and time.monotonic() > self._deadline, _PROGRESS)
             with self.reading(TIMEOUT_S) as tx:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
         if (found := self.about.get("format")) != str(FORMAT):
@@ -111,16 +111,7 @@ class Questions:
     @cached_property
     def storage(self) -> Storage:
         """Where the payload is; not opened, as that is its owner's."""
-        from rft.buffer.buffer import make_storage  # all of the buffer; questions about columns do without
-
-        return make_storage(
-            BufferSettings(
-                name=self.where.name,
-                folder=self.run_dir / "buffer",
-                storage_type=self.about["storage_type"],  # type: ignore[arg-type]
-                storage_path=self.about["storage_path"] or None,
-            )
-        )
+        return stored_by(self.about, self.where.name, self.run_dir / "buffer")
 
     def close(self) -> None:
         if self._connection is not None:
@@ -137,7 +128,7 @@ class Questions:
         return self.connection.connection.driver_connection
 
     @contextmanager
-    def ask(self, sql: str, *, timeout_s: float | None = TIMEOUT_S) -> Iterator[Answer]:
+    def ask(self, sql: str, *, timeout_s: float | None = TIMEOUT_S) -> Iterator[QueryResult]:
         """The answer to one statement of a person.  Raises ConfigError, also while rows are read, that says what is wrong with it."""
         word = m[1].lower() if (m := _HEAD.match(sql)) else ""
         if not word and not sql.strip(" \t\r\n;"):
@@ -205,7 +196,7 @@ class Questions:
         condition = where if self.sqlite else where.replace("%", "%%")
         chosen = f"(SELECT * FROM {view} WHERE ({condition}\n)) AS chosen" if where.strip() else view
         sql = f"SELECT {what} FROM {chosen} {rest.format('?' if self.sqlite else '%s')}"
-        with self.errors("--where" if where.strip() else "RUN"), self.reading() as tx:
+        with self.errors("--where" if where.strip() else "RUN", TIMEOUT_S), self.reading(TIMEOUT_S) as tx:
             return [dict(row) for row in tx.exec_driver_sql(sql, values).mappings()]
 
     def payload(self, ids: Sequence[str]) -> dict[str, Experience]:
@@ -225,22 +216,19 @@ class Questions:
         return found
 
     @contextmanager
-    def _sqlite(self, sql: str) -> Iterator[Answer]:
+    def _sqlite(self, sql: str) -> Iterator[QueryResult]:
         with closing(self._raw.execute(sql)) as cursor:
-            yield Answer(tuple(d[0] for d in cursor.description or ()), iter(cursor))
+            yield QueryResult(tuple(d[0] for d in cursor.description or ()), iter(cursor))
 
     @contextmanager
-    def _postgres(self, sql: str) -> Iterator[Answer]:
+    def _postgres(self, sql: str) -> Iterator[QueryResult]:
         cursor = self._raw.cursor()
         with closing(cursor.stream(sql)) as rows:  # prepared by the server, which refuses a second statement
             first = next(rows, None)
             if first is None:
                 cursor.execute(sql, prepare=True)  # a stream without rows does not say what its columns are
             columns = tuple(d.name for d in cursor.description or ())
-            yield Answer(columns, rows if first is None else chain([first], rows))
-
-    def _late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
+            yield QueryResult(columns, rows if first is None else chain([first], rows))
 
     def _said(self, error: BaseException, key: str, timeout_s: float | None) -> ConfigError:
         text = str(error).strip()
@@ -267,7 +255,6 @@ class Questions:
         return ConfigError(line + self._hint(line), key=key)
 
     def _hint(self, line: str) -> str:
-        """What may have been meant by an unknown name."""
         if m := re.search(r"no such column: (\S+)|column \"?([\w.]+)\"? does not exist", line):
             given = (m[1] or m[2]).rpartition(".")[2]
             with suppress(ConfigError):
@@ -293,12 +280,7 @@ def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
         yield portion
 
 
-def _reads_only(action: int, *_: object) -> int:
-    """SQLite asks before it compiles each part of a statement."""
-    return sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY
-
-
-_READS = {
+_READS = {  # SQLite asks before it compiles each part of a statement
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
     sqlite3.SQLITE_FUNCTION,

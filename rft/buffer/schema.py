@@ -1,8 +1,17 @@
-"""The ledger's tables.  Facts are never changed; `state`, `explained`, `held` and `leases` are derived from them when a lineage starts.
+"""The ledger's tables, what people see of them with SQL, and the rule by which a reward may be changed.
 
-A use or an explanation is a fact of one (lineage, step): it counts for a version iff that step is an ancestor of the version.
-Ids are the sortable text forms of `rft.types.ids`.  Times are seconds since the epoch; for people, nothing is ordered by them.
-The one exception among facts is `experiences.reward`: a person may change it until the row is leased (see `rft.buffer.views`).
+Facts are never changed; `state`, `explained`, `held` and `leases` are derived from them when a lineage starts.  A use or an explanation
+is a fact of one (lineage, step): it counts for a version iff that step is an ancestor of the version.  Ids are the sortable text forms
+of `rft.types.ids`.  Times are seconds since the epoch; for people, nothing is ordered by them.
+
+    v_experiences  one row per experience, all typed columns, its state and its newest lease and use
+    v_groups       one row per group: rewards, lengths and states counted over its experiences
+    v_tokens       one row per span of tokens that one weight version wrote (the tokens themselves are packed: `rft buffer sample`)
+    v_lineage      weight version -> experience -> optimizer step -> checkpoint, one row per experience and use
+
+The one exception among facts is `experiences.reward`: `UPDATE experiences SET reward = ...` changes it until its row is leased.  Triggers
+refuse what would have no effect and what is no finite number, and write each change into `reward_edits`.
+The one invariant: a reward that was changed is what is trained.
 """
 
 from __future__ import annotations
@@ -21,80 +30,74 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
-    PrimaryKeyConstraint,
     Table,
     Text,
     text,
 )
+from sqlalchemy.schema import SchemaItem
 
 FORMAT = 3  # 1: before typed sampling columns, leases, checkpoints, edits and views; 2: texts in the experiences' own rows
 metadata = MetaData()
 Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
 
-meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text, nullable=False))
 
-lineages = Table(
+def _all(kind: Any, *names: str, key: bool = False) -> list[Column[Any]]:
+    """Columns of one type; none of them is ever null."""
+    return [Column(name, kind, nullable=False, primary_key=key, autoincrement=False) for name in names]
+
+
+def _table(name: str, *parts: list[Column[Any]] | SchemaItem) -> Table:
+    return Table(name, metadata, *(item for part in parts for item in (part if isinstance(part, list) else [part])))
+
+
+meta = _table("meta", _all(Text, "key", key=True), _all(Text, "value"))
+
+lineages = _table(
     "lineages",
-    metadata,
-    Column("lineage", Integer, primary_key=True, autoincrement=False),
+    _all(Integer, "lineage", key=True),
     Column("parent_lineage", Integer),  # null = trained from the base model
     Column("parent_step", Integer),
-    Column("cursor", Integer, nullable=False),  # explore batch the lineage began with
-    Column("created", Float, nullable=False),
+    _all(Integer, "cursor"),  # explore batch the lineage began with
+    _all(Float, "created"),
 )
 
-groups = Table(
+groups = _table(
     "groups",
-    metadata,
-    Column("id", Id, primary_key=True),  # lineage.explorer.batch.task
-    Column("lineage", Integer, nullable=False),
-    Column("explorer", Integer, nullable=False),
-    Column("batch", Integer, nullable=False),
-    Column("task", Integer, nullable=False),
-    Column("accepted", Boolean, nullable=False),
-    Column("reason", Text, nullable=False),  # why it was not accepted
-    Column("num_rows", Integer, nullable=False),
-    Column("num_eligible", Integer, nullable=False),  # rows that could be trained when they came
-    Column("locator", Text, nullable=False),  # of the payload block
-    Column("num_bytes", Integer, nullable=False),  # of the payload block
-    Column("content_hash", Text, nullable=False),  # xxh3-128 over the rows' ids and hashes, in order
-    Column("created", Float, nullable=False),
-    Column("held", Boolean, nullable=False),  # for the current lineage: stands, so its task is not explored again
+    _all(Id, "id", key=True),  # lineage.explorer.batch.task
+    _all(Integer, "lineage", "explorer", "batch", "task"),
+    _all(Boolean, "accepted"),
+    _all(Text, "reason"),  # why it was not accepted
+    _all(Integer, "num_rows", "num_eligible"),  # rows, and those of them that could be trained when they came
+    _all(Text, "locator"),  # of the payload block
+    _all(Integer, "num_bytes"),  # of the payload block
+    _all(Text, "content_hash"),  # xxh3-128 over the rows' ids and hashes, in order
+    _all(Float, "created"),
+    _all(Boolean, "held"),  # for the current lineage: stands, so its task is not explored again
     Index("ix_groups_batch", "batch", "explorer", "task"),
 )
 
-experiences = Table(
+experiences = _table(
     "experiences",
-    metadata,
-    Column("id", Id, primary_key=True),  # lineage.explorer.batch.task.run.attempt.step
-    Column("group_id", Id, nullable=False),
-    Column("position", Integer, nullable=False),  # in the group's block
-    Column("lineage", Integer, nullable=False),
-    Column("explorer", Integer, nullable=False),
-    Column("batch", Integer, nullable=False),
-    Column("task", Integer, nullable=False),
-    Column("run", Integer, nullable=False),
-    Column("attempt", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("taskset", Text, nullable=False),
-    Column("task_index", Integer, nullable=False),
-    Column("workflow", Text, nullable=False),
+    _all(Id, "id", key=True),  # lineage.explorer.batch.task.run.attempt.step
+    _all(Id, "group_id"),
+    _all(Integer, "position"),  # in the group's block
+    _all(Integer, "lineage", "explorer", "batch", "task", "run", "attempt", "step"),
+    _all(Text, "taskset"),
+    _all(Integer, "task_index"),
+    _all(Text, "workflow"),
     Column("oldest_lineage", Integer),  # weights that wrote the oldest and the newest token
     Column("oldest_step", Integer),
     Column("newest_lineage", Integer),
     Column("newest_step", Integer),
     Column("reward", Float),
-    Column("reward_parts", Text, nullable=False),  # JSON
-    Column("num_tokens", Integer, nullable=False),
-    Column("num_response_tokens", Integer, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("reason", Text, nullable=False),  # why a run failed
-    Column("finish_reason", Text, nullable=False),
-    Column("temperature", Float, nullable=False),
-    Column("is_expert", Boolean, nullable=False),
-    Column("clipped_logprobs", Integer, nullable=False),
-    Column("content_hash", Text, nullable=False),
-    Column("created", Float, nullable=False),
+    _all(Text, "reward_parts"),  # JSON
+    _all(Integer, "num_tokens", "num_response_tokens"),
+    _all(Text, "status", "reason", "finish_reason"),  # reason: why a run failed
+    _all(Float, "temperature"),
+    _all(Boolean, "is_expert"),
+    _all(Integer, "clipped_logprobs"),
+    _all(Text, "content_hash"),
+    _all(Float, "created"),
     Column("dropped", Text),  # fact: why it can never be trained
     # how it was made; null where a row of format 1 has lost its payload
     Column("num_turns", Integer),  # model calls
@@ -106,128 +109,91 @@ experiences = Table(
     Column("engine", Text),
     Column("has_logprobs", Boolean),
     Column("version_spans", Text),  # JSON [[lineage, step, first token, end], ...]
-    Column("state", Text, nullable=False),  # available | used | explained, for the current lineage
+    _all(Text, "state"),  # available | used | explained, for the current lineage
     Column("explained", Text),  # reason, where state is explained
     Index("ix_experiences_group", "group_id"),
     Index("ix_experiences_state", "state", "batch"),
 )
 
-texts = Table(  # for people; away from `experiences`, whose rows every lease reads and every use writes
-    "texts",
-    metadata,
-    Column("experience", Id, primary_key=True),
-    Column("prompt_text", Text, nullable=False),
-    Column("response_text", Text, nullable=False),
-)
+# for people; away from `experiences`, whose rows every lease reads and every use writes
+texts = _table("texts", _all(Id, "experience", key=True), _all(Text, "prompt_text", "response_text"))
 
-uses = Table(
+uses = _table(
     "uses",
-    metadata,
-    Column("experience", Id, nullable=False),
-    Column("lineage", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
+    _all(Id, "experience", key=True),
+    _all(Integer, "lineage", "step", key=True),
     Column("created", Float),  # null in rows of format 1
-    PrimaryKeyConstraint("experience", "lineage", "step"),
     Index("ix_uses_step", "lineage", "step"),
 )
 
-mixed_uses = Table(  # of rows that are read from another source than this ledger
-    "mixed_uses",
-    metadata,
-    Column("source", Text, nullable=False),
-    Column("experience", Id, nullable=False),
-    Column("lineage", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
-    PrimaryKeyConstraint("source", "experience", "lineage", "step"),
+mixed_uses = _table(  # of rows that are read from another source than this ledger
+    "mixed_uses", _all(Text, "source", key=True), _all(Id, "experience", key=True), _all(Integer, "lineage", "step", key=True)
 )
 
-explanations = Table(
+explanations = _table(
     "explanations",
-    metadata,
-    Column("experience", Id, nullable=False),
-    Column("lineage", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("reason", Text, nullable=False),
-    PrimaryKeyConstraint("experience", "lineage", "step"),
+    _all(Id, "experience", key=True),
+    _all(Integer, "lineage", "step", key=True),
+    _all(Text, "reason"),
     Index("ix_explanations_step", "lineage", "step"),
 )
 
-batches = Table(
+batches = _table(
     "batches",
-    metadata,
-    Column("lineage", Integer, nullable=False),
-    Column("explorer", Integer, nullable=False),
-    Column("batch", Integer, nullable=False),
-    Column("accepted", Integer, nullable=False),
-    Column("wanted", Integer, nullable=False),
-    Column("reasons", Text, nullable=False),  # JSON: rejected groups by reason
-    PrimaryKeyConstraint("lineage", "explorer", "batch"),
+    _all(Integer, "lineage", "explorer", "batch", key=True),
+    _all(Integer, "accepted", "wanted"),
+    _all(Text, "reasons"),  # JSON: rejected groups by reason
 )
 
-rejections = Table(
-    "rejections",
-    metadata,
-    Column("lineage", Integer, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("count", Integer, nullable=False),
-    PrimaryKeyConstraint("lineage", "reason"),
-)
+rejections = _table("rejections", _all(Integer, "lineage", key=True), _all(Text, "reason", key=True), _all(Integer, "count"))
 
-leases = Table(  # the last lease of each row that counts in the current lineage; such a row's reward is not changed any more
-    "leases",
-    metadata,
-    Column("experience", Id, primary_key=True),
-    Column("lineage", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("created", Float),
-)
+# the last lease of each row that counts in the current lineage; such a row's reward is not changed any more
+leases = _table("leases", _all(Id, "experience", key=True), _all(Integer, "lineage", "step"), Column("created", Float))
 
-checkpoints = Table(  # what a trainer asked for to write a manifest; `rft buffer audit` tells which manifests there are
+checkpoints = _table(  # what a trainer asked for to write a manifest; `rft buffer audit` tells which manifests there are
     "checkpoints",
-    metadata,
-    Column("lineage", Integer, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("num_uses", Integer, nullable=False),
-    Column("digest", Text, nullable=False),
-    Column("cursor", Integer, nullable=False),
-    Column("created", Float, nullable=False),
-    PrimaryKeyConstraint("lineage", "step"),
+    _all(Integer, "lineage", "step", key=True),
+    _all(Integer, "num_uses"),
+    _all(Text, "digest"),
+    _all(Integer, "cursor"),
+    _all(Float, "created"),
 )
 
-reward_edits = Table(  # written by a trigger
+reward_edits = _table(  # written by a trigger
     "reward_edits",
-    metadata,
     Column("id", Integer, primary_key=True),
-    Column("experience", Id, nullable=False),
+    _all(Id, "experience"),
     Column("old_reward", Float),
     Column("new_reward", Float),
-    Column("edited", Float, nullable=False),
+    _all(Float, "edited"),
     Index("ix_reward_edits_experience", "experience"),
 )
 
-payloads = Table("payloads", metadata, Column("id", Integer, primary_key=True), Column("block", LargeBinary, nullable=False))
+payloads = _table("payloads", Column("id", Integer, primary_key=True), _all(LargeBinary, "block"))
 
 
 def put_meta(tx: Connection, key: str, value: str) -> None:
     """Set one entry of `meta`."""
-    tx.execute(_PUT_META, {"key": key, "value": value})
+    put_many(tx, meta, [(key, value)], replace=True)
 
 
-_PUT_META = text("INSERT INTO meta (key, value) VALUES (:key, :value) ON CONFLICT (key) DO UPDATE SET value = excluded.value")
-
-
-def put_many(tx: Connection, table: Table, columns: tuple[str, ...], rows: Sequence[tuple[Any, ...]], *, again: str = "") -> None:
-    """One statement for many rows.  `again`: an ON CONFLICT clause.
+def put_many(tx: Connection, table: Table, rows: Sequence[tuple[Any, ...]], *, replace: bool = False, again: str = "") -> None:
+    """One statement for many whole rows.  A row that is there already: `again` is an ON CONFLICT clause, `replace` one that replaces it.
 
     It goes to the driver as it is: building each row through Core costs more than storing it.
     """
     if not rows:
         return
-    key = (table.name, columns, again, tx.dialect.paramstyle)
+    key = (table.name, replace, again, tx.dialect.paramstyle)
     if (sql := _SQL.get(key)) is None:
-        names = ", ".join(f'"{c}"' for c in columns)
-        places = ", ".join([place(tx)] * len(columns))
-        sql = _SQL[key] = f"INSERT INTO {table.name} ({names}) VALUES ({places}) {again}"
+        names = table.columns.keys()
+        if replace:
+            unique = list(table.primary_key.columns.keys())
+            changed = ", ".join(f"{n} = excluded.{n}" for n in names if n not in unique)
+            again = f"ON CONFLICT ({', '.join(unique)}) DO UPDATE SET {changed}"
+        columns = ", ".join(f'"{n}"' for n in names)
+        places = ", ".join([placeholder(tx)] * len(names))
+        sql = _SQL[key] = f"INSERT INTO {table.name} ({columns}) VALUES ({places}) {again}"
     tx.exec_driver_sql(sql, list(rows))
 
 
@@ -236,7 +202,7 @@ def ask(tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[
 
     For what every train step asks: putting such a statement together through Core costs more than its answer.
     """
-    mark = place(tx)
+    mark = placeholder(tx)
     key = (sql, len(many), mark)
     if (whole := _ASKED.get(key)) is None:
         if len(_ASKED) >= _MOST_ASKED:
@@ -245,11 +211,114 @@ def ask(tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[
     return tx.exec_driver_sql(whole, (*values, *many))
 
 
-def place(tx: Connection) -> str:
+def placeholder(tx: Connection) -> str:
     """The driver's mark for a bound value."""
     return "?" if tx.dialect.paramstyle == "qmark" else "%s"
 
 
 _ASKED: dict[tuple[str, int, str], str] = {}
 _MOST_ASKED = 1000
-_SQL: dict[tuple[str, tuple[str, ...], str, str], str] = {}
+_SQL: dict[tuple[str, bool, str, str], str] = {}
+
+
+VIEWS = ("v_experiences", "v_groups", "v_tokens", "v_lineage")
+MAX_REWARD = 1e18  # its square is still a float32
+
+_COLUMNS = """e.group_id, e.lineage, e.explorer, e.batch, e.task, e.run, e.attempt, e.step,
+  e.taskset, e.task_index, e.workflow, e.status, e.reason, e.finish_reason,
+  e.reward, e.reward_parts, e.num_tokens, e.num_response_tokens, e.num_turns,
+  e.oldest_lineage, e.oldest_step, e.newest_lineage, e.newest_step,
+  e.temperature, e.top_p, e.top_k, e.min_p, e.seed, e.logprob_mode, e.engine, e.has_logprobs, e.clipped_logprobs, e.is_expert,
+  x.prompt_text, x.response_text, e.content_hash"""
+
+_RUN = "(SELECT value FROM meta WHERE key = 'run') AS run_name"
+_STATE = "CASE WHEN e.state = 'available' AND l.experience IS NOT NULL AND u.experience IS NULL THEN 'leased' ELSE e.state END"
+_NEWEST = """LEFT JOIN leases l ON l.experience = e.id
+LEFT JOIN uses u ON u.experience = l.experience AND u.lineage = l.lineage AND u.step = l.step"""
+
+V_EXPERIENCES = f"""CREATE VIEW v_experiences AS SELECT e.id, {_RUN}, {_COLUMNS},
+  {_STATE} AS state, e.explained, e.created,
+  l.step AS leased_step, l.created AS leased, u.step AS used_step, u.created AS used
+FROM experiences e LEFT JOIN texts x ON x.experience = e.id {_NEWEST}"""
+
+_GROUPS = f"""CREATE VIEW v_groups AS SELECT g.id, {_RUN}, g.lineage, g.explorer, g.batch, g.task,
+  s.taskset, s.task_index, s.workflow, g.accepted, g.reason, g.num_rows, g.num_eligible,
+  s.num_scored, s.reward_mean, s.reward_min, s.reward_max,
+  (SELECT sum((e.reward - s.reward_mean) * (e.reward - s.reward_mean)) / (s.num_scored - 1)
+   FROM experiences e WHERE e.group_id = g.id AND s.num_scored > 1) AS reward_variance,
+  s.num_failed, s.num_truncated, s.num_available, s.num_leased, s.num_used, s.num_explained,
+  s.num_tokens, s.mean_response_tokens, g.num_bytes, g.created
+FROM groups g JOIN (
+  SELECT e.group_id, min(e.taskset) AS taskset, min(e.task_index) AS task_index, min(e.workflow) AS workflow,
+    count(e.reward) AS num_scored, avg(e.reward) AS reward_mean, min(e.reward) AS reward_min, max(e.reward) AS reward_max,
+    sum(CASE WHEN e.status = 'failed' THEN 1 ELSE 0 END) AS num_failed,
+    sum(CASE WHEN e.status = 'truncated' THEN 1 ELSE 0 END) AS num_truncated,
+    sum(CASE WHEN {_STATE} = 'available' THEN 1 ELSE 0 END) AS num_available,
+    sum(CASE WHEN {_STATE} = 'leased' THEN 1 ELSE 0 END) AS num_leased,
+    sum(CASE WHEN e.state = 'used' THEN 1 ELSE 0 END) AS num_used,
+    sum(CASE WHEN e.state = 'explained' THEN 1 ELSE 0 END) AS num_explained,
+    sum(e.num_tokens) AS num_tokens, avg(CAST(e.num_response_tokens AS DOUBLE PRECISION)) AS mean_response_tokens
+  FROM experiences e {_NEWEST} GROUP BY e.group_id
+) s ON s.group_id = g.id"""
+
+_TOKENS = """CREATE VIEW v_tokens AS SELECT e.id, e.group_id, e.batch, e.taskset, e.engine, {span} AS span,
+  {lineage} AS version_lineage, {step} AS version_step, {start} AS token_start, {end} AS token_end, {end} - {start} AS num_tokens
+FROM experiences e CROSS JOIN {spans}"""
+
+_LINEAGE = """CREATE VIEW v_lineage AS
+WITH RECURSIVE counted(lineage, step) AS (
+  SELECT max(lineage), 2147483647 FROM lineages
+  UNION ALL
+  SELECT n.parent_lineage, n.parent_step FROM lineages n JOIN counted c ON c.lineage = n.lineage WHERE n.parent_lineage IS NOT NULL
+)
+SELECT e.id, e.group_id, e.batch, e.taskset, e.reward,
+  e.oldest_lineage, e.oldest_step, e.newest_lineage, e.newest_step,
+  u.lineage AS train_lineage, u.step AS train_step, u.step - 1 - e.oldest_step AS staleness, u.created AS trained,
+  CASE WHEN u.step IS NULL THEN NULL
+    WHEN EXISTS (SELECT 1 FROM counted c WHERE c.lineage = u.lineage AND u.step <= c.step) THEN 1 ELSE 0 END AS counts,
+  (SELECT min(k.step) FROM checkpoints k WHERE k.lineage = u.lineage AND k.step >= u.step) AS checkpoint_step
+FROM experiences e LEFT JOIN uses u ON u.experience = e.id"""
+
+_LEASED = (
+    "is leased or was trained, its reward cannot be changed any more: change rewards of rows that are available in v_experiences"
+)
+_NUMBER = f"a reward must be a finite number of at most {MAX_REWARD:g} in size; a row cannot be taken out by its reward"
+
+_SQLITE = (
+    f"""CREATE TRIGGER reward_edit AFTER UPDATE OF reward ON experiences WHEN OLD.reward IS NOT NEW.reward BEGIN
+  SELECT RAISE(ABORT, 'this experience {_LEASED}') FROM leases WHERE experience = OLD.id;
+  SELECT RAISE(ABORT, '{_NUMBER}')
+    WHERE NEW.reward IS NULL OR typeof(NEW.reward) NOT IN ('real', 'integer') OR abs(NEW.reward) > {MAX_REWARD!r};
+  INSERT INTO reward_edits (experience, old_reward, new_reward, edited)
+    VALUES (OLD.id, OLD.reward, NEW.reward, (julianday('now') - 2440587.5) * 86400.0);
+END""",
+)
+_POSTGRES = (  # the function runs with the rights and in the schema of the ledger, whoever edits from wherever
+    f"""CREATE FUNCTION reward_edit() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$ BEGIN
+  IF EXISTS (SELECT 1 FROM leases WHERE experience = OLD.id) THEN
+    RAISE EXCEPTION 'experience % {_LEASED}', OLD.id;
+  END IF;
+  IF NEW.reward IS NULL OR NOT (abs(NEW.reward) <= {MAX_REWARD!r}) OR NEW.reward = 'NaN' THEN
+    RAISE EXCEPTION '{_NUMBER}';
+  END IF;
+  INSERT INTO reward_edits (experience, old_reward, new_reward, edited)
+    VALUES (OLD.id, OLD.reward, NEW.reward, extract(epoch FROM clock_timestamp()));
+  RETURN NEW;
+END $$""",
+    """CREATE TRIGGER reward_edit BEFORE UPDATE OF reward ON experiences FOR EACH ROW
+  WHEN (OLD.reward IS DISTINCT FROM NEW.reward) EXECUTE FUNCTION reward_edit()""",
+)
+
+
+def create_views(tx: Connection) -> None:
+    """Views and triggers of a ledger that has none."""
+    sqlite = tx.dialect.name == "sqlite"
+    if sqlite:
+        part, spans, number = "json_extract(s.value, '$[{}]')", "json_each(e.version_spans) s", "s.key"
+    else:
+        part, number = "(s.value ->> {})::integer", "(s.number - 1)::integer"
+        spans = "LATERAL jsonb_array_elements(e.version_spans::jsonb) WITH ORDINALITY AS s(value, number)"
+    names = ("lineage", "step", "start", "end")
+    tokens = _TOKENS.format(span=number, spans=spans, **{name: part.format(i) for i, name in enumerate(names)})
+    for statement in (V_EXPERIENCES, _GROUPS, tokens, _LINEAGE, *(_SQLITE if sqlite else _POSTGRES)):
+        tx.execute(text(statement))

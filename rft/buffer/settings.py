@@ -6,7 +6,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rft.types.ids import SEED
+
+ROLLOUT_MODEL = "rollout_model"  # the name under which operators ask the policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorSettings:
+    """One operator.  `key` is where it was written, for messages."""
+
+    name: str
+    args: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """What happens to experiences between explorer and buffer."""
+
+    operators: tuple[OperatorSettings, ...] = ()
+    input_path: Path | None = None  # jsonl file that takes a copy of the experiences as they were played
+
+
 UNLIMITED = 2**31 - 1  # of max_uses
+STORAGES = ("sql", "queue", "file")  # built in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +39,17 @@ class ReplaySettings:
     priority_fn: str = "linear_decay"
     priority_fn_args: dict[str, Any] = field(default_factory=dict)
     cooldown_s: float | None = None  # between two uses of a row; with max_uses 1 it has no effect
-    seed: int = 42
+    seed: int = SEED
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixSettings:
-    """Rows of another source in each train batch, see `rft.buffer.mix`."""
+    """Rows of another source in each train batch, see `rft.buffer.mixing`."""
 
     name: str  # of the auxiliary buffer
     rows: int  # of each train batch, beside those of the lease
     shuffle: bool = False
-    seed: int = 42
+    seed: int = SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +62,8 @@ class BufferSettings:
     ledger_url: str | None = None  # sqlite:///FILE or postgresql://...; None = SQLite file in `folder`
     max_retry_times: int = 3  # how often a lost or locked database is tried again, after once at once
     max_retry_interval_s: float = 1.0  # pause before the first of these; it doubles
-    storage_type: Literal["sql", "queue", "file"] = "sql"
+    storage_type: str = "sql"  # a marked name, pkg.module:Name or path/file.py:Name
+    storage_args: dict[str, Any] = field(default_factory=dict)  # of a storage with `Args`
     storage_path: str | None = None  # folder of the segments; None = in `folder`; queue: "none" = memory only
     durability: Literal["process", "power"] = "process"
     capacity: int = 10000  # groups that may wait to be trained before the explorer is held back

@@ -16,7 +16,9 @@ from typing import Annotated
 import typer
 
 from rft import __version__
-from rft.errors import Interrupted, RftError
+from rft.blocked import is_ours, name_what_blocks
+from rft.errors import Interrupted, PluginStopped, RftError
+from rft.logs import learn_environment, redact
 
 VERBS = {
     "run": "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
@@ -36,6 +38,12 @@ VERBS = {
     "plugins": "List what a configuration can name.",
     "buffer": "Look into a run's experience buffer.",
 }
+_FILES = {
+    "timeline": "status",
+    "log": "status",
+    "plugins": "explain",
+    "bench": "judge",
+}  # of verbs without a file named like them
 EXIT_CODES = "Exit codes: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted."
 
 
@@ -44,33 +52,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [a for a in given if a != "--debug"]
+    over = name_what_blocks(lambda text: print(f"rft: {text}", file=sys.stderr, flush=True))
     try:
         make(next((a for a in given if not a.startswith("-")), ""))(args=given, prog_name="rft")
+    except SystemExit as e:
+        if (frame := _of_a_plugin(e)) is not None:
+            _tell(f"RunFailed: {frame} called sys.exit({e.code!r}); a plugin must not end the program")
+            sys.exit(4)
+        raise
     except RftError as e:
         if debug:
             traceback.print_exc()
-        from rft.logs import learn_environment, redact
-
-        learn_environment()
-        print(redact(f"{type(e).__name__}: {e}"), file=sys.stderr)
+        _tell(f"{type(e).__name__}: {e}")
         if isinstance(e, Interrupted):
             # All of ours is closed by now; the exit handlers of a Ray that was stopped half-way would wait a minute for it.
             sys.stdout.flush()
             os._exit(e.exit_code)
         sys.exit(e.exit_code)
+    except PluginStopped as e:
+        _tell(f"RunFailed: {e}; a plugin must not end the program")
+        sys.exit(4)
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; the interpreter must not complain when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception:
-        from rft.logs import learn_environment, redact
-
-        learn_environment()
-        print(redact(traceback.format_exc()), file=sys.stderr, end="")
-        print("This is a bug in rft, or in a plugin; please report it with the lines above.", file=sys.stderr)
+    except BaseException:
+        _tell(f"{traceback.format_exc()}This is a bug in rft, or in a plugin; please report it with the lines above.")
         sys.exit(4)
+    finally:
+        over.set()
+
+
+def _of_a_plugin(error: SystemExit) -> str | None:
+    """Where an error was raised by code that is neither ours nor a library's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}," if frames else None
+
+
+def _tell(text: str) -> None:
+    learn_environment()
+    print(redact(text), file=sys.stderr)
 
 
 def make(verb: str) -> typer.Typer:
@@ -89,11 +112,11 @@ def make(verb: str) -> typer.Typer:
         if name != verb:
             app.command(name, help=says)(_elsewhere)
             continue
-        module = importlib.import_module(f"rft.cli.{name}")
-        if isinstance(found := vars(module).get("app"), typer.Typer):
+        found = getattr(importlib.import_module(f"rft.cli.{_FILES.get(name, name)}_command"), name)
+        if isinstance(found, typer.Typer):
             app.add_typer(found, name=name, help=says)
         else:
-            app.command(name)(getattr(module, name))
+            app.command(name)(found)
     return app
 
 

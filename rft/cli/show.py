@@ -1,4 +1,7 @@
-"""What `rft buffer` prints: tables, CSV, JSON, and experiences for people.  Texts of models are made safe for the terminal."""
+"""Columns of text on a terminal, and what `rft buffer` prints: tables, CSV, JSON, and experiences for people.
+
+Invariant: texts of models are made safe for the terminal.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,17 @@ import json
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rft.cli.terminal import safe, table
+from rft.logs import safe
 
 if TYPE_CHECKING:
-    from rft.buffer.look import Shown
-    from rft.buffer.query import Answer, Questions
+    from rft.buffer.inspect import Shown
+    from rft.buffer.query import QueryResult, Questions
+
 
 FORMATS = ("table", "csv", "json")
 _NUMBERS = (int, float, decimal.Decimal)
@@ -54,7 +59,7 @@ def plain_value(value: Any) -> Any:
 
 def views(questions: Questions) -> Iterator[str]:
     """The documented views and their columns."""
-    from rft.buffer.views import VIEWS
+    from rft.buffer.schema import VIEWS
 
     for view in VIEWS:
         yield view
@@ -67,7 +72,7 @@ def views(questions: Questions) -> Iterator[str]:
         yield line
 
 
-def answer(found: Answer, output: str, limit: int) -> bool:
+def answer(found: QueryResult, output: str, limit: int) -> bool:
     """Print the rows in `output`, at most `limit` (0: all); whether there were more."""
     rows = iter(itertools.islice(found.rows, limit) if limit else found.rows)
     {"table": _table, "csv": _csv, "json": _json}[output](found.columns, rows)
@@ -127,7 +132,7 @@ def _json(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def stats(facts: dict[str, Any]) -> Iterator[str]:
-    """`facts` of `rft.buffer.stats.collect` for people."""
+    """`facts` of `rft.buffer.inspect.collect` for people."""
     waiting, uses, size = facts["waiting"], facts["uses"], facts["bytes"]
     states = ", ".join(f"{n} {state}" for state, n in facts["states"].items()) or "none"
     yield f"buffer       {safe(facts['buffer'])}, storage {facts['storage']}, ledger {safe(facts['ledger'])}"
@@ -275,10 +280,43 @@ def _bold(text: str, colour: bool) -> str:
 
 def plain(x: Shown, *, tokens: bool) -> dict[str, Any]:
     """One experience as plain values."""
-    from rft.buffer.export import unpacked
+    from rft.buffer.experience_export import unpacked
 
     uses = [{"step": str(u.version), "checkpoint": u.checkpoint, "counts": u.counts} for u in x.uses]
     payload = unpacked(x.payload) if x.payload is not None else {"gone": x.gone}
     if not tokens:
         payload = {k: v for k, v in payload.items() if k in ("version_spans", "metrics", "info", "gone")}
     return {**x.row, **payload, "uses": uses}
+
+
+CELL = 60  # widest cell of a table, in columns of the terminal
+
+
+def width(text: str) -> int:
+    """Columns of the terminal that `text` takes."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def cut(text: str, most: int = CELL) -> str:
+    """`text`, or its beginning and an ellipsis, in at most `most` columns."""
+    if len(text) <= most // 2 or width(text) <= most:
+        return text
+    kept, used = [], 1
+    for char in text:
+        used += width(char)
+        if used > most:
+            break
+        kept.append(char)
+    return "".join(kept) + "…"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> Iterator[str]:
+    """Lines of a table; cells are made safe and cut, columns of numbers (`right`) are aligned to the right."""
+    cells = [[cut(safe(c)) for c in row] for row in (heads, *rows)]
+    wide = [max(width(row[i]) for row in cells) for i in range(len(heads))]
+    side = [*right, *([False] * (len(heads) - len(right)))]
+    for row in cells:
+        parts = [(" " * (w - width(c)) + c) if r else (c + " " * (w - width(c))) for c, w, r in zip(row, wide, side, strict=True)]
+        yield "  ".join(parts).rstrip()

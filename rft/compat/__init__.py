@@ -12,22 +12,21 @@ import importlib
 from typing import Any
 
 NAMES = {
-    "config": ("FormatConfig", "GenerationConfig"),
-    "experience": ("EID", "Experience", "CustomField", "group_by"),
-    "logger": ("get_logger", "Deprecated"),
-    "model": ("ModelWrapper",),
-    "operators": ("ExperienceOperator", "ExperienceOperatorV1"),
-    "registry": (
+    "trinity_experience": ("EID", "Experience", "CustomField", "group_by"),
+    "trinity_model": ("ModelWrapper",),
+    "trinity_operators": ("ExperienceOperator", "ExperienceOperatorV1"),
+    "trinity_registry": (
         "Registry", "WORKFLOWS", "REWARD_FUNCTIONS", "EXPERIENCE_OPERATORS", "SELECTORS", "ADVANTAGE_FN", "POLICY_LOSS_FN", "PRIORITY_FUNC",
+        "get_logger", "Deprecated",
     ),
-    "rewards": (
+    "trinity_rewards": (
         "RewardFn", "MathRewardFn", "MathBoxedRewardFn", "AccuracyReward", "FormatReward", "MathDAPORewardFn", "CountDownRewardFn",
     ),
-    "task": ("Task",),
-    "workflow": (
+    "trinity_task": ("Task", "FormatConfig", "GenerationConfig"),
+    "trinity_workflow": (
         "Workflow", "BaseSimpleWorkflow", "SimpleWorkflow", "AsyncSimpleWorkflow", "MathWorkflow", "AsyncMathWorkflow", "MultiTurnWorkflow",
     ),
-    "steps": (
+    "trinity_steps": (
         "StepWiseRewardWorkflow", "AsyncStepWiseRewardWorkflow", "RewardPropagationWorkflow", "AsyncRewardPropagationWorkflow",
     ),
 }  # fmt: skip
@@ -37,10 +36,14 @@ REFUSED = {
     "GroupAdvantage": "write a function of the whole train step, see docs/howto/algorithm.md",
     "PolicyLossFn": "write a function of a micro-batch that gives sums over the step's denominators, see docs/howto/algorithm.md",
     "PriorityFunction": "write a class called with a Candidate, see rft/buffer/priority.py and docs/howto/buffer.md",
-    "BaseSelector": "write a rft.taskset.selectors.Selector: its order follows from its arguments, so that a resumed run repeats it",
+    "BaseSelector": "write a rft.taskset.selectors.TaskSelector: its order follows from its arguments, so that a resumed run repeats it",
     "InferenceModel": "write an engine, see docs/howto/engine.md",
     "AgentScopeReActAgent": "write the agent against the OpenAI client, see docs/howto/agent.md",
     "Config": "settings reach a workflow through task.workflow_args",
+}
+CLASSES = {  # whose names other classes of `rft` have
+    name: f"Trinity{name}"
+    for name in ("Experience", "FormatConfig", "MultiTurnWorkflow", "Registry", "RewardPropagationWorkflow", "Task", "Workflow")
 }
 _HOME = {name: module for module, names in NAMES.items() for name in names}
 
@@ -50,7 +53,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"{name} of Trinity-RFT is not kept: {REFUSED[name]}")
     if name not in _HOME:
         raise AttributeError(f"rft.compat has no {name}; it has {', '.join(sorted(_HOME))}")
-    return getattr(importlib.import_module(f"rft.compat.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"rft.compat.{_HOME[name]}"), CLASSES.get(name, name))
 
 
 def __dir__() -> list[str]:

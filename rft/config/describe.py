@@ -1,28 +1,28 @@
-"""One key explained: meaning, type, default, who reads it, and what veRL and Trinity-RFT call it.
+"""One key explained: meaning, type, default, who reads it; and a resolved configuration in words: where each value came from.
 
-Knows the schema and the two tables of foreign names.  Invariant: everything said is read from them; nothing is described twice.
+Knows the schema.  Invariant: everything said is read from it; nothing is described twice.  What related tools call a key is added by
+`rft.compat.key_names`.
 """
 
 from __future__ import annotations
 
-import importlib.resources
 import re
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rft.algorithm.args import ARGS
-from rft.config import aliases, reference
-from rft.config.active import marked
-from rft.config.known import advice
-from rft.config.messages import aliases as other_names
-from rft.config.messages import did_you_mean, field_at, fields_at, literals, models
-from rft.config.outside import LATER_OUTSIDE
-from rft.config.source import dotted
-from rft.config.stages import SECTIONS
-from rft.config.verlkeys import Row, by_path, by_target
+from rft.algorithm.catalog import shipped
+from rft.config import reference
+from rft.config.extends import SECTIONS
+from rft.config.foreign import advice
+from rft.config.inert import Inert, argument, inert
+from rft.config.load import did_you_mean
+from rft.config.plan import Plan, schedule
+from rft.config.schema.root import RunConfig
+from rft.config.schema.source import dotted, leaves
+from rft.config.schema.walk import aliases, field_at, fields_at, literals, models
 from rft.errors import ConfigError
 
 READ_BY = (  # longest beginning first: who does what with a key
@@ -77,49 +77,46 @@ class Description:
     note: str = ""  # about the other name
     also: tuple[str, ...] = ()  # other spellings that are accepted
     below: tuple[str, ...] = ()  # keys of a section, arguments of a part
-    more: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What does not apply is left out."""
+        said = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()}
+        return {k: v for k, v in said.items() if v not in ("", []) or k == "default"}
 
 
-def describe(name: str) -> list[Description]:
-    """The key called `name`: ours, with or without list indexes, veRL's, or Trinity-RFT's.  veRL's may have become several.
-
-    Raises ConfigError naming the nearest key, or what to do about a key that is not offered.
-    """
-    asked = name.strip().removeprefix("--")
-    if before := _before_the_schema(asked):
-        return [before]
-    inner = re.sub(r"^stages(\[\w*\]|\.\d+)\.", "", asked)  # a stage's sections have the keys of the common ones
-    key = _own(inner)
-    if key is not None and (inner == asked or key.split(".")[0] in SECTIONS):
-        return [_described(key, "" if key == _listed(asked) else asked)]
-    if below := _argument(asked):
-        return [below]
-    row = aliases.native(asked)
-    if row is not None:
-        return _of_verl(row, asked)
-    if (theirs := trinity().get(_listed(asked))) and (key := _own(theirs)) is not None:
-        return [_described(key, asked)]
-    said = advice(re.sub(r"\[\]", "[0]", _listed(asked)))
-    loc = tuple(re.sub(r"\[\]", "", _listed(asked)).split("."))
-    raise ConfigError(said or f"unknown key.{_nearest(loc)}", key=asked if len(asked) <= 120 else f"{asked[:117]}...")
-
-
-def _nearest(loc: tuple[str, ...]) -> str:
-    """What to say of a name that nobody knows: the nearest keys, else veRL's names that end like it, else what there is."""
+def _nearest(loc: tuple[str, ...], elsewhere: Callable[[str], str]) -> str:
+    """What to say of a name that nobody knows: the nearest keys, else a related tool's names that end like it, else what there is."""
     if len(loc[-1]) <= 120 and (near := did_you_mean(loc, list(fields_at(loc[:-1])))):
         return near
-    theirs = [path for path in by_path() if path.rpartition(".")[2] == loc[-1]]
-    if theirs:
-        return f"  veRL's keys of that name: {', '.join(theirs[:4])}"
-    if _own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
+    if theirs := elsewhere(loc[-1]):
+        return theirs
+    if own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
         return f"  {dotted(loc[:-1])} is a value; no keys stand below it"
     parent = loc[:-1] if fields_at(loc[:-1]) else ()
     return f"  Known {f'below {dotted(parent)}' if parent else 'at the top'}: {', '.join(fields_at(parent))}"
 
 
+def described(name: str) -> Description | None:
+    """The key called `name`, with or without list indexes; None where nothing is called so."""
+    if before := _before_the_schema(name):
+        return before
+    inner = re.sub(r"^stages(\[\w*\]|\.\d+)\.", "", name)  # a stage's sections have the keys of the common ones
+    key = own(inner)
+    if key is not None and (inner == name or key.split(".")[0] in SECTIONS):
+        return _described(key, "" if key == listed(name) else name)
+    return _argument(name)
+
+
+def unknown(name: str, nearest: Callable[[str], str] = lambda last: "") -> ConfigError:
+    """What to do about a key that is not offered, or the nearest keys; `nearest`: what a related tool's table says of a last part."""
+    said = advice(re.sub(r"\[\]", "[0]", listed(name)))
+    loc = tuple(re.sub(r"\[\]", "", listed(name)).split("."))
+    return ConfigError(said or f"unknown key.{_nearest(loc, nearest)}", key=name if len(name) <= 120 else f"{name[:117]}...")
+
+
 def _before_the_schema(asked: str) -> Description | None:
     """extends, stages and trainer_config, which are gone before the schema sees the values."""
-    key = _listed(asked).removesuffix("[]")
+    key = listed(asked).removesuffix("[]")
     if key not in reference.READ_BEFORE:
         return None
     kind, meaning = reference.READ_BEFORE[key]
@@ -129,48 +126,18 @@ def _before_the_schema(asked: str) -> Description | None:
         type=kind,
         default="none",
         used_by="the loader, before keys are checked; its rules: docs/reference/configuration.md",
-        trinity="the same" if key in trinity() else "none",
         below=("stage_name", *SECTIONS) if key == "stages" else (),
     )
 
 
-def _of_verl(row: Row, asked: str) -> list[Description]:
-    found = []
-    for target in row.targets:
-        key = _own(target)
-        said = _described(key, asked) if key is not None else _argument(target)
-        if said is None:
-            kind = "metric" if row.section == 21 else "command-line option"
-            waits = LATER_OUTSIDE.get(target)
-            said = Description(
-                key=target,
-                meaning=f"a {kind}",
-                type=kind,
-                default="",
-                active=f"not yet: {waits}" if waits else "yes",
-                verl=(row.name,),
-            )
-        found.append(_noted(said, asked, row))
-    if not found:
-        words = {"derived": "follows from other keys", "n/a": "is not taken over", "native": "has no key"}
-        found = [
-            Description(key="none", asked=asked, meaning=f"{words[row.kind]}: {row.note}", type="", default="", verl=(row.name,))
-        ]
-    return found
-
-
-def _noted(said: Description, asked: str, row: Row) -> Description:
-    return Description(**{**vars(said), "asked": asked, "note": row.note})
-
-
-def _listed(name: str) -> str:
+def listed(name: str) -> str:
     """a.0.b, a[3].b and a[i].b as a[].b."""
     return re.sub(r"\[\w*\]|\.\d+(?=\.|$)", "[]", name)
 
 
-def _own(name: str) -> str | None:
+def own(name: str) -> str | None:
     """The schema's spelling of a key, or None."""
-    parts, found = re.sub(r"\[\]", "", _listed(name)).split("."), ""
+    parts, found = re.sub(r"\[\]", "", listed(name)).split("."), ""
     fields: dict[str, FieldInfo] = fields_at(())
     mark = ""
     while parts:
@@ -179,7 +146,7 @@ def _own(name: str) -> str | None:
             if not parts:
                 return None
         part = parts.pop(0)
-        real = next((n for n, f in fields.items() if n == part or part in other_names(f)), None)
+        real = next((n for n, f in fields.items() if n == part or part in aliases(f)), None)
         if real is None:
             return None
         found = f"{found}{mark}.{real}" if found else real
@@ -191,7 +158,6 @@ def _own(name: str) -> str | None:
 def _described(key: str, asked: str) -> Description:
     found = _field(key)
     extra = found.json_schema_extra if isinstance(found.json_schema_extra, dict) else {}
-    later = _later(key)
     inner = next((m for m, _ in models(found.annotation)), None)
     return Description(
         key=key,
@@ -202,11 +168,9 @@ def _described(key: str, asked: str) -> Description:
         unit=str(extra.get("unit", "")),
         allowed=tuple(_choices(found)),
         used_by=next(text for beginning, text in READ_BY if key.startswith(beginning)),
-        active=later or "yes",
+        active=_active(inert(key)),
         on_resume={"safe": "may change", "refuse": "may not change"}.get(str(extra.get("on_resume", "")), ""),
-        verl=tuple(r.name for r in _verl(key)),
-        trinity=_trinity_of(key),
-        also=tuple(n for n in other_names(found) if n != key.rpartition(".")[2]),
+        also=tuple(n for n in aliases(found) if n != key.rpartition(".")[2]),
         below=tuple(inner.model_fields) if inner else _parts(key),
     )
 
@@ -228,59 +192,34 @@ def _choices(found: FieldInfo) -> list[str]:
     return [str(n) for n in literals(found.annotation) if n != ""]
 
 
-def _later(key: str) -> str:
-    """What happens today where the key, or a section around it, is not active yet."""
-    parts = re.sub(r"\[\]|\.\*", "", key).split(".")
-    for end in range(len(parts), 0, -1):
-        found = field_at(tuple(parts[:end]))
-        if found is not None and (mark := marked(found)):
-            which = ", ".join(map(str, mark.get("values", ())))
-            if which and end < len(parts):
-                continue
-            word = _word(mark)
-            return f"{f'{word} for {which}' if which else word}: {mark['instead']}"
-    return ""
-
-
-def _word(mark: dict[str, Any]) -> str:
-    return "no meaning here" if mark.get("moot") else "not yet"
-
-
-def _verl(key: str) -> tuple[Row, ...]:
-    """The rows that became `key`; an evaluation taskset shares the training taskset's."""
-    return by_target().get(key) or by_target().get(_as_training(key), ())
-
-
-def _as_training(key: str) -> str:
-    """taskset and eval_tasksets[] have the keys of tasksets[]."""
-    return re.sub(r"^(buffer\.explorer_input\.)(taskset|eval_tasksets\[\])(?=\.)", r"\1tasksets[]", key)
+def _active(entry: Inert | None) -> str:
+    """yes, or what happens to what is written."""
+    if entry is None:
+        return "yes"
+    word = "not yet" if entry.level == "later" else "no meaning here"
+    return f"{word}{' for ' + ', '.join(map(str, entry.values)) if entry.values else ''}: {entry.why}"
 
 
 def _argument(name: str) -> Description | None:
     """algorithm.policy_loss_fn_args.clip_range: an argument of one or more parts."""
     match = re.fullmatch(r"algorithm\.(\w+)_args\.(\w+)", name)
     if match is None:
-        found = re.fullmatch(r"(.+_args)\.\w+", _listed(name))  # of a workflow or a reward: the plugin's own
-        if found is None or (key := _own(found[1])) is None or next(models(_field(key).annotation), None):
+        found = re.fullmatch(r"(.+_args)\.\w+", listed(name))  # of a workflow or a reward: the plugin's own
+        if found is None or (key := own(found[1])) is None or next(models(_field(key).annotation), None):
             return None  # a section such as rollout_args has keys of its own, and no others
         return Description(
-            key=_listed(name),
+            key=listed(name),
             meaning="argument of the workflow or reward that is named beside it",
             type="argument",
             default="of the plugin",
             used_by=_described(key, "").used_by,
-            active=next((f"not yet: {t}" for k, t in LATER_OUTSIDE.items() if _listed(k) == _as_training(_listed(name))), "yes"),
             on_resume="may not change",
-            verl=tuple(r.name for r in _verl(_listed(name))),
-            trinity=key,
         )
-    kind, argument = match.groups()
-    takers = {part: m.model_fields[argument] for (k, part), m in ARGS.items() if k == kind and argument in m.model_fields}
+    kind, word = match.groups()
+    takers = {part: m.model_fields[word] for (k, part), m in shipped().items() if k == kind and word in m.model_fields}
     if not takers:
         return None
     one = next(iter(takers.values()))
-    later = marked(one)
-    active = f"{_word(later)}: {later['instead']}" if later else "yes"
     return Description(
         key=name,
         meaning=one.description or f"argument of {kind}",
@@ -288,48 +227,66 @@ def _argument(name: str) -> Description | None:
         default=", ".join(sorted({reference.default_text(f).strip("`") for f in takers.values()})),
         allowed=tuple(_choices(one)),
         used_by=f"trainer: {', '.join(takers)}",
-        active=active,
+        active=_active(argument(one)),
         on_resume="may not change",
-        verl=tuple(r.name for r in _verl(name)),
-        trinity=f"algorithm.{kind}_args",
     )
 
 
 def _parts(key: str) -> tuple[str, ...]:
     """Names of the arguments that the shipped parts take below an _args key."""
     match = re.fullmatch(r"algorithm\.(\w+)_args", key)
-    return tuple(dict.fromkeys(n for (k, _), m in ARGS.items() if match and k == match[1] for n in m.model_fields))
+    return tuple(dict.fromkeys(n for (k, _), m in shipped().items() if match and k == match[1] for n in m.model_fields))
 
 
-@cache
-def trinity() -> dict[str, str]:
-    """Trinity-RFT's key → ours, for all keys of its schema; a key that is not offered stands for itself."""
-    text = importlib.resources.files("rft.config").joinpath("data/trinity_keys.txt").read_text(encoding="utf-8")
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.startswith("#") or not line:
-            continue
-        section, _, names = line.partition(":")
-        for name in names.split():
-            theirs, _, ours = name.partition("=")
-            path = f"{section}.{theirs}" if section else theirs
-            found[path] = ours or path
-            parents = path.split(".")
-            for end in range(1, len(parents)):
-                above = ".".join(parents[:end]).removesuffix("[]")
-                found.setdefault(above, above)
-    return found
+def values(config: RunConfig, plan: Plan) -> list[tuple[str, str, str]]:
+    """(key, value, where from) of every key: a line of the file, an override, "default", or what it was derived from."""
+    derived, why = {d.key: d for d in plan.derived}, {d.key: d.why for d in reversed(plan.derived)}
+    rows = []
+    for loc, value in leaves(config.shown(), lists=False):
+        key = dotted(loc)
+        where = config.source.where(loc)
+        if key in derived and (not where or value in (None, "auto", 0)):
+            rows.append((key, str(derived.pop(key).value), f"derived: {why[key]}"))
+        elif key in derived:
+            rows.append((key, f"{value} → {derived[key].value}", f"{where}; {why[key]}"))
+        else:
+            rows.append((key, _text(value), where or "default"))
+    return rows
 
 
-def _trinity_of(key: str) -> str:
-    plain = _as_training(key)
-    names = [theirs for theirs, ours in trinity().items() if ours == plain]
-    same = [n for n in names if n == plain]
-    if same:
-        return "the same"
-    return ", ".join(names) or "none"
+def timeline(plan: Plan) -> str:
+    """The first steps of the schedule in one line."""
+    s, sync = schedule(plan.sync), plan.sync
+    if sync.style != "fixed":
+        return _asynchronous(plan)
+    parts, last = [], -1
+    for batch in range(2 * sync.interval + sync.offset + 1):
+        need = s.required_step(batch)
+        if need != last:
+            parts.append(f"explore {batch} waits for weights {need}" if need else "explore 0 starts with the untrained weights")
+            last = need
+    every = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
+    return f"by {sync.method} after {every}; {', '.join(parts[:3])} ..."
 
 
-def values(said: Description) -> dict[str, Any]:
-    """For --json; what does not apply is left out."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in vars(said).items() if v not in ("", (), {}) or k == "default"}
+def _asynchronous(plan: Plan) -> str:
+    s, sync = schedule(plan.sync), plan.sync
+    steps = "every train step" if sync.interval == 1 else f"every {sync.interval} train steps"
+    if sync.style == "explorer_driven":
+        batches = "explore step" if sync.interval == 1 else f"{sync.interval} explore steps"
+        when = f"when the explorer asks, after every {batches} from explore step {sync.offset + sync.interval} on"
+    else:
+        when = f"after {steps}"
+    if s.quota is not None:
+        unit = "tasks" if plan.trainer.batch_rows is None else "experiences"
+        window = s.interval * s.step_units
+        limit = f"; a window takes {window} {unit}, and {s.quota} may have begun and not been trained at its start"
+    else:
+        limit = ""
+    if sync.max_staleness is not None:
+        limit += f"; the explorer waits where rows would get older than {sync.max_staleness} steps"
+    return f"by {sync.method} {when}{limit}" + ("" if sync.partial_rollout else "; tasks under way are waited for")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

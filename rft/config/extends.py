@@ -1,22 +1,28 @@
-"""Files that extend files: `extends: base.yaml`, or a list, merged into one tree with the file and line of each value.
+"""Files that extend files, merged into one tree with the file and line of each value; and the trees of a file's `stages`.
 
-Knows no schema.  Invariant: what a file writes wins over what it extends, and a later base over an earlier one; mappings merge, lists
-and single values replace.
+Knows names of sections, not what is in them.  Invariants: what a file writes wins over what it extends, and a later base over an earlier
+one; mappings merge, lists and single values replace.  The tree of a stage is an ordinary configuration: the file's, in which the stage's
+own sections stand instead of the common ones, as wholes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rft.config import aliases, yamlfile
-from rft.config.source import Loc
-from rft.errors import ConfigError, ConfigErrors
+from rft.config import foreign, yamlfile
+from rft.config.schema.base import NAME
+from rft.config.schema.source import Loc, Source
+from rft.disk import read_regular
+from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
 
 MAX_DEPTH = 8
+MAX_FILES = 64  # a file that two others extend counts twice
 Interpolate = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -33,18 +39,23 @@ class Written:
 
 def read(path: Path, interpolate: Interpolate) -> Written:
     """The file at `path`.  Raises ConfigError(s) naming the file and the line; `interpolate` reads ${...} in names of bases."""
-    found = _read(path, (), "", interpolate)
+    found = _read(path, (), "", interpolate, [])
     if len(found.files) > 1:
         found.text = f"# {', '.join(p for p, _ in found.files)} as one\n{yamlfile.dump(found.values)}"
     return found
 
 
-def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpolate) -> Written:
+def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpolate, opened: list[Path]) -> Written:
     chain = " → ".join(p.name for p in (*above, path))
-    if path.resolve() in (p.resolve() for p in above):
+    if os.path.realpath(path) in map(os.path.realpath, above):
         raise ConfigError(f"{chain}: a file cannot extend itself; remove one of them", key="extends", given=str(path))
     if len(above) > MAX_DEPTH:
         raise ConfigError(f"{chain}: more than {MAX_DEPTH} files deep; merge some of them", key="extends", given=str(path))
+    opened.append(path)
+    if len(opened) > MAX_FILES:
+        raise ConfigError(
+            f"{opened[0].name}: more than {MAX_FILES} files are read; merge some of them", key="extends", given=str(path)
+        )
     text = _text(path, chain if above else "")
     values, lines = yamlfile.parse(text, path.name)
     if values is None:
@@ -59,13 +70,13 @@ def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpol
         [(str(path), hashlib.sha256(text.encode()).hexdigest())],
     )
     bases = _bases(own, interpolate)
-    own.warnings = _aliases(own, label)
+    own.warnings = _foreign(own, label)
     if not bases:
         return own
     merged = Written({}, {}, text, own.files)
     for name in bases:
         base = Path(name).expanduser()
-        below = _read(path.parent / base, (*above, path), name, interpolate)
+        below = _read(path.parent / base, (*above, path), name, interpolate, opened)
         _merge(merged.values, merged.origins, below.values, below.origins, ())
         merged.files += below.files
         merged.warnings += below.warnings
@@ -77,11 +88,7 @@ def _read(path: Path, above: tuple[Path, ...], label: str, interpolate: Interpol
 def _text(path: Path, chain: str) -> str:
     """`chain`: the files that lead to it, of one that another file extends."""
     try:
-        if path.stat().st_size > yamlfile.MAX_BYTES:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size:,} bytes; a configuration may have at most {yamlfile.MAX_BYTES:,}"
-            )
-        return path.read_bytes().decode("utf-8-sig")
+        return read_regular(path, yamlfile.MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is not UTF-8 text (byte {e.start})") from None
     except OSError as e:
@@ -104,15 +111,14 @@ def _bases(own: Written, interpolate: Interpolate) -> list[str]:
     return bases
 
 
-def _aliases(own: Written, label: str) -> list[str]:
+def _foreign(own: Written, label: str) -> list[str]:
     """veRL's spellings become native keys file by file, so that a file's native key wins over its base's veRL spelling."""
     try:
-        return aliases.expand(own.values, own.origins)
+        return foreign.expand(own.values, own.origins)
     except ConfigError as e:
         if not label:
             raise
-        errors = e.errors if isinstance(e, ConfigErrors) else [e]
-        raise ConfigErrors([ConfigError(f"{x.message}, in {label}", key=x.key, given=x.given) for x in errors]) from None
+        raise ConfigErrors([ConfigError(f"{x.message}, in {label}", key=x.key, given=x.given) for x in e.errors]) from None
 
 
 def _merge(into: dict[str, Any], origins: dict[Loc, str], values: dict[str, Any], new: dict[Loc, str], loc: Loc) -> None:
@@ -130,3 +136,93 @@ def _merge(into: dict[str, Any], origins: dict[Loc, str], values: dict[str, Any]
         for at in [at for at in origins if at[: len(here)] == here]:
             del origins[at]
         origins |= {at: o for at, o in new.items() if at[: len(here)] == here}
+
+
+SECTIONS = ("mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")
+"""What a stage may write; each replaces the whole section."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The tree of one stage."""
+
+    values: dict[str, Any]
+    origins: dict[Loc, str]
+    sections: dict[str, str]  # section -> "stages[1].trainer"
+    warnings: tuple[str, ...]
+
+
+def names(values: dict[str, Any]) -> tuple[str, ...]:
+    """The stages of a file, in order; none if it has none.  Raises ConfigErrors with everything that is wrong with the list."""
+    given = values.get("stages")
+    if given is None or given == []:
+        return ()
+    if not isinstance(given, list):
+        raise ConfigError("must be a list of stages: [{stage_name: ..., trainer: {...}}, ...]", key="stages", given=given)
+    errors: list[ConfigError] = []
+    found: list[str] = []
+    for i, stage in enumerate(given):
+        key = f"stages[{i}]"
+        if not isinstance(stage, dict):
+            errors.append(ConfigError("must be a mapping with stage_name and sections", key=key, given=stage))
+            continue
+        name = stage.get("stage_name")
+        if not isinstance(name, str) or not re.match(NAME, name) or len(name) > 120:
+            message = "is required: " if name is None else f"given {name!r}: "
+            message += "a name that begins with a letter or digit and holds no slash; the stage runs in <name>/<stage_name>"
+            errors.append(ConfigError(message, key=f"{key}.stage_name", given=name))
+        elif name in found:
+            errors.append(ConfigError(f"{name!r} is also the name of stages[{found.index(name)}]", key=f"{key}.stage_name"))
+        found.append(str(name))
+        errors += [_unknown(f"{key}.{k}", k) for k in stage if k not in ("stage_name", *SECTIONS)]
+    raise_all(errors)
+    return tuple(found)
+
+
+def _unknown(key: str, name: str) -> ConfigError:
+    if name == "model":
+        return ConfigError("a stage's model is what the stage before it exported; write model once, at the top level", key=key)
+    hint = nearest(name, ("stage_name", *SECTIONS))
+    return ConfigError(f"a stage has stage_name and whole sections: {', '.join(SECTIONS)}.{hint}", key=key)
+
+
+def select(values: dict[str, Any], origins: dict[Loc, str], name: str) -> Selected:
+    """The tree of stage `name`; of a file without stages, with name "", the file's own.  Raises ConfigError."""
+    known = names(values)
+    common = {k: v for k, v in values.items() if k != "stages"}
+    above = {at: o for at, o in origins.items() if at[:1] != ("stages",)}
+    if not known and not name:
+        return Selected(common, above, {}, ())
+    if name not in known:
+        says = f"no stage is called {name!r}" if name else "one run was asked for, and this is a program of several"
+        raise ConfigError(f"{says}; the stages are: {', '.join(known) or 'none'}", key="stages", given=name)
+    i = known.index(name)
+    own = {k: v for k, v in values["stages"][i].items() if k != "stage_name"}
+    idle = [".".join(map(str, at)) for at, o in above.items() if o.startswith("override") and at[0] in own]
+    warnings = [f"stage {name} replaces {k.partition('.')[0]} as a whole; the override of {k} has no effect in it" for k in idle]
+    tree = common | own
+    above = {at: o for at, o in above.items() if at[0] not in own}
+    for at, o in origins.items():
+        if at[:2] == ("stages", i) and at[2:3] != ("stage_name",):
+            above[at[2:]] = o
+    warnings += foreign.expand(tree, above, lambda loc: loc[0] in own)
+    trainer = tree.get("trainer")
+    if isinstance(trainer, dict) and str(trainer.get("save_hf_checkpoint")).lower() == "never":
+        tree = tree | {"trainer": trainer | {"save_hf_checkpoint": "last"}}
+        above["trainer", "save_hf_checkpoint"] = "stages"
+        warnings.append(
+            f"stage {name}: trainer.save_hf_checkpoint is last instead of never, since stages hand on their last model"
+        )
+    return Selected(tree, above, {k: f"stages[{i}].{k}" for k in own}, tuple(warnings))
+
+
+def rekey(errors: Iterable[ConfigError], source: Source) -> list[ConfigError]:
+    """Errors of a stage under the keys that were written: trainer.total_steps as stages[1].trainer.total_steps."""
+
+    def moved(e: ConfigError) -> ConfigError:
+        section = re.split(r"[.\[]", e.key)[0]
+        if section not in source.sections:
+            return e
+        return ConfigError(e.message, key=source.sections[section] + e.key.removeprefix(section), given=e.given)
+
+    return [moved(e) for e in errors]

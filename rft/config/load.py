@@ -1,11 +1,12 @@
-"""A YAML file and `key=value` overrides → `RunConfig`, or every error at once.
+"""A YAML file and `key=value` overrides → `RunConfig`, or every error at once, in sentences.
 
-Knows the schema only as a type to validate against.  Relative paths are looked up from the current folder, then beside the file
-(`resolve` does that).  Invariant: what comes out has passed the schema; nothing has been looked up, opened or started besides the file.
+Knows the schema's classes, not what they mean.  Invariants: what comes out has passed the schema; nothing has been looked up, opened or
+started besides the file; a secret's value never enters a message.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rft.config import aliases, extends, stages, yamlfile
-from rft.config.messages import explain
+from rft.config import expansions, extends, foreign, yamlfile
+from rft.config.foreign import advice, value_advice
 from rft.config.schema.root import RunConfig
-from rft.config.source import STEP, Loc, Source, dotted, is_secret, undotted
-from rft.errors import ConfigError, ConfigErrors
-from rft.logs import REDACTED, is_secret_name, learn_secrets, url_passwords
+from rft.config.schema.source import STEP, Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
+from rft.config.schema.walk import all_keys, field_at, fields_at
+from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
+from rft.logs import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
 
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_][A-Za-z0-9_]*)")
 
@@ -38,7 +40,7 @@ def from_dict(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfi
     if "extends" in values:
         raise ConfigError("belongs into a file, whose folder it is relative to; merge the values yourself", key="extends")
     origins: dict[Loc, str] = {}
-    warnings = aliases.expand(values, origins)
+    warnings = foreign.expand(values, origins)
     return validate(_source(None, extends.Written(values, origins, "", [], warnings), overrides, ""))
 
 
@@ -46,7 +48,7 @@ def stage_names(path: str | Path, overrides: Sequence[str] = ()) -> tuple[str, .
     """The stages that `path` describes, in order; none of an ordinary configuration."""
     written = extends.read(Path(path).expanduser(), lambda values: _interpolate(values)[0])
     _override(written, overrides)
-    return stages.names(written.values)
+    return extends.names(written.values)
 
 
 def read(path: str | Path, overrides: Sequence[str] = (), *, stage: str = "") -> Source:
@@ -55,39 +57,31 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, stage: str = "") ->
     return _source(path, extends.read(path, lambda values: _interpolate(values)[0]), overrides, stage)
 
 
-def validate(source: Source) -> RunConfig:
+def validate(source: Source, retyped: dict[str, Any] | None = None) -> RunConfig:
     """Checks against the schema.  Numbers that came as text, from the environment or an override, are read as numbers here."""
-    values = dict(source.values)
+    values = dict(source.values) if retyped is None else retyped
     try:
-        config = _validate(values)
+        config = RunConfig.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as e:
-        fixed = _retype(values, e, source)
-        if fixed is None:
-            raise ConfigErrors(stages.rekey(explain(e, source), source)) from None
-        try:
-            config = _validate(fixed)
-        except ValidationError as again:
-            raise ConfigErrors(stages.rekey(explain(again, source), source)) from None
+        if retyped is None and (fixed := _retype(values, e, source)) is not None:
+            return validate(source, fixed)
+        raise ConfigErrors(extends.rekey(explain(e, source), source)) from None
     config._source = source
     return config
 
 
-def _validate(values: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate_json(json.dumps(values), strict=True)
-
-
 def _source(path: Path | None, written: extends.Written, overrides: Sequence[str], stage: str) -> Source:
     raw = _override(written, overrides)
-    chosen = stages.select(written.values, written.origins, stage)
+    chosen = extends.select(written.values, written.origins, stage)
     values, origins = chosen.values, chosen.origins
-    for loc, leaf in _leaves(values):
+    for loc, leaf in leaves(values):
         if isinstance(leaf, str) and "${" in leaf:
             names = _ENV.findall(leaf)
             origins[loc] = f"{origins.get(loc, 'given')} ({', '.join('$' + n for n in names) or leaf})"
     values, replaced = _interpolate(values, origins)
     raw.update(replaced)
-    learn_secrets(str(v) for loc, v in _leaves(values) if loc and is_secret(str(loc[-1]), v))
-    learn_secrets(p for _, v in _leaves(values) if isinstance(v, str) for p in url_passwords(v))
+    learn_secrets(str(v) for loc, v in leaves(values) if hidden(loc, v) and (is_secret(str(loc[-1]), v) or looks_random(str(v))))
+    learn_secrets(p for _, v in leaves(values) if isinstance(v, str) for p in url_passwords(v))
     return Source(
         path=path,
         text=written.text,
@@ -116,25 +110,16 @@ def _override(written: extends.Written, overrides: Sequence[str]) -> dict[Loc, s
             errors.append(ConfigError("cannot be an override; give the differing keys as key=value", key="extends", given=value))
         for at in [at for at in written.origins if at[: len(loc)] == loc]:
             del written.origins[at]
-        written.origins.update(dict.fromkeys((leaf for leaf, _ in _leaves(value, loc)), "override"))
+        written.origins.update((leaf, "override") for leaf, _ in leaves(value, loc))
         raw[loc] = text
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    raise_all(errors)
     origins = written.origins
 
     def given_here(loc: Loc) -> bool:
         return any(o.startswith("override") for at, o in origins.items() if at[: len(loc)] == loc)
 
-    written.warnings += aliases.expand(written.values, origins, given_here)
+    written.warnings += foreign.expand(written.values, origins, given_here)
     return raw
-
-
-def _leaves(value: Any, loc: Loc = ()) -> list[tuple[Loc, Any]]:
-    if isinstance(value, dict) and value:
-        return [leaf for k, v in value.items() for leaf in _leaves(v, (*loc, k))]
-    if isinstance(value, list) and value:
-        return [leaf for i, v in enumerate(value) for leaf in _leaves(v, (*loc, i))]
-    return [(loc, value)]
 
 
 def assign(values: dict[str, Any], override: str) -> tuple[Loc, tuple[str, Any]]:
@@ -181,9 +166,11 @@ def _index(step: str | int, place: list[Any], done: Loc, override: str) -> int:
 
 def _interpolate(values: dict[str, Any], origins: Mapping[Loc, str] | None = None) -> tuple[dict[str, Any], dict[Loc, str]]:
     """`${oc.env:X}`, `${oc.env:X,default}` and `${a.b}` replaced; and the text of each leaf that had one."""
-    marked = [(loc, leaf) for loc, leaf in _leaves(values) if isinstance(leaf, str) and "${" in leaf]
+    written = list(leaves(values))
+    marked = [(loc, leaf) for loc, leaf in written if isinstance(leaf, str) and "${" in leaf]
     if not marked:
         return values, {}
+    expansions.refuse_bombs(written, origins or {})
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -201,8 +188,7 @@ def _interpolate(values: dict[str, Any], origins: Mapping[Loc, str] | None = Non
             OmegaConf.create([leaf])
         except OmegaConfBaseException:
             wrong(loc, leaf, "cannot be read; write ${oc.env:NAME}, ${oc.env:NAME,DEFAULT} or ${another.key}, each brace closed")
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    raise_all(errors)
     tree = OmegaConf.create(values)
     for loc, leaf in marked:
         try:
@@ -215,12 +201,11 @@ def _interpolate(values: dict[str, Any], origins: Mapping[Loc, str] | None = Non
             missing = _ENV.findall(leaf)
             hint = f"; set it, or write ${{oc.env:{missing[0]},DEFAULT}}" if missing and "not found" in str(e) else ""
             wrong(loc, leaf, f"{_first_line(e)}{hint}")
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    raise_all(errors)
     learn_secrets(texts[loc] for loc, leaf in marked if loc in texts and any(is_secret_name(n) for n in _ENV.findall(leaf)))
-    plain = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(k): v for k, v in plain.items()}, texts
+    replaced = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(replaced, dict)
+    return {str(k): v for k, v in replaced.items()}, texts
 
 
 def _first_line(error: Exception) -> str:
@@ -237,18 +222,172 @@ def _retype(values: dict[str, Any], error: ValidationError, source: Source) -> d
     changed = False
     values = json.loads(json.dumps(values))
     for e in error.errors(include_url=False, include_input=False):
-        text = next((t for loc, t in source.raw_texts.items() if e["loc"][: len(loc)] == loc), None)
-        if text is None:
+        loc = next((loc for loc in source.raw_texts if e["loc"][: len(loc)] == loc), None)
+        if loc is None:
             continue
-        loc = next(loc for loc in source.raw_texts if e["loc"][: len(loc)] == loc)
         place: Any = values
         for step in loc[:-1]:
             place = place[step]
         old = place[loc[-1]]
         if e["type"] in _TEXT_WANTED and not isinstance(old, str | dict | list | None.__class__):
-            place[loc[-1]], changed = text, True
+            place[loc[-1]], changed = source.raw_texts[loc], True
         elif e["type"] in _VALUE_WANTED and isinstance(old, str):
             new = yamlfile.scalar(old, dotted(loc))
             changed = changed or new != old
             place[loc[-1]] = new
     return values if changed else None
+
+
+# ---------------------------------------------------------------- pydantic's errors in sentences
+
+
+def explain(error: ValidationError, source: Source) -> list[ConfigError]:
+    """One ConfigError for each key that is wrong, in the order of the schema."""
+    found: dict[str, ConfigError] = {}
+    for e in error.errors(include_url=False):
+        loc = _real(tuple(e["loc"]))
+        key = dotted(loc)
+        if key not in found:
+            found[key] = ConfigError(_sentence(e, loc, source), key=key, given=_shown(loc, e.get("input")))
+    return list(found.values())
+
+
+def _sentence(e: Any, loc: Loc, source: Source) -> str:
+    key, kind, given = dotted(loc), e["type"], e.get("input")
+    where = f"  ({source.where(loc)})" if source.where(loc) else ""
+    if kind == "extra_forbidden":
+        return f"{_unknown(loc, given)}{where}"
+    if kind == "missing":
+        field = field_at(loc)
+        return f"is required: {field.description if field and field.description else 'write it'}"
+    got = f"given {_show(_shown(loc, _written(source, loc, given)))}"
+    if hint := value_advice(key, given):
+        return f"{got}: {hint}{where}"
+    return f"{got}; {_allowed(e, loc)}{where}"
+
+
+def _written(source: Source, loc: Loc, given: Any) -> Any:
+    """The value before validators changed its case."""
+    value: Any = source.values
+    for part in loc:
+        if isinstance(value, str):
+            return value  # one name where a list may stand
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return given
+    return value
+
+
+def _unknown(loc: Loc, given: Any) -> str:
+    key = dotted(loc)
+    if text := advice(key):
+        return text
+    names = list(fields_at(loc[:-1]))
+    near = [n for n in names if fields_at((*loc[:-1], n))] if isinstance(given, dict) else names
+    return f"unknown key.{did_you_mean(loc, near)}  Known here: {', '.join(names) or 'nothing, it is a value'}"
+
+
+def did_you_mean(loc: Loc, near: list[str]) -> str:
+    """A question with the key of the same name elsewhere, the nearest of the names `near` at the same place, or the nearest of all."""
+    key, last = dotted(loc), str(loc[-1])
+    close = [k for k in all_keys() if k.rsplit(".", 1)[-1] == last]
+    here = difflib.get_close_matches(last, near, n=1, cutoff=0.65) or [n for n in near if len(last) > 2 and last in n]
+    close = close or _below(loc, last) or [dotted((*loc[:-1], n)) for n in here]
+    close = close or [k for k in difflib.get_close_matches(key, all_keys(), n=1, cutoff=0.8) if not key.startswith(f"{k}.")]
+    return f"  Did you mean {' or '.join(close[:2])}?" if close else ""
+
+
+def _below(loc: Loc, last: str) -> list[str]:
+    """A key deeper in the same section whose name is all but `last`: engine_nums → rollout_model.engine_num."""
+    section = f"{dotted(loc[:-1])}." if len(loc) > 1 else ""
+    inside = {k.rsplit(".", 1)[-1]: k for k in reversed(all_keys()) if section and k.startswith(section)}
+    return [inside[n] for n in difflib.get_close_matches(last, inside, n=1, cutoff=0.9)]
+
+
+def _allowed(e: Any, loc: Loc) -> str:
+    kind, ctx = e["type"], e.get("ctx", {})
+    bounds = {
+        "greater_than": ("gt", "greater than"),
+        "greater_than_equal": ("ge", "at least"),
+        "less_than": ("lt", "less than"),
+        "less_than_equal": ("le", "at most"),
+    }
+    if kind in bounds:
+        name, word = bounds[kind]
+        return f"must be {word} {_number(ctx[name])}{_unit(loc)}"
+    if kind == "literal_error" or kind == "enum":
+        hint = nearest(str(e.get("input")).lower(), [n.strip(" '") for n in ctx["expected"].replace(" or ", ", ").split(",")])
+        return f"must be one of {ctx['expected']}{'.' if hint else ''}{hint}"
+    quoted = isinstance(e.get("input"), str) and kind not in ("string_type",)
+    tail = "; remove the quotes" if quoted and _is_number(e["input"]) else ""
+    if kind.startswith("int"):
+        return f"must be a whole number{_unit(loc)}{tail}"
+    if kind == "finite_number":
+        return f"must be a finite number{_unit(loc)}"
+    if kind.startswith("float"):
+        return f"must be a number{_unit(loc)}{tail}"
+    if kind.startswith("bool"):
+        return f"must be true or false{'; remove the quotes' if quoted and _is_bool(e['input']) else ''}"
+    if kind == "string_type":
+        return "must be a text; put it in quotes" if not isinstance(e.get("input"), dict | list) else "must be a text"
+    if kind in ("tuple_type", "list_type"):
+        names = list(fields_at(loc))
+        return (
+            f"must be a list of mappings: [{{{names[0]}: ..., {names[1]}: ...}}]" if len(names) > 1 else "must be a list: [a, b]"
+        )
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        names = list(fields_at(loc))
+        return f"must be a mapping{' with keys such as ' + ', '.join(names[:5]) if names else ''}"
+    if kind == "string_pattern_mismatch":
+        return "must begin with a letter or digit and hold no slash and no invisible character, since it becomes part of a path"
+    if kind in ("too_long", "too_short"):
+        return f"must have {ctx.get('max_length', ctx.get('min_length'))} entries"
+    if kind == "string_too_long":
+        return f"must have at most {ctx['max_length']} characters"
+    text = str(e["msg"]).removeprefix("Value error, ")
+    return text[0].lower() + text[1:]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_bool(text: str) -> bool:
+    return text.strip().lower() in ("true", "false", "yes", "no", "on", "off")
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _unit(loc: Loc) -> str:
+    field = field_at(loc)
+    extra = field.json_schema_extra if field else None
+    unit = extra.get("unit") if isinstance(extra, dict) else None
+    return f" ({unit})" if unit else ""
+
+
+def _shown(loc: Loc, value: Any) -> Any:
+    """`value` without secrets."""
+    return REDACTED if any(is_secret(str(part), value) for part in loc) else plain(value, loc)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _real(loc: tuple[Any, ...]) -> Loc:
+    """pydantic puts names of union members and validators into the path; only keys and indexes stay."""
+    kept: list[str | int] = []
+    for part in loc:
+        if isinstance(part, int) or not (any(c in part for c in "[(- ") or (kept and part in ("str", "int", "float", "bool"))):
+            kept.append(part)
+    return tuple(kept)

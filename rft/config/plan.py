@@ -5,37 +5,41 @@ Torch-free.  Invariant: nothing is filled in later; code downstream reads a Plan
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rft.buffer.settings import BufferSettings, MixSettings
-from rft.config.active import NotActive
+from rft.disk import read_regular
 from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
-from rft.taskset.settings import GivenSettings, TaskPipelineSettings
+from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings, TasksetSettings
 from rft.trainer.settings import LearnerSettings, TrainerSettings
+
+Tasksets = tuple[TasksetSettings, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """Machines and how their GPUs are split."""
 
-    ray_address: str | None = None  # None = a local Ray, started and stopped by the run
-    namespace: str = ""  # of that Ray: where the processes of a run meet
-    node_num: int = 1
-    gpu_per_node: int = 0
-    gpus_per_engine: int = 0  # 0 = engines on CPU
-    auxiliary: tuple[int, ...] = ()  # GPUs of each engine of the auxiliary models that needs any
-    trainer_gpus: int = 0  # 0 = trainer on CPU
-    num_cpus: int | None = None  # what a local Ray is told; None = the machine's, at least 8
-    actor_start_timeout_s: float = 900.0  # for each process of the run
-    stall_timeout_s: float | None = 15.0  # of processes that are not engines; None = never
-    timeline: bool = False  # Ray's own is written at the end
+    ray_address: str | None  # None = a local Ray, started and stopped by the run
+    namespace: str  # of that Ray: where the processes of a run meet
+    node_num: int
+    gpu_per_node: int
+    gpus_per_engine: int  # 0 = engines on CPU
+    auxiliary: tuple[int, ...]  # GPUs of each engine of the auxiliary models that needs any
+    trainer_gpus: int  # 0 = trainer on CPU
+    num_cpus: int | None  # what a local Ray is told; None = the machine's, at least 8
+    actor_start_timeout_s: float  # for each process of the run
+    stall_timeout_s: float | None  # of processes that are not engines; None = never
+    timeline: bool  # Ray's own is written at the end
 
     @property
     def gpus(self) -> int:
@@ -56,6 +60,20 @@ class Derived:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NotActive:
+    """One written value that does not do what it says yet."""
+
+    key: str
+    value: Any
+    instead: str
+    harmless: bool = False  # the run may start: speed, memory or an extra file, never other weights
+    moot: bool = False  # it can have no meaning here; else it comes later
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.value!r} is accepted, not active yet: {self.instead}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One run, resolved.  `total_steps` is None only where epochs were asked for and the tasksets were not opened."""
 
@@ -66,7 +84,7 @@ class Plan:
     auxiliary: tuple[AuxiliarySettings, ...] = ()  # judges, teachers, reward models
     buffer: BufferSettings
     mix: MixSettings | None = None  # an expert's rows in each train batch,
-    expert: GivenSettings | None = None  # and where they come from
+    expert: OfflineDataSettings | None = None  # and where they come from
     learner: LearnerSettings
     trainer: TrainerSettings
     sync: SyncSettings
@@ -80,6 +98,7 @@ class Plan:
     seed: int = 42
     deterministic: bool = False
     continue_from_checkpoint: bool = True
+    resume_mode: str = "auto"
     resume_from_path: Path | None = None  # of another run, for one that has no checkpoint yet
     derived: tuple[Derived, ...] = ()
     notes: tuple[str, ...] = ()  # worth knowing
@@ -120,7 +139,11 @@ def schedule(sync: SyncSettings) -> Schedule:
 
 
 def _read(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8")
+    """A small text file.  Raises OSError, also for bytes that are no text."""
+    try:
+        return read_regular(Path(path), 1 << 20).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise OSError(errno.EINVAL, f"is not UTF-8 text (byte {e.start})", path) from None
 
 
 def _cores() -> int:

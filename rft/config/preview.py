@@ -13,17 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from rft.config.modelfiles import ModelFiles
+from rft.config.context import Problems
+from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
-from rft.config.problems import Problems
 from rft.errors import ConfigError, PluginError
-from rft.reward.sources import REWARDS
-from rft.taskset.base import Taskset, open_taskset
-from rft.taskset.pipeline import Prepared, prepare
+from rft.reward.base import THE_TRUTH, Reward, score_each
+from rft.reward.data_sources import REWARDS
+from rft.taskset.base import Taskset
+from rft.taskset.open_source import open_taskset
+from rft.taskset.task_pipeline import PreparedRows, prepare
 from rft.types.completion import Completion, Transcript, Turn, VersionSpan
 from rft.types.ids import Version
 from rft.types.task import Task
-from rft.workflow.build import Recipes, refuse_group_reward
+from rft.workflow.recipes import Recipes, refuse_group_reward, refuse_unused_reward
 
 ROWS_COUNTED = 200
 ROWS_COMPARED = 50_000
@@ -70,20 +72,23 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
         key = keys[settings.name]
         try:
             if prepared is not None and plan.task_pipeline is not None and settings.path == plan.task_pipeline.output:
-                taskset: Taskset = prepared.source(plan.task_pipeline).taskset(settings)
+                taskset = Taskset(settings, prepared.source(plan.task_pipeline))
             else:
                 taskset = open_taskset(settings)
             tasks = [taskset.task(i) for i in range(min(2, len(taskset)))]
             rewards = [recipes.of(task).reward for task in tasks]
-            _every_reward(taskset, recipes)
+            for task in tasks:
+                refuse_unused_reward(recipes.of(task), task)
+            _every_name(taskset, recipes)
             if plan.explorer.baseline and not settings.is_eval:
                 for index in {*range(len(tasks)), *taskset.rewards().values()}:
                     refuse_group_reward(recipes.of(taskset.task(index)), taskset.task(index))
             beside = {name: m for m in plan.auxiliary for name in m.names}
             for reward in rewards:
-                if callable(asks := getattr(reward, "asks", None)):
-                    asks(beside)
-            _every_workflow(taskset, recipes)
+                if reward is not None:
+                    reward.check_models(beside, {name: m.task for name, m in beside.items()})
+            for line in dict.fromkeys(line for reward in rewards if reward is not None for line in reward.remarks()):
+                problems.note(f"{key}: {line}")
             if settings.feature_keys:
                 taskset.features(settings.feature_keys)
         except ConfigError as e:
@@ -109,7 +114,7 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
     return result
 
 
-def _prepared(plan: Plan, problems: Problems) -> Prepared | None:
+def _prepared(plan: Plan, problems: Problems) -> PreparedRows | None:
     """What the task pipeline makes, held in memory: nothing is written."""
     if plan.task_pipeline is None:
         return None
@@ -124,40 +129,31 @@ def _prepared(plan: Plan, problems: Problems) -> Prepared | None:
     return prepared
 
 
-def _every_workflow(taskset: Taskset, recipes: Recipes) -> None:
-    """Finds the workflows that rows name for themselves.  Raises ConfigError naming the row."""
-    for value, index in taskset.workflows().items():
-        try:
-            recipes.of(taskset.task(index))
-        except PluginError as e:
-            raise ConfigError(
-                f"row {taskset.task(index).index} of {taskset.settings.path} names the workflow {value!r}: {e.message}",
-                key=f"taskset {taskset.settings.name}.format.workflow_key",
-                given=value,
-            ) from None
-
-
-def _every_reward(taskset: Taskset, recipes: Recipes) -> None:
-    """Finds what the rows name for themselves.  Raises ConfigError naming the row and the value that is neither reward nor data source."""
-    column = taskset.settings.format.reward_fn_key
-    for value, index in taskset.rewards().items():
-        try:
-            recipes.of(taskset.task(index))
-        except PluginError as e:
-            raise ConfigError(
-                f"row {taskset.task(index).index} of {taskset.settings.path} has {value!r} in column {column!r}, which is neither a "
-                f"reward nor a data source that has one here ({', '.join(REWARDS)}).  Name a reward in default_reward_fn_type, e.g. "
-                f"path/file.py:compute_score, or correct the column.  ({e.message.partition('.')[0]})",
-                key=f"taskset {taskset.settings.name}.format.reward_fn_key",
-                given=value,
-            ) from None
+def _every_name(taskset: Taskset, recipes: Recipes) -> None:
+    """Finds the workflows and rewards that rows name for themselves.  Raises ConfigError naming the row and what it names."""
+    path, name, column = taskset.settings.path, taskset.settings.name, taskset.settings.format.reward_fn_key
+    no_reward = (
+        f"in column {column!r}, which is neither a reward nor a data source that has one here ({', '.join(REWARDS)}).  Name a reward in "
+        "default_reward_fn_type, e.g. path/file.py:compute_score, or correct the column."
+    )
+    for key, found in (("reward_fn_key", taskset.rewards()), ("workflow_key", taskset.workflows())):
+        for value, index in found.items():
+            try:
+                recipes.of(taskset.task(index))
+            except PluginError as e:
+                where = f"row {taskset.task(index).index} of {path}"
+                if key == "workflow_key":
+                    text = f"{where} names the workflow {value!r}: {e.message}"
+                else:
+                    text = f"{where} has {value!r} {no_reward}  ({e.message.partition('.')[0]})"
+                raise ConfigError(text, key=f"taskset {name}.format.{key}", given=value) from None
 
 
 def _rows(
     plan: Plan,
     taskset: Taskset,
     tasks: Sequence[Task],
-    rewards: Sequence[Any],
+    rewards: Sequence[Reward | None],
     key: str,
     model: ModelFiles | None,
     problems: Problems,
@@ -170,7 +166,7 @@ def _rows(
         spread = n if n < len(tasks) else n * len(taskset) // count
         try:
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
-            text = _prompt(task)
+            text = json.dumps(task.chat(), ensure_ascii=False)
             if model is not None:
                 text = model.render(
                     task.chat(),
@@ -202,10 +198,6 @@ def _rows(
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
 
 
-def _prompt(task: Task) -> str:
-    return json.dumps(task.chat(), ensure_ascii=False)
-
-
 _FORMS = (
     "{}",
     "\\boxed{{{}}}",
@@ -217,20 +209,24 @@ _FORMS = (
 )
 
 
-def _gold(task: Task, reward: Any, key: str, problems: Problems) -> float | None:
+def _gold(task: Task, reward: Reward | None, key: str, problems: Problems) -> float | None:
     """The best score of the gold answer among the usual forms of an answer; a warning if that is not full marks."""
     if reward is None or task.truth is None:
         return None
     gold = _gold_text(task.truth)
     forms: tuple[str, ...] = _FORMS
-    if callable(own := getattr(reward, "gold_answer", None)):  # the truth is no answer, e.g. tests of a program
-        solution: str | None = own(task)
-        if solution is None:
-            return None
+    if (solution := reward.gold_answer(task)) is None:
+        return None
+    if solution is not THE_TRUTH:  # the truth is no answer, e.g. tests of a program
         gold = solution
         forms = _FORMS[:1]
     try:
         scores = asyncio.run(_scores(task, reward, [form.format(gold) for form in forms]))
+    except TimeoutError:
+        problems.warn(
+            f"{key}: the reward {task.reward} took longer than {REWARD_TIMEOUT_S:g} s on the gold answer of row {task.index}"
+        )
+        return None
     except Exception as e:  # plugin code may raise anything; it is reported, not hidden
         problems.warn(f"{key}: the reward {task.reward} raised on the gold answer of row {task.index}: {type(e).__name__}: {e}")
         return None
@@ -252,22 +248,15 @@ def _gold_text(truth: Any) -> str:
     return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
 
 
-async def _scores(task: Task, reward: Any, answers: list[str]) -> list[float]:
-    from rft.reward.base import score, score_group
-
+async def _scores(task: Task, reward: Reward, answers: list[str]) -> list[float]:
     async def one(text: str) -> float:
-        said = _said(task, text)
-        if getattr(reward, "whole_group", False):
-            (result,) = await asyncio.wait_for(score_group(reward, task, [said]), REWARD_TIMEOUT_S)
-        else:
-            result = await asyncio.wait_for(score(reward, task, said), REWARD_TIMEOUT_S)
+        (result,) = await asyncio.wait_for(score_each(reward, task, [_said(task, text)]), REWARD_TIMEOUT_S)
         return result.value if result.value is not None else float("-inf")
 
     try:
         return [await one(text) for text in (*answers, "")]
     finally:
-        if callable(close := getattr(reward, "close", None)):
-            await close()
+        await reward.close()
 
 
 def _said(task: Task, text: str) -> Transcript:
@@ -290,7 +279,11 @@ def _overlap(opened: list[Taskset], problems: Problems) -> None:
         for i in range(min(len(taskset), ROWS_COMPARED)):
             try:
                 task = taskset.task(i)
-                found.add(_prompt(task) if task.messages or task.prompt else json.dumps(task.row, sort_keys=True, default=str))
+                found.add(
+                    json.dumps(task.chat(), ensure_ascii=False)
+                    if task.messages or task.prompt
+                    else json.dumps(task.row, sort_keys=True, default=str)
+                )
             except (ConfigError, ValueError):
                 return set()
         return found

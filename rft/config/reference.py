@@ -10,10 +10,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rft.config.known import INSTEAD, VALUES
-from rft.config.messages import aliases, literals, models
+from rft.config.extends import SECTIONS
+from rft.config.foreign import instead, not_offered
+from rft.config.inert import Inert, inert
 from rft.config.schema.root import RunConfig
-from rft.config.stages import SECTIONS
+from rft.config.schema.walk import aliases, literals, models
 
 HEAD = """# Configuration reference
 
@@ -83,9 +84,11 @@ def markdown() -> str:
             parts.append(f"\n## {name}\n\n{(model.__doc__ or '').strip()}\n\n{_table(model, f'{name}.')}")
     parts.append(STAGES)
     parts.append("\n## Keys of related tools that are not offered\n\n| Key | What to do |\n|---|---|\n")
-    parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in INSTEAD.items()]
+    parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in instead().items()]
     parts.append("\n## Values that come later or are not offered\n\n| Key | Value | What to do |\n|---|---|---|\n")
-    parts += [f"| `{_pattern(k)}` | `{value}` | {text} |\n" for k, values in VALUES.items() for value, text in values.items()]
+    parts += [
+        f"| `{_pattern(k)}` | `{value}` | {text} |\n" for k, values in not_offered().items() for value, text in values.items()
+    ]
     return "".join(parts)
 
 
@@ -93,18 +96,19 @@ def _table(model: type[BaseModel], prefix: str, *, own: bool = False) -> str:
     rows = ["| Key | Type | Default | Unit | Meaning | On resume |\n|---|---|---|---|---|---|\n"]
     for key, field in _fields(model, prefix, own):
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        later = extra.get("not_active")
-        meaning = field.description if not isinstance(later, dict) else f"{field.description}  {_later(later)}"
+        entry = None if inert(key.rpartition(".")[0]) else inert(key)
+        meaning = field.description if entry is None else f"{field.description}  {_inert(entry)}"
         cells = [f"`{key}`", type_text(field), default_text(field), extra.get("unit", ""), meaning, extra.get("on_resume", "")]
         rows.append(f"| {' | '.join(str(c) for c in cells)} |\n")
     return "".join(rows)
 
 
-def _later(mark: dict[str, Any]) -> str:
-    which = ", ".join(f"`{v}`" for v in mark.get("values", ()))
-    if mark.get("moot"):
-        return f"*{f'{which} has n' if which else 'N'}o meaning here{'' if mark.get('harmless') else ', refused'}: {mark['instead']}*"
-    return f"*{f'{which} not' if which else 'Not'} active yet: {mark['instead']}*"
+def _inert(entry: Inert) -> str:
+    which = ", ".join(f"`{v}`" for v in entry.values)
+    if entry.level == "later":
+        return f"*{f'{which} not' if which else 'Not'} active yet: {entry.why}*"
+    refused = ", refused" if entry.level == "refused" else ""
+    return f"*{f'{which} has n' if which else 'N'}o meaning here{refused}: {entry.why}*"
 
 
 _SAME_KEYS = (  # as others that are listed

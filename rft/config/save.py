@@ -7,7 +7,6 @@ tree for comparing.  Invariant: no secret is written; the hash is of the origina
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from typing import Any, Literal
 import yaml
 from pydantic_core import to_jsonable_python
 
-from rft.config.messages import field_at
-from rft.config.resolve import shown
 from rft.config.schema.root import RunConfig
-from rft.config.source import Loc, dotted, is_secret
+from rft.config.schema.source import Loc, dotted, hidden, is_secret, plain, undotted
+from rft.config.schema.walk import field_at
+from rft.disk import write_whole
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
 
@@ -38,7 +37,7 @@ class Change:
 def save(config: RunConfig, run_dir: Path) -> None:
     """Writes the three files, each aside and renamed."""
     source = config.source
-    tree = shown(config)
+    tree = config.shown()
     head = (f"# {source.path}\n" if source.path else "") + (f"# stage: {source.stage}\n" if source.stage else "")
     overrides = [_override(o) for o in source.overrides]
     said = "".join(f"# override: {o}\n" for o in overrides)
@@ -52,9 +51,9 @@ def save(config: RunConfig, run_dir: Path) -> None:
         "tree": tree,
     }
     run_dir.mkdir(parents=True, exist_ok=True)
-    _write(run_dir / "config.yaml", redact(head + said) + written)
-    _write(run_dir / "config.resolved.yaml", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    _write(run_dir / "config.json", json.dumps(record, indent=1))
+    write_whole(run_dir / "config.yaml", redact(head + said) + written)
+    write_whole(run_dir / "config.resolved.yaml", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    write_whole(run_dir / "config.json", json.dumps(record, indent=1))
 
 
 def changes(config: RunConfig, run_dir: Path) -> list[Change]:
@@ -66,7 +65,7 @@ def changes(config: RunConfig, run_dir: Path) -> list[Change]:
         return []
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{file} is damaged ({e}); restore it, or choose another `name` for this run") from None
-    return list(_compare(old, shown(config), ()))
+    return list(_compare(plain(old), config.shown(), ()))  # an earlier version may have kept some
 
 
 def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
@@ -120,7 +119,7 @@ _REMARK = re.compile(r"(#.*?\b)([\w-]+)(\s*[:=]\s*)(\S+)")
 
 def _override(text: str) -> str:
     key, equals, value = text.partition("=")
-    secret = is_secret(re.split(r"[.\[\]]+", key.strip().rstrip("]"))[-1], value)
+    secret = hidden(undotted(key.strip().lstrip("+~")), value)
     return f"{key}{equals}{REDACTED}" if secret and "${" not in value else redact(text)
 
 
@@ -132,12 +131,3 @@ def _without_secrets(text: str) -> str:
         end_of_block = "\n" if text[start:end].endswith("\n") else ""
         text = text[:start] + f"'{REDACTED}'" + end_of_block + text[end:]
     return _REMARK.sub(lambda m: f"{m[1]}{m[2]}{m[3]}{REDACTED}" if is_secret(m[2], m[4]) else m[0], text)
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

@@ -1,6 +1,6 @@
-"""The written tasksets → the taskset room's settings: inherited sampling, workflow, reward, group size.
+"""The written tasksets → the taskset room's settings: inherited sampling, workflow, reward, group size; and the task pipeline before them.
 
-Invariant: what a taskset writes wins over `model` and `algorithm`; nothing else decides a task's sampling.
+Part of `resolve`.  Invariant: what a taskset writes wins over `model` and `algorithm`; nothing else decides a task's sampling.
 """
 
 from __future__ import annotations
@@ -8,92 +8,80 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from rft.config.halves import samples
-from rft.config.plan import Facts, schedule
-from rft.config.problems import Problems
-from rft.config.schema.buffer import ExplorerInputConfig, FormatConfig, RolloutArgs, TasksetConfig
+from rft.config.context import Context, Problems, filled
+from rft.config.devices import samples
+from rft.config.plan import Facts, Tasksets, schedule
+from rft.config.schema.buffer_section import (
+    ExplorerInputConfig,
+    FormatConfig,
+    PriorityWeightsConfig,
+    RolloutArgs,
+    TaskPipelineConfig,
+    TasksetConfig,
+)
 from rft.config.schema.root import RunConfig
+from rft.config.yamlfile import parse
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, may_come
+from rft.plugins import REGISTRY
 from rft.sync.settings import SyncSettings
-from rft.taskset.settings import FormatSettings, PromptLimit, TasksetSettings
+from rft.taskset.settings import FormatSettings, PromptLimit, TaskOperatorSettings, TaskPipelineSettings, TasksetSettings
 from rft.types.task import SamplingArgs
 
 INPUT = "buffer.explorer_input"
 
 
-def tasksets(
-    config: RunConfig,
-    facts: Facts,
-    problems: Problems,
-    *,
-    max_response_tokens: int,
-    repeat_times: int,
-    find: Callable[[str], str],
-) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
+def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int) -> tuple[Tasksets, Tasksets]:
     """Settings of the tasksets to train on and to evaluate on."""
-    given = config.buffer.explorer_input
-    train = _train(given, problems, needed=samples(config) and config.mode != "train")
+    given = ctx.config.buffer.explorer_input
+    train = _train(given, ctx, needed=samples(ctx.config) and ctx.config.mode != "train")
     evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
     names: dict[str, str] = {}
     made: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])
     for is_eval, written in ((False, train), (True, evals)):
         for key, t in written:
-            name = _name(t, is_eval, names, key, problems)
+            name = _name(t, is_eval, names, key, ctx)
             workflow = (
                 t.default_workflow_type or (given.default_eval_workflow_type if is_eval else None) or given.default_workflow_type
             )
             if workflow is None:
-                problems.error(
+                ctx.error(
                     f"{key}.default_workflow_type",
                     "no workflow is named; write it here or as buffer.explorer_input.default_workflow_type "
                     "(`rft plugins workflow` lists them; simple_workflow asks once, math_workflow asks for a final answer)",
                 )
-            _source(t, key, problems)
             named = t.default_reward_fn_type or given.default_reward_fn_type
             made[is_eval].append(
-                TasksetSettings(
+                filled(
+                    TasksetSettings,
+                    t,
                     name=name,
-                    path=find(t.path),
-                    storage_type=t.storage_type,
-                    reader_path=_found(t.reader_path, find),
-                    reader_name=t.reader_name,
-                    subset_name=t.subset_name,
-                    split=t.split,
-                    format=_format(t.format, named is not None, key, problems),
-                    workflow=find(workflow or ""),
-                    workflow_args=dict(t.workflow_args),
-                    reward=_found(named, find),
+                    path=ctx.find(t.path),
+                    storage_type=ctx.find(t.storage_type) if ":" in t.storage_type else t.storage_type.lower(),
+                    reader_path=_found(t.reader_path, ctx.find),
+                    format=columns(t.format, key, ctx, reward_is_named=named is not None),
+                    workflow=ctx.find(workflow or ""),
+                    reward=_found(named, ctx.find),
                     reward_args=dict(t.reward_fn_args),
-                    sampling=_sampling(config, t.rollout_args, max_response_tokens, key, problems, is_eval),
-                    num_runs=_runs(t, 1 if is_eval else repeat_times, key, problems),
-                    **_selector(t, name, is_eval, config, facts, find, key, problems),
+                    sampling=_sampling(ctx, t.rollout_args, max_response_tokens, key, is_eval),
+                    num_runs=t.repeat_times or t.rollout_args.n or (1 if is_eval else repeat_times),
+                    **_selector(ctx, t, name, is_eval, key),
                     seed=t.data_selector.seed,
-                    weight=t.weight,
                     is_eval=is_eval,
-                    args=dict(t.args),
-                    max_rows=t.max_rows,
-                    skip_bad_rows=t.skip_bad_rows,
                 )
             )
     weights = [t.weight for t in made[0]]
     if any(w is None for w in weights) and any(w is not None for w in weights):
-        problems.error(
-            f"{INPUT}.tasksets", "weight is written for some tasksets only; write it for all or for none", given=weights
-        )
+        ctx.error(f"{INPUT}.tasksets", "weight is written for some tasksets only; write it for all or for none")
     return tuple(made[0]), tuple(made[1])
 
 
 def limit_prompts(
-    config: RunConfig,
-    train: tuple[TasksetSettings, ...],
-    evals: tuple[TasksetSettings, ...],
-    engine: EngineSettings,
-    processes: int,
-) -> tuple[tuple[TasksetSettings, ...], tuple[TasksetSettings, ...]]:
+    config: RunConfig, train: Tasksets, evals: Tasksets, engine: EngineSettings, processes: int
+) -> tuple[Tasksets, Tasksets]:
     """The same tasksets; those whose long prompts are left out or refused know what the engine will make of a chat, and the limit."""
     m = config.model
     side = "error" if m.enable_prompt_truncation else m.prompt_truncation_side
@@ -121,32 +109,21 @@ VERL = {"prompt_type": "messages", "response_key": "reward_model.ground_truth", 
 """What the columns of veRL's data mean, as values of `format`."""
 
 
-def _format(f: FormatConfig, reward_is_named: bool, key: str, problems: Problems) -> FormatSettings:
+def columns(f: FormatConfig, key: str, problems: Problems, *, reward_is_named: bool = False) -> FormatSettings:
     """The meaning of the columns.  A key that has its default counts as not written: the preset decides it."""
-    values = {name: getattr(f, name) for name in FORMAT_KEYS}
     template_args = dict(f.chat_template_args)
     if f.enable_thinking is not None and template_args.setdefault("enable_thinking", f.enable_thinking) != f.enable_thinking:
-        problems.error(f"{key}.format.enable_thinking", "chat_template_args says otherwise; write one", given=f.enable_thinking)
+        problems.error(f"{key}.format.enable_thinking", "chat_template_args says otherwise; write one")
     if f.preset is None:
-        return FormatSettings(**values, chat_template_args=template_args)
+        return filled(FormatSettings, f, chat_template_args=template_args)
     standard = FormatConfig()
-    values |= {name: value for name, value in VERL.items() if values[name] == getattr(standard, name)}
-    if f.messages_key == standard.messages_key:
-        values["messages_key"] = f.prompt_key
-    data_source = values["reward_fn_key"]
+    values = {name: value for name, value in VERL.items() if getattr(f, name) == getattr(standard, name)}
+    data_source = values.get("reward_fn_key", f.reward_fn_key)
     if reward_is_named:
         values["reward_fn_key"] = ""
-    return FormatSettings(**values, preset=f.preset, data_source_key=data_source, chat_template_args=template_args)
-
-
-def data_format(f: FormatConfig, key: str, problems: Problems) -> FormatSettings:
-    """The meaning of the columns of a data set that is trained on."""
-    return _format(f, False, key, problems)
-
-
-FORMAT_KEYS = (
-    "prompt_type prompt_key response_key messages_key system_prompt_key system_prompt tools_key workflow_key reward_fn_key chat_template"
-).split()
+    if f.messages_key == standard.messages_key:
+        values["messages_key"] = f.prompt_key
+    return filled(FormatSettings, f, data_source_key=data_source, chat_template_args=template_args, **values)
 
 
 def feedback_lag(sync: SyncSettings) -> int:
@@ -159,37 +136,19 @@ def feedback_lag(sync: SyncSettings) -> int:
     return -(-bound * sync.step_units // sync.batch_units)
 
 
-def _source(t: TasksetConfig, key: str, problems: Problems) -> None:
-    if (t.reader_path is None) != (t.reader_name is None):
-        missing = "reader_name" if t.reader_name is None else "reader_path"
-        problems.error(f"{key}.{missing}", "reader_path (a file) and reader_name (a class in it) go together; write both")
-
-
-def _selector(
-    t: TasksetConfig,
-    name: str,
-    is_eval: bool,
-    config: RunConfig,
-    facts: Facts,
-    find: Callable[[str], str],
-    key: str,
-    problems: Problems,
-) -> dict[str, Any]:
+def _selector(ctx: Context, t: TasksetConfig, name: str, is_eval: bool, key: str) -> dict[str, Any]:
     """Fields of the order of a taskset's rows.  What is no plugin that can be known yet is checked."""
-    from rft.taskset.order import check_selector
+    from rft.taskset.task_order import check_selector
 
     given = t.data_selector
     kind = given.selector_type
     known = REGISTRY.names("selector")
-    kind = kind.strip().lower() if kind.strip().lower() in known else find(kind) if ":" in kind else kind
+    kind = kind.strip().lower() if kind.strip().lower() in known else ctx.find(kind) if ":" in kind else kind
     fields: dict[str, Any] = {"selector": kind, "selector_args": dict(given.kwargs), "feature_keys": given.feature_keys}
-    later = kind not in known and not facts.plugins_loaded and may_come(kind, (*config.plugin_dirs, *facts.plugin_dirs))
-    if not later:
+    if ctx.judged("selector", kind):
         here = TasksetSettings(name=name, path=t.path, workflow="", **fields)
-        try:
+        with ctx.taking():
             check_selector(here, f"{key}.data_selector", is_eval=is_eval)
-        except ConfigError as e:
-            problems.take(e)
     return fields
 
 
@@ -206,7 +165,7 @@ def _train(given: ExplorerInputConfig, problems: Problems, *, needed: bool) -> l
 def _name(t: TasksetConfig, is_eval: bool, names: dict[str, str], key: str, problems: Problems) -> str:
     if t.name is not None:
         if t.name in names:
-            problems.error(f"{key}.name", f"is also the name of {names[t.name]}; names must differ", given=t.name)
+            problems.error(f"{key}.name", f"is also the name of {names[t.name]}; names must differ")
         names[t.name] = key
         return t.name
     stem = t.path.split("://")[-1].split("?")[0].rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
@@ -221,23 +180,12 @@ def _name(t: TasksetConfig, is_eval: bool, names: dict[str, str], key: str, prob
     return name
 
 
-def _runs(t: TasksetConfig, default: int, key: str, problems: Problems) -> int:
-    n, repeat = t.rollout_args.n, t.repeat_times
-    if n is not None and repeat is not None and n != repeat:
-        problems.error(
-            f"{key}.rollout_args.n", f"is {n}, but repeat_times is {repeat}; both mean runs per task, write one", given=n
-        )
-    return repeat or n or default
-
-
 def _found(name: str | None, find: Callable[[str], str]) -> str | None:
     return None if name is None else find(name)
 
 
-def _sampling(
-    config: RunConfig, args: RolloutArgs, max_response_tokens: int, key: str, problems: Problems, is_eval: bool
-) -> SamplingArgs:
-    m = config.model
+def _sampling(ctx: Context, args: RolloutArgs, max_response_tokens: int, key: str, is_eval: bool) -> SamplingArgs:
+    m = ctx.config.model
     values: dict[str, Any] = {
         "temperature": m.temperature,
         "top_p": m.top_p,
@@ -245,27 +193,26 @@ def _sampling(
         "repetition_penalty": m.repetition_penalty,
         "max_tokens": max_response_tokens,
         "min_tokens": m.min_response_tokens,
-        "ignore_eos": config.explorer.rollout_model.ignore_eos,
+        "ignore_eos": ctx.config.explorer.rollout_model.ignore_eos,
     }
     values |= {k: v for k, v in args.model_dump(exclude={"n", "logprobs"}).items() if v is not None}
     if values["top_k"] == 0:
         values["top_k"] = -1  # OpenAI's and Hugging Face's spelling of "off"
     if values["max_tokens"] > max_response_tokens:
-        problems.error(
+        ctx.error(
             f"{key}.rollout_args.max_tokens",
             f"is {values['max_tokens']} tokens, more than model.max_response_tokens ({max_response_tokens}); raise that or lower this",
-            given=values["max_tokens"],
         )
         values["max_tokens"] = max_response_tokens
     try:
         sampling = SamplingArgs(**values)
     except ValueError as e:
-        problems.error(f"{key}.rollout_args", str(e))
+        ctx.error(f"{key}.rollout_args", str(e))
         return SamplingArgs()
     if not is_eval:
-        _reproducible(sampling, args, key, problems)
+        _reproducible(sampling, args, key, ctx)
     elif sampling.temperature == 0 and (config_runs := (args.n or 1)) > 1:
-        problems.warn(f"{key}: temperature 0 gives the same answer {config_runs} times; use a temperature above 0 or one run")
+        ctx.warn(f"{key}: temperature 0 gives the same answer {config_runs} times; use a temperature above 0 or one run")
     return sampling
 
 
@@ -273,9 +220,7 @@ def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, problems:
     """The trainer knows the temperature; anything else that bends the distribution cannot be trained on-policy."""
     if sampling.temperature == 0:
         where = f"{key}.rollout_args.temperature" if args.temperature is not None else "model.temperature"
-        problems.error(
-            where, "training samples at temperature 0 are all alike and have no on-policy gradient; use e.g. 1.0", given=0
-        )
+        problems.error(where, "training samples at temperature 0 are all alike and have no on-policy gradient; use e.g. 1.0")
     off = SamplingArgs(max_tokens=sampling.max_tokens)
     for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"):
         value = getattr(sampling, name)
@@ -287,5 +232,110 @@ def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, problems:
             f"{key}.rollout_args.{name}" if written else top,
             f"is {value} for a training taskset; the trainer cannot compute the log-probs of tokens drawn that way, so the policy "
             f"gradient would be wrong.  Use {getattr(off, name)} (off); evaluation tasksets may use any value",
-            given=value,
         )
+
+
+PIPELINE = "data_processor.task_pipeline"
+
+
+def num_process(config: RunConfig, facts: Facts) -> int:
+    """Processes that work on rows: as many as are written, else the default but no more than there are cores."""
+    given = config.data_processor.task_pipeline
+    return given.num_process if given is not None else min(TaskPipelineConfig().num_process, facts.cpus)
+
+
+def task_pipeline(ctx: Context, train: Tasksets, evals: Tasksets) -> tuple[TaskPipelineSettings | None, Tasksets, Tasksets]:
+    """The pipeline, and the tasksets; those that read its result do so by its absolute path.  None where nothing is to be done."""
+    given = ctx.config.data_processor.task_pipeline
+    if given is None or given == TaskPipelineConfig(num_process=given.num_process):
+        return None, train, evals
+    operators = _operators(ctx, given)
+    before = len(ctx.errors)
+    if not given.inputs:
+        ctx.error(
+            f"{PIPELINE}.inputs", "name the files whose rows are worked on; the result goes into the path of the training taskset"
+        )
+    if given.output is None and not train:
+        ctx.error(f"{PIPELINE}.output", "there is no training taskset whose path could take the result; name one")
+    if len(ctx.errors) > before:
+        return None, train, evals
+    written = given.output.path if given.output is not None else train[0].path
+    output = Path(ctx.find(written)).expanduser().absolute()
+    if output.suffix != ".jsonl" or "://" in written:
+        where = f"{PIPELINE}.output.path" if given.output is not None else "buffer.explorer_input"
+        ctx.error(where, f"takes the result of {PIPELINE} and must be a file that ends with .jsonl")
+    inputs = tuple(str(Path(ctx.find(path)).expanduser().absolute()) for path in given.inputs)
+    if str(output) in inputs:
+        ctx.error(f"{PIPELINE}.inputs", "the result cannot go into one of the inputs; give the taskset another path")
+    if given.output is not None:
+        for name, field in type(given.output).model_fields.items():
+            if name != "path" and (value := getattr(given.output, name)) != field.get_default(call_default_factory=True):
+                ctx.note(f"{PIPELINE}.output.{name} ({value}) has no effect: write it in the taskset that reads {written}")
+    weights = {name: getattr(given.priority_weights, name) for name in PriorityWeightsConfig.model_fields}
+    if given.priority_weights != PriorityWeightsConfig() or given.top_k >= 0:
+        order = ctx.chosen(f"{PIPELINE}.order", given.order, "sort", "priority_weights or top_k is written")
+    else:
+        order = ctx.chosen(f"{PIPELINE}.order", given.order, "keep", "neither priority_weights nor top_k is")
+
+    def reads(t: TasksetSettings) -> TasksetSettings:
+        return replace(t, path=str(output)) if _same(t.path, output) else t
+
+    train, evals = tuple(map(reads, train)), tuple(map(reads, evals))
+    if not any(t.path == str(output) for t in (*train, *evals)):
+        ctx.warn(f"{PIPELINE}.output: no taskset of the run reads {output}")
+    pipeline = filled(
+        TaskPipelineSettings,
+        given,
+        inputs=inputs,
+        output=str(output),
+        operators=operators,
+        order=order,
+        priority_weights=weights,
+        seed=ctx.config.seed,
+        plugin_dirs=ctx.plugin_dirs,
+    )
+    return pipeline, train, evals
+
+
+def _same(path: str, output: Path) -> bool:
+    return "://" not in path and Path(path).expanduser().absolute() == output
+
+
+def _operators(ctx: Context, given: TaskPipelineConfig) -> tuple[TaskOperatorSettings, ...]:
+    """Those of config_path, then the written ones; what is known already is checked."""
+    written = [(o.name, dict(o.args), f"{PIPELINE}.operators[{i}]") for i, o in enumerate(given.operators)]
+    if given.config_path is not None:
+        try:
+            with ctx.taking():
+                written = [*_from_file(given.config_path, ctx.find, ctx.facts), *written]
+        except OSError as e:
+            ctx.error(f"{PIPELINE}.config_path", f"cannot be read: {e.strerror or e}")
+    made = tuple(
+        TaskOperatorSettings(name=ctx.find(name) if ":" in name else name, args=args, key=key) for name, args, key in written
+    )
+    from rft.taskset import task_pipeline as pipeline
+
+    for o in made:
+        if ctx.judged("task_operator", o.name):
+            with ctx.taking():
+                pipeline.check_operator(o)
+    return made
+
+
+def _from_file(path: str, find: Callable[[str], str], facts: Facts) -> list[tuple[str, dict[str, Any], str]]:
+    key = f"{PIPELINE}.config_path"
+    value, _ = parse(facts.read_text(find(path)), path)
+    if isinstance(value, dict) and "process" in value:
+        raise ConfigError(
+            f"{path} is a recipe of data-juicer, whose operators are not offered; run data-juicer beforehand and name its output in inputs",
+            key=key,
+            given=path,
+        )
+    listed = value.get("operators") if isinstance(value, dict) and set(value) == {"operators"} else None
+    if not isinstance(listed, list) or not all(
+        isinstance(o, dict) and set(o) <= {"name", "args"} and "name" in o for o in listed
+    ):
+        raise ConfigError(
+            f"{path} must hold the key operators alone, a list of {{name: ..., args: {{...}}}}", key=key, given=path
+        )
+    return [(str(o["name"]), dict(o.get("args") or {}), f"{key}, operator {i}") for i, o in enumerate(listed)]

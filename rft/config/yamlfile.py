@@ -11,13 +11,15 @@ from typing import Any
 
 import yaml
 
-from rft.config.source import Loc, dotted
-from rft.errors import ConfigError, ConfigErrors
-from rft.logs import is_secret_name
+from rft.config.schema.source import Loc, dotted
+from rft.errors import ConfigError, raise_all
+from rft.logs import is_free_map, is_harmless, is_secret_name
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000
 MAX_DEPTH = 64
+MAX_DIGITS = 64
+_UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # no file name, no UTF-8, no JSON can hold them
 _KINDS = {f"tag:yaml.org,2002:{k}" for k in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
 
 
@@ -44,7 +46,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*)$"), list("-+0123456789")
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -165,6 +167,8 @@ def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
             if not node.value:
                 lines[loc] = line
         else:
+            if problem := _unusable(node):
+                errors.append(ConfigError(f"{name}, line {line}: {problem}", key=dotted(loc)))
             lines[loc] = line
 
     def mapping(node: yaml.MappingNode, loc: Loc) -> None:
@@ -178,6 +182,9 @@ def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
             if not isinstance(k, yaml.ScalarNode) or k.tag not in _KINDS:
                 errors.append(ConfigError(f"{name}, line {line}: a key must be a text", key=dotted(loc)))
                 continue
+            if problem := _unusable(k):
+                errors.append(ConfigError(f"{name}, line {line}: a key {problem}", key=dotted(loc)))
+                continue
             if k.value in seen:
                 path = dotted((*loc, k.value))
                 where = f"on line {line}" if seen[k.value] == line else f"on lines {seen[k.value]} and {line}"
@@ -189,9 +196,18 @@ def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
             lines[loc] = node.start_mark.line + 1
 
     visit(root, ())
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    raise_all(errors)
     return lines
+
+
+def _unusable(node: yaml.ScalarNode) -> str:
+    """What is wrong with a single value, whatever its key; "" for nothing."""
+    if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+        return f"a number of {len(node.value):,} characters; at most {MAX_DIGITS} are allowed"
+    if found := _UNUSABLE.search(node.value):
+        what = "a null character" if found[0] == "\0" else f"half of a character (\\u{ord(found[0]):04x})"
+        return f"holds {what}; write the text without it"
+    return ""
 
 
 def secret_spans(text: str) -> list[tuple[int, int]]:
@@ -199,14 +215,16 @@ def secret_spans(text: str) -> list[tuple[int, int]]:
     loader = _Loader(text)
     spans: dict[int, int] = {}
 
-    def visit(node: yaml.Node, secret: bool) -> None:
+    def visit(node: yaml.Node, secret: bool, free: bool = False) -> None:
         if isinstance(node, yaml.MappingNode):
             for k, v in node.value:
-                inside = secret or (isinstance(k, yaml.ScalarNode) and is_secret_name(k.value))
-                visit(v, inside)
+                name = k.value if isinstance(k, yaml.ScalarNode) else ""
+                unknown = free and isinstance(v, yaml.ScalarNode) and not is_harmless(name, v.value)
+                if not name.endswith("_envs"):
+                    visit(v, secret or is_secret_name(name) or unknown, free or is_free_map(name))
         elif isinstance(node, yaml.SequenceNode):
             for child in node.value:
-                visit(child, secret)
+                visit(child, secret, free)
         elif secret and "int" not in node.tag and "null" not in node.tag and "${" not in node.value:
             spans[node.start_mark.index] = node.end_mark.index
 

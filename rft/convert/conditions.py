@@ -7,11 +7,11 @@ files, folders, unknowable values and all but simple regular expressions leave i
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rft.convert.arithmetic import ArithmeticProblem
 from rft.convert.values import assumed_empty
 
 MAX_DEPTH = 40
@@ -20,17 +20,28 @@ _REGEX = re.compile(r"\^?(?:[\w/ .:-]|\[[\w-]+\])*(?:(?:[\w/ .:-]|\[[\w-]+\])[+*
 
 
 @dataclass(frozen=True)
-class Answer:
+class Decision:
     """`value` None: open.  `assumed`: it holds only if the variables that the script does not set are empty."""
 
     value: bool | None
     assumed: bool = False
 
-    def negated(self) -> Answer:
-        return Answer(None if self.value is None else not self.value, self.assumed)
+    @property
+    def unsure(self) -> bool:
+        return self.assumed or self.value is None
+
+    @property
+    def why(self) -> str:
+        """Why it is unsure."""
+        if self.value is None:
+            return "the condition cannot be told without running the script"
+        return "the variable that the condition asks for is not set by the script and counts as empty"
+
+    def negated(self) -> Decision:
+        return Decision(None if self.value is None else not self.value, self.assumed)
 
 
-YES, NO, OPEN = Answer(True), Answer(False), Answer(None)
+YES, NO, OPEN = Decision(True), Decision(False), Decision(None)
 
 
 @dataclass(frozen=True)
@@ -44,20 +55,17 @@ class Operand:
 Item = Operand | str  # an operator of [[ … ]]: && || ( ) < >
 
 
-def both(a: Answer, b: Callable[[], Answer]) -> Answer:
-    if a.value is False:
-        return a
-    other = b()
-    if other.value is False:
-        return other
-    return Answer(None if None in (a.value, other.value) else True, a.assumed or other.assumed)
+def both(a: Decision, b: Decision) -> Decision:
+    if False in (a.value, b.value):
+        return a if a.value is False else b
+    return Decision(None if None in (a.value, b.value) else True, a.assumed or b.assumed)
 
 
-def either(a: Answer, b: Callable[[], Answer]) -> Answer:
-    return both(a.negated(), lambda: b().negated()).negated()
+def either(a: Decision, b: Decision) -> Decision:
+    return both(a.negated(), b.negated()).negated()
 
 
-def bracket(words: Sequence[str]) -> Answer:
+def bracket(words: Sequence[str]) -> Decision:
     """`[ … ]` and `test`: the operators are words."""
     items: list[Item] = [w if w in ("(", ")") else {"-a": "&&", "-o": "||"}.get(w, Operand(w)) for w in words]
     if len(words) <= 3 and (len(words) < 3 or words[1] not in ("-a", "-o")):
@@ -65,16 +73,16 @@ def bracket(words: Sequence[str]) -> Answer:
     return decide(items, patterns=False)
 
 
-def decide(items: Sequence[Item], *, patterns: bool = True) -> Answer:
+def decide(items: Sequence[Item], *, patterns: bool = True) -> Decision:
     """`patterns`: == compares with a pattern, as in [[ … ]]."""
     if not items:
         return NO
-    reader = _Reader(items, patterns)
+    reader = _TestReader(items, patterns)
     answer = reader.disjunction()
     return answer if reader.pos == len(items) else OPEN
 
 
-class _Reader:
+class _TestReader:
     def __init__(self, items: Sequence[Item], patterns: bool) -> None:
         self.items, self.patterns, self.pos, self.depth = items, patterns, 0, 0
 
@@ -82,23 +90,21 @@ class _Reader:
         at = self.pos + ahead
         return self.items[at] if at < len(self.items) else ""
 
-    def disjunction(self) -> Answer:
+    def disjunction(self) -> Decision:
         answer = self.conjunction()
         while self.peek() == "||":
             self.pos += 1
-            right = self.conjunction()
-            answer = either(answer, lambda right=right: right)  # type: ignore[misc]
+            answer = either(answer, self.conjunction())
         return answer
 
-    def conjunction(self) -> Answer:
+    def conjunction(self) -> Decision:
         answer = self.primary()
         while self.peek() == "&&":
             self.pos += 1
-            right = self.primary()
-            answer = both(answer, lambda right=right: right)  # type: ignore[misc]
+            answer = both(answer, self.primary())
         return answer
 
-    def primary(self) -> Answer:
+    def primary(self) -> Decision:
         self.depth += 1
         item = self.peek()
         if self.depth > MAX_DEPTH:
@@ -116,7 +122,7 @@ class _Reader:
         self.depth -= 1
         return answer
 
-    def operand(self, item: Operand) -> Answer:
+    def operand(self, item: Operand) -> Decision:
         following = self.peek(1)
         op = following if following in ("<", ">") else following.text if isinstance(following, Operand) else ""
         assert isinstance(op, str)
@@ -133,7 +139,7 @@ class _Reader:
         self.pos += 1
         return _unary("-n", item.text)
 
-    def compare(self, left: Operand, op: str, right: Operand) -> Answer:
+    def compare(self, left: Operand, op: str, right: Operand) -> Decision:
         a, b = assumed_empty(left.text), assumed_empty(right.text)
         if left.text == right.text and op in ("=", "=="):
             return YES
@@ -143,47 +149,33 @@ class _Reader:
             if not _REGEX.fullmatch(b[0]) or len(a[0]) > MAX_TEXT:
                 return OPEN
             try:
-                return Answer(re.search(b[0], a[0]) is not None, a[1] or b[1])
+                return Decision(re.search(b[0], a[0]) is not None, a[1] or b[1])
             except re.error:  # a range such as [z-a]
                 return OPEN
         assumed = a[1] or b[1]
         if op in ("=", "==", "!="):
             pattern = assumed_empty(right.pattern) if self.patterns else None
             same = fnmatch.fnmatchcase(a[0], pattern[0]) if pattern else a[0] == b[0]
-            return Answer(same == (op != "!="), assumed)
+            return Decision(same == (op != "!="), assumed)
         if op in ("<", ">"):
-            return Answer(a[0] < b[0] if op == "<" else a[0] > b[0], assumed)
-        try:
-            x, y = (_whole(t) for t in (a[0], b[0]))
-        except ArithmeticProblem:
-            return OPEN
-        return Answer(_NUMBERS[op](x, y), assumed)
-
-
-def _whole(text: str) -> int:
-    found = _NUMBER.fullmatch(text)
-    if not found:
-        raise ArithmeticProblem(f"{text!r} is no number")
-    return int(found[1])
+            return Decision(a[0] < b[0] if op == "<" else a[0] > b[0], assumed)
+        numbers = [_NUMBER.fullmatch(t) for t in (a[0], b[0])]
+        x, y = (int(n[1]) if n else None for n in numbers)
+        return OPEN if x is None or y is None else Decision(_NUMBERS[op](x, y), assumed)
 
 
 _NUMBER = re.compile(r"\s*([+-]?\d{1,20})\s*")
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda x, y: x == y,
-    "-ne": lambda x, y: x != y,
-    "-lt": lambda x, y: x < y,
-    "-le": lambda x, y: x <= y,
-    "-gt": lambda x, y: x > y,
-    "-ge": lambda x, y: x >= y,
-}
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
 _BINARY = {"=", "==", "!=", "=~", "<", ">", "-nt", "-ot", "-ef", *_NUMBERS}
 
 
-def _unary(op: str, text: str) -> Answer:
+def _unary(op: str, text: str) -> Decision:
     if op not in ("-z", "-n"):
         return OPEN
     plain = assumed_empty(text)
     if plain is None:
         full = bool(re.sub("\ue002\\d+\ue003", "", text))  # a home folder's name is not empty, an unknown piece may be
-        return Answer(op == "-n") if full else OPEN
-    return Answer((plain[0] == "") == (op == "-z"), plain[1] and plain[0] == "")
+        return Decision(op == "-n") if full else OPEN
+    return Decision((plain[0] == "") == (op == "-z"), plain[1] and plain[0] == "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rft.convert import table
+from rft.compat.keys import verl_keys as table
 from rft.convert.actions import lora
 from rft.convert.draft import Draft
 from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ENGINE, LORA, LORA_ALPHA, OPTIM, ROLLOUT, by_tokens, estimator_name
@@ -25,43 +25,27 @@ def _vanilla(d: Draft) -> bool:
     return d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") == "vanilla"
 
 
-def _grpo(d: Draft) -> bool:
-    return estimator_name(d).startswith("grpo")
-
-
-def _gae(d: Draft) -> bool:
-    return estimator_name(d) in CRITIC_ESTIMATORS
-
-
-def _discounted(d: Draft) -> bool:
-    return _gae(d) or estimator_name(d) == "reinforce_plus_plus"
-
-
-def _synchronous(d: Draft) -> bool:
-    return not is_async(d)
+def _of(*estimators: str) -> Condition:
+    return lambda d: estimator_name(d) in estimators
 
 
 def _dynamic(d: Draft) -> bool:
     return d.flag(f"{ACTOR}.use_dynamic_bsz")
 
 
-def _warms_up(d: Draft) -> bool:
-    return _warm_up_in(d, OPTIM)
-
-
-def _critic_warms_up(d: Draft) -> bool:
-    return has_critic(d) and _warm_up_in(d, "trainer.critic.optimizer")
-
-
-def _warm_up_in(d: Draft, section: str) -> bool:
-    return bool(d.read(f"{section}.lr_warmup_steps_ratio")) or (d.read(f"{section}.lr_warmup_steps") or 0) > 0
+def _warms_up(section: str) -> Condition:
+    return lambda d: bool(d.read(f"{section}.lr_warmup_steps_ratio")) or (d.read(f"{section}.lr_warmup_steps") or 0) > 0
 
 
 # target, veRL's key (its default is written) or a value, condition
 DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
-    ("algorithm.advantage_fn_args.gamma", "algorithm.gamma", _discounted),
-    ("algorithm.advantage_fn_args.lam", "algorithm.lam", _gae),
-    ("algorithm.advantage_fn_args.norm_by_std", "algorithm.norm_adv_by_std_in_grpo", _grpo),
+    ("algorithm.advantage_fn_args.gamma", "algorithm.gamma", _of(*CRITIC_ESTIMATORS, "reinforce_plus_plus")),
+    ("algorithm.advantage_fn_args.lam", "algorithm.lam", _of(*CRITIC_ESTIMATORS)),
+    (
+        "algorithm.advantage_fn_args.norm_by_std",
+        "algorithm.norm_adv_by_std_in_grpo",
+        lambda d: estimator_name(d).startswith("grpo"),
+    ),
     ("algorithm.policy_loss_fn", ("ppo",), _vanilla),
     ("algorithm.policy_loss_fn_args.clip_ratio_c", f"{ACTOR}.clip_ratio_c", _vanilla),
     ("algorithm.entropy_loss_fn", ("default",), _always),
@@ -69,7 +53,7 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     ("algorithm.loss_agg_mode", f"{ACTOR}.loss_agg_mode", by_tokens),
     (f"{OPTIM}.lr", f"{ACTOR}.optim.lr", _always),
     (f"{OPTIM}.lr_warmup_steps_ratio", f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda d: not d.has(f"{OPTIM}.lr_warmup_steps")),
-    (f"{OPTIM}.lr_warmup_from_zero", (True,), _warms_up),
+    (f"{OPTIM}.lr_warmup_from_zero", (True,), _warms_up(OPTIM)),
     (f"{OPTIM}.min_lr_ratio", f"{ACTOR}.optim.min_lr_ratio", _always),
     (f"{OPTIM}.lr_scheduler_type", f"{ACTOR}.optim.warmup_style", _always),
     (f"{OPTIM}.weight_decay", f"{ACTOR}.optim.weight_decay", _always),
@@ -83,7 +67,7 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     ("buffer.total_epochs", "trainer.total_epochs", lambda d: not d.has("buffer.total_steps") and not is_async(d)),
     ("buffer.explorer_input.tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", _always),
     ("buffer.explorer_input.eval_tasksets[i].filter_overlong_prompts", "data.filter_overlong_prompts", _always),
-    ("explorer.eval_interval", (0,), _synchronous),
+    ("explorer.eval_interval", (0,), lambda d: not is_async(d)),
     (f"{ENGINE}.engine_type", f"{ROLLOUT}.name", _always),
     (f"{ENGINE}.tensor_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size", _always),
     (f"{ENGINE}.gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization", _always),
@@ -96,7 +80,7 @@ DEFAULTS: tuple[tuple[str, Any, Condition], ...] = (
     ("model.critic_model_path", "critic.model.path", has_critic),
     ("trainer.critic.optimizer.lr", "critic.optim.lr", has_critic),
     ("trainer.critic.optimizer.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps_ratio", has_critic),
-    ("trainer.critic.optimizer.lr_warmup_from_zero", (True,), _critic_warms_up),
+    ("trainer.critic.optimizer.lr_warmup_from_zero", (True,), _warms_up("trainer.critic.optimizer")),
     ("trainer.critic.optimizer.min_lr_ratio", (0.0,), has_critic),
     ("trainer.critic.optimizer.weight_decay", "critic.optim.weight_decay", has_critic),
     ("trainer.critic.grad_clip", "critic.grad_clip", has_critic),

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from rft.config.messages import field_at
-from rft.convert import table
+from rft.compat.keys import verl_keys as table
+from rft.config.schema.source import Loc
+from rft.config.schema.walk import field_at, fields_at
 from rft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ TRAIN, EVAL = "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_task
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ArgumentOutcome:
     """What became of an argument: where its value went, or why it went nowhere."""
 
     kind: Kind
@@ -43,13 +44,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class ArgumentRow:
     argument: Argument
-    outcome: Outcome
+    outcome: ArgumentOutcome
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenValue:
     """One value of the result and where it comes from."""
 
     key: str
@@ -133,15 +134,13 @@ class Draft:
     def put(self, path: str, value: Any, why: str) -> None:
         """Write `value`; `tasksets[i]` and `eval_tasksets[i]` mean all of them, another [i] the first."""
         for real in self.expand(path):
-            self._set(real, value)
-            self.why[real] = why
+            self._set(real, value, why)
 
     def fill(self, path: str, value: Any, why: str) -> None:
         """Write `value` where nothing is written yet."""
         for real in self.expand(path):
             if not self.has(real) and real not in self.settled:
-                self._set(real, value)
-                self.why[real] = why
+                self._set(real, value, why)
 
     def expand(self, path: str) -> list[str]:
         if f"{TRAIN}[i]" in path:
@@ -170,7 +169,7 @@ class Draft:
         for key in [k for k in self.why if k == path or k.startswith((f"{path}.", f"{path}["))]:
             del self.why[key]
 
-    def _set(self, path: str, value: Any) -> None:
+    def _set(self, path: str, value: Any, why: str) -> None:
         steps = _steps(path)
         place: Any = self.values
         for step, following in itertools.pairwise(steps):
@@ -184,6 +183,7 @@ class Draft:
             if not isinstance(place, dict | list):
                 raise ConfigError("is given as a value and as a group of keys; give one of them", key=path, given=place)
         place[steps[-1]] = value
+        self.why[path] = why
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -193,9 +193,9 @@ class Draft:
         if text not in self.warnings:
             self.warnings.append(text)
 
-    def written(self) -> list[Written]:
+    def written(self) -> list[WrittenValue]:
         """Every leaf of the result, in its order, with its reason."""
-        return [Written(key, value, _why(self.why, key)) for key, value in leaves(self.values)]
+        return [WrittenValue(key, value, _why(self.why, key)) for key, value in leaves(self.values)]
 
 
 _NOTHING = object()
@@ -211,6 +211,17 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(v, f"{path}[{i}]")
     else:
         yield path, value
+
+
+def ordered(value: Any, loc: Loc = ()) -> Any:
+    """The same values, keys in the schema's order; keys it does not know come last, as they are."""
+    if isinstance(value, list):
+        return [ordered(v, (*loc, i)) for i, v in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    order = {name: i for i, name in enumerate(fields_at(loc))}
+    keys = sorted(value, key=lambda k: order.get(k, len(order)))
+    return {k: ordered(value[k], (*loc, k)) for k in keys}
 
 
 def our_default(path: str) -> Any:

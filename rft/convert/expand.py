@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rft.convert.arithmetic import ArithmeticProblem, evaluate
+from rft.convert.shell_arithmetic import ArithmeticProblem, evaluate
 from rft.convert.syntax import Arith, CommandSub, Lit, Param, Part, Word
 from rft.convert.values import ALWAYS_SET, PASSED, Array, Marks, Text, env, lone, marked, names_in, shown
 from rft.errors import ConfigError
@@ -24,6 +24,17 @@ _BRACE = re.compile(r"\{([^{}]*,[^{}]*|-?\d{1,6}\.\.-?\d{1,6})\}")
 _UNKNOWABLE = {"RANDOM", "SECONDS", "LINENO", "EPOCHSECONDS", "$", "!", "?", "-", "_"}
 
 
+@dataclass(frozen=True)
+class WordPiece:
+    """What one part of a word becomes."""
+
+    text: str
+    quoted: bool
+    line: int = 0  # on which it was written; 0: that of the word
+    split: bool = False  # blanks in it part arguments
+    before: str | None = None  # an entry of a list begins an argument; in one text, this stands before it
+
+
 @dataclass
 class Scope:
     """Variables and positional arguments; `shifted` counts the script's own arguments that `shift` has dropped."""
@@ -32,6 +43,22 @@ class Scope:
     variables: dict[str, Text | Array] = field(default_factory=dict)
     positional: list[Text] = field(default_factory=lambda: [Text(PASSED, 0)])
     shifted: int = 0
+
+    def argument(self, number: int) -> Text | None:
+        """$1 and on; None for an argument of the script itself, which only its caller knows."""
+        if number == 0:
+            return Text(self.path, 1)
+        known = [t for t in self.positional if t.text != PASSED]
+        if number <= len(known):
+            return known[number - 1]
+        return None if len(known) < len(self.positional) else Text("", 0)
+
+    def own_name(self, param: Param) -> str:
+        """Under which environment variable an unset one can be given: itself, or ARG1 for $1."""
+        if not param.name.isdigit():
+            return param.name
+        known = sum(t.text != PASSED for t in self.positional)
+        return f"ARG{int(param.name) - known + self.shifted}"
 
 
 class Expander:
@@ -44,56 +71,82 @@ class Expander:
 
     def fields(self, word: Word) -> list[Text]:
         """The arguments that a word becomes: none, one or several."""
-        found: list[Text] = []
-        for one in self.braces(word):
-            found += _Fields(self, one).read()
-        for piece in found:
-            self.marks.spend(piece.text, word.line)
+        found = [text for one in self.braces(word) for text in self.split(one)]
+        for text in found:
+            self.marks.spend(text.text, word.line)
         if len(found) > MAX_FIELDS:
             raise ConfigError(f"{self.marks.name}, line {word.line}: one word becomes more than {MAX_FIELDS:,} arguments")
         return found
 
+    def split(self, word: Word) -> Iterator[Text]:
+        signs = re.escape(self.ifs())
+        current: Text | None = None
+        for piece in self.pieces(word):
+            line = piece.line or word.line
+            chunks = re.split(f"([{signs}]+)", piece.text) if signs and piece.split else [piece.text]
+            for i, chunk in enumerate(chunks):
+                if (i % 2 or (not i and piece.before is not None)) and current is not None:
+                    yield current
+                    current = None
+                if i % 2:
+                    line += chunk.count("\n")
+                elif chunk or piece.quoted:
+                    current = Text(current.text + chunk, current.line) if current is not None else Text(chunk, line)
+        if current is not None:
+            yield current
+
     def string(self, word: Word) -> str:
         """One text, as in an assignment: nothing is split."""
-        return self.marks.spend("".join(self.text_of(p) for p in self.tilde(word).parts), word.line)
+        return self.marks.spend("".join((p.before or "") + p.text for p in self.pieces(word)), word.line)
 
     def pattern(self, word: Word) -> str:
         """For fnmatch: what was quoted matches itself."""
-        text = ""
-        for part in word.parts:
-            piece = self.text_of(part)
-            text += glob.escape(piece) if part.quoted else re.sub(r"\[\^", "[!", piece)
-        return text
+        return "".join(
+            (p.before or "") + (glob.escape(p.text) if p.quoted else re.sub(r"\[\^", "[!", p.text)) for p in self.pieces(word)
+        )
 
-    def text_of(self, part: Part) -> str:
+    def pieces(self, word: Word) -> Iterator[WordPiece]:
+        word = self.tilde(word)
+        for part in word.parts:
+            yield from self.pieces_of(part, part.quoted, len(word.parts) == 1)
+
+    def pieces_of(self, part: Part, quoted: bool, alone: bool, default: bool = False) -> Iterator[WordPiece]:
+        """`alone`: nothing else is in the word; `default`: plain text is split too, as in ${x:-a b}."""
         match part:
             case Lit():
-                return part.text
+                yield WordPiece(part.text, quoted, split=default and not quoted)
+                return
             case Arith():
-                return self.arithmetic(part.body, part.line)
+                yield WordPiece(self.arithmetic(part.body, part.line), quoted, split=not quoted)
+                return
             case CommandSub():
-                return self.capture(part)
+                yield WordPiece(self.capture(part), quoted, split=not quoted)
+                return
         found = self.parameter(part)
-        if isinstance(found, Word):
-            return self.string(found)
         if isinstance(found, str):
-            return found
-        star = part.name == "*" or part.index == "*"
-        return (self.ifs()[:1] if star else " ").join(t.text for t in found)
+            held = self.get(part.name)
+            line = held.line if isinstance(held, Text) and alone else 0  # several arguments in one variable keep their lines
+            yield WordPiece(found, quoted, line, split=not quoted)
+        elif isinstance(found, Word):
+            for inner in self.tilde(found).parts:
+                yield from self.pieces_of(inner, quoted or inner.quoted, alone, default=True)
+        else:
+            star = part.name == "*" or part.index == "*"
+            between = self.ifs()[:1] if star else " "
+            if quoted and star and not any(t.text == PASSED for t in found):
+                found = [Text(between.join(t.text for t in found), 0)]
+            for i, entry in enumerate(found):
+                yield WordPiece(entry.text, quoted, entry.line, not quoted and entry.text != PASSED, between if i else None)
 
     def ifs(self) -> str:
         value = self.scope.variables.get("IFS")
         return value.text if isinstance(value, Text) and not marked(value.text) else " \t\n"
 
     def tilde(self, word: Word) -> Word:
-        first = word.parts[0] if word.parts else None
-        if (
-            isinstance(first, Lit)
-            and not first.quoted
-            and re.match(r"~(/|$)", first.text)
-            and (len(word.parts) == 1 or first.text != "~")
-        ):
-            return Word((Lit(env("HOME") + first.text[1:], True), *word.parts[1:]), word.line)
+        first, rest = word.parts[:1], word.parts[1:]
+        text = first[0].text if first and isinstance(first[0], Lit) and not first[0].quoted else ""
+        if text.startswith("~/") or (text == "~" and not rest):
+            return Word((Lit(env("HOME") + text[1:], True), *rest), word.line)
         return word
 
     def braces(self, word: Word) -> list[Word]:
@@ -105,10 +158,8 @@ class Expander:
             for i, part in enumerate(one.parts):
                 if isinstance(part, Lit) and not part.quoted and (found := _BRACE.search(part.text)):
                     before, after = part.text[: found.start()], part.text[found.end() :]
-                    choices = [
-                        Word((*one.parts[:i], Lit(before + c + after), *one.parts[i + 1 :]), one.line) for c in _choices(found[1])
-                    ]
-                    waiting = choices + waiting
+                    pieces = (Lit(before + choice + after) for choice in _choices(found[1]))
+                    waiting = [Word((*one.parts[:i], piece, *one.parts[i + 1 :]), one.line) for piece in pieces] + waiting
                     break
             else:
                 done.append(one)
@@ -123,45 +174,22 @@ class Expander:
 
     def set(self, name: str, text: str, line: int, key: str | None = None) -> None:
         self.marks.spend(text, line)
-        if key is None:
-            old = self.get(name)
-            if isinstance(old, Array):
-                old.entries["0"] = Text(text, line)
-            else:
-                self.scope.variables[name] = Text(text, line)
-            return
         held = self.get(name)
+        if key is None and not isinstance(held, Array):
+            self.scope.variables[name] = Text(text, line)
+            return
         if not isinstance(held, Array):
             held = self.scope.variables[name] = Array({"0": held} if held else {})
-        held.entries[key] = Text(text, line)
-
-    def argument(self, number: int) -> Text | None:
-        """$1 and on; None for an argument of the script itself, which only its caller knows."""
-        if number == 0:
-            return Text(self.scope.path, 1)
-        known = [t for t in self.scope.positional if t.text != PASSED]
-        if number <= len(known):
-            return known[number - 1]
-        return None if len(known) < len(self.scope.positional) else Text("", 0)
-
-    def own_name(self, param: Param) -> str:
-        """Under which environment variable an unset one can be given: itself, or ARG1 for $1."""
-        if not param.name.isdigit():
-            return param.name
-        known = sum(t.text != PASSED for t in self.scope.positional)
-        return f"ARG{int(param.name) - known + self.scope.shifted}"
+        held.entries["0" if key is None else key] = Text(text, line)
 
     def key(self, array: Array | None, index: Word) -> str:
         text = self.string(index)
         if array is not None and array.named:
             return text
         number = self.compute(text, index.line)
-        return number if marked(number) or not number.startswith("-") else self.from_end(array, int(number))
-
-    @staticmethod
-    def from_end(array: Array | None, number: int) -> str:
-        count = int(array.next_key()) if array else 0
-        return str(count + number)
+        if marked(number) or not number.startswith("-"):
+            return number
+        return str((int(array.next_key()) if array else 0) + int(number))  # counted from the end
 
     def held(self, param: Param) -> Text | list[Text] | None:
         """What a variable holds, a list for ${A[@]} and $@; None if the script does not set it."""
@@ -169,7 +197,7 @@ class Expander:
         if name in ("@", "*"):
             return list(self.scope.positional)
         if name.isdigit():
-            return self.argument(int(name)) if len(name) < 6 else Text("", 0)
+            return self.scope.argument(int(name)) if len(name) < 6 else Text("", 0)
         if name == "#":
             known = self.scope.positional
             return None if any(t.text == PASSED for t in known) else Text(str(len(known)), 0)
@@ -208,7 +236,7 @@ class Expander:
         if op in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
             return self.conditional(param, held)
         if held is None:
-            held = Text(env(self.own_name(param)), param.line)
+            held = Text(env(self.scope.own_name(param)), param.line)
         if op == "":
             return held if isinstance(held, list) else held.text
         if op == ":":
@@ -240,7 +268,7 @@ class Expander:
             assert held is not None
             return held if isinstance(held, list) else held.text
         if kind == "?":
-            return env(self.own_name(param))
+            return env(self.scope.own_name(param))
         if unset and not isinstance(held, list):
             who = f"${param.name}" if param.name.isdigit() else param.name
             default = shown(self.string(param.arg), self.marks)
@@ -297,28 +325,29 @@ class Expander:
     def compute(self, text: str, line: int) -> str:
         """The number as text, or a mark that says why there is none."""
         what = f"$(({shown(text, self.marks)}))"
-        if unknown := self.marks.of(text):
-            return self.marks.new(what, f"{unknown[0].what}: {unknown[0].why}", line)
-        if names := names_in(text):
-            return self.marks.new(what, f"{_said(names[0])} is not set by the script", line)
+        if why := self.unknown(text):
+            return self.marks.new(what, why, line)
         try:
-            return str(evaluate(text, lambda name: self.number(name, 0), lambda name, value: self.set(name, str(value), line)))
+            return str(evaluate(text, self.number, lambda name, value: self.set(name, str(value), line)))
         except ArithmeticProblem as e:
             return self.marks.new(what, str(e), line)
 
-    def number(self, name: str, depth: int) -> int:
+    def unknown(self, text: str) -> str:
+        """Why a text has no value that can be computed with; "" if it has one."""
+        if found := self.marks.of(text):
+            return f"{found[0].what}: {found[0].why}"
+        if names := names_in(text):
+            return f"{_said(names[0])} is not set by the script"
+        return ""
+
+    def number(self, name: str, depth: int = 0) -> int:
         held = self.held(Param(name, 0))
         if held is None:
             raise ArithmeticProblem(f"{name} is not set by the script")
         text = held.text if isinstance(held, Text) else ""
         if marked(text):
-            unknown, names = self.marks.of(text), names_in(text)
-            reason = "it holds the script's arguments"
-            if unknown:
-                reason = f"{unknown[0].what}: {unknown[0].why}"
-            elif names:
-                reason = f"{_said(names[0])} is not set by the script"
-            raise ArithmeticProblem(f"{name} is not known: {reason}")
+            why = self.unknown(text) or "it holds the script's arguments"
+            raise ArithmeticProblem(f"{name} is not known: {why}")
         if depth > 8:
             raise ArithmeticProblem(f"{name} refers to itself")
         try:
@@ -328,101 +357,9 @@ class Expander:
 
 
 def _said(name: str) -> str:
-    return (
-        "the number of arguments $#"
-        if name == "#"
-        else f"argument ${name[3:]} of the script"
-        if re.fullmatch(r"ARG\d+", name)
-        else name
-    )
-
-
-class _Fields:
-    """Joins the pieces of one word and splits where nothing is quoted."""
-
-    def __init__(self, expander: Expander, word: Word) -> None:
-        self.expander, self.word = expander, expander.tilde(word)
-        self.done: list[Text] = []
-        self.text, self.line, self.open = "", word.line, False
-
-    def read(self) -> list[Text]:
-        for part in self.word.parts:
-            self.add(part, False)
-        self.close()
-        return self.done
-
-    def close(self) -> None:
-        if self.open:
-            self.done.append(Text(self.text, self.line))
-        self.text, self.line, self.open = "", self.word.line, False
-
-    def put(self, text: str, line: int | None = None) -> None:
-        if not self.open and line:
-            self.line = line
-        self.text += text
-        self.open = True
-
-    def add(self, part: Part, quoted: bool) -> None:
-        quoted = quoted or part.quoted
-        if isinstance(part, Lit):
-            if part.text or quoted:
-                self.put(part.text)
-            return
-        if not isinstance(part, Param):
-            text = self.expander.text_of(part)
-            if quoted:
-                self.put(text)
-            else:
-                self.split(text, self.word.line)
-            return
-        found = self.expander.parameter(part)
-        if isinstance(found, Word):
-            for inner in self.expander.tilde(found).parts:
-                self.add_default(inner, quoted)
-        elif isinstance(found, list):
-            self.add_list(part, found, quoted)
-        elif quoted:
-            self.put(found, self.line_of(part))
-        else:
-            self.split(found, self.line_of(part) or self.word.line)
-
-    def add_default(self, part: Part, quoted: bool) -> None:
-        """A piece of ${x:-…}: plain text in it is split like a variable's value."""
-        if isinstance(part, Lit) and not part.quoted and not quoted:
-            self.split(part.text, self.word.line)
-        else:
-            self.add(part, quoted)
-
-    def line_of(self, part: Param) -> int:
-        """Where the value was written, if the word is this variable alone: several arguments in one variable keep their lines."""
-        held = self.expander.get(part.name)
-        return held.line if isinstance(held, Text) and len(self.word.parts) == 1 else 0
-
-    def add_list(self, part: Param, found: list[Text], quoted: bool) -> None:
-        star = part.name == "*" or part.index == "*"
-        if quoted and star and not any(t.text == PASSED for t in found):
-            self.put(self.expander.ifs()[:1].join(t.text for t in found))
-            return
-        for i, entry in enumerate(found):
-            if i:
-                self.close()
-            if quoted or entry.text == PASSED:
-                self.put(entry.text, entry.line)
-            else:
-                self.split(entry.text, entry.line)
-
-    def split(self, text: str, line: int) -> None:
-        signs = self.expander.ifs()
-        if not signs:
-            self.put(text)
-            return
-        pieces = re.split(f"([{re.escape(signs)}]+)", text)
-        for i, piece in enumerate(pieces):
-            if i % 2:
-                self.close()
-                line += piece.count("\n")
-            elif piece:
-                self.put(piece, line)
+    if name == "#":
+        return "the number of arguments $#"
+    return f"argument ${name[3:]} of the script" if re.fullmatch(r"ARG\d+", name) else name
 
 
 def _choices(inside: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ Where Hydra differs from how people write scripts, the script's sense is taken: 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from rft.errors import ConfigError
@@ -34,7 +35,7 @@ def value(text: str) -> Any:
     """None, bool, int, float, str, list or dict.  Raises ConfigError saying what cannot be read."""
     if not text.strip():
         return ""
-    reader = _Reader(text)
+    reader = _ValueReader(text)
     result = reader.element("")
     if reader.pos < len(text):
         if text[reader.pos] == ",":
@@ -62,7 +63,7 @@ def scalar(text: str) -> Any:
     return text
 
 
-class _Reader:
+class _ValueReader:
     """`pos` is the next character to read."""
 
     def __init__(self, text: str) -> None:
@@ -116,20 +117,14 @@ class _Reader:
         return text
 
     def list_(self) -> list[Any]:
-        begin, found = self.pos, list[Any]()
-        self.pos += 1
-        self.blanks()
-        while self.peek() != "]":
+        found = list[Any]()
+        for _ in self.entries("]"):
             found.append(self.element(",]"))
-            self.separator("]", begin)
-        self.pos += 1
         return found
 
     def dict_(self) -> dict[str, Any]:
-        begin, found = self.pos, dict[str, Any]()
-        self.pos += 1
-        self.blanks()
-        while self.peek() != "}":
+        found = dict[str, Any]()
+        for _ in self.entries("}"):
             key = self.element(":}")
             if self.peek() != ":":
                 raise ConfigError(f"cannot read {self.text!r}: a key without ':' at character {self.pos + 1}")
@@ -137,17 +132,21 @@ class _Reader:
                 raise ConfigError(f"cannot read {self.text!r}: {key!r} cannot be a key")
             self.pos += 1
             found[key if isinstance(key, str) else str(key)] = self.element(",}")
-            self.separator("}", begin)
-        self.pos += 1
         return found
 
-    def separator(self, close: str, begin: int) -> None:
-        if self.peek() == ",":
-            self.pos += 1
-            self.blanks()
-        elif self.peek() != close:
-            what = f"unexpected {self.peek()!r} at character {self.pos + 1}" if self.peek() else "it ends too early"
-            raise ConfigError(f"cannot read {self.text!r}: the bracket at character {begin + 1} has no {close!r}; {what}")
+    def entries(self, close: str) -> Iterator[None]:
+        """Once for each entry of what the bracket here opens, which is read in between; then past `close`."""
+        begin, self.pos = self.pos, self.pos + 1
+        self.blanks()
+        while self.peek() != close:
+            yield
+            if self.peek() == ",":
+                self.pos += 1
+                self.blanks()
+            elif self.peek() != close:
+                what = f"unexpected {self.peek()!r} at character {self.pos + 1}" if self.peek() else "it ends too early"
+                raise ConfigError(f"cannot read {self.text!r}: the bracket at character {begin + 1} has no {close!r}; {what}")
+        self.pos += 1
 
     def call(self, name: str, start: int) -> Any:
         if name in _SWEEPS:

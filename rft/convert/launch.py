@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rft.config import yamlfile
-from rft.config.source import Loc
+from rft.config.schema.source import Loc
 from rft.convert import hydra, programs
-from rft.convert.interpret import Interpreter, Started
+from rft.convert.interpret import Interpreter, StartedProgram
 from rft.convert.programs import Program
 from rft.convert.shell import parse
 from rft.convert.values import PASSED, Text, lone, names_in, shown
-from rft.errors import ConfigError, ConfigErrors
+from rft.errors import ConfigError, ConfigErrors, raise_all
 
 _YAML = {".yaml", ".yml", ".json"}
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([A-Za-z_]\w*)")
@@ -154,7 +154,7 @@ def _no_launch(text: str, name: str, interpreter: Interpreter) -> ConfigError:
 class _Arguments:
     """Sorts the words of a launch into arguments, options and notes."""
 
-    def __init__(self, started: Started, interpreter: Interpreter) -> None:
+    def __init__(self, started: StartedProgram, interpreter: Interpreter) -> None:
         self.words, self.program = list(started.words), started.found.program
         self.note, self.marks, self.name = interpreter.note, interpreter.marks, interpreter.name
         self.arguments: list[Argument] = []
@@ -269,8 +269,7 @@ def _from_yaml(text: str, path: Path) -> Launch:
             continue
         text = value if isinstance(value, str) else "null" if value is None else str(value)
         arguments.append(Argument(key, value, text, line, variables=_variables(str(value))))
-    if errors:
-        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    raise_all(errors)
     return Launch(program, tuple(arguments), False, tuple(notes), str(path))
 
 

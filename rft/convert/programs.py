@@ -44,7 +44,7 @@ LONG_FORM = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-di
 
 
 @dataclass(frozen=True)
-class Found:
+class ProgramMatch:
     """A program among the words of a command; its arguments begin at `start`.  `program` is None for one without a counterpart."""
 
     program: Program | None
@@ -52,7 +52,7 @@ class Found:
     start: int
 
 
-def find(words: Sequence[str]) -> Found | None:
+def find(words: Sequence[str]) -> ProgramMatch | None:
     """The first veRL program that these words start, whatever stands before it (ray job submit, torchrun, nohup …)."""
     if not words or words[0].rsplit("/", 1)[-1] in QUIET:
         return None
@@ -66,7 +66,7 @@ def find(words: Sequence[str]) -> Found | None:
         else:
             continue
         if module in MODULES or _ours(module):
-            return Found(MODULES.get(module), module, i + 1 + (word in ("-m", "--module")))
+            return ProgramMatch(MODULES.get(module), module, i + 1 + (word in ("-m", "--module")))
     return None
 
 
@@ -74,15 +74,15 @@ def _ours(module: str) -> bool:
     return module.split(".")[0] in ("verl", "recipe") and "." in module
 
 
-def _file(word: str, start: int) -> Found | None:
+def _file(word: str, start: int) -> ProgramMatch | None:
     name = word.rsplit("/", 1)[-1][:-3]
     module = ".".join(word[:-3].strip("./").split("/"))
     if "recipe." in module:
         module = module[module.index("recipe.") :]
-        return Found(MODULES.get(module), word, start)
+        return ProgramMatch(MODULES.get(module), word, start)
     if name in FILES:
-        return Found(FILES[name], word, start)
-    return Found(None, word, start) if "verl/trainer/" in word else None
+        return ProgramMatch(FILES[name], word, start)
+    return ProgramMatch(None, word, start) if "verl/trainer/" in word else None
 
 
 def mentions(text: str) -> bool:

@@ -1,14 +1,19 @@
-"""The account of a conversion: as JSON, as Markdown, and as the comment on top of the YAML.
+"""What a conversion writes: the configuration as YAML that people like to read, and its account as JSON, Markdown or a comment on top.
 
-Knows no veRL key.  Invariant: every argument is told once, with its line, its outcome and its reason.
+Knows no veRL key, and the schema for the order of keys alone.  Invariant: every argument is told once, with its line, its outcome and its
+reason; reading the YAML gives the same values.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from rft.convert.draft import LABELS, Kind, Row
+import yaml
+
+from rft.convert.draft import LABELS, ArgumentRow, Kind, ordered
 from rft.convert.verl import Conversion
 
 ORDER: tuple[Kind, ...] = ("refused", "mapped", "equal", "derived", "ignored")
@@ -22,18 +27,11 @@ def to_json(c: Conversion) -> dict[str, Any]:
         "profile": c.profile,
         "counts": {LABELS[k]: n for k, n in c.counts.items()},
         "arguments": [
-            {
-                "key": r.argument.key,
-                "value": r.argument.value,
-                "text": r.argument.text,
-                "line": r.argument.line,
-                "outcome": LABELS[r.outcome.kind],
-                "targets": list(r.outcome.targets),
-                "reason": r.outcome.reason,
-            }
+            {f: getattr(r.argument, f) for f in ("key", "value", "text", "line")}
+            | {"outcome": LABELS[r.outcome.kind], "targets": list(r.outcome.targets), "reason": r.outcome.reason}
             for r in c.rows
         ],
-        "written": [{"key": w.key, "value": w.value, "why": w.why} for w in c.written],
+        "written": [asdict(w) for w in c.written],
         "notes": list(c.notes),
         "warnings": list(c.warnings),
         "gpu": c.gpus.to_json() if c.gpus is not None else None,
@@ -55,9 +53,8 @@ def head(c: Conversion) -> list[str]:
     ]
     if c.refused:
         lines += ["", "Refused, and therefore not in this file (--allow):"]
-        lines += [
-            f"  line {r.argument.line}: {_one_line(f'{r.argument.key}={r.argument.text}')}: {r.outcome.reason}" for r in c.refused
-        ]
+        for a, outcome in ((r.argument, r.outcome) for r in c.refused):
+            lines.append(f"  line {a.line}: {_one_line(f'{a.key}={a.text}')}: {outcome.reason}")
     return lines
 
 
@@ -68,13 +65,8 @@ def markdown(c: Conversion) -> str:
     for kind in ORDER:
         rows = [r for r in c.rows if r.outcome.kind == kind]
         if rows:
-            lines += [
-                f"## {LABELS[kind].capitalize()}",
-                "",
-                "| Line | Argument | Value | Here | Reason |",
-                "|---|---|---|---|---|",
-            ]
-            lines += [_table_row(r) for r in rows] + [""]
+            header = ("| Line | Argument | Value | Here | Reason |", "|---|---|---|---|---|")
+            lines += [f"## {LABELS[kind].capitalize()}", "", *header, *map(_table_row, rows), ""]
     if c.written:
         lines += ["## Written", "", "| Key | Value | From |", "|---|---|---|"]
         lines += [f"| `{w.key}` | {_code(json.dumps(w.value, ensure_ascii=False))} | {_cell(w.why)} |" for w in c.written] + [""]
@@ -97,7 +89,7 @@ def markdown(c: Conversion) -> str:
     return "\n".join(lines)
 
 
-def _table_row(r: Row) -> str:
+def _table_row(r: ArgumentRow) -> str:
     here = "<br>".join(f"`{t}`" for t in r.outcome.targets)
     a = r.argument
     return f"| {a.line} | `{a.prefix}{a.key}` | {_code(a.text)} | {here} | {_cell(r.outcome.reason)} |"
@@ -117,3 +109,41 @@ def _cell(text: str) -> str:
 
 def _code(text: str) -> str:
     return f"`{_cell(text)}`" if text.strip() else ""
+
+
+# -- the YAML file
+
+
+class _ConfigDumper(yaml.SafeDumper):
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    text = repr(value)
+    if "e" in text and "." not in text:  # other readers of YAML take 1e-06 for a text
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+def _list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
+    short = not any(isinstance(v, dict | list) for v in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=short)
+
+
+_ConfigDumper.add_representer(float, _float)
+_ConfigDumper.add_representer(list, _list)
+
+
+def yaml_text(values: dict[str, Any], comments: Sequence[str] = ()) -> str:
+    """The whole file: comments, then the sections in the schema's order with an empty line between them."""
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    parts: list[str] = []
+    for key, value in ordered(values).items():
+        dumped = yaml.dump({key: value}, Dumper=_ConfigDumper, sort_keys=False, width=10_000, allow_unicode=True)
+        apart = isinstance(value, dict) or not parts
+        parts.append(("\n" if apart and (parts or head) else "") + dumped)
+    return head + "".join(parts)

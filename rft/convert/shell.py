@@ -9,35 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from rft.convert.syntax import (
-    AndOr,
-    ArithCommand,
-    Assign,
-    Case,
-    Command,
-    CountingFor,
-    Element,
-    For,
-    Function,
-    Group,
-    If,
-    Lit,
-    Pipeline,
-    Redirect,
-    Simple,
-    Test,
-    While,
-    Word,
-)
-from rft.convert.words import WordReader
+from rft.convert import syntax
+from rft.convert.syntax import Assign, Command, Lit, Redirect, SimpleCommand, Word
+from rft.convert.words import Document, WordReader
 
-_ASSIGN = re.compile(r"([A-Za-z_]\w*)(\[|\+?=)")
+DECLARING = frozenset({"export", "local", "declare", "typeset", "readonly"})
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(<<-|<<<|<<|<>|<&|>&|>>|>\||<|>)|&>>|&>")
 _RESERVED = re.compile(r"(?:if|then|elif|else|fi|case|esac|for|while|until|do|done|function|select|[{}!]|\[\[)(?=[\s;&|<>()]|$)")
 _FUNCTION = re.compile(r"([A-Za-z_][\w.:-]*)[ \t]*\([ \t]*\)")
-_KEYED = re.compile(r"\[[^\]\s]*\]=")
-_DECLARE = frozenset({"export", "local", "declare", "typeset", "readonly"})
+_NAMED_FUNCTION = re.compile(r"[ \t]*([^\s(){}]+)(?:[ \t]*\([ \t]*\))?")
+_REGEX = re.compile(r"(?:\\.|\"[^\"]*\"|'[^']*'|[^\s\"'\\])+")
+_ASSIGN = re.compile(r"([A-Za-z_]\w*)(?:(\+?)=|\[([^\]\n]*)\](\+?)=)")
+_KEYED = re.compile(r"\[([^\]\s]*)\]=")
+_REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(<<-|<<<|<<|<>|<&|>&|>>|>\||<|>)|&>>|&>")
 _PRIVATE = re.compile("[\0\ue000-\ue00f]")
 
 
@@ -50,43 +34,118 @@ def parse(text: str, name: str, *, line: int = 1, depth: int = 0, marked: bool =
     return parser.script()
 
 
-class Parser(WordReader):
-    """Commands, lists of them, and what encloses them."""
+class SimpleCommandReader(WordReader):
+    """One command and what is redirected to and from it, and what stands between commands."""
 
-    def newline(self) -> None:
-        """Past a line end and the here-documents that begin there."""
-        self.pos += 1
-        pending, self.documents = self.documents, []
-        for mark, strip, quoted, place, start in pending:
-            place.append(self.document(mark, strip, quoted, start))
+    def blanks(self) -> None:
+        """Past spaces, continuation lines and a comment."""
+        text, end = self.text, len(self.text)
+        while self.pos < end:
+            if text[self.pos] in " \t":
+                self.pos += 1
+            elif self.at("\\\n"):
+                self.pos += 2
+            elif text[self.pos] == "#":
+                newline = text.find("\n", self.pos)
+                self.pos = end if newline < 0 else newline
+            else:
+                return
 
-    def document(self, mark: str, strip: bool, quoted: bool, start: int) -> Redirect:
+    def gap(self) -> None:
+        """Past blanks, line ends and the here-documents that begin there."""
+        self.blanks()
+        while self.peek() == "\n":
+            self.pos += 1
+            pending, self.documents = self.documents, []
+            for document in pending:
+                self.read_document(document)
+            self.blanks()
+
+    def read_document(self, document: Document) -> None:
         line, lines = self.line(), list[str]()
         while self.pos < len(self.text):
             newline = self.text.find("\n", self.pos)
             end = len(self.text) if newline < 0 else newline
             row = self.text[self.pos : end]
             self.pos = min(end + 1, len(self.text))
-            row = row.lstrip("\t") if strip else row
-            if row == mark:
-                return Redirect("<<", None, self.document_word("\n".join([*lines, ""]) if lines else "", quoted, line))
+            row = row.lstrip("\t") if document.strip else row
+            if row == document.mark:
+                text = "".join(f"{one}\n" for one in lines)
+                parts = (Lit(text, True),) if document.quoted else self.nested(text, line).quoted_parts("")
+                document.redirects.append(Redirect("<<", Word(parts, line)))
+                return
             lines.append(row)
-        raise self.error(f"the here-document <<{mark} has no closing line {mark!r}", start)
+        raise self.error(f"the here-document <<{document.mark} has no closing line {document.mark!r}", document.start)
 
-    def document_word(self, text: str, quoted: bool, line: int) -> Word:
-        if quoted:
-            return Word((Lit(text, True),), line)
-        inner = self.nested(text, line)
-        return Word(inner.quoted_parts(""), line)
+    def simple(self) -> SimpleCommand:
+        line, begin = self.line(), self.pos
+        assigns: list[Assign] = []
+        words: list[Word | Assign] = []
+        redirects: list[Redirect] = []
+        while True:
+            self.redirected(redirects)
+            sign = self.peek()
+            if sign in ("", "\n", ";", "&", "|", ")"):
+                break
+            if sign == "(":
+                raise self.error("unexpected '('", column=True)
+            declares = bool(words) and isinstance(words[0], Word) and words[0].literal() in DECLARING
+            assign = self.assignment() if not words or declares else None
+            if assign is None:
+                words.append(self.word())
+            elif words:
+                words.append(assign)
+            else:
+                assigns.append(assign)
+        if self.pos == begin:
+            raise self.unexpected()
+        return SimpleCommand(tuple(assigns), tuple(words), redirects, line)
 
-    def gap(self) -> None:
-        """Blanks and line ends."""
-        self.blanks()
-        while self.peek() == "\n":
-            self.newline()
+    def redirected(self, found: list[Redirect]) -> None:
+        """Past blanks and redirections, which join `found`."""
+        while True:
             self.blanks()
+            start, sign = self.pos, self.take(_REDIRECT)
+            if not sign or (sign[0] in "<>" and self.peek() == "("):
+                self.pos = start
+                return
+            op = sign[1] or sign[0]
+            self.blanks()
+            if self.peek() in ("", "\n", ";", "|", ")"):
+                raise self.error(f"{op!r} without a target", start)
+            word = self.word()
+            if op in ("<<", "<<-"):
+                mark = "".join(p.text for p in word.parts if isinstance(p, Lit))
+                self.documents.append(Document(mark, op == "<<-", any(p.quoted for p in word.parts), found, start))
+            else:
+                found.append(Redirect(op, word if op == "<<<" else None))
 
-    # -- lists of commands
+    def assignment(self) -> Assign | None:
+        line, found = self.line(), self.take(_ASSIGN)
+        if not found:
+            return None
+        index = None if found[3] is None else self.inner(found[3], line)
+        value = self.elements(line) if self.peek() == "(" else self.word(empty=True)
+        return Assign(found[1], value, line, index, "+" in (found[2], found[4]))
+
+    def elements(self, line: int) -> tuple[Assign, ...]:
+        opened, self.pos = self.pos, self.pos + 1
+        found: list[Assign] = []
+        while True:
+            self.gap()
+            sign = self.peek()
+            if sign == ")":
+                self.pos += 1
+                return tuple(found)
+            if sign in ("", ";", "&", "|", "(") or (sign in "<>" and self.text[self.pos + 1 : self.pos + 2] != "("):
+                raise self.error("unbalanced '(' of an array", opened, column=True)
+            at, keyed = self.line(), self.take(_KEYED)
+            key = self.inner(keyed[1], at) if keyed else None
+            found.append(Assign("", self.word(empty=key is not None), line, key))
+
+
+class Parser(SimpleCommandReader):
+    """Commands, lists of them, and what encloses them."""
 
     def script(self) -> tuple[Command, ...]:
         body = self.commands(())
@@ -105,7 +164,7 @@ class Parser(WordReader):
         while True:
             self.gap()
             sign = self.peek()
-            if not sign or sign == ")" or self.at(";;") or self.at(";&"):
+            if not sign or sign == ")" or self.at(";;", ";&"):
                 break
             word = self.reserved()
             if word in ends:
@@ -113,13 +172,13 @@ class Parser(WordReader):
             if word in ("then", "elif", "else", "fi", "do", "done", "esac", "}"):
                 raise self.error(f"{word!r} without its beginning")
             if sign in ";&":
-                raise self.error(f"unexpected {sign!r}")
+                raise self.unexpected()
             found.append(self.and_or())
             self.blanks()
-            if self.peek() in (";", "&") and not self.at(";;") and not self.at(";&"):
+            if self.at(";", "&") and not self.at(";;", ";&"):
                 self.pos += 1
         if self.documents and self.pos >= len(self.text):
-            raise self.error(f"the here-document <<{self.documents[0][0]} has no closing line", self.documents[0][4])
+            self.read_document(self.documents[0])  # says that it has no end
         self.depth -= 1
         return tuple(found)
 
@@ -128,8 +187,8 @@ class Parser(WordReader):
         rest: list[tuple[str, Command]] = []
         while True:
             self.blanks()
-            if not (self.at("&&") or self.at("||")):
-                return AndOr(first, tuple(rest), line) if rest else first
+            if not self.at("&&", "||"):
+                return syntax.AndOr(first, tuple(rest), line) if rest else first
             op = self.text[self.pos : self.pos + 2]
             self.pos += 2
             self.gap()
@@ -149,56 +208,55 @@ class Parser(WordReader):
             self.pos += 2 if self.at("|&") else 1
             self.gap()
             commands.append(self.command())
-        return Pipeline(tuple(commands), line, negated) if negated or len(commands) > 1 else commands[0]
+        return syntax.Pipeline(tuple(commands), line, negated) if negated or len(commands) > 1 else commands[0]
 
     def command(self) -> Command:
         self.deeper()
         word, line, begin = self.reserved(), self.line(), self.pos
         command: Command
-        if self.at("((") and (end := self.arithmetic_end(self.pos + 2)) is not None:
-            command = ArithCommand(self.inner(self.text[self.pos + 2 : end], line), line)
-            self.pos = end + 2
+        if self.at("((") and (text := self.arithmetic(2)) is not None:
+            command = self.let(text, line)
         elif self.peek() == "(":
             self.pos += 1
-            command = Group(self.until_paren(begin), line, subshell=True)
-        elif word == "[[":
-            command = self.test()
+            command = syntax.GroupCommand(self.until_paren(begin), line, subshell=True)
         elif word and word != "!":
+            self.pos += len(word)
             command = self.compound(word, begin, line)
+        elif found := self.take(_FUNCTION):
+            self.gap()
+            command = syntax.FunctionCommand(found[1], self.command(), line)
         else:
-            command = self.function_or_simple()
-        if not isinstance(command, Simple):
-            self.redirects()  # where the output of a loop or group goes changes no argument
+            command = self.simple()
+        if not isinstance(command, SimpleCommand):
+            self.redirected([])  # where the output of a loop or group goes changes no argument
         self.depth -= 1
         return command
 
+    def let(self, text: str, line: int) -> SimpleCommand:
+        return SimpleCommand((), (Word((Lit("let"),), line), self.inner(text, line)), [], line)
+
     def compound(self, word: str, begin: int, line: int) -> Command:
-        self.pos += len(word)
         match word:
             case "{":
                 body = self.commands(("}",))
                 self.expect("}", "{", begin)
-                return Group(body, line)
+                return syntax.GroupCommand(body, line)
+            case "[[":
+                return self.test(begin, line)
             case "if":
                 return self.if_(begin, line)
             case "while" | "until":
                 condition = self.commands(("do",))
-                return While(condition, self.do(word, begin), line, word == "until")
+                return syntax.WhileCommand(condition, self.do(word, begin), line, word == "until")
             case "for" | "select":
                 return self.for_(begin, line)
             case "case":
                 return self.case(begin, line)
             case "function":
-                self.blanks()
-                found = re.compile(r"[^\s(){}]+").match(self.text, self.pos)
-                if not found:
+                if not (found := self.take(_NAMED_FUNCTION)):
                     raise self.error("`function` without a name")
-                self.pos = found.end()
-                self.blanks()
-                if bracket := re.compile(r"\([ \t]*\)").match(self.text, self.pos):
-                    self.pos = bracket.end()
                 self.gap()
-                return Function(found[0], self.command(), line)
+                return syntax.FunctionCommand(found[1], self.command(), line)
         raise self.error(f"unexpected {word!r}", begin)
 
     def expect(self, word: str, opened: str, begin: int) -> None:
@@ -214,22 +272,18 @@ class Parser(WordReader):
         self.pos += 1
         return body
 
-    def if_(self, begin: int, line: int) -> If:
+    def if_(self, begin: int, line: int) -> syntax.IfCommand:
         clauses = []
-        while True:
+        word = "if"
+        while word in ("if", "elif"):
             condition = self.commands(("then",))
             self.expect("then", "if", begin)
             clauses.append((condition, self.commands(("elif", "else", "fi"))))
             word = self.reserved()
-            if word != "elif":
-                break
-            self.pos += 4
-        otherwise = None
-        if word == "else":
-            self.pos += 4
-            otherwise = self.commands(("fi",))
+            self.pos += len(word) if word != "fi" else 0
+        otherwise = self.commands(("fi",)) if word == "else" else ()
         self.expect("fi", "if", begin)
-        return If(tuple(clauses), otherwise, line)
+        return syntax.IfCommand(tuple(clauses), otherwise, line)
 
     def do(self, opened: str, begin: int) -> tuple[Command, ...]:
         self.expect("do", opened, begin)
@@ -240,29 +294,27 @@ class Parser(WordReader):
     def for_(self, begin: int, line: int) -> Command:
         self.blanks()
         if self.at("(("):
-            end = self.arithmetic_end(self.pos + 2)
-            pieces = self.text[self.pos + 2 : end].split(";") if end is not None else []
-            if end is None or len(pieces) != 3:
+            pieces = (self.arithmetic(2) or "").split(";")
+            if len(pieces) != 3:
                 raise self.error("cannot read this `for ((start; condition; update))`", begin)
-            self.pos = end + 2
             self.separator()
-            start, condition, update = (self.inner(p, line) for p in pieces)
-            return CountingFor(start, condition, update, self.do("for", begin), line)
-        name = _NAME.match(self.text, self.pos)
+            start, condition, update = (self.let(p, line) for p in pieces)
+            return syntax.GroupCommand(
+                (start, syntax.WhileCommand((condition,), self.do("for", begin), line, update=(update,))), line
+            )
+        name = self.take(_NAME)
         if not name:
             raise self.error("`for` without a variable's name", begin)
-        self.pos = name.end()
         self.gap()
         words: list[Word] | None = None
-        if re.compile(r"in(?=[\s;]|$)").match(self.text, self.pos):
-            self.pos += 2
+        if self.take(re.compile(r"in(?=[\s;]|$)")):
             words = []
             self.blanks()
             while self.peek() not in ("", "\n", ";", "&", "|", ")"):
                 words.append(self.word())
                 self.blanks()
         self.separator()
-        return For(name[0], None if words is None else tuple(words), self.do("for", begin), line)
+        return syntax.ForCommand(name[0], None if words is None else tuple(words), self.do("for", begin), line)
 
     def separator(self) -> None:
         self.blanks()
@@ -270,25 +322,20 @@ class Parser(WordReader):
             self.pos += 1
         self.gap()
 
-    def case(self, begin: int, line: int) -> Case:
+    def case(self, begin: int, line: int) -> syntax.CaseCommand:
         self.blanks()
         subject = self.word()
         self.gap()
-        if not re.compile(r"in(?=\s|$)").match(self.text, self.pos):
+        if not self.take(re.compile(r"in(?=\s|$)")):
             raise self.error("`case` without `in`", begin)
-        self.pos += 2
         clauses = []
         while True:
             self.gap()
             if self.reserved() == "esac" or not self.peek():
                 break
-            if self.peek() == "(":
-                self.pos += 1
-                self.blanks()
-            patterns = [self.word()]
-            self.blanks()
-            while self.peek() == "|":
-                self.pos += 1
+            self.take(re.compile(r"\("))
+            patterns = list[Word]()
+            while not patterns or self.take(re.compile(r"\|")):
                 self.blanks()
                 patterns.append(self.word())
                 self.blanks()
@@ -296,131 +343,24 @@ class Parser(WordReader):
                 raise self.error("a pattern of this `case` has no ')'", begin)
             self.pos += 1
             clauses.append((tuple(patterns), self.commands(("esac",))))
-            if sign := re.compile(r";;&|;;|;&").match(self.text, self.pos):
-                self.pos = sign.end()
+            self.take(re.compile(r";;&|;;|;&"))
         self.expect("esac", "case", begin)
-        return Case(subject, tuple(clauses), line)
+        return syntax.CaseCommand(subject, tuple(clauses), line)
 
-    def test(self) -> Test:
-        begin, line = self.pos, self.line()
-        self.pos += 2
+    def test(self, begin: int, line: int) -> syntax.TestCommand:
         items: list[Word | str] = []
         while True:
             self.gap()
             if self.at("]]"):
                 self.pos += 2
-                return Test(tuple(items), line)
-            if self.at("&&") or self.at("||"):
-                items.append(self.text[self.pos : self.pos + 2])
-                self.pos += 2
-            elif self.peek() in ("(", ")", "<", ">"):
-                items.append(self.peek())
-                self.pos += 1
+                return syntax.TestCommand(tuple(items), line)
+            if operator := self.take(re.compile(r"&&|\|\||[()<>]")):
+                items.append(operator[0])
             elif self.peek() in ("", ";", "&", "|"):
                 raise self.error("`[[` on this line has no `]]`", begin)
             else:
-                items.append(self.word(test=True))
-                if items[-1].literal() == "=~":  # type: ignore[union-attr]
+                items.append(word := self.word(test=True))
+                if word.literal() == "=~":
                     self.blanks()
-                    regex = re.compile(r"(?:\\.|\"[^\"]*\"|'[^']*'|[^\s\"'\\])+").match(self.text, self.pos)
-                    items.append(Word((Lit(regex[0] if regex else "", True),), self.line()))
-                    self.pos = regex.end() if regex else self.pos
-
-    # -- simple commands
-
-    def function_or_simple(self) -> Command:
-        if (found := _FUNCTION.match(self.text, self.pos)) and not self.at("(("):
-            line = self.line()
-            self.pos = found.end()
-            self.gap()
-            return Function(found[1], self.command(), line)
-        return self.simple()
-
-    def simple(self) -> Simple:
-        line, begin = self.line(), self.pos
-        assigns: list[Assign] = []
-        words: list[Word | Assign] = []
-        redirects: list[Redirect] = []
-        declares = False
-        while True:
-            self.blanks()
-            if self.redirect(redirects):
-                continue
-            sign = self.peek()
-            if sign in ("", "\n", ";", "&", "|", ")"):
-                break
-            if sign == "(":
-                raise self.error("unexpected '('", column=True)
-            assign = self.assignment() if not words or declares else None
-            if assign is None:
-                words.append(self.word())
-                declares = _declares(words[0])
-            elif words:
-                words.append(assign)
-            else:
-                assigns.append(assign)
-        if self.pos == begin:
-            raise self.error(f"unexpected {self.peek()!r}" if self.peek() else "the script ends in the middle of a command")
-        return Simple(tuple(assigns), tuple(words), redirects, line)
-
-    def redirects(self) -> list[Redirect]:
-        found: list[Redirect] = []
-        self.blanks()
-        while self.redirect(found):
-            self.blanks()
-        return found
-
-    def redirect(self, found: list[Redirect]) -> bool:
-        match = _REDIRECT.match(self.text, self.pos)
-        if not match or (match[0] in "<>" and self.text[match.end() : match.end() + 1] == "("):
-            return False
-        start, self.pos = self.pos, match.end()
-        op = match[1] or match[0]
-        self.blanks()
-        if self.peek() in ("", "\n", ";", "|", ")"):
-            raise self.error(f"{op!r} without a target", start)
-        if op in ("<<", "<<-"):
-            word = self.word()
-            mark = "".join(p.text for p in word.parts if isinstance(p, Lit))
-            quoted = any(p.quoted for p in word.parts)
-            self.documents.append((mark, op == "<<-", quoted, found, start))
-        elif op == "<<<":
-            found.append(Redirect(op, None, self.word()))
-        else:
-            found.append(Redirect(op, self.word()))
-        return True
-
-    def assignment(self) -> Assign | None:
-        match = _ASSIGN.match(self.text, self.pos)
-        if not match:
-            return None
-        line, index, op, after = self.line(), None, match[2], match.end()
-        if op == "[":
-            close = re.compile(r"([^\]\n]*)\](\+?=)").match(self.text, after)
-            if not close:
-                return None
-            index, op, after = self.inner(close[1], line), close[2], close.end()
-        self.pos = after
-        value: Word | tuple[Element, ...]
-        value = self.elements() if self.peek() == "(" else self.word(empty=True)
-        return Assign(match[1], value, line, index, op == "+=")
-
-    def elements(self) -> tuple[Element, ...]:
-        opened, self.pos = self.pos, self.pos + 1
-        found: list[Element] = []
-        while True:
-            self.gap()
-            sign = self.peek()
-            if sign == ")":
-                self.pos += 1
-                return tuple(found)
-            if sign in ("", ";", "&", "|", "(") or (sign in "<>" and self.text[self.pos + 1 : self.pos + 2] != "("):
-                raise self.error("unbalanced '(' of an array", opened, column=True)
-            key = None
-            if keyed := _KEYED.match(self.text, self.pos):
-                key, self.pos = self.inner(keyed[0][1:-2], self.line()), keyed.end()
-            found.append(Element(key, self.word(empty=key is not None)))
-
-
-def _declares(word: Word | Assign) -> bool:
-    return isinstance(word, Word) and word.literal() in _DECLARE
+                    line_of, regex = self.line(), self.take(_REGEX)
+                    items.append(Word((Lit(regex[0] if regex else "", True),), line_of))

@@ -13,6 +13,8 @@ from rft.convert.draft import Draft
 from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ROLLOUT, estimator_name
 from rft.errors import ConfigError
 
+MAX_GPUS = 20_000
+
 
 def is_async(d: Draft) -> bool:
     """The fully asynchronous recipe, or a YAML file of it."""
@@ -27,26 +29,17 @@ def has_critic(d: Draft) -> bool:
 
 def interval(d: Draft) -> int:
     """Optimizer steps of one veRL iteration, B / m.  Raises ConfigError where m does not divide B."""
-    mini = d.whole(f"{ACTOR}.ppo_mini_batch_size")
-    if mini < 1:
-        raise ConfigError(f"given {mini}; must be at least 1", key=f"{ACTOR}.ppo_mini_batch_size", given=mini)
+    mini = _positive(d, f"{ACTOR}.ppo_mini_batch_size", 0)
     if is_async(d):
         return _positive(d, "async_training.trigger_parameter_sync_step", 4) * _positive(d, "async_training.require_batches", 1)
     batch = d.whole("data.train_batch_size")
-    where = f"data.train_batch_size {batch}, {ACTOR}.ppo_mini_batch_size {mini}"
-    if mini > batch:
-        raise ConfigError(
-            f"{where}: the mini batch is larger than the batch{_default(d)}; lower it",
-            key=f"{ACTOR}.ppo_mini_batch_size",
-            given=mini,
-        )
-    if batch % mini:
-        raise ConfigError(
-            f"{where}: {mini} does not divide {batch}{_default(d)}; an iteration must be whole optimizer steps (veRL asserts it too)",
-            key=f"{ACTOR}.ppo_mini_batch_size",
-            given=mini,
-        )
-    return batch // mini
+    if mini <= batch and batch % mini == 0:
+        return batch // mini
+    problem = f"the mini batch is larger than the batch{_default(d)}; lower it"
+    if mini <= batch:
+        problem = f"{mini} does not divide {batch}{_default(d)}; an iteration must be whole optimizer steps (veRL asserts it too)"
+    key = f"{ACTOR}.ppo_mini_batch_size"
+    raise ConfigError(f"data.train_batch_size {batch}, {key} {mini}: {problem}", key=key, given=mini)
 
 
 def _default(d: Draft) -> str:
@@ -88,10 +81,14 @@ def micro_batch(d: Draft, role: str = ACTOR) -> int | None:
 def nodes(d: Draft) -> tuple[int, int]:
     """(node_num, gpu_per_node) of the whole cluster.  In the asynchronous recipe trainer and rollouter have GPUs of their own."""
     count, per_node = _positive(d, "trainer.nnodes", 1), _positive(d, "trainer.n_gpus_per_node", 8)
-    if not is_async(d):
-        return count, per_node
-    others, theirs = _positive(d, "rollout.nnodes", 1), _positive(d, "rollout.n_gpus_per_node", 8)
+    others = theirs = 0
+    if is_async(d):
+        others, theirs = _positive(d, "rollout.nnodes", 1), _positive(d, "rollout.n_gpus_per_node", 8)
     total = count * per_node + others * theirs
+    if total > MAX_GPUS:
+        raise d.wrong("trainer.nnodes", count, f"fewer: {total:,} GPUs in all are more than {MAX_GPUS:,}")
+    if not others:
+        return count, per_node
     if per_node == theirs == 8:
         return count + others, per_node
     if count == others and per_node + theirs <= 8:

@@ -61,17 +61,11 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Element:
-    """One entry of `A=(…)`; `key` for `[key]=value`."""
-
-    key: Word | None
-    value: Word
-
-
-@dataclass(frozen=True)
 class Assign:
+    """`name[index]=value`; the entries of `A=(…)` are assignments without a name."""
+
     name: str
-    value: Word | tuple[Element, ...]
+    value: Word | tuple[Assign, ...]
     line: int
     index: Word | None = None
     append: bool = False
@@ -82,13 +76,12 @@ class Redirect:
     """`op` as written; `body` is the text of a here-document or here-string."""
 
     op: str
-    target: Word | None
     body: Word | None = None
 
 
 @dataclass(frozen=True)
-class Simple:
-    """`A=b cmd arg …`; an Assign among the words belongs to `export`, `local` and their kind."""
+class SimpleCommand:
+    """`A=b cmd arg …`; an Assign among the words belongs to `export`, `local` and their kind.  `((…))` is `let "…"`."""
 
     assigns: tuple[Assign, ...]
     words: tuple[Word | Assign, ...]
@@ -97,15 +90,7 @@ class Simple:
 
 
 @dataclass(frozen=True)
-class ArithCommand:
-    """`((…))`."""
-
-    body: Word
-    line: int
-
-
-@dataclass(frozen=True)
-class Test:
+class TestCommand:
     """`[[ … ]]`: words and the operators between them as written."""
 
     items: tuple[Word | str, ...]
@@ -113,30 +98,30 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupCommand:
     body: tuple[Command, ...]
     line: int
     subshell: bool = False
 
 
 @dataclass(frozen=True)
-class If:
-    """`clauses`: (condition, commands); `otherwise` is None without an `else`."""
+class IfCommand:
+    """`clauses`: (condition, commands); `otherwise` is empty without an `else`."""
 
     clauses: tuple[tuple[tuple[Command, ...], tuple[Command, ...]], ...]
-    otherwise: tuple[Command, ...] | None
+    otherwise: tuple[Command, ...]
     line: int
 
 
 @dataclass(frozen=True)
-class Case:
+class CaseCommand:
     subject: Word
     clauses: tuple[tuple[tuple[Word, ...], tuple[Command, ...]], ...]
     line: int
 
 
 @dataclass(frozen=True)
-class For:
+class ForCommand:
     name: str
     words: tuple[Word, ...] | None  # None: over "$@"
     body: tuple[Command, ...]
@@ -144,26 +129,18 @@ class For:
 
 
 @dataclass(frozen=True)
-class CountingFor:
-    """`for ((start; condition; update))`."""
+class WhileCommand:
+    """`update` follows each turn, in `for ((start; condition; update))`."""
 
-    start: Word
-    condition: Word
-    update: Word
-    body: tuple[Command, ...]
-    line: int
-
-
-@dataclass(frozen=True)
-class While:
     condition: tuple[Command, ...]
     body: tuple[Command, ...]
     line: int
     until: bool = False
+    update: tuple[Command, ...] = ()
 
 
 @dataclass(frozen=True)
-class Function:
+class FunctionCommand:
     name: str
     body: Command
     line: int
@@ -185,4 +162,7 @@ class AndOr:
     line: int
 
 
-Command = Simple | ArithCommand | Test | Group | If | Case | For | CountingFor | While | Function | Pipeline | AndOr
+Command = (
+    SimpleCommand | TestCommand | GroupCommand | IfCommand | CaseCommand | ForCommand | WhileCommand
+    | FunctionCommand | Pipeline | AndOr
+)  # fmt: skip

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rft.compat.keys import verl_keys as table
 from rft.config import yamlfile
 from rft.config.load import assign, from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
-from rft.convert import bench, defaults, groups, sft, table
-from rft.convert.draft import Draft, Kind, Outcome, Profile, Row, Written
+from rft.convert import defaults, key_groups, verl_eval, verl_sft
+from rft.convert.draft import ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
+from rft.convert.rule import account
 from rft.convert.rules import ASYNC, KNOWN, rule_of
 from rft.convert.sizes import Gpus
-from rft.convert.yamlout import ordered
 from rft.errors import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class Conversion:
     source: str  # name of the file
     profile: Profile
     values: dict[str, Any]
-    rows: tuple[Row, ...]
-    written: tuple[Written, ...]
+    rows: tuple[ArgumentRow, ...]
+    written: tuple[WrittenValue, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     gpus: Gpus | None = None
@@ -46,7 +47,7 @@ class Conversion:
     counts: dict[Kind, int] = field(default_factory=dict)
 
     @property
-    def refused(self) -> tuple[Row, ...]:
+    def refused(self) -> tuple[ArgumentRow, ...]:
         return tuple(r for r in self.rows if r.outcome.kind == "refused")
 
 
@@ -62,21 +63,28 @@ def convert(
     gpus, command = None, ""
     family = _family(launch)
     if family == "main_eval":
-        command, outcome = bench.command(d), bench.outcome
+        command, outcome = verl_eval.command(d), verl_eval.outcome
     elif family == "sft":
-        sft.prepare(d)
-        outcome = sft.outcome
+        verl_sft.prepare(d)
+        outcome = verl_sft.outcome
     else:
-        for group in (groups.batch, groups.tasksets, groups.evaluation, groups.algorithm, groups.names, groups.reward):
+        for group in (
+            key_groups.batch,
+            key_groups.tasksets,
+            key_groups.evaluation,
+            key_groups.algorithm,
+            key_groups.names,
+            key_groups.reward,
+        ):
             group(d)
-        gpus, outcome = groups.gpus(d), _outcome
+        gpus, outcome = key_groups.gpus(d), _outcome
     pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, opened, strict=False)]
-    rows = tuple(Row(a, _account(d, b, outcome)) for a, b in pairs)
+    rows = tuple(ArgumentRow(a, _account(d, b, outcome)) for a, b in pairs)
     if family == "sft":
-        sft.finish(d)
+        verl_sft.finish(d)
     elif family != "main_eval":
         defaults.write(d)
-        groups.explain(d)
+        key_groups.explain(d)
     for text in launch.notes:
         d.note(text)
     if launch.passed_through:
@@ -154,39 +162,28 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
-Judge = Callable[[Draft, "Argument"], Outcome]
+Judge = Callable[[Draft, "Argument"], ArgumentOutcome]
 
 
-def _account(d: Draft, a: Argument, outcome: Judge) -> Outcome:
+def _account(d: Draft, a: Argument, outcome: Judge) -> ArgumentOutcome:
     wins = d.given.get(a.key, a)
     if wins is not a:
-        return Outcome("ignored", f"given again on line {wins.line}, which wins")
+        return ArgumentOutcome("ignored", f"given again on line {wins.line}, which wins")
     if a.prefix == "~":
-        return Outcome("ignored", "taken out of veRL's configuration; nothing is left to convert")
+        return ArgumentOutcome("ignored", "taken out of veRL's configuration; nothing is left to convert")
     if leaves := _inside(a):
         return _together([(b.key, outcome(d, b)) for b in leaves])
     return outcome(d, a)
 
 
-def _together(parts: list[tuple[str, Outcome]]) -> Outcome:
+def _together(parts: list[tuple[str, ArgumentOutcome]]) -> ArgumentOutcome:
     worst = next(k for k in ("refused", "mapped", "derived", "equal", "ignored") if any(o.kind == k for _, o in parts))
     reason = "; ".join(f"{key.rsplit('.', 1)[-1]}: {o.reason}" for key, o in parts if o.reason and o.kind == worst)
-    return Outcome(worst, reason, tuple(dict.fromkeys(t for _, o in parts for t in o.targets)))  # type: ignore[arg-type]
+    return ArgumentOutcome(worst, reason, tuple(dict.fromkeys(t for _, o in parts for t in o.targets)))  # type: ignore[arg-type]
 
 
-def _outcome(d: Draft, a: Argument) -> Outcome:
-    rule = rule_of(a.key)
-    empty = a.value is None or a.value == {} or (a.value == [] and d.terse)
-    if rule is None:
-        if empty and d.terse:
-            return Outcome("ignored", "not set")
-        near = table.nearest(a.key, KNOWN)
-        return Outcome("refused", "unknown argument" + (f"; did you mean {near}?" if near else ""))
-    if empty:
-        return Outcome("ignored", "not set: veRL's own default")
-    if not isinstance(a.value, dict) and any(k.startswith(f"{a.key}.") for k in KNOWN):
-        return Outcome("refused", f"is a group of keys; give a mapping, or {a.key}.NAME=VALUE")
-    return rule.act(d, a)
+def _outcome(d: Draft, a: Argument) -> ArgumentOutcome:
+    return account(d, a, rule_of(a.key), KNOWN)
 
 
 def _override(d: Draft, override: str) -> None:
@@ -217,7 +214,7 @@ def _checked(d: Draft, overridden: tuple[str, ...]) -> tuple[tuple[str, ...], tu
     try:
         plan = resolve(from_dict(plain(d.values)), Facts(gpus=0))
     except ConfigError as e:
-        found = e.errors if isinstance(e, ConfigErrors) else [e]
+        found = e.errors
         if mine := [x for x in found if x.key and any(x.key.startswith(o) or o.startswith(x.key) for o in overridden)]:
             raise ConfigErrors(mine) from None
         return tuple(str(x) for x in found), ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rft.convert.syntax import Arith, Command, CommandSub, Lit, Param, Part, Redirect, Word
@@ -18,23 +18,43 @@ MAX_DEPTH = 60
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!_-]")
 _SHORT = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PLAIN = re.compile(r"[^ \t\n\\'\"$`;&|<>()]+")
+_BACKTICKS = re.compile(r"`((?:\\.|[^`\\])*+)`", re.DOTALL)
+_ANSI = re.compile(r"\$'((?:\\.|[^'\\])*+)'", re.DOTALL)
+_ANSI_CODE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
+_ESCAPES |= {sign: sign for sign in "\\'\"?"}
 _OPS = (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#", "//", "/", "^^", "^", ",,", ",", "@", ":")
 
 
+@dataclass(frozen=True)
+class Document:
+    """A here-document whose operator stands at `start`; it becomes one of `redirects` when its text is read."""
+
+    mark: str
+    strip: bool
+    quoted: bool
+    redirects: list[Redirect]
+    start: int
+
+
 class WordReader(ABC):
-    """One pass over one text; `pos` is the next character to read."""
+    """One pass over one text.  `pos` is the next character to read, `depth` how deep the text is nested in others."""
 
     def __init__(self, text: str, name: str, line: int, depth: int) -> None:
-        self.text = text.replace("\r\n", "\n")
-        self.name = name
-        self.depth = depth
+        self.text, self.name, self.first, self.depth = text.replace("\r\n", "\n"), name, line, depth
         self.pos = 0
-        self.first = line
+        self.documents: list[Document] = []  # their texts begin after the next line end
         self.starts = [0, *(m.end() for m in re.finditer("\n", self.text))]
-        self.documents: list[tuple[str, bool, bool, list[Redirect], int]] = []
 
-    # -- places and errors
+    @abstractmethod
+    def script(self) -> tuple[Command, ...]:
+        """All commands of the text."""
+
+    @abstractmethod
+    def until_paren(self, begin: int) -> tuple[Command, ...]:
+        """The commands up to the bracket that closes the one at `begin`, and past it."""
+
+    # -- the place in the text
 
     def line(self, pos: int | None = None) -> int:
         return self.first + bisect_right(self.starts, self.pos if pos is None else pos) - 1
@@ -45,62 +65,62 @@ class WordReader(ABC):
         where = f", column {pos - self.starts[line - self.first] + 1}" if column else ""
         return ConfigError(f"{self.name}, line {line}{where}: {message}")
 
-    def at(self, text: str) -> bool:
-        return self.text.startswith(text, self.pos)
+    def unexpected(self) -> ConfigError:
+        sign = self.peek()
+        return self.error(f"unexpected {sign!r}" if sign else "the script ends in the middle of a command")
+
+    def unclosed(self, sign: str, begin: int) -> ConfigError:
+        what = "backtick" if sign == "`" else "quote"
+        return self.error(f"unbalanced {sign!r}: the {what} that opens here is never closed", begin, column=True)
+
+    def at(self, *texts: str) -> bool:
+        return self.text.startswith(texts, self.pos)
 
     def peek(self) -> str:
         return self.text[self.pos : self.pos + 1]
+
+    def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """What matches here, and past it."""
+        if found := pattern.match(self.text, self.pos):
+            self.pos = found.end()
+        return found
 
     def deeper(self) -> None:
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise self.error(f"nested too deeply; at most {MAX_DEPTH} levels are read")
 
-    def blanks(self) -> None:
-        """Spaces, continuation lines and a comment."""
-        text, end = self.text, len(self.text)
-        while self.pos < end:
-            if text[self.pos] in " \t":
-                self.pos += 1
-            elif self.at("\\\n"):
-                self.pos += 2
-            elif text[self.pos] == "#":
-                newline = text.find("\n", self.pos)
-                self.pos = end if newline < 0 else newline
-            else:
-                return
+    def closing(self, pos: int) -> int:
+        """Where the bracket that closes the one before `pos` stands; -1 if there is none."""
+        level = 0
+        for found in re.compile(r"[()]").finditer(self.text, pos):
+            level += 1 if found[0] == "(" else -1
+            if level < 0:
+                return found.start()
+        return -1
 
-    @abstractmethod
-    def script(self) -> tuple[Command, ...]:
-        """All commands of the text."""
+    def arithmetic(self, skip: int) -> str | None:
+        """The text of the arithmetic expression that begins `skip` characters on, and past its `))`; None if it is two brackets."""
+        start = self.pos + skip
+        end = self.closing(start)
+        if end < 0 or not self.text.startswith("))", end):
+            return None
+        self.pos = end + 2
+        return self.text[start:end]
 
-    @abstractmethod
-    def until_paren(self, begin: int) -> tuple[Command, ...]:
-        """The commands up to the bracket that closes the one at `begin`, and past it."""
+    # -- words
 
     def nested(self, text: str, line: int) -> Self:
         return type(self)(text, self.name, line, self.depth)
 
     def inner(self, text: str, line: int) -> Word:
         """A text inside brackets, in which quotes only group."""
-        return self.nested(text, line).bracketed()
-
-    def bracketed(self) -> Word:
-        parts: list[Part] = []
-        while self.pos < len(self.text):
-            if self.peek() in "'\"":
-                self.pos += 1
-            else:
-                parts.extend(self.quoted_parts("'\""))
-        return Word(tuple(parts), self.first)
+        return Word(self.nested(text, line).quoted_parts("", skip="'\""), line)
 
     def word(self, *, empty: bool = False, test: bool = False) -> Word:
         line, begin = self.line(), self.pos
         parts: list[Part] = []
-        while self.pos < len(self.text):
-            sign = self.peek()
-            if sign in " \t\n;&|)" or (test and sign == "("):
-                break
+        while (sign := self.peek()) and sign not in " \t\n;&|)" and not (test and sign == "("):
             if sign in "<>":
                 if not self.at(sign + "(") or parts:
                     break
@@ -109,21 +129,16 @@ class WordReader(ABC):
             elif sign == "(":
                 if not (parts and self.text[self.pos - 1] in "@!?*+"):
                     break
-                parts.append(Lit(self.extended_pattern()))
+                end = self.closing(self.pos + 1)
+                if end < 0:
+                    raise self.error("unbalanced '('", column=True)
+                parts.append(Lit(self.text[self.pos : end + 1]))
+                self.pos = end + 1
             else:
                 parts.extend(self.piece(sign))
-        if not parts and not empty and self.pos == begin:
-            raise self.error(f"unexpected {self.peek()!r}" if self.peek() else "the script ends in the middle of a command")
+        if self.pos == begin and not empty:
+            raise self.unexpected()
         return Word(tuple(parts), line)
-
-    def extended_pattern(self) -> str:
-        begin, level = self.pos, 0
-        for at in range(self.pos, len(self.text)):
-            level += {"(": 1, ")": -1}.get(self.text[at], 0)
-            if level == 0:
-                self.pos = at + 1
-                return self.text[begin : self.pos]
-        raise self.error("unbalanced '('", begin, column=True)
 
     def piece(self, sign: str) -> list[Part]:
         """One part of an unquoted word."""
@@ -135,52 +150,51 @@ class WordReader(ABC):
         if sign == "'":
             end = self.text.find("'", begin + 1)
             if end < 0:
-                raise self.error('unbalanced "\'": the quote that opens here is never closed', begin, column=True)
+                raise self.unclosed("'", begin)
             self.pos = end + 1
             return [Lit(self.text[begin + 1 : end], True)]
         if sign == '"':
             return self.double_quoted()
         if sign in "$`":
             return [self.dollar(False)]
-        plain = _PLAIN.match(self.text, begin)
+        plain = self.take(_PLAIN)
         assert plain is not None
-        self.pos = plain.end()
         return [Lit(plain[0])]
 
     def double_quoted(self) -> list[Part]:
         begin, self.pos = self.pos, self.pos + 1
         parts = self.quoted_parts('"')
         if self.peek() != '"':
-            raise self.error("unbalanced '\"': the quote that opens here is never closed", begin, column=True)
+            raise self.unclosed('"', begin)
         self.pos += 1
         return [*parts] or [Lit("", True)]
 
-    def quoted_parts(self, stops: str) -> tuple[Part, ...]:
+    def quoted_parts(self, stops: str, skip: str = "") -> tuple[Part, ...]:
         """Text in which only $, backticks and backslashes mean something, up to one of `stops` or the end."""
-        plain = re.compile(rf"[^\\$`{re.escape(stops)}]+")
+        plain = re.compile(rf"[^\\$`{stops}{skip}]+")
         parts: list[Part] = []
         while (sign := self.peek()) and sign not in stops:
-            if sign == "\\":
+            if sign in skip:
+                self.pos += 1
+            elif sign == "\\":
                 after = self.text[self.pos + 1 : self.pos + 2]
                 self.pos += 2
                 if after != "\n":
                     parts.append(Lit(after if after and after in '$`"\\' else "\\" + after, True))
             elif sign in "$`":
                 parts.append(self.dollar(True))
-            else:
-                run = plain.match(self.text, self.pos)
-                assert run is not None
-                self.pos = run.end()
+            elif run := self.take(plain):
                 parts.append(Lit(run[0], True))
         return tuple(parts)
+
+    # -- $ and its forms
 
     def dollar(self, quoted: bool) -> Part:
         begin, line = self.pos, self.line()
         if self.peek() == "`":
             return self.backticks(quoted)
-        if self.at("$((") and (end := self.arithmetic_end(self.pos + 3)) is not None:
-            self.pos = end + 2
-            return Arith(self.inner(self.text[begin + 3 : end], line), line, quoted)
+        if self.at("$((") and (text := self.arithmetic(3)) is not None:
+            return Arith(self.inner(text, line), line, quoted)
         if self.at("$("):
             return self.command_sub(self.pos + 2, begin, quoted)
         if self.at("${"):
@@ -195,19 +209,8 @@ class WordReader(ABC):
                 return parts[0]
             raise self.error('translated text $"…" with variables is not read; write "…"', begin)
         self.pos += 1
-        if name := _SHORT.match(self.text, self.pos):
-            self.pos = name.end()
-            return Param(name[0], line, quoted)
-        return Lit("$", quoted)
-
-    def arithmetic_end(self, pos: int) -> int | None:
-        """Where the `))` of an arithmetic expression that begins at `pos` stands; None if it is two brackets."""
-        level = 0
-        for found in re.compile(r"[()]").finditer(self.text, pos):
-            level += 1 if found[0] == "(" else -1
-            if level < 0:
-                return found.start() if self.text.startswith("))", found.start()) else None
-        return None
+        name = self.take(_SHORT)
+        return Param(name[0], line, quoted) if name else Lit("$", quoted)
 
     def command_sub(self, start: int, begin: int, quoted: bool) -> CommandSub:
         line, self.pos = self.line(begin), start
@@ -218,41 +221,25 @@ class WordReader(ABC):
 
     def backticks(self, quoted: bool) -> CommandSub:
         begin, line = self.pos, self.line()
-        end = begin + 1
-        while end < len(self.text) and self.text[end] != "`":
-            end += 2 if self.text[end] == "\\" else 1
-        if end >= len(self.text):
-            raise self.error("unbalanced '`': the backtick that opens here is never closed", begin, column=True)
-        self.pos = end + 1
-        inner = re.sub(r"\\([`$\\])", r"\1", self.text[begin + 1 : end])
+        found = self.take(_BACKTICKS)
+        if not found:
+            raise self.unclosed("`", begin)
         self.deeper()
-        body = self.nested(inner, line).script()
+        body = self.nested(re.sub(r"\\([`$\\])", r"\1", found[1]), line).script()
         self.depth -= 1
-        return CommandSub(body, self.text[begin : end + 1], line, quoted)
+        return CommandSub(body, found[0], line, quoted)
 
     def ansi_quoted(self) -> Lit:
-        begin, self.pos = self.pos, self.pos + 2
-        text = ""
-        code = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})|(.))", re.DOTALL)
-        while True:
-            sign = self.peek()
-            if not sign:
-                raise self.error('unbalanced "$\'": the quote that opens here is never closed', begin, column=True)
-            if sign == "'":
-                self.pos += 1
-                return Lit(text, True)
-            if sign == "\\" and (found := code.match(self.text, self.pos)):
-                number = found[1] or found[2]
-                if found[4]:
-                    text += _ESCAPES.get(found[4], found[4] if found[4] in "\\'\"?" else found[0])
-                else:
-                    text += chr(int(number, 16) if number else int(found[3], 8) & 255)
-                self.pos = found.end()
-            else:
-                text += sign
-                self.pos += 1
+        def sign(code: re.Match[str]) -> str:
+            if code[4]:
+                return _ESCAPES.get(code[4], code[0])
+            number = code[1] or code[2]
+            return chr(int(number, 16) if number else int(code[3], 8) & 255)
 
-    # -- ${…}
+        begin, found = self.pos, self.take(_ANSI)
+        if not found:
+            raise self.unclosed("$'", begin)
+        return Lit(_ANSI_CODE.sub(sign, found[1]), True)
 
     def parameter(self, begin: int, line: int, quoted: bool) -> Param:
         self.deeper()
@@ -261,10 +248,9 @@ class WordReader(ABC):
             self.pos, op = self.pos + 1, "length"
         elif self.peek() == "!" and not self.at("!}"):
             self.pos, op = self.pos + 1, "indirect"
-        name = _PARAMETER.match(self.text, self.pos)
+        name = self.take(_PARAMETER)
         if not name:
             raise self.bad_substitution(begin)
-        self.pos = name.end()
         index: str | Word | None = None
         if self.peek() == "[":
             close = self.text.find("]", self.pos)
@@ -283,46 +269,37 @@ class WordReader(ABC):
         return param
 
     def operator(self, param: Param, begin: int) -> Param:
+        op = next((o for o in _OPS if self.at(o)), None)
         if not self.peek():
             raise self.error("unbalanced '${': no '}' closes it", begin, column=True)
-        op = next((o for o in _OPS if self.at(o)), None)
         if op is None or param.op:
             raise self.bad_substitution(begin)
         self.pos += len(op)
-        second = None
-        if op in ("/", "//"):
-            if self.peek() in ("#", "%"):
-                op += self.peek()
-                self.pos += 1
-            arg = self.argument("/}", param.quoted, begin)
-            if self.peek() == "/":
-                self.pos += 1
-                second = self.argument("}", param.quoted, begin)
-        elif op == ":":
-            arg = self.argument(":}", True, begin)
-            if self.peek() == ":":
-                self.pos += 1
-                second = self.argument("}", True, begin)
-        else:
-            arg = self.argument("}", param.quoted and op not in ("%", "%%", "#", "##"), begin)
+        if op in ("/", "//") and self.at("#", "%"):
+            op += self.peek()
+            self.pos += 1
+        between = op[0] if op[0] == "/" or op == ":" else ""  # what parts the two words after the operator
+        quoted = op == ":" or (param.quoted and op[0] not in "%#")
+        arg, second = self.argument(between + "}", quoted, begin), None
+        if between and self.peek() == between:
+            self.pos += 1
+            second = self.argument("}", quoted, begin)
         return replace(param, op=op, arg=arg, second=second)
 
     def argument(self, stops: str, quoted: bool, begin: int) -> Word:
         """The word after an operator of ${…}, up to one of `stops`."""
         line = self.line()
         parts: list[Part] = []
-        plain = re.compile(rf"[^\\'\"$`{re.escape(stops)}]+")
+        plain = re.compile(rf"[^\\'\"$`{stops}]+")
         while (sign := self.peek()) not in stops:
             if sign == "'" and quoted:
                 self.pos += 1
                 parts.append(Lit("'", True))
-            elif sign in "\\'\"$`":
-                found = self.piece(sign) if sign != "$" else [self.dollar(quoted)]
-                parts.extend(found)
-            else:
-                run = plain.match(self.text, self.pos)
-                assert run is not None
-                self.pos = run.end()
+            elif sign in "$`":
+                parts.append(self.dollar(quoted))
+            elif sign in "\\'\"":
+                parts.extend(self.piece(sign))
+            elif run := self.take(plain):
                 parts.append(Lit(run[0], quoted))
         if not self.peek():
             raise self.error("unbalanced '${': no '}' closes it", begin, column=True)

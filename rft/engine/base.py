@@ -1,31 +1,30 @@
 """What all engines share: their errors, the plugin kind "engine", and the factory that makes one from its settings.
 
-Knows no engine's library; each is imported when it is asked for.  An engine is a class with `async def start(settings)` as a
-class method that gives back something that fulfils `rft.types.ports.Engine`.
+Knows no engine's library; each is imported when it is asked for.  Invariant: what `make` gives fulfils `rft.types.ports.Engine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from rft import plugins
-from rft.engine.settings import EngineSettings
+import numpy as np
+from msgspec.structs import replace
+
+import rft.plugins as plugins
+from rft.engine.settings import BUILT_IN, EngineSettings
 from rft.errors import ConfigError, EngineFailed, WeightSyncFailed
 from rft.types import modelfiles
 from rft.types.adapter import AdapterSpec
+from rft.types.completion import Completion
 from rft.types.ids import Version
-from rft.types.ports import Engine, HeldRequests, LoadReport, ScoreRow
+from rft.types.metrics import Metric
+from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
 
 engine = plugins.kind("engine")
 
-BUILT_IN = {
-    "vllm": "rft.engine.vllm:VllmEngine",
-    "transformers": "rft.engine.transformers:TransformersEngine",
-    "scripted": "rft.testing.scripted:ScriptedEngine",
-    "external": "rft.engine.external:ExternalEngine",
-}
 CLASSIFIERS = {  # of task: score
     "vllm": "rft.engine.vllm:VllmClassifier",
     "transformers": "rft.engine.classifier:ClassifierEngine",
@@ -51,19 +50,8 @@ class TokensDiffer(ValueError):
     """tokenization_check: strict, and the tokens of several turns are not those of the whole chat; raised before anything is generated."""
 
 
-def not_loaded(name: str) -> EngineFailed:
-    """What an engine raises when it is asked before its first load."""
-    return EngineFailed(f"{name}: no weights were loaded yet; an engine serves only versions that were published to it")
-
-
-def no_logprobs(name: str, kind: str) -> ValueError:
-    """What an engine raises that cannot score given tokens."""
-    return ValueError(f"{name}: engine_type {kind} gives no log-probs of given tokens; use vllm or transformers for a teacher")
-
-
-def no_scores(name: str) -> ValueError:
-    """What an engine raises whose model writes text and gives no score."""
-    return ValueError(f"{name}: this model writes text; a reward model is an auxiliary model with task: score")
+class RequestFailed(Exception):
+    """One request cannot be answered, for a reason that lies in it or in its answer; the engine serves all others."""
 
 
 def prompt_limit(settings: EngineSettings, *, goes_on: bool = False) -> int:
@@ -75,13 +63,21 @@ def prompt_limit(settings: EngineSettings, *, goes_on: bool = False) -> int:
     return room if goes_on or settings.max_prompt_tokens is None else min(room, settings.max_prompt_tokens)
 
 
-def check_row(row: ScoreRow, settings: EngineSettings, *, longest: int) -> list[int]:
+def check_tokens(tokens: Sequence[int], vocab_size: int, name: str) -> None:
+    """Raises ValueError for an id that the model has no embedding of: it would end the engine, not the request."""
+    if len(tokens) and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(t for t in tokens if not 0 <= t < vocab_size)
+        raise ValueError(f"{name}: token id {wrong} is out of range; the model has ids from 0 to {vocab_size - 1}")
+
+
+def check_row(row: ScoreRow, settings: EngineSettings, *, longest: int, vocab_size: int) -> list[int]:
     """The tokens of a row to be scored.  Raises ValueError for one that has nothing to score, or is over `longest` tokens."""
     tokens = [int(t) for t in row.tokens]
     if not 0 < row.prompt_length <= len(tokens):
         raise ValueError(f"{settings.name}: prompt_length {row.prompt_length} of {len(tokens)} tokens; it must be at least 1")
     if len(tokens) > longest:
         raise ValueError(f"{settings.name}: {len(tokens)} tokens to score, at most {longest} fit; raise its max_model_len")
+    check_tokens(tokens, vocab_size, settings.name)
     return tokens
 
 
@@ -93,25 +89,111 @@ def check_prompt(tokens: int, settings: EngineSettings, *, goes_on: bool = False
         raise PromptTooLong(tokens, limit)
 
 
-async def make(settings: EngineSettings) -> Engine:
-    """A started engine of `settings.engine_type`: a built-in name, a plugin's name, `pkg.module:Name` or `path/file.py:Name`."""
-    name = settings.engine_type
+class BaseEngine:
+    """What engines have in common; an engine of your own derives from it and overrides what it can do.
+
+    As it stands it generates nothing, scores nothing and takes no weights.  `Args`, a pydantic model in the class, is what its
+    `extra_engine_args` are checked against.
+    """
+
+    Args: ClassVar[type | None] = None
+    COUNTED: ClassVar[tuple[str, ...]] = ("requests", "prompt_tokens")
+    FIXED_WEIGHTS: ClassVar[str] = "its weights are fixed; nothing can be published to it"
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.version: Version | None = None  # of the weights it serves
+        self._counted = dict.fromkeys(self.COUNTED, 0)
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Self:
+        """Make an engine that answers.  Raises SetupError or ConfigError."""
+        return cls(settings)
+
+    @property
+    def running(self) -> int:
+        """Completions under way."""
+        return 0
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        raise ValueError(f"{self.settings.name}: it generates nothing")
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        kind = self.settings.engine_type if self.settings.task == "generate" else f"task: {self.settings.task}"
+        raise ValueError(
+            f"{self.settings.name}: engine_type {kind} gives no log-probs of given tokens; use vllm or transformers for a teacher"
+        )
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        raise ValueError(f"{self.settings.name}: this model writes text; a reward model is an auxiliary model with task: score")
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        raise self.fixed()
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        raise self.fixed()
+
+    async def resume(self) -> None:
+        raise self.fixed()
+
+    def fixed(self) -> EngineFailed:
+        return EngineFailed(f"{self.settings.name}: {self.FIXED_WEIGHTS}")
+
+    async def health(self) -> None: ...
+
+    async def metrics(self) -> list[Metric]:
+        counted = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
+        return [Metric("engine/requests_running", float(self.running), "sum"), *counted]
+
+    async def close(self) -> None: ...
+
+
+class ScoresOnly(BaseEngine):
+    """A model with a classification head."""
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        raise ValueError(f"{self.settings.name}: task: score gives numbers, no answers; ask it with classify(messages)")
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        return await BaseEngine.logprobs(self, row)
+
+
+def find(name: str, *, task: str = "generate") -> plugins.Plugin:
+    """The engine that `engine_type` names: a built-in name, a plugin's name, `pkg.module:Name` or `path/file.py:Name`."""
     known = plugins.REGISTRY.names("engine")
     if name not in BUILT_IN and ":" not in name and name not in known:
         raise ConfigError(
             f"unknown engine {name!r}.  Known: {', '.join(sorted({*BUILT_IN, *known}))}.", key="engine_type", given=name
         )
     target = name if name in known else BUILT_IN.get(name, name)
-    if settings.task == "score" and name in BUILT_IN:
+    if task == "score" and name in BUILT_IN:
         if name not in CLASSIFIERS:
             raise ConfigError(f"engine_type {name} gives no scores; use {' or '.join(CLASSIFIERS)}", key="task", given="score")
         target = CLASSIFIERS[name]
-    found = plugins.REGISTRY.get("engine", target).obj
-    if not callable(getattr(found, "start", None)):
+    found = plugins.REGISTRY.get("engine", target)
+    if not (isinstance(found.obj, type) and issubclass(found.obj, BaseEngine)):
+        raise ConfigError(f"{name!r} is not an engine: derive it from rft.engine.base.BaseEngine", key="engine_type", given=name)
+    return dataclasses.replace(found, args=found.obj.Args)
+
+
+def own_args(found: plugins.Plugin, given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """`given` checked against the `Args` of an engine of one's own, with their defaults."""
+    if found.args is not None:
+        return plugins.checked_args(found, given, key=key)
+    if given:
         raise ConfigError(
-            f"{name!r} is not an engine: it has no async class method start(settings)", key="engine_type", given=name
+            f"{found.name} takes no arguments; a pydantic model Args in its class names them", key=key, given=dict(given)
         )
-    started: Engine = await found.start(settings)
+    return {}
+
+
+async def make(settings: EngineSettings) -> BaseEngine:
+    """A started engine of `settings.engine_type`."""
+    found = find(settings.engine_type, task=settings.task)
+    if settings.engine_type not in BUILT_IN:
+        args = own_args(found, settings.extra_engine_args, "extra_engine_args")
+        settings = dataclasses.replace(settings, extra_engine_args=args)
+    started: BaseEngine = await found.obj.start(settings)
     return started
 
 
@@ -127,7 +209,9 @@ def check_base(name: str, model_path: str, spec: AdapterSpec) -> None:
 def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
     """One report for several workers or engines: the least that was loaded, everything that is wrong, the slowest."""
     probe, slow = max(reports, key=lambda r: r.probe_error), max(reports, key=lambda r: r.load_s)
-    return LoadReport(
+    held = {name: sum(getattr(r.held, name) for r in reports) for name in HeldRequests.__struct_fields__}
+    return replace(
+        slow,
         version=next((r.version for r in reports if r.version != wanted), wanted),
         num_tensors=min(r.num_tensors for r in reports),
         nbytes=min(r.nbytes for r in reports),
@@ -138,17 +222,7 @@ def worst(reports: Sequence[LoadReport], wanted: Version) -> LoadReport:
         probed_layers=min(r.probed_layers for r in reports),
         probe_error=probe.probe_error,
         probe_worst=probe.probe_worst,
-        load_s=slow.load_s,
-        meeting_s=slow.meeting_s,
-        transfer_s=slow.transfer_s,
-        verify_s=slow.verify_s,
-        probe_s=slow.probe_s,
-        held=HeldRequests(
-            requests=sum(r.held.requests for r in reports),
-            aborted=sum(r.held.aborted for r in reports),
-            recomputed_tokens=sum(r.held.recomputed_tokens for r in reports),
-            tokens_per_s=sum(r.held.tokens_per_s for r in reports),
-        ),
+        held=HeldRequests(**held),
     )
 
 

@@ -12,41 +12,59 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, prompt_limit
+from rft.engine.base import PromptTooLong, TokensDiffer, check_prompt, check_tokens, prompt_limit
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.types.ports import GenerateRequest
 
 log = logging.getLogger(__name__)
+RESERVED = frozenset({  # of renderers and tokenizers: they decide what rendering gives, not what the text says
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "max_length", "messages",
+    "padding", "raise_exception", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "strftime_now", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+})  # fmt: skip
 _ANCHOR = "x"  # stands before a text that goes on a sentence, so that tokenizers do not add the space of a beginning
 
 
 class Chat:
     """Renders requests with the tokenizer's chat template, or the one that the settings give (a template or a file)."""
 
-    def __init__(self, settings: EngineSettings, tokenizer: Any) -> None:
+    def __init__(self, settings: EngineSettings, tokenizer: Any, vocab_size: int | None = None) -> None:
+        """`vocab_size`: how many token ids the model has an embedding of; None = as many as the tokenizer."""
         self.settings = settings
         self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         self.template = _template(settings.chat_template)
+        self._no_template = ""
         if self.template is None and tokenizer.chat_template is None:
             self._no_template = (
                 f"the tokenizer of {settings.model_path} has no chat template; set chat_template or send prompt_tokens"
             )
-        else:
-            self._no_template = ""
         self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(tokenizer.all_special_ids)
         self.differing = 0  # prompts that differ from the whole chat tokenised at once
 
     def encode(self, request: GenerateRequest) -> list[int]:
         """Token ids of the prompt.
 
-        Raises PromptTooLong, TokensDiffer (tokenization_check: strict), or ValueError when there is no prompt or no template.
+        Raises PromptTooLong, TokensDiffer (tokenization_check: strict), or ValueError: no prompt, no template, token ids or template
+        arguments that are not allowed, messages that the template or the tokenizer cannot take.
         """
+        try:
+            return self._encoded(request)
+        except (ValueError, MemoryError):
+            raise
+        except Exception as e:  # templates and tokenizers raise anything
+            raise ValueError(
+                f"the chat template or the tokenizer of {self.settings.model_path} cannot take this request: {type(e).__name__}: {e}"
+            ) from e
+
+    def _encoded(self, request: GenerateRequest) -> list[int]:
         goes_on = False
         if request.prompt_tokens:
             ids = list(request.prompt_tokens)
@@ -60,6 +78,7 @@ class Chat:
             ids = self._render(request, [dict(m) for m in request.messages], tokenize=True)
         ids = cut(ids, prompt_limit(self.settings, goes_on=goes_on), request.prompt_truncation)
         check_prompt(len(ids), self.settings, goes_on=goes_on)
+        check_tokens(ids, self.vocab_size, self.settings.name)
         return ids
 
     def whole(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -85,14 +104,19 @@ class Chat:
         return [token for (token,) in first]
 
     def _render(self, request: GenerateRequest, messages: list[dict[str, Any]], *, tokenize: bool) -> Any:
+        tools = [dict(t) for t in request.tools] or None
+        template = request.chat_template or self.template
+        args: dict[str, Any] = {}
+        if request.chat_template_args:
+            args = template_args(request, template or self.tokenizer.get_chat_template(tools=tools))
         return self.tokenizer.apply_chat_template(
             messages,
-            tools=[dict(t) for t in request.tools] or None,
-            chat_template=request.chat_template or self.template,
+            tools=tools,
+            chat_template=template,
             add_generation_prompt=True,
             tokenize=tokenize,
             return_dict=False,
-            **{**self.settings.chat_template_kwargs, **request.chat_template_args},
+            **{**self.settings.chat_template_kwargs, **args},
         )
 
     def _go_on(self, request: GenerateRequest, before: list[int]) -> list[int]:
@@ -160,6 +184,41 @@ def cut(ids: list[int], limit: int, side: str) -> list[int]:
     if side == "middle":
         return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :]
     raise ValueError(f"prompt_truncation {side!r} is not known; use error, left, right or middle")
+
+
+def template_args(request: GenerateRequest, template: str) -> dict[str, Any]:
+    """The request's template arguments that `template` reads; others have no effect and are left out.
+
+    Raises ValueError for RESERVED names, and for names that a client chose and the template does not read.
+    """
+    reads, strict = _variables(template), set(request.strict_template_args)
+    for name in request.chat_template_args:
+        if name in RESERVED or (name in strict and name not in reads):
+            raise ValueError(
+                f"chat template argument {name[:80]!r} is not allowed; the template reads {', '.join(sorted(reads)) or 'no arguments'}"
+            )
+    return {name: value for name, value in request.chat_template_args.items() if name in reads}
+
+
+@lru_cache(maxsize=64)
+def _variables(template: str) -> frozenset[str]:
+    """The names that a chat template reads and a caller may set."""
+    from jinja2 import meta, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks answers in templates for training."""
+
+        tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    env = ImmutableSandboxedEnvironment(extensions=[Generation, loopcontrols])
+    return frozenset(meta.find_undeclared_variables(env.parse(template)) - env.globals.keys() - RESERVED)
 
 
 def load_tokenizer(settings: EngineSettings) -> Any:

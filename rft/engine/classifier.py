@@ -12,38 +12,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
-
-from rft.engine.base import no_logprobs
+from rft.engine.base import ScoresOnly
 from rft.engine.chat import Chat, load_tokenizer
 from rft.engine.settings import EngineSettings
 from rft.errors import EngineFailed, OutOfMemory, SetupError, is_out_of_memory
-from rft.types.completion import Completion
-from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 
 BATCH_TOKENS = 8192  # of one forward, padding included
 
 
 @dataclass(eq=False)
-class _Text:
+class _WaitingText:
     ids: list[int]
     answer: asyncio.Future[list[float]]
 
 
-class ClassifierEngine:
+class ClassifierEngine(ScoresOnly):
     """Made by `start`; all calls come from one event loop."""
 
+    COUNTED = ("requests", "prompt_tokens", "batches")
+
     def __init__(self, settings: EngineSettings, model: Any, chat: Chat) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.model = model
         self._chat = chat
         self._pad: int | None = model.config.pad_token_id  # without one the model takes one text at a time
-        self._waiting: list[_Text] = []
+        self._waiting: list[_WaitingText] = []
         self._work: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=settings.name)
         self._closed = False
-        self._counted = dict.fromkeys(("requests", "prompt_tokens", "batches"), 0)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -55,7 +51,7 @@ class ClassifierEngine:
         if self._closed:
             raise EngineFailed(f"{self.settings.name} is closed")
         ids = self._chat.whole(messages)
-        text = _Text(ids, asyncio.get_running_loop().create_future())
+        text = _WaitingText(ids, asyncio.get_running_loop().create_future())
         self._waiting.append(text)
         self._counted["requests"] += 1
         self._counted["prompt_tokens"] += len(ids)
@@ -63,31 +59,13 @@ class ClassifierEngine:
             self._work = asyncio.ensure_future(self._drain())
         return await text.answer
 
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
-        raise ValueError(f"{self.settings.name}: task: score gives numbers, no answers; ask it with classify(messages)")
-
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        raise no_logprobs(self.settings.name, "task: score")
-
-    async def pause(self, *, clear_cache: bool = True) -> None:
-        raise self._fixed()
-
-    async def load(self, manifest: WeightManifest) -> LoadReport:
-        raise self._fixed()
-
-    async def resume(self) -> None:
-        raise self._fixed()
-
-    def _fixed(self) -> EngineFailed:
-        return EngineFailed(f"{self.settings.name}: its weights are fixed; nothing can be published to it")
+    @property
+    def running(self) -> int:
+        return len(self._waiting)
 
     async def health(self) -> None:
         if self._closed:
             raise EngineFailed(f"{self.settings.name} is closed")
-
-    async def metrics(self) -> list[Metric]:
-        waiting = Metric("engine/requests_running", float(len(self._waiting)), "sum")
-        return [waiting, *(Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items())]
 
     async def close(self) -> None:
         """What waits fails.  May be called twice."""
@@ -115,7 +93,7 @@ class ClassifierEngine:
                 if not text.answer.done():
                     text.answer.set_result(score)
 
-    def _take(self) -> list[_Text]:
+    def _take(self) -> list[_WaitingText]:
         """The oldest text, and others of about its length while they fit."""
         if self._pad is None:
             return [self._waiting.pop(0)]

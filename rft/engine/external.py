@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rft.engine.base import engine, no_logprobs, no_scores
+from rft.engine.base import BaseEngine, engine
 from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.logs import learn_secrets, redact
 from rft.types.completion import Completion, FinishReason
-from rft.types.held import HELD
-from rft.types.metrics import Metric
-from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest
+from rft.types.throttled import RESENT, THROTTLED
 
 if TYPE_CHECKING:
     import httpx
@@ -39,25 +38,27 @@ _ENDS: dict[str, FinishReason] = {"stop": "stop", "tool_calls": "stop", "functio
 
 
 class _Later(Exception):
-    """Worth asking again, after `wait_s` if the server said how long."""
+    """Worth asking again, after `wait_s` if the server said how long.  `sent`: the server may have worked on it."""
 
-    def __init__(self, why: str, wait_s: float | None = None) -> None:
+    def __init__(self, why: str, wait_s: float | None = None, *, sent: bool = False) -> None:
         super().__init__(why)
-        self.wait_s = wait_s
+        self.wait_s, self.sent = wait_s, sent
 
 
 @engine("external")
-class ExternalEngine:
+class ExternalEngine(BaseEngine):
     """Made by `start`; belongs to one event loop."""
+
+    COUNTED = ("requests", "retries", "prompt_tokens", "generated_tokens")
+    FIXED_WEIGHTS = "the weights of a model behind a server are its owner's"
 
     def __init__(self, settings: EngineSettings, client: httpx.AsyncClient) -> None:
         assert settings.external is not None
-        self.settings = settings
+        super().__init__(settings)
         self._server: ExternalSettings = settings.external
         self._client = client
         self._next = 0.0  # when the next request may begin
         self._random = random.Random(settings.seed)
-        self._counted = dict.fromkeys(("requests", "retries", "prompt_tokens", "generated_tokens"), 0)
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -104,35 +105,14 @@ class ExternalEngine:
             made += answers
         return made[: request.n]
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        raise no_logprobs(self.settings.name, "external")
-
-    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        raise no_scores(self.settings.name)
-
-    async def pause(self, *, clear_cache: bool = True) -> None:
-        raise self._fixed()
-
-    async def load(self, manifest: WeightManifest) -> LoadReport:
-        raise self._fixed()
-
-    async def resume(self) -> None:
-        raise self._fixed()
-
     async def health(self) -> None:
         if self._client.is_closed:
             raise EngineFailed(f"{self.settings.name} is closed")
-
-    async def metrics(self) -> list[Metric]:
-        return [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
 
     async def close(self) -> None:
         await self._client.aclose()
 
     # ------------------------------------------------------------ inside
-
-    def _fixed(self) -> EngineFailed:
-        return EngineFailed(f"{self.settings.name}: the weights of a model behind a server are its owner's")
 
     def _body(self, request: GenerateRequest, n: int) -> dict[str, Any]:
         """Values that the protocol does not know are sent only where they are not off."""
@@ -210,6 +190,8 @@ class ExternalEngine:
                 self._counted["retries"] += 1
                 log.info("%s: %s; asked again", self.settings.name, e)
                 await asyncio.sleep(wait if e.wait_s is None else min(LONGEST_WAIT_S, e.wait_s))
+                if e.sent:
+                    await RESENT.get()()
         raise AssertionError("the loop ends by an answer or an error")
 
     async def _once(self, body: dict[str, Any]) -> Any:
@@ -218,7 +200,8 @@ class ExternalEngine:
         try:
             response = await self._client.post("chat/completions", json=body)
         except httpx.TransportError as e:
-            raise _Later(redact(f"{type(e).__name__}: {e}")) from e
+            unsent = isinstance(e, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+            raise _Later(redact(f"{type(e).__name__}: {e}"), sent=not unsent) from e
         if response.status_code in AGAIN:
             raise _Later(f"HTTP {response.status_code}: {_short(response.text)}", _seconds(response.headers.get("retry-after")))
         if response.status_code in (401, 403, 404):
@@ -241,7 +224,7 @@ class ExternalEngine:
         mine = max(now, self._next)
         self._next = mine + 60.0 / rate
         if mine > now:
-            HELD.get()(mine - now)
+            THROTTLED.get()(mine - now)
             await asyncio.sleep(mine - now)
 
 

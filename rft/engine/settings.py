@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rft.types.ids import SEED
+
+BUILT_IN = {
+    "vllm": "rft.engine.vllm:VllmEngine",
+    "transformers": "rft.engine.transformers:TransformersEngine",
+    "scripted": "rft.testing.scripted:ScriptedEngine",
+    "external": "rft.engine.external:ExternalEngine",
+}
+"""Engines that have a name, and where they are; others are plugins."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalSettings:
@@ -45,7 +55,7 @@ class EngineSettings:
     enable_chunked_prefill: bool = True  # vllm
     block_size: int | None = None  # None = chosen for the device
     cpu_threads: int = 2
-    seed: int = 42
+    seed: int = SEED
     trust_remote_code: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +74,7 @@ class EngineSettings:
     lora_rank: int | None = None  # vllm: its own LoRA layers for adapters up to this rank; None = adapters go beside its layers
     fully_sharded_loras: bool = False  # of them
     max_cpu_loras: int | None = None  # of them
+    router_replay: bool = False  # tell which experts each token went through
     fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused
     max_concurrent: int = 256  # requests under way (external)
     external: ExternalSettings | None = None

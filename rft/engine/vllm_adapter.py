@@ -11,59 +11,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
-from rft.engine.adapter import Beside, Pair, apart, base_tensors, copied, pairs, product, worst
-from rft.engine.vllm_worker import PROBE_ROWS, Shard, own_parts, place, plain, probe, shards_of
+from rft.engine.adapter_layers import AdapterLoader, Beside, Pair, apart, base_tensors, copied, product, worst
+from rft.engine.vllm_layout import PROBE_ROWS, Shard, own_parts, place, plain, probe, shards_of
 from rft.types.adapter import AdapterSpec, key
-from rft.types.ports import LoadReport, WeightManifest
 
 ADAPTER_ID, ADAPTER_NAME = 1, "published"
 Parts = dict[Shard, Pair]  # by the part of a merged layer, as a checkpoint's weights would be
 Added = Callable[[str, torch.Tensor], torch.Tensor]  # what layer and input give
 
 
-class WorkerAdapter:
-    """The adapter of one worker; none before the first `load`."""
+class WorkerAdapter(AdapterLoader[Parts]):
+    """The adapter of one worker."""
 
     def __init__(self, worker: Any) -> None:
+        super().__init__()
         self._worker, self._model = worker, worker.get_model()
-        self._layers: dict[str, Beside] = {}
-        self._plain: dict[str, Callable[..., torch.Tensor]] = {}  # what their layers compute without
-        self._names: set[str] = set()
-        self._checked: tuple[int, float, str] | None = None
-        self._native = worker.vllm_config.lora_config is not None
-        self._modules = self._linear()
-
-    def load(
-        self, tensors: Mapping[str, torch.Tensor], manifest: WeightManifest, active: set[str], nothing: LoadReport
-    ) -> LoadReport:
-        """Exchange the adapter for `tensors`, whose hashes are right.  `active`: fault points; `nothing`: the report of no load."""
-        spec = manifest.adapter
-        assert spec is not None
-        if self._worker.model_config.use_mla:
+        if worker.model_config.use_mla:
             raise ValueError(
                 "latent attention multiplies with weights of its own making; write model.lora_configs[0].merge: true"
             )
-        found, missing, unexpected = pairs(tensors, spec)
-        missing += tuple(key(name, "A") for name in self._names if name not in found)
-        layers, unknown = self._placed(found)
-        if missing or unexpected or unknown:
-            return replace(nothing, missing=missing, unexpected=unexpected + unknown)
-        whole = replace(nothing, num_tensors=len(tensors), nbytes=manifest.nbytes)
-        if self._checked is None:
-            self._checked = self._check_base(manifest.version.step)
-        if "sync.skip" in active:  # a load that does nothing also lies about its probes
-            return replace(whole, probed_layers=len(layers))
-        kept = next(reversed(layers), None) if "sync.stale_head" in active else None
-        cut = {name: self._cut(name, parts) for name, parts in layers.items()}
-        if self._native:
-            self._exchange_native(tensors if kept is None else dict(list(tensors.items())[:-2]), spec)
-        else:
-            self._exchange({name: cut[name] for name in layers if name != kept}, spec)
-        self._names = set(found)
-        count, error, where = self._probe(cut, spec, manifest.version.step)
-        return replace(whole, probed_layers=count, probe_error=error, probe_worst=where)
+        self._layers: dict[str, Beside] = {}
+        self._plain: dict[str, Callable[..., torch.Tensor]] = {}  # what their layers compute without
+        self._native = worker.vllm_config.lora_config is not None
+        self._modules = self._linear()
 
     # ------------------------------------------------------------ where it belongs
 
@@ -126,8 +97,14 @@ class WorkerAdapter:
 
     # ------------------------------------------------------------ exchange
 
-    def _exchange(self, cut: Mapping[str, tuple[list[Pair | None], list[int]]], spec: AdapterSpec) -> None:
-        for name, (parts, widths) in cut.items():
+    def _exchange(
+        self, layers: Mapping[str, Parts], tensors: Mapping[str, torch.Tensor], spec: AdapterSpec, *, stale: bool
+    ) -> None:
+        if self._native:
+            self._exchange_native(dict(list(tensors.items())[: -2 if stale else None]), spec)
+            return
+        for name in list(layers)[: -1 if stale else None]:
+            parts, widths = self._cut(name, layers[name])
             if name not in self._layers:
                 method = self._modules[name].quant_method
                 self._plain[name] = method.apply
@@ -168,19 +145,14 @@ class WorkerAdapter:
         device, dtype = self._device_and_type()
         return probe(self._model, published, dtype, device, seed=seed)
 
-    def _probe(
-        self, cut: Mapping[str, tuple[list[Pair | None], list[int]]], spec: AdapterSpec, seed: int
-    ) -> tuple[int, float, str]:
-        """What every layer adds against what was published, and what `_check_base` found."""
-        assert self._checked is not None
-        count, *base = self._checked
-        error: tuple[float, str] = (base[0], base[1])  # type: ignore[assignment]
+    def _probe(self, layers: Mapping[str, Parts], spec: AdapterSpec, random: torch.Generator) -> tuple[int, float, str]:
         added = self._added_native() if self._native else self._added
         if added is None:
-            return count, *error
-        random = torch.Generator().manual_seed(seed)
+            return 0, 0.0, ""
+        error = (0.0, "")
         device, dtype = self._device_and_type()
-        for name, (parts, widths) in cut.items():
+        for name in layers:
+            parts, widths = self._cut(name, layers[name])
             x = torch.randn(PROBE_ROWS, next(p for p in parts if p is not None).a.shape[1], generator=random).to(device, dtype)
             nothing = [torch.zeros(PROBE_ROWS, n, device=device, dtype=dtype) for n in widths]
             want = torch.cat([z if p is None else product(p, x, spec.scale) for p, z in zip(parts, nothing, strict=True)], dim=-1)
@@ -188,7 +160,7 @@ class WorkerAdapter:
             if name in self._plain:
                 whole = self._plain[name](self._modules[name], x, None) + want
                 error = worst(error, (apart(self._modules[name].quant_method.apply(self._modules[name], x, None), whole), name))
-        return count + len(cut), *error
+        return len(layers), *error
 
     def _added(self, name: str, x: torch.Tensor) -> torch.Tensor:
         module = self._modules[name]

@@ -1,287 +1,116 @@
 """What a published weight version meets inside vLLM's own worker processes (`worker_extension_cls`).
 
-Loads through vLLM's reload path and then proves it: every linear layer is probed with random inputs against the published weights,
-because on CPU the layers multiply with packed copies that a reload may leave behind.  Does not know who published or what follows.
-Invariant: weights that are damaged or incomplete never touch the model.
-
-Layouts: a published weight is [out, in] as in the checkpoint; a worker of tensor parallel rank r holds its own rows (or, for row-parallel
-layers, columns) of it, merged with its siblings (q, k, v; gate, up).
+Loads through vLLM's reload path.  Does not know who published or what follows.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from rft.engine.adapter import apart
-from rft.engine.weights import Intake
-from rft.faults import SYNC_POINTS, fault
-from rft.types.ids import Version
+from rft.engine.adapter_layers import worst
+from rft.engine.vllm_adapter import WorkerAdapter
+from rft.engine.vllm_experts import ExpertLayers, expert_layers, expert_runners
+from rft.engine.vllm_layout import Published, absent, place, probe, repack_tied_heads
+from rft.engine.vllm_routing import Routing
+from rft.engine.weights import Loader
+from rft.types.experts import sizes_of
 from rft.types.ports import LoadReport, WeightManifest
-
-if TYPE_CHECKING:
-    from rft.engine.vllm_adapter import WorkerAdapter
-
-Shard = str | int | None  # which part of a merged parameter; None = all of it
-Published = dict[str, dict[Shard, torch.Tensor]]  # vLLM's parameter name -> its parts
-PROBE_ROWS = 1  # random, so that every wrong weight shows; a second one would read all weights once more
 
 
 class WeightWorker:
     """Mixed into vLLM's worker class; its methods are called with `collective_rpc`."""
 
-    vllm_config: Any
-    model_config: Any
     rank: int
-    _rft_intake: Intake | None = None
-    _rft_adapted: WorkerAdapter | None = None
+    _rft_loader: WorkerLoader | None = None
+    _rft_routing: Routing | None = None
 
     def rft_load(self, frame: bytes) -> bytes:
         """A WeightManifest in, this worker's LoadReport out, both msgpack."""
-        start = time.monotonic()
-        manifest = msgspec.msgpack.decode(frame, type=WeightManifest)
-        active = {point for point in SYNC_POINTS if fault(point)}
-        with torch.no_grad():
-            report = self._rft_load(manifest, active)
-        if "sync.wrong_version" in active:
-            report = msgspec.structs.replace(report, version=Version(report.version.lineage, report.version.step + 1))
-        return msgspec.msgpack.encode(msgspec.structs.replace(report, load_s=time.monotonic() - start))
+        if self._rft_loader is None:
+            self._rft_loader = WorkerLoader(self)
+        return msgspec.msgpack.encode(self._rft_loader.load(msgspec.msgpack.decode(frame, type=WeightManifest)))
 
-    def _rft_load(self, manifest: WeightManifest, active: set[str]) -> LoadReport:
-        if self.model_config.quantization is not None:
-            raise ValueError(f"weights cannot be loaded into a model quantized with {self.model_config.quantization}")
-        if self._rft_intake is None:
-            self._rft_intake = Intake(self.rank)
-        taken = self._rft_intake.take(manifest, damage="sync.corrupt_byte" in active)
-        nothing = taken.report
-        if not nothing.whole:
-            return nothing
-        tensors = {t.name: taken.weights.tensor(t) for t in manifest.tensors}
-        if "sync.missing_tensor" in active:
-            tensors.popitem()
-        if manifest.adapter is not None:
-            return self._rft_adapter().load(tensors, manifest, active, nothing)
-        model: torch.nn.Module = self.get_model()  # type: ignore[attr-defined]
-        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
-            from vllm.model_executor.models.utils import is_pp_missing_parameter
+    def rft_expert_layers(self) -> list[int]:
+        """The numbers of the model's layers that have experts."""
+        return [number for number, _ in expert_runners(self.get_model())]  # type: ignore[attr-defined]
 
-            tensors = {n: t for n, t in tensors.items() if not is_pp_missing_parameter(n, model)}  # layers of other stages
-        published, unexpected = place(model, tensors)
-        if (missing := absent(model, published)) or unexpected:
-            return msgspec.structs.replace(nothing, missing=missing, unexpected=unexpected)
-        device = next(model.parameters()).device
-        if "sync.skip" not in active:
-            self.reload_weights(weights_iterator=iter(tensors.items()))  # type: ignore[attr-defined]
-            if "sync.stale_head" not in active:
-                repack_tied_heads(model)
-        count = len(manifest.tensors) - ("sync.missing_tensor" in active)
-        whole = msgspec.structs.replace(nothing, num_tensors=count, nbytes=manifest.nbytes)
-        if "sync.skip" in active:  # a load that does nothing also lies about its probes
-            return msgspec.structs.replace(whole, probed_layers=sum(1 for _ in probed_modules(model)))
-        loaded = time.monotonic()
-        count, error, worst = probe(model, published, self.model_config.dtype, device, seed=manifest.version.step)
-        probed_s = time.monotonic() - loaded
-        return msgspec.structs.replace(whole, probed_layers=count, probe_error=error, probe_worst=worst, probe_s=probed_s)
+    def rft_record_experts(self) -> None:
+        """Record which experts tokens go through, from now on."""
+        worker: Any = self
+        sizes = sizes_of(worker.model_config.hf_config.to_dict())
+        assert sizes is not None, "the engine's start has looked"
+        self._rft_routing = Routing(worker, [layer for _, layer in expert_runners(worker.get_model())], sizes)
 
-    def _rft_adapter(self) -> WorkerAdapter:
-        from rft.engine.vllm_adapter import WorkerAdapter
-
-        if self._rft_adapted is None:
-            self._rft_adapted = WorkerAdapter(self)
-        return self._rft_adapted
+    def rft_take_experts(self, names: list[str]) -> list[tuple[str, list[int], bytes]]:
+        """The experts of requests that have ended: type, shape and bytes of each."""
+        assert self._rft_routing is not None, "recorded since the start"
+        return [(x.dtype.str, list(x.shape), x.tobytes()) for x in self._rft_routing.take(names)]
 
 
-def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Published, tuple[str, ...]]:
-    """Where each published tensor belongs in vLLM's model, by the model's own name mapping; and the names that belong nowhere."""
-    known = {plain(n) for n, _ in model.named_parameters(remove_duplicate=False)}
-    experts = tuple(_expert_prefixes(model))
-    packed = {part: (whole, i) for whole, parts in _packed(model).items() for i, part in enumerate(parts)}
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    published: Published = {}
-    unexpected = []
-    for name, tensor in tensors.items():
-        for target, part in _mapped(mapper, name, tensor):
-            shard: Shard = getattr(part, "shard_id", None)
-            if target not in known:
-                *head, leaf, kind = target.rsplit(".", 2)
-                if leaf in packed:  # models that merge inside their own load_weights
-                    whole, i = packed[leaf]
-                    target, shard = ".".join([*head, whole, kind]), "qkv"[i] if whole == "qkv_proj" else i
-            if target in known or target.startswith(experts):
-                published.setdefault(target, {})[shard] = tensor
-            else:
-                unexpected.append(name)
-    return published, tuple(unexpected)
+class Placed(NamedTuple):
+    """A version as `probe` wants it."""
+
+    layers: Published
+    tensors: dict[str, torch.Tensor]  # by their published names
 
 
-def plain(name: str) -> str:
-    """vLLM's name of a layer or parameter, also where one of its LoRA layers is around it."""
-    return name.replace(".base_layer", "")
+class WorkerLoader(Loader):
+    """Loads through vLLM's own reload path."""
 
+    def __init__(self, worker: Any) -> None:
+        super().__init__(worker.rank)
+        self._worker = worker
+        self._model: torch.nn.Module = worker.get_model()
+        self._adapter: WorkerAdapter | None = None
+        self._experts: ExpertLayers | None = None
+        if layers := expert_layers(self._model):
+            config = worker.model_config
+            trust = bool(config.trust_remote_code)
+            self._experts = ExpertLayers(config.hf_config, self._model, layers, trust_remote_code=trust)
 
-def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
-    """Checkpoint names of the parameters, or parts of merged ones, for which nothing was published; tied parameters count once."""
-    names = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
-    experts = tuple(_expert_prefixes(model))
-    packed = _packed(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    missing = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (parameter.numel() and names[id(parameter)] != name) or name.startswith(experts):
-            continue
-        owner, _, kind = name.rpartition(".")
-        shards = published.get(name, {})
-        if None in shards:
-            continue
-        for i, shard in enumerate(shards_of(modules[owner])):
-            if shard not in shards:
-                head, _, leaf = owner.rpartition(".")
-                parts = packed.get(leaf, [leaf])
-                missing.append(".".join(filter(None, [head, parts[i] if i < len(parts) else leaf, kind])))
-    return tuple(missing)
+    def load(self, manifest: WeightManifest) -> LoadReport:
+        if (quantization := self._worker.model_config.quantization) is not None:
+            raise ValueError(f"weights cannot be loaded into a model quantized with {quantization}")
+        return super().load(manifest)
 
+    def adapter(self) -> WorkerAdapter:
+        if self._adapter is None:
+            self._adapter = WorkerAdapter(self._worker)
+        return self._adapter
 
-def repack_tied_heads(model: torch.nn.Module) -> None:
-    """Pack an output layer anew from the embedding it shares.
+    def _own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without those of other pipeline stages."""
+        if self._worker.vllm_config.parallel_config.pipeline_parallel_size == 1:
+            return tensors
+        from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-    vLLM's reload packs a layer when weights arrive for it; for a tied head none do, so on CPU it would go on multiplying with the packed
-    copy of the old weights.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+        return {n: t for n, t in tensors.items() if not is_pp_missing_parameter(n, self._model)}
 
-    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)]
-    for head in model.modules():
-        if isinstance(head, ParallelLMHead) and any(head.weight is e.weight for e in embeddings):
-            head.quant_method.process_weights_after_loading(head)
+    def place(self, tensors: dict[str, torch.Tensor]) -> tuple[Placed, tuple[str, ...], tuple[str, ...]]:
+        whole = tensors
+        if self._experts is not None:
+            missing, unexpected = tuple(self._experts.names - set(tensors)), tuple(set(tensors) - self._experts.names)
+            if missing or unexpected:
+                return Placed({}, tensors), tuple(sorted(missing)), tuple(sorted(unexpected))
+            tensors = self._experts.as_in_checkpoints(tensors)
+        published, unexpected = place(self._model, self._own(tensors))
+        return Placed(published, whole), absent(self._model, published), unexpected
 
+    def copy(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
+        given = tensors if self._experts is None else self._experts.as_in_checkpoints(tensors)
+        self._worker.reload_weights(weights_iterator=iter(self._own(given).items()))
+        if self._experts is not None:
+            self._experts.finish(tensors, stale=stale)
+        if not stale:
+            repack_tied_heads(self._model)
 
-def probed_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers whose arithmetic is known exactly: unquantized linear layers, heads, embeddings and norms."""
-    from vllm.model_executor.layers import linear
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        UnquantizedEmbeddingMethod,
-        VocabParallelEmbedding,
-    )
-
-    linears = {
-        linear.ReplicatedLinear,
-        linear.ColumnParallelLinear,
-        linear.MergedColumnParallelLinear,
-        linear.QKVParallelLinear,
-        linear.RowParallelLinear,
-    }
-    for name, module in model.named_modules():
-        plain_linear = type(module) in linears and isinstance(module.quant_method, linear.UnquantizedLinearMethod)
-        plain_table = type(module) in {ParallelLMHead, VocabParallelEmbedding} and isinstance(
-            module.quant_method, UnquantizedEmbeddingMethod
-        )
-        if plain_linear or plain_table or (type(module) is RMSNorm and getattr(module, "weight", None) is not None):
-            yield name, module
-
-
-def probe(
-    model: torch.nn.Module, published: Published, dtype: torch.dtype, device: torch.device, *, seed: int
-) -> tuple[int, float, str]:
-    """(layers probed, largest error relative to the output's scale, the layer that has it)."""
-    random = torch.Generator().manual_seed(seed)
-    count, error, worst = 0, 0.0, ""
-    tied = {id(p): plain(n) for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
-    for name, module in probed_modules(model):
-        parameter = plain(f"{name}.weight")
-        parts = published.get(parameter) or published.get(tied.get(id(module.weight), ""))
-        if parts is None:
-            continue
-        got, want = _compare(module, parts, published.get(plain(f"{name}.bias")), dtype, device, random)
-        difference = apart(got, want)
-        count += 1
-        if not difference <= error:  # also true for nan
-            error, worst = difference, name
-    return count, error, worst
-
-
-def _compare(
-    module: Any,
-    parts: dict[Shard, torch.Tensor],
-    biases: dict[Shard, torch.Tensor] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    random: torch.Generator,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the layer answers and what the published weights say it should."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    own = own_parts(module, parts)
-    if not hasattr(module, "quant_method"):  # a norm
-        return module.weight, own[0].to(device)
-    if not hasattr(module, "input_size") and not isinstance(module, ParallelLMHead):  # an embedding: some of its rows
-        rows = torch.randint(len(own[0]), (64,), generator=random)
-        return module.weight[rows.to(device)], own[0][rows].to(device)
-    x = torch.randn(PROBE_ROWS, own[0].shape[1], generator=random).to(device, dtype)
-    want = torch.cat([x @ w.to(device, dtype).T for w in own], dim=-1)
-    bias = getattr(module, "bias", None) if biases else None
-    if biases and bias is not None:
-        want = want + torch.cat([b.to(device, dtype) for b in own_parts(module, biases)])
-    return module.quant_method.apply(module, x, bias)[:, : want.shape[1]], want
-
-
-def own_parts(module: Any, parts: dict[Shard, torch.Tensor]) -> list[torch.Tensor]:
-    """The published tensors ([out, in] or bias [out]) cut down to what this tensor-parallel rank holds, in the layer's own order."""
-    from vllm.model_executor.layers import linear
-
-    if hasattr(module, "shard_indices"):  # rows of the vocabulary
-        index = module.shard_indices
-        return [parts[None][index.org_vocab_start_index : index.org_vocab_end_index]]
-    if not isinstance(module, linear.LinearBase):
-        return [parts[None]]
-    rank, ranks = module.tp_rank, module.tp_size
-    if isinstance(module, linear.RowParallelLinear):
-        weight = parts[None]
-        return [weight.chunk(ranks, dim=1)[rank] if weight.dim() == 2 else weight]
-    if isinstance(module, linear.QKVParallelLinear):
-        heads, kv, kv_rank = module.num_heads * module.head_size, module.num_kv_heads, rank // module.num_kv_head_replicas
-        kv_total = module.total_num_kv_heads
-        whole = (module.total_num_heads * module.head_size, kv_total * module.head_size, kv_total * module.v_head_size)
-        cuts = [(rank * heads, heads)] + [(kv_rank * kv * size, kv * size) for size in (module.head_size, module.v_head_size)]
-        return [w.narrow(0, at, n) for w, (at, n) in zip(_split(parts, ("q", "k", "v"), whole), cuts, strict=True)]
-    if isinstance(module, linear.MergedColumnParallelLinear):
-        sizes = tuple(module.output_sizes)
-        return [w.chunk(ranks)[rank] for w in _split(parts, tuple(range(len(sizes))), sizes)]
-    return [parts[None].chunk(ranks)[rank] if isinstance(module, linear.ColumnParallelLinear) else parts[None]]
-
-
-def _split(parts: dict[Shard, torch.Tensor], names: tuple[Shard, ...], sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """The parts of a merged layer, also where the checkpoint itself has them merged."""
-    return list(parts[None].split(sizes)) if None in parts else [parts[n] for n in names]
-
-
-def shards_of(module: Any) -> tuple[Shard, ...]:
-    from vllm.model_executor.layers import linear
-
-    if isinstance(module, linear.QKVParallelLinear):
-        return ("q", "k", "v")
-    if isinstance(module, linear.MergedColumnParallelLinear):
-        return tuple(range(len(module.output_sizes)))
-    return (None,)
-
-
-def _mapped(mapper: Any, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    # a fresh view, because the mapper marks the tensor object with its shard
-    return [(name, tensor)] if mapper is None else list(mapper.apply([(name, tensor.view(tensor.shape))]))
-
-
-def _packed(model: torch.nn.Module) -> dict[str, list[str]]:
-    mapping: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    return mapping
-
-
-def _expert_prefixes(model: torch.nn.Module) -> Iterator[str]:
-    """Fused experts place their many tensors themselves; we only see that something came for them."""
-    for name, _ in model.named_parameters():
-        if name.endswith(("w13_weight", "w2_weight")):
-            yield name.rpartition(".")[0] + "."
+    def probe(self, placed: Placed, manifest: WeightManifest) -> tuple[int, float, str]:
+        device, dtype, seed = next(self._model.parameters()).device, self._worker.model_config.dtype, manifest.version.step
+        count, error, layer = probe(self._model, placed.layers, dtype, device, seed=seed)
+        if self._experts is None:
+            return count, error, layer
+        more, off, other = self._experts.probe(placed.tensors, dtype, device, seed=seed)
+        return count + more, *worst((error, layer), (off, other))

@@ -6,9 +6,11 @@ What is broadcast is received into memory of this process.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,17 +19,22 @@ import xxhash
 from msgspec.structs import replace
 
 from rft.errors import WeightSyncFailed
-from rft.faults import fault
+from rft.faults import SYNC_POINTS, fault
 from rft.plugins import REGISTRY
+from rft.types.ids import Version
 from rft.types.ports import LoadReport, TensorSpec, WeightManifest
 
 if TYPE_CHECKING:
     import torch
 
     from rft.broadcast import Bucket, Worker
+    from rft.engine.adapter_layers import AdapterLoader
 
 THREADS = min(4, os.cpu_count() or 1)
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+DTYPES = {  # name in a manifest: torch's name, bytes
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
+    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
+}  # fmt: skip
 
 
 class Weights:
@@ -50,7 +57,7 @@ class Weights:
             raise ValueError(f"tensor {spec.name!r}: {why}")
         import torch
 
-        dtype = _torch_dtype(spec.dtype)
+        dtype: torch.dtype = getattr(torch, DTYPES[spec.dtype][0])
         if spec.nbytes == 0:
             return torch.empty(spec.shape, dtype=dtype)
         return torch.frombuffer(self.raw(spec), dtype=dtype).view(spec.shape)
@@ -78,21 +85,21 @@ class MappedWeights(Weights):
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenWeights:
     """A version's bytes, and what there is to say of them before any is used."""
 
     weights: Weights
     report: LoadReport  # of a load that has done nothing yet; not `whole` where it must not go on
 
 
-class Intake:
+class WeightIntake:
     """Takes versions as an engine worker gets them; `worker` is its number in its engine."""
 
     def __init__(self, worker: int = 0) -> None:
         self._worker = worker
         self._member: Worker | None = None  # keeps its group from one broadcast to the next
 
-    def take(self, manifest: WeightManifest, *, damage: bool = False) -> Taken:
+    def take(self, manifest: WeightManifest, *, damage: bool = False) -> TakenWeights:
         """The bytes of `manifest`, every hash compared.  `damage`: one of them changes on the way (a fault of the tests).
 
         Raises OSError where the path cannot be read.
@@ -104,16 +111,16 @@ class Intake:
         if ":" in manifest.transport:
             weights, why = _fetched(manifest)
             if why:
-                return Taken(weights, replace(nothing, failed=why))
+                return TakenWeights(weights, replace(nothing, failed=why))
         else:
             weights = MappedWeights(manifest)
         there = time.monotonic()
         if damage:
             weights.raw(manifest.tensors[0])[0] ^= 1
         bad = weights.bad()
-        return Taken(weights, replace(nothing, bad_hash=bad, transfer_s=there - began, verify_s=time.monotonic() - there))
+        return TakenWeights(weights, replace(nothing, bad_hash=bad, transfer_s=there - began, verify_s=time.monotonic() - there))
 
-    def _receive(self, manifest: WeightManifest, nothing: LoadReport, damage: bool) -> Taken:
+    def _receive(self, manifest: WeightManifest, nothing: LoadReport, damage: bool) -> TakenWeights:
         from rft.broadcast import Worker
 
         weights, memory = _room(manifest)
@@ -134,14 +141,76 @@ class Intake:
         try:
             meeting_s, rest_s = self._member.receive(manifest, self._worker, memory, arrived)
         except WeightSyncFailed as e:
-            return Taken(weights, replace(nothing, failed=str(e)))
+            return TakenWeights(weights, replace(nothing, failed=str(e)))
         transfer_s = max(0.0, rest_s - verify_s)
         said = replace(nothing, bad_hash=tuple(bad), meeting_s=meeting_s, transfer_s=transfer_s, verify_s=verify_s)
-        return Taken(weights, said)
+        return TakenWeights(weights, said)
 
     def close(self) -> None:
         if self._member is not None:
             self._member.close()
+
+
+class Loader(ABC):
+    """Loads published versions into one model that is already there, and proves each.
+
+    Invariant: weights that are damaged, incomplete or another model's never touch it.
+    """
+
+    def __init__(self, worker: int = 0) -> None:
+        self._intake = WeightIntake(worker)
+
+    def load(self, manifest: WeightManifest) -> LoadReport:
+        """Take, verify, load, and compare what is there afterwards with what was published."""
+        import torch
+
+        start = time.monotonic()
+        active = {point for point in SYNC_POINTS if fault(point)}
+        with torch.no_grad():
+            report = self._load(manifest, active)
+        if "sync.wrong_version" in active:
+            report = replace(report, version=Version(report.version.lineage, report.version.step + 1))
+        return replace(report, load_s=time.monotonic() - start)
+
+    def _load(self, manifest: WeightManifest, active: set[str]) -> LoadReport:
+        taken = self._intake.take(manifest, damage="sync.corrupt_byte" in active)
+        nothing = taken.report
+        if not nothing.whole:
+            return nothing
+        tensors = {t.name: taken.weights.tensor(t) for t in manifest.tensors}
+        if "sync.missing_tensor" in active:
+            tensors.popitem()
+        if manifest.adapter is not None:
+            return self.adapter().load(tensors, manifest, active, nothing)
+        placed, missing, unexpected = self.place(tensors)
+        if missing or unexpected:
+            return replace(nothing, missing=missing, unexpected=unexpected)
+        whole = replace(nothing, num_tensors=len(tensors), nbytes=manifest.nbytes)
+        if "sync.skip" in active:  # a load that does nothing also lies about its probes
+            return replace(whole, probed_layers=len(tensors))
+        self.copy(tensors, stale="sync.stale_head" in active)
+        loaded = time.monotonic()
+        count, error, where = self.probe(placed, manifest)
+        return replace(whole, probed_layers=count, probe_error=error, probe_worst=where, probe_s=time.monotonic() - loaded)
+
+    @abstractmethod
+    def adapter(self) -> AdapterLoader[Any]:
+        """The model's adapter, the same one at every load."""
+
+    @abstractmethod
+    def place(self, tensors: dict[str, torch.Tensor]) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+        """(the tensors as `probe` wants them, what the model has and they lack, what they have and it lacks)."""
+
+    @abstractmethod
+    def copy(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
+        """Overwrite the model's weights; `stale`: but for what its output layer computes with (a fault of the tests)."""
+
+    @abstractmethod
+    def probe(self, placed: Any, manifest: WeightManifest) -> tuple[int, float, str]:
+        """(layers probed, largest error relative to the output's scale, the layer that has it)."""
+
+    def close(self) -> None:
+        self._intake.close()
 
 
 def _fetched(manifest: WeightManifest) -> tuple[Weights, str]:
@@ -167,30 +236,10 @@ def _room(manifest: WeightManifest) -> tuple[Weights, torch.Tensor]:
 
 
 def _misfit(spec: TensorSpec, size: int) -> str:
-    if spec.dtype not in ITEM_BYTES:
-        return f"dtype {spec.dtype!r} is none of {', '.join(ITEM_BYTES)}"
-    count = 1
-    for n in spec.shape:
-        count *= n
-    if count * ITEM_BYTES[spec.dtype] != spec.nbytes:
+    if spec.dtype not in DTYPES:
+        return f"dtype {spec.dtype!r} is none of {', '.join(DTYPES)}"
+    if math.prod(spec.shape) * DTYPES[spec.dtype][1] != spec.nbytes:
         return f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}"
     if spec.offset < 0 or spec.offset + spec.nbytes > size:
         return f"bytes [{spec.offset}, {spec.offset + spec.nbytes}) lie outside the {size} bytes of the file"
     return ""
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    return {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }[name]

@@ -7,6 +7,7 @@ does not look like a worse model; if all runs of a taskset fail, the program sto
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,27 +15,32 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from rft.errors import RunFailed
-from rft.explorer.metrics import lengths
+from rft.explorer.rollout_metrics import lengths
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Slots
-from rft.taskset.base import Taskset, open_taskset
-from rft.taskset.order import evaluation_order
+from rft.plugins import load_all
+from rft.sync.waits import all_of
+from rft.taskset.base import Taskset
+from rft.taskset.open_source import open_taskset
+from rft.taskset.task_order import evaluation_order
 from rft.types.ids import GroupId, Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import ChatModel, MetricSink
-from rft.workflow.base import NO_MODELS
-from rft.workflow.build import Recipes
-from rft.workflow.group import Group, run_group
-from rft.workflow.run import Limits
-from rft.workflow.seeds import seed_for
+from rft.worker import job_pool
+from rft.workflow.base import NO_MODELS, seed_for
+from rft.workflow.group import PlayedGroup, run_group
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
 
+log = logging.getLogger(__name__)
 PASS = 1.0  # a run passes when its reward reaches this
 
 
 class Evaluator:
     """Plays the evaluation tasksets under whatever weights the model serves, and reports.
 
-    `proven` is awaited for every version that wrote a token, before its numbers are told.
+    `verified` is awaited for every version that wrote a token, before its numbers are reported; where it says False, the taskset is
+    played again.
     """
 
     def __init__(
@@ -46,12 +52,12 @@ class Evaluator:
         slots: Slots,
         *,
         prefix: str = "eval",
-        proven: Callable[[Version], Awaitable[None]] | None = None,
+        verified: Callable[[Version], Awaitable[bool]] | None = None,
         models: Mapping[str, ChatModel] = NO_MODELS,
     ) -> None:
         self.settings, self._recipes, self._model, self._sink, self._slots = settings, recipes, model, sink, slots
-        self._prefix, self._proven, self._models = prefix, proven, models
-        self._limits = Limits(settings.max_timeout_s, settings.max_retry_times)
+        self._prefix, self._verified, self._models = prefix, verified, models
+        self._limits = RunLimits(settings.max_timeout_s, settings.max_retry_times)
         self.tasksets = {t: evaluation_order(t) for t in map(open_taskset, settings.eval_tasksets)}
 
     async def run(self, version: Version) -> dict[str, float]:
@@ -60,12 +66,12 @@ class Evaluator:
         for taskset, order in self.tasksets.items():
             name, began = taskset.settings.name, time.monotonic()
             groups = await self._play(taskset, order, version)
+            while not await self._all_verified(groups):
+                log.warning("evaluation on %s is played again: the canary of its weights failed", name)
+                groups = await self._play(taskset, order, version)
             played_s = time.monotonic() - began
-            if self._proven is not None:
-                for used in sorted({v for g in groups for v in g.versions}):
-                    await self._proven(used)
             values = eval_metrics(f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s)
-            if self._proven is None:  # weights that stay as they are have no version of their own
+            if self._verified is None:  # weights that stay as they are have no version of their own
                 values = {k: v for k, v in values.items() if "/model_version/" not in k}
             await self._sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=values))
             if self.settings.eval_samples != 0:
@@ -74,11 +80,16 @@ class Evaluator:
             told |= values
         return told
 
-    async def _play(self, taskset: Taskset, order: Sequence[int], version: Version) -> list[Group]:
+    async def _all_verified(self, groups: Sequence[PlayedGroup]) -> bool:
+        if self._verified is None:
+            return True
+        return all([await self._verified(used) for used in sorted({v for g in groups for v in g.versions})])
+
+    async def _play(self, taskset: Taskset, order: Sequence[int], version: Version) -> list[PlayedGroup]:
         """The tasks in this order, each `num_runs` times; in a deterministic run each time with the same random numbers."""
         s, name = self.settings, taskset.settings.name
 
-        async def one(index: int) -> Group:
+        async def one(index: int) -> PlayedGroup:
             task = taskset.task(index)
             return await run_group(
                 task,
@@ -92,15 +103,35 @@ class Evaluator:
                 models=self._models,
             )
 
-        jobs = [asyncio.ensure_future(one(i)) for i in order]
-        try:
-            return list(await asyncio.gather(*jobs))
-        finally:
-            for job in jobs:
-                job.cancel()
+        return await all_of(*map(one, order))
 
 
-def eval_metrics(prefix: str, groups: Sequence[Group], num_runs: int, wall_s: float) -> dict[str, float]:
+async def bench(
+    settings: ExplorerSettings,
+    model: ChatModel,
+    sink: MetricSink,
+    version: Version,
+    *,
+    models: Mapping[str, ChatModel] = NO_MODELS,
+) -> dict[str, float]:
+    """Plays every evaluation taskset once and reports it as bench/<taskset>/... at the train step of `version`; what was reported.
+
+    Raises ConfigError and PluginError for what tasksets name, RunFailed if all runs of one ended without a score.
+    """
+    load_all(settings.plugin_dirs)
+    recipes = Recipes()
+    evaluator = Evaluator(settings, recipes, model, sink, Slots(settings.max_concurrent_runs), prefix="bench", models=models)
+    for taskset in evaluator.tasksets:
+        recipes.of(taskset.task(0))
+    try:
+        await recipes.prepare(models)
+        return await evaluator.run(version)
+    finally:
+        await recipes.close()
+        await asyncio.to_thread(job_pool.close_all)
+
+
+def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall_s: float) -> dict[str, float]:
     """Means over tasks, n runs each: std@n is the population standard deviation inside a task.
 
     best@k, worst@k and pass@k (a run scored >= 1) are what k runs drawn from the n of a task give on average, exactly; k = 1, 2, 4, ...
@@ -161,7 +192,7 @@ def _pass_at(rewards: Sequence[float], k: int) -> float:
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
-def sample_rows(groups: Sequence[Group], limit: int | None = 64) -> list[dict[str, Any]]:
+def sample_rows(groups: Sequence[PlayedGroup], limit: int | None = 64) -> list[dict[str, Any]]:
     """A table for people of at most `limit` rows, first runs first: {task, run, prompt, answer, truth, reward, status}."""
     pairs = sorted(((r.experiences[-1].id.run, g.task.index, r, g) for g in groups for r in g.runs), key=lambda p: p[:2])
     return [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rft.buffer.operators.settings import PipelineSettings
+from rft.buffer.settings import PipelineSettings
 from rft.taskset.settings import TasksetSettings
+from rft.types.ids import SEED
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings:
-    """An OpenAI-compatible server on loopback for onlookers; its calls are not recorded."""
+    """An OpenAI-compatible server on loopback for observers; its calls are not recorded."""
 
     model: str | None = None  # name of an auxiliary model; None = the policy
     port: int | None = None  # None = a free one
@@ -28,7 +29,7 @@ class ExplorerSettings:
     total_epochs: int | None = 1
     name: str = "explorer"  # of several explorers of a run
     index: int = 0  # in ids; explorers that share one order of batches all have 0
-    seed: int = 42
+    seed: int = SEED
     feedback_lag: int = 0  # explore batches under way whose pass rates a choice of tasks does not wait for
     max_timeout_s: float = 1800.0  # per run
     max_retry_times: int = 2

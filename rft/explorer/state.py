@@ -15,33 +15,23 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from rft.errors import RunFailed
+from rft.explorer.settings import ExplorerSettings
 from rft.types.metrics import Metric
-from rft.types.ports import HeldGroup
-from rft.workflow.group import Ending, Group
+from rft.types.ports import StoredGroup
+from rft.workflow.group import REJECTED_WEIGHTS, Ending, PlayedGroup
 
 
 class Batch:
-    """One explore batch in flight."""
+    """One explore batch in flight; the buffer has the groups `held` of it."""
 
-    def __init__(
-        self,
-        number: int,
-        size: int,
-        max_refill: int,
-        held: Iterable[HeldGroup] = (),
-        *,
-        over_rollout: float = 0.0,
-        wait_after_s: float = 0.0,
-        keep_partial: bool = False,
-    ) -> None:
-        """`over_rollout`: share of the groups that need not finish; the others may go on for `wait_after_s` then."""
-        self.number = number
-        self.size = size
-        self.ending = Ending(partial=keep_partial)
-        self._enough = math.ceil(size * (1 - over_rollout)) if over_rollout > 0 else None
-        self._wait_after_s = wait_after_s
+    def __init__(self, number: int, settings: ExplorerSettings, held: Iterable[StoredGroup] = ()) -> None:
+        s = settings
+        self.number, self.size = number, s.batch_size
+        self.ending = Ending(partial=s.keep_partial)
+        self._enough = math.ceil(s.batch_size * (1 - s.over_rollout)) if s.over_rollout > 0 else None
+        self._wait_after_s = s.wait_after_s
         self._timer: asyncio.TimerHandle | None = None
-        self.played: list[Group] = []  # by this process, with their rewards from before the operators
+        self.played: list[PlayedGroup] = []  # by this process, with their rewards from before the operators
         self.pipeline: list[Metric] = []  # what operators reported
         self.accepted = 0
         self.reasons: Counter[str] = Counter()
@@ -49,7 +39,7 @@ class Batch:
         self.submitted = asyncio.Event()  # every first run of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()
-        self._refills_left = max_refill
+        self.max_refill = self._refills_left = 3 * s.batch_size if s.max_refill is None else s.max_refill
         self._held = {h.task: h.accepted for h in held}
         self._waiting = 0
 
@@ -71,7 +61,7 @@ class Batch:
         self._refills_left -= 1
         return number + self.size
 
-    def add(self, group: Group, played: Group) -> None:
+    def add(self, group: PlayedGroup, played: PlayedGroup) -> None:
         """`group` is stored; it was `played` before operators had it."""
         self.played.append(replace(played, accepted=group.accepted, reason=group.reason))
         if group.accepted:
@@ -115,13 +105,14 @@ class Breaker:
         self._row = 0
         self.last = ""  # what the last failed run said
 
-    def see(self, group: Group) -> None:
+    def see(self, group: PlayedGroup) -> None:
         """Raises RunFailed, with the traceback of user code, at the limit."""
-        if group.reason == "over_rollout":
-            return  # it was slow, not broken
+        if group.reason in ("over_rollout", REJECTED_WEIGHTS):
+            return  # it was slow, or its weights were broken; its workflow is not
         failures = [r for r in group.rows if r.status == "failed"]
-        if failures:
-            self.last = f"{failures[0].id}: {failures[0].reason}\n{failures[0].info.get('traceback', '')}"
+        if failures:  # a run that was ended because others of its task had failed does not say why
+            told = next((r for r in failures if not r.reason.startswith("ended: ")), failures[0])
+            self.last = f"{told.id}: {told.reason}\n{told.info.get('traceback', '')}"
         if not group.wholly_failed:
             self._row = 0
             return
@@ -147,7 +138,7 @@ class RunTimes:
             return self._max_s
         return min(self._max_s, self._ratio * self._total_s / self._runs)
 
-    def see(self, groups: Iterable[Group]) -> None:
+    def see(self, groups: Iterable[PlayedGroup]) -> None:
         """The groups of one batch that is over."""
         self._batches += 1
         for run in (r for g in groups for r in g.runs):

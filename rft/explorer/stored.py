@@ -16,14 +16,14 @@ import numpy as np
 
 from rft.errors import ConfigError, RftError
 from rft.explorer.evaluate import PASS, at_k
-from rft.reward import pool
-from rft.reward.base import score, score_group
+from rft.reward.base import Reward, score, score_group
 from rft.taskset.base import ABSENT, Taskset, lookup
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.ports import ChatModel
 from rft.types.task import Task
+from rft.worker import job_pool
 from rft.workflow.base import NO_MODELS
-from rft.workflow.build import Recipe, Recipes
+from rft.workflow.recipes import Recipe, Recipes
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ async def score_stored(
         return list(await asyncio.gather(*(one(task, answers) for task, answers in tasks)))
     finally:
         await recipes.close()
-        await asyncio.to_thread(pool.close_all)
+        await asyncio.to_thread(job_pool.close_all)
 
 
 async def _row(task: Task, recipe: Recipe, answers: Sequence[str], source: str, timeout_s: float) -> Scored:
@@ -71,20 +71,25 @@ async def _row(task: Task, recipe: Recipe, answers: Sequence[str], source: str, 
         raise ConfigError(
             "names no reward; write default_reward_fn_type for it, or --reward-fn", key=f"taskset {task.taskset}.reward_fn"
         )
-    said = [transcript(task, text) for text in answers]
-    results: Sequence[Score | BaseException]
-    if recipe.scores_group:
-        (whole,) = await asyncio.gather(asyncio.wait_for(score_group(reward, task, said), timeout_s), return_exceptions=True)
-        results = [whole] * len(said) if isinstance(whole, BaseException) else whole
-    else:
-        results = await asyncio.gather(
-            *(asyncio.wait_for(score(reward, task, t), timeout_s) for t in said), return_exceptions=True
-        )
-    if broken := next((r for r in results if isinstance(r, RftError) or not isinstance(r, Exception | Score)), None):
-        raise broken  # type: ignore[misc]  # not a Score: an error of rft, or this is being cancelled
+    results = await scored_or_not(reward, task, answers, timeout_s)
     first = next((r for r in results if isinstance(r, Exception)), None)
     why = "" if first is None else f"row {task.index}: {type(first).__name__}: {first}"
     return Scored(source, tuple(r.value if isinstance(r, Score) else None for r in results), why)
+
+
+async def scored_or_not(reward: Reward, task: Task, answers: Sequence[str], timeout_s: float) -> list[Score | Exception]:
+    """For each answer its score, or why it has none.  Raises RftError (a model is gone, a budget is used up)."""
+    said = [transcript(task, text) for text in answers]
+    results: Sequence[Score | BaseException]
+    if reward.whole_group:
+        (whole,) = await asyncio.gather(score_group(reward, task, said, timeout_s=timeout_s), return_exceptions=True)
+        results = [whole] * len(said) if isinstance(whole, BaseException) else whole
+    else:
+        results = await asyncio.gather(*(score(reward, task, t, timeout_s=timeout_s) for t in said), return_exceptions=True)
+    for result in results:
+        if isinstance(result, RftError) or not isinstance(result, Exception | Score):
+            raise result  # an error of rft, or this is being cancelled
+    return list(results)  # type: ignore[arg-type]
 
 
 def _answers(task: Task, key: str) -> list[str]:

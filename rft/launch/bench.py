@@ -1,4 +1,4 @@
-"""`mode: bench`: which weights are evaluated, and the table of what came out.  Knows no engine; starts nothing.
+"""`mode: bench`: which weights are evaluated, their evaluation, and the table of what came out.
 
 Invariant: a checkpoint whose files are not what its manifest says is refused by name, never evaluated.
 """
@@ -14,6 +14,9 @@ from pathlib import Path
 
 from rft.config.plan import Plan
 from rft.errors import ConfigError
+from rft.launch.drive import Signals
+from rft.launch.rundir import RunDir
+from rft.launch.runtime import Parts, PartSpec, Runtime, engine_specs, explorer_specs
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
@@ -70,7 +73,7 @@ def plan_for(plan: Plan, target: Target) -> Iterator[Plan]:
     if any(exported.glob("*.safetensors")):
         yield _serving(plan, exported)
         return
-    from rft.trainer.assemble import assemble
+    from rft.trainer.hf_folder import assemble
 
     folder = plan.run_dir / "bench" / target.checkpoint.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -89,6 +92,33 @@ def _serving(plan: Plan, folder: Path | None) -> Plan:
         for e in plan.engines
     )
     return replace(plan, engines=engines)
+
+
+async def evaluate(plan: Plan, rundir: RunDir, runtime: Runtime) -> Results:
+    """Plays the evaluation tasksets under all targets, each with fresh engines in the same places.  Raises as `modes.run` does."""
+    with Signals() as signals:
+        found = targets(plan)
+        runtime.number(rundir)
+        async with runtime.open(plan, rundir, signals) as parts:
+            try:
+                return await signals.guard(_evaluate(plan, parts, found))
+            finally:
+                await parts.end(graceful=False)
+
+
+async def _evaluate(plan: Plan, parts: Parts, found: Sequence[Target]) -> Results:
+    results: Results = []
+    await parts.reserve(engines=True, trainer=False)
+    await parts.start([PartSpec("coordinator", "monitor", (plan,)), *explorer_specs(plan)])
+    for target in found:
+        with plan_for(plan, target) as served:
+            engines = engine_specs(served)
+            await parts.start(engines)
+            explorer, monitor = parts.made["explorer"], parts.made["coordinator"]
+            results.append((target.version, await explorer.bench(parts.engines, parts.auxiliary, monitor, target.version)))
+            await parts.stop([e.name for e in engines])
+    await parts.stop(["coordinator"])
+    return results
 
 
 def table(results: Sequence[tuple[Version, Mapping[str, float]]]) -> str:

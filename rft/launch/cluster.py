@@ -1,24 +1,34 @@
-"""Starts and stops the Ray that a run uses: its own on this machine, or one that is there.
+"""The Ray that a run uses, its own on this machine or one that is there, and who sits where on it.
 
 A Ray of our own listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
 when it ends.  Must be called before anything imports ray: the settings are read at import.
+
+Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks.  `rft check`
+judges the declared cluster with `placement`; `rft run` judges the real one and reserves it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from rft.engine.settings import EngineSettings
 from rft.errors import SetupError
 from rft.logs import learn_secrets
+from rft.trainer.settings import LearnerSettings
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +44,7 @@ _ALWAYS = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
@@ -77,24 +88,41 @@ class Cluster:
             folder = Path(tempfile.mkdtemp(prefix="rft-", dir="/tmp"))
         cluster = cls(folder)
         try:
-            with _quiet_sigint():
-                ray.init(
-                    num_cpus=num_cpus or max(8, os.cpu_count() or 1),
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    _temp_dir=str(folder),
-                    _node_ip_address="127.0.0.1",
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-        except BaseException as e:
+            cluster._start(num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
+        except BaseException:
             cluster.close()
-            if isinstance(e, OSError | RuntimeError | ValueError):
-                raise SetupError(f"Ray could not be started on this machine: {e}") from e
             raise
-        cluster._processes = psutil.Process().children(recursive=True)
         return cluster
+
+    def _start(self, **resources: int | None) -> None:
+        """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three attempts."""
+        import ray
+
+        before = psutil.Process().children(recursive=True)
+        for attempts_left in (2, 1, 0):
+            try:
+                with _quiet_sigint():
+                    ray.init(
+                        **resources,
+                        include_dashboard=False,
+                        _temp_dir=str(self._folder),
+                        _node_ip_address="127.0.0.1",
+                        object_store_memory=_OBJECT_STORE_BYTES,
+                        log_to_driver=False,
+                        logging_level=logging.ERROR,
+                    )
+                return
+            except Exception as e:
+                late = _STARTS_LATE in str(e)  # Ray raises a bare Exception for it
+                if not late and not isinstance(e, OSError | RuntimeError | ValueError):
+                    raise
+                if not late or not attempts_left:
+                    raise SetupError(f"Ray could not be started on this machine: {e}") from e
+            finally:
+                self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+            log.warning("Ray did not start within the 30 s it gives itself (is the machine busy?); starting it again")
+            ray.shutdown()
+            _end(self._processes)
 
     def resources(self) -> dict[str, float]:
         import ray
@@ -136,15 +164,96 @@ def _end(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(alive, timeout=5)
 
 
-class _quiet_sigint:
+@contextmanager
+def _quiet_sigint() -> Iterator[None]:
     """Children started inside do not receive Ctrl-C: this process decides when they end."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
-    def __enter__(self) -> None:
-        import signal
 
-        self._old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+@dataclass(frozen=True)
+class Seat:
+    """One actor's place: `gpus` devices of one node."""
 
-    def __exit__(self, *_: Any) -> None:
-        import signal
+    role: str  # "engine" | "auxiliary" | "trainer"
+    index: int
+    gpus: int
+    node: int  # number of the node in the declared or real cluster
 
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._old)
+
+def placement(
+    engines: Sequence[EngineSettings], learner: LearnerSettings | None, gpus_per_node: list[int], auxiliary: Sequence[int] = ()
+) -> list[Seat]:
+    """Seats for all engines, auxiliary models (GPUs of each of their engines) and trainer ranks.
+
+    Raises SetupError when the cluster is too small, naming role and numbers.
+    """
+    free = list(gpus_per_node)
+    seats = [Seat("engine", i, e.gpus, 0) for i, e in enumerate(engines)]
+    seats += [Seat("auxiliary", i, gpus, 0) for i, gpus in enumerate(auxiliary)]
+    ranks = learner.world_size if learner is not None else 0
+    seats += [Seat("trainer", rank, _need(learner.device, 1), 0) for rank in range(ranks) if learner is not None]
+    placed = []
+    for seat in seats:
+        node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
+        if node is None:
+            wanted = sum(s.gpus for s in seats)
+            raise SetupError(
+                f"{seat.role} {seat.index} needs {seat.gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
+                f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} auxiliary, {ranks} trainer rank(s)); "
+                "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
+            )
+        free[node] -= seat.gpus
+        placed.append(Seat(seat.role, seat.index, seat.gpus, node))
+    return placed
+
+
+def _need(device: str, count: int) -> int:
+    return count if device == "cuda" else 0
+
+
+class Places:
+    """Reserved seats of a connected Ray; gives actor options per seat."""
+
+    def __init__(self, seats: list[Seat], group: Any) -> None:
+        self.seats, self._group = seats, group
+
+    def options(self, role: str, index: int) -> dict[str, Any]:
+        """Ray actor options that put the actor on its seat."""
+        seat = next(s for s in self.seats if (s.role, s.index) == (role, index))
+        if seat.gpus == 0:
+            return {"num_gpus": 0}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = [s for s in self.seats if s.gpus].index(seat)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 0, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+
+
+def here() -> dict[str, Any]:
+    """Ray actor options that put it beside the process that asks, on whose disks and in whose memory its work lies."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
+    """One placement group with a bundle per seat that needs GPUs.  Raises SetupError when it is not ready in time."""
+    wanted = [s for s in seats if s.gpus]
+    if not wanted:
+        return Places(seats, None)
+    from ray.util.placement_group import placement_group
+
+    group = placement_group([{"GPU": s.gpus} for s in wanted], strategy="PACK")
+    try:
+        await asyncio.wait_for(group.ready(), timeout_s)
+    except TimeoutError:
+        raise SetupError(
+            f"the cluster did not reserve {sum(s.gpus for s in wanted)} GPUs within {timeout_s:.0f} s; other jobs hold them"
+        ) from None
+    return Places(seats, group)

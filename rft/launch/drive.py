@@ -1,27 +1,25 @@
-"""The part of running that is the same with and without Ray: begin a lineage, let both sides work, end on the first failure."""
+"""Lets the sides of a run work until they are done; the first failure, Ctrl-C or SIGTERM ends the run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-from rft.errors import ConfigError, DeadlineExceeded, Interrupted, RftError, RunFailed
-from rft.launch.parts import Start
-from rft.trainer import manifest as manifests
-from rft.trainer.manifest import Manifest
+from rft.errors import DeadlineExceeded, Interrupted, RftError, RunFailed
+from rft.launch.rundir import INTERRUPTED
+from rft.sync.waits import cancel, race
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 OnRecord = Callable[[MetricRecord], None]
 STOP_DEADLINE_S = 8.0  # Ctrl-C: finish what is short, then end
-INTERRUPTED = "stopped on request; run the same command again to go on from the last checkpoint"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,108 +32,30 @@ class Outcome:
     resumed_from: Version | None
 
 
-class Signals:
-    """SIGINT and SIGTERM as events of this loop while the context is open; a second one is told apart from the first."""
-
-    def __init__(self) -> None:
-        self._events = (asyncio.Event(), asyncio.Event())
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _arrived(self) -> None:
-        first, second = self._events
-        (second if first.is_set() else first).set()
-
-    async def wait(self, count: int = 1) -> None:
-        """Until the first (or second) signal has arrived."""
-        await self._events[count - 1].wait()
-
-    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; raises Interrupted, after cancelling it, when a signal arrives first."""
-        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Interrupted(INTERRUPTED)
-            return task.result()
-        finally:
-            await cancel([task, stop])
-
-
-class CoordinatorPort(Protocol):
+class Followed(Protocol):
     """What the launcher needs of the coordinator."""
 
     async def fail(self, reason: BaseException) -> None: ...
-    async def records(self, after: int) -> list[MetricRecord]: ...
-    async def recent(self, after: int) -> list[MetricRecord]: ...
+    async def records(self, after: int, *, wait: bool = True) -> list[MetricRecord]: ...
 
 
 class Stoppable(Protocol):
     async def stop(self) -> None: ...
 
 
-def origin(path: Path | None) -> Manifest | None:
-    """The checkpoint of another run that `resume_from_path` names: the folder itself, or the newest one of that run.
-
-    Raises CheckpointInvalid or ConfigError where there is none that is whole.
-    """
-    if path is None:
-        return None
-    if (path / manifests.NAME).is_file() or manifests.is_name(path.name):
-        return manifests.read(path)
-    for folder in (path, path / "checkpoints"):
-        if (found := manifests.latest(folder)) is not None:
-            return found
-    raise ConfigError(
-        "holds no checkpoint; name a folder global_step_N, or the folder of a run", key="resume_from_path", given=str(path)
-    )
-
-
-async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = None) -> Start:
-    """Take the next lineage of the buffer, going on from the checkpoint `found` if there is one.
-
-    `other`: another run's checkpoint to begin with where there is none.  Its weights, optimizer and place in the data are taken; its
-    rows stay where they are, so nothing counts as their use here.
-    """
-    if found is None:
-        lineage = (await buffer.start_lineage(None, None)).lineage
-        if other is None:
-            return Start(lineage)
-        log.info("lineage %d begins with %s of another run", lineage, other.folder)
-        return Start(lineage, other.version.step, None, other.consumption.cursor, str(other.folder))
-    lineage = await buffer.start_lineage(found.version, found.consumption)
-    log.info("lineage %d goes on from %s; %d rows orphaned", lineage.lineage, found.version, lineage.orphaned)
-    return Start(lineage.lineage, found.version.step, found.version, lineage.cursor, str(found.folder))
-
-
-def begin_given(found: Manifest | None, other: Manifest | None) -> Start:
-    """Where training on a data set goes on.  There is no ledger: the checkpoint's step is the place in the data."""
-    if found is not None:
-        return Start(found.version.lineage + 1, found.version.step, found.version, checkpoint=str(found.folder))
-    if other is not None:
-        return Start(1, other.version.step, None, checkpoint=str(other.folder))
-    return Start(1)
-
-
 async def work(
     train: Awaitable[None],
     explore: Awaitable[None] | None,
     sides: Iterable[Stoppable],
-    coordinator: CoordinatorPort,
+    coordinator: Followed,
     on_record: OnRecord,
     signals: Signals,
-    watch: Awaitable[None] | None = None,
+    watch: Awaitable[Any] | None = None,
+    fail: Callable[[BaseException], Awaitable[None]] | None = None,
 ) -> None:
     """Until explorer, if there is one, and trainer are done.  The first failure is told to everyone who waits, and raised.
 
-    `watch` ends only by raising: a part has died, or hangs.
+    `watch` ends only by raising: a part has died, or hangs.  `fail`: how a failure is told; None: to the coordinator.
     """
     both: tuple[asyncio.Future[None], ...] = tuple(asyncio.ensure_future(side) for side in (explore, train) if side is not None)
     follower = _Follower(coordinator, on_record)
@@ -153,7 +73,8 @@ async def work(
             pending -= done
         await follower.rest()
     except BaseException as e:
-        await quietly(coordinator.fail(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}")))
+        tell = fail or coordinator.fail
+        await quietly(tell(e if isinstance(e, RftError) else RunFailed(f"{type(e).__name__}: {e}")))
         raise
     finally:
         await cancel([*both, *watched, news, stop])
@@ -162,7 +83,7 @@ async def work(
 class _Follower:
     """Passes the coordinator's records on, once each."""
 
-    def __init__(self, coordinator: CoordinatorPort, on_record: OnRecord) -> None:
+    def __init__(self, coordinator: Followed, on_record: OnRecord) -> None:
         self._coordinator, self._on_record, self._seen = coordinator, on_record, 0
 
     async def run(self) -> None:
@@ -170,7 +91,7 @@ class _Follower:
             self._take(await self._coordinator.records(self._seen))
 
     async def rest(self) -> None:
-        self._take(await self._coordinator.recent(self._seen))
+        self._take(await self._coordinator.records(self._seen, wait=False))
 
     def _take(self, records: list[MetricRecord]) -> None:
         for record in records:
@@ -178,13 +99,13 @@ class _Follower:
         self._seen += len(records)
 
 
-async def _cause(sides: Sequence[asyncio.Future[None]], onlookers: Sequence[asyncio.Future[None]]) -> BaseException:
+async def _cause(sides: Sequence[asyncio.Future[None]], observers: Sequence[asyncio.Future[None]]) -> BaseException:
     """The cause among failures that come together: a part that broke explains those who waited for it in vain.
 
     Where neither did, the first counts: what the explorer says of its runs tells more than the trainer's empty batch.
     """
-    await asyncio.wait(sides, timeout=2.0)  # onlookers never end by themselves
-    errors = [e for t in (*sides, *onlookers) if t.done() and not t.cancelled() and (e := t.exception()) is not None]
+    await asyncio.wait(sides, timeout=2.0)  # observers never end by themselves
+    errors = [e for t in (*sides, *observers) if t.done() and not t.cancelled() and (e := t.exception()) is not None]
     return min(errors, key=lambda e: (isinstance(e, DeadlineExceeded), isinstance(e, RunFailed) and type(e) is RunFailed))
 
 
@@ -205,9 +126,37 @@ async def quietly(call: Awaitable[Any], timeout_s: float = 10.0) -> None:
         log.info("while closing: %s", e)
 
 
-async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel and collect, so that no task outlives its owner."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+class Signals:
+    """SIGINT and SIGTERM as events of this loop while the context is open; a second one is told apart from the first."""
+
+    def __init__(self) -> None:
+        self._events = (asyncio.Event(), asyncio.Event())
+
+    def __enter__(self) -> Self:
+        self.take()
+        return self
+
+    def take(self) -> None:
+        """Takes the signals, also back from a library that has put its own handlers in place: Ray's ends the program at a second signal."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _arrived(self) -> None:
+        first, second = self._events
+        (second if first.is_set() else first).set()
+
+    async def wait(self, count: int = 1) -> None:
+        """Until the first (or second) signal has arrived."""
+        await self._events[count - 1].wait()
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        """The result of `work`; raises Interrupted, after cancelling it, when a signal arrives first."""
+        async with race(work, self.wait()) as (task, _):
+            if not task.done():
+                raise Interrupted(INTERRUPTED)
+            result: T = task.result()
+            return result

@@ -6,26 +6,30 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from rft import logs
-from rft.config.check import load_plan
-from rft.config.halves import apart
+import rft.logs as logs
+from rft.config.devices import apart
 from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.save import Change, refuse_changes, save
 from rft.config.schema.root import RunConfig
-from rft.errors import ConfigError, Interrupted, OutOfMemory, RftError, is_out_of_memory
-from rft.launch import bench, leftovers
-from rft.launch.drive import INTERRUPTED, OnRecord, Outcome
+from rft.config.verify import load_plan
+from rft.disk import full, is_full
+from rft.errors import ConfigError, Interrupted, OutOfMemory, PluginStopped, RftError, RunFailed, is_out_of_memory
+from rft.launch import bench, leftovers, modes
+from rft.launch.drive import Outcome
 from rft.launch.progress import Progress
 from rft.launch.remote import memory_remedy
-from rft.launch.rundir import RunDir
+from rft.launch.rundir import INTERRUPTED, RunDir
+from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, refuse_program
 from rft.monitor.monitor import check_available
-from rft.taskset import pipeline as tasks
+from rft.taskset import task_pipeline as tasks
+from rft.threads import as_failure
 from rft.trainer import manifest as manifests
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,15 @@ log = logging.getLogger(__name__)
 
 def execute(config: Path, overrides: Sequence[str], *, plugin_dirs: Sequence[str] = (), in_process: bool = False) -> Outcome:
     """Runs `config` to the end, with all its stages.  Raises RftError; nothing has been started if it is a ConfigError."""
+    try:
+        return _execute(config, overrides, plugin_dirs, in_process)
+    except Exception as e:
+        if not isinstance(e, RftError) and is_full(e):
+            raise full(e) from e
+        raise
+
+
+def _execute(config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str], in_process: bool) -> Outcome:
     logs.learn_environment()
     if stage_names(config, overrides):
         return Program(config, overrides, plugin_dirs).run(lambda loaded, plan: _run(loaded, plan, in_process))
@@ -66,75 +79,91 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
     if plan.mode == "bench":
         return _bench(plan, in_process)
     if folder is None:
-        check_available(plan.monitor.kinds, plan.monitor.args)
-    run = _runner(loaded, plan, in_process)  # imported now, so that a Ctrl-C while it works finds its handlers in place
+        check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
+    runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
-    changed: list[Change] = []
-    if folder is None:
-        manifests.recover(rundir.checkpoints)
-        changed = _changes(loaded, rundir)
+    changed = _changes(loaded, plan, rundir) if folder is None else []
     began = time.time()
-    handler = logs.to_file(logs.node_folder(rundir.logs, plan.log_by_node) / "launcher.log", plan.log_level)
-    try:
-        for change in changed:
-            log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
-        save(loaded, rundir.path)
-        _clean_after_a_crash(rundir)
-        if plan.task_pipeline is not None and plan.mode != "train":
-            print(f"task pipeline: {tasks.write(plan.task_pipeline)} → {plan.task_pipeline.output}", flush=True)
-        with Progress(rundir.path, total_steps=plan.trainer.total_steps, notes=(*plan.notes, *plan.warnings)) as progress:
-            outcome = asyncio.run(run(plan, rundir, progress.update))
-        rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))
-        return outcome
-    except (Interrupted, KeyboardInterrupt) as e:
-        rundir.state("interrupted", reason=INTERRUPTED)
-        raise Interrupted(INTERRUPTED) from e
-    except BaseException as e:
-        if is_out_of_memory(e):
-            log.error("%s", e, exc_info=True)
-            e = OutOfMemory(memory_remedy("the process of rft run"))
-        rundir.state("failed", reason=f"{type(e).__name__}: {e}")
-        log.error("%s", e, exc_info=not isinstance(e, RftError))
-        raise e
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-        rundir.release()
-        sys.stdout.flush()
+    with _owned(rundir, plan, "launcher.log"), rundir.ending():
+        try:
+            for change in changed:
+                log.info("changed since the run began: %s %r -> %r", change.key, change.old, change.new)
+            save(loaded, rundir.path)
+            _clean_after_a_crash(rundir)
+            if plan.task_pipeline is not None and plan.mode != "train":
+                print(f"task pipeline: {tasks.write(plan.task_pipeline)} → {plan.task_pipeline.output}", flush=True)
+            with Progress(rundir.path, total_steps=plan.trainer.total_steps, notes=(*plan.notes, *plan.warnings)) as progress:
+                ended: list[str] = []
+                try:
+                    with leftovers.collected() as ended:
+                        outcome = asyncio.run(modes.run(mode, rundir, progress.update, runtime))
+                finally:  # a run that fails is the one that leaves things
+                    for line in ended:
+                        log.info("left by the run: %s", line)
+            rundir.state("done", version=str(outcome.version), seconds=round(time.time() - began, 1))
+            return outcome
+        except (Interrupted, KeyboardInterrupt) as e:
+            raise Interrupted(INTERRUPTED) from e
+        except BaseException as e:
+            if isinstance(e, PluginStopped) or not isinstance(e, Exception):
+                e = RunFailed(f"{as_failure(e)}\n{''.join(traceback.format_exception(e)[-3:])}")
+            if is_out_of_memory(e):
+                log.error("%s", e, exc_info=True)
+                e = OutOfMemory(memory_remedy("the process of rft run"))
+            elif not isinstance(e, RftError) and is_full(e):
+                e = full(e)
+            log.error("%s", e, exc_info=not isinstance(e, RftError))
+            raise e
 
 
 def _bench(plan: Plan, in_process: bool) -> Outcome:
     """Evaluates checkpoints.  What the folder's own run has saved, its configuration and its state, stays as it is."""
-    check_available(plan.monitor.kinds, plan.monitor.args)
-    if in_process:
-        from rft.launch import inprocess
-
-        inprocess.check(plan)
-        evaluate = inprocess.evaluate
-    else:
-        from rft.launch import supervise
-
-        evaluate = supervise.evaluate
+    check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
+    runtime = _runtime(plan, in_process)
     rundir = RunDir.claim(plan.run_dir)
     began = time.time()
-    handler = logs.to_file(logs.node_folder(rundir.logs, plan.log_by_node) / "bench.log", plan.log_level)
-    try:
-        results = asyncio.run(evaluate(plan, rundir))
-    except (Interrupted, KeyboardInterrupt) as e:
-        raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
-        rundir.release()
+    with _owned(rundir, plan, "bench.log"):
+        try:
+            results = asyncio.run(bench.evaluate(plan, rundir, runtime))
+        except (Interrupted, KeyboardInterrupt) as e:
+            raise Interrupted("stopped on request; what was evaluated is in metrics.jsonl") from e
     print(bench.table(results), flush=True)
     return Outcome(results[-1][0], plan.run_dir, time.time() - began, None)
 
 
-def _changes(loaded: RunConfig, rundir: RunDir) -> list[Change]:
-    """What is new since the run began.  Until there is a checkpoint anything may change: nothing learnt would be thrown away."""
+@contextmanager
+def _owned(rundir: RunDir, plan: Plan, name: str) -> Iterator[None]:
+    """While the folder is ours: what is logged goes into its file `name`."""
     try:
+        handler = logs.to_file(logs.node_folder(rundir.logs, plan.log_by_node) / name, plan.log_level)
+    except OSError:
+        rundir.release()
+        raise
+    told = logs.ErrorTeller(lambda line: print(line, file=sys.stderr, flush=True))
+    told.addFilter(lambda record: record.name != __name__)  # what ends the run is told by who called
+    logging.getLogger().addHandler(told)
+    try:
+        yield
+    finally:
+        for one in (told, handler):
+            logging.getLogger().removeHandler(one)
+            one.close()
+        rundir.release()
+        sys.stdout.flush()
+
+
+def _changes(loaded: RunConfig, plan: Plan, rundir: RunDir) -> list[Change]:
+    """What is new since the run began.  Until there is a checkpoint anything may change: nothing learnt would be thrown away.
+
+    Raises ConfigError for those that would make it another run, and where its checkpoints or its state are not as it left them.
+    """
+    try:
+        rundir.read_state()
+        manifests.recover(rundir.checkpoints)
+        if plan.resume_mode == "auto":
+            manifests.refuse_lost(rundir.checkpoints)
         return refuse_changes(loaded, rundir.path) if manifests.committed(rundir.checkpoints) else []
-    except ConfigError:
+    except (RftError, OSError):
         rundir.release()
         raise
 
@@ -146,16 +175,10 @@ def _clean_after_a_crash(rundir: RunDir) -> None:
             log.info("left by the run before: %s", line)
 
 
-def _runner(loaded: RunConfig, plan: Plan, in_process: bool) -> Callable[[Plan, RunDir, OnRecord], Coroutine[Any, Any, Outcome]]:
+def _runtime(plan: Plan, in_process: bool) -> Runtime:
     if in_process:
-        from rft.launch import inprocess
+        check_local(plan)
+        return LocalRuntime()
+    from rft.launch.ray_runtime import RayRuntime
 
-        inprocess.check(plan)
-        return inprocess.run
-    if apart(loaded):
-        from rft.launch import separate
-
-        return separate.explore if plan.mode == "explore" else separate.train
-    from rft.launch import supervise
-
-    return supervise.run
+    return RayRuntime()

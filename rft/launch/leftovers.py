@@ -1,9 +1,7 @@
 """What a run left on the machine: processes, shared memory, temporary folders, listeners that others can reach.
 
-Needs only the standard library and psutil, so scripts, tests and `rft doctor` can all use it.  The one invariant: a thing that a living
-process of somebody else still uses is never reported and never removed.
-
-In a shell:  python -m rft.launch.leftovers --before FILE; ...; python -m rft.launch.leftovers --after FILE   (exit 1 = something is left)
+Needs the standard library, psutil and a file of rft that needs nothing, so scripts, tests and `rft doctor` can all use it.  The one
+invariant: a thing that a living process of somebody else still uses is never reported and never removed.
 
 Whose a process is, is told by the environment it was started with: `RFT_RUN_ID` (set by a run for its parts) and `RFT_LEFTOVER_MARK`
 (set by a test session).  Where this process has a mark, only things of that mark count; without one, everything that looks like ours.
@@ -11,21 +9,21 @@ Whose a process is, is told by the environment it was started with: `RFT_RUN_ID`
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import ipaddress
-import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
+
+from rft.worker.keeper import adopt_orphans
 
 T = TypeVar("T")
 RUN_ID = "RFT_RUN_ID"
@@ -43,53 +41,35 @@ _HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # live
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is there at one moment; `processes` maps "pid:start time" to a description."""
+    """What is there at one moment: processes as "pid:start time", paths, listeners."""
 
-    processes: dict[str, str]
-    shm: tuple[str, ...]
-    temp: tuple[str, ...]
-    listeners: tuple[str, ...]
-
-    @classmethod
-    def load(cls, file: Path) -> Snapshot:
-        data = json.loads(file.read_text())
-        return cls(data["processes"], tuple(data["shm"]), tuple(data["temp"]), tuple(data["listeners"]))
-
-    def save(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self), indent=1))
+    processes: frozenset[str]
+    paths: frozenset[str]
+    listeners: frozenset[str]
 
 
 def snapshot() -> Snapshot:
     """What of ours is there now."""
-    ours = _our_processes(os.environ.get(MARK))
-    return Snapshot(
-        {_key(p): _describe(p) for p in ours},
-        tuple(sorted(p.name for p in _entries(SHM, _SHM_NAMES))),
-        tuple(sorted(str(p) for p in _temp_folders())),
-        tuple(sorted(_open_listeners({p.pid for p in ours}))),
-    )
+    ours = _our_processes()
+    paths = map(str, (*_shm(), *_temp_folders()))
+    return Snapshot(frozenset(map(_key, ours)), frozenset(paths), frozenset(_open_listeners({p.pid for p in ours})))
 
 
 def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     """What is left of everything that came after `before`, one line each; empty = clean.  Waits up to `grace_s` for ending processes."""
-    ours = [p for p in _our_processes(os.environ.get(MARK)) if _key(p) not in before.processes]
-    psutil.wait_procs(ours, timeout=grace_s)
-    ours = [p for p in _our_processes(os.environ.get(MARK)) if _key(p) not in before.processes]
+
+    def new() -> list[psutil.Process]:
+        return [p for p in _our_processes() if _key(p) not in before.processes]
+
+    psutil.wait_procs(new(), timeout=grace_s)
+    ours = new()
     mine = {p.pid for p in ours}
     others = _Others(exclude=mine)
     found = [f"process {_describe(p)}" for p in ours]
-    found += [
-        f"shared memory {path}"
-        for path in _entries(SHM, _SHM_NAMES)
-        if path.name not in before.shm and not others.use(path) and not _owner_lives(path, exclude=mine)
-    ]
-    found += [
-        f"temporary folder {path}"
-        for path in _temp_folders()
-        if str(path) not in before.temp and not others.use(path) and not _owner_lives(path, exclude=mine)
-    ]
-    new = set(_open_listeners({*mine, os.getpid()})) - set(before.listeners)
-    return [*found, *(f"listener {line}" for line in sorted(new))]
+    for what, paths in (("shared memory", _shm()), ("temporary folder", _temp_folders())):
+        found += [f"{what} {p}" for p in paths if str(p) not in before.paths and not others.use(p) and not others.own(p)]
+    listeners = set(_open_listeners({*mine, os.getpid()})) - before.listeners
+    return [*found, *(f"listener {line}" for line in sorted(listeners))]
 
 
 def orphans() -> list[str]:
@@ -105,8 +85,8 @@ def orphans() -> list[str]:
 
 def unused_shm() -> list[str]:
     """Names in /dev/shm that look like ours and that no living process has open."""
-    others = _Others(exclude=set())
-    return [p.name for p in _entries(SHM, _SHM_NAMES) if not others.use(p) and not _owner_lives(p, exclude=set())]
+    others = _Others()
+    return [p.name for p in _shm() if not others.use(p) and not others.own(p)]
 
 
 def clean(run_id: str) -> list[str]:
@@ -116,31 +96,17 @@ def clean(run_id: str) -> list[str]:
     not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    found = [p for p in _all_processes() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id]
-    done = [f"ended process {_describe(p)}" for p in found]
-    for process in found:
-        _quietly(process.kill)
-    psutil.wait_procs(found, timeout=GRACE_S)
-    others = _Others(exclude=set())
-    for path in _entries(SHM, _SHM_NAMES):
-        stat = _stat(path)
-        if stat is None or stat.st_uid != os.getuid() or others.use(path):
-            continue
+    done = _end([p for p in _all_processes() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
+    others = _Others()
+    for path in _shm():
         # a file without its owner's name that is only just made may belong to a process that has not opened it yet
-        settled = stat.st_mtime <= time.time() - SETTLED_S
-        dead = not _owner_lives(path, exclude=set()) if _OWNER_IN_NAME.match(path.name) else settled
-        if dead and path.is_file():
+        dead = not others.own(path) if _OWNER_IN_NAME.match(path.name) else _age_s(path) >= SETTLED_S
+        if dead and path.is_file() and _is_mine(path) and not others.use(path):
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")
     for path in _temp_folders():
-        stat = _stat(path)
-        if (
-            path.name.startswith("rft-")
-            and stat is not None
-            and stat.st_uid == os.getuid()
-            and (_was_ray(path) or (_OWNER_IN_NAME.match(path.name) and not _owner_lives(path, exclude=set())))
-            and not others.use(path)
-        ):
+        dead = any(path.glob("session_*")) or (_OWNER_IN_NAME.match(path.name) is not None and not others.own(path))
+        if dead and path.name.startswith("rft-") and _is_mine(path) and not others.use(path):
             shutil.rmtree(path, ignore_errors=True)
             done.append(f"removed folder {path}")
     return done
@@ -156,20 +122,49 @@ def end_former() -> list[str]:
     if parent is None or None in mine.values():
         return []
     placed = {parent.pid, *(p.pid for p in (*parent.parents(), *parent.children(recursive=True)))}
-    found = [p for p in _all_processes() if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)]
-    done = [f"ended process {_describe(p)}" for p in found]
-    for process in found:
+    return _end(
+        [p for p in _all_processes() if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)]
+    )
+
+
+def _end(processes: list[psutil.Process]) -> list[str]:
+    done = [f"ended process {_describe(p)}" for p in processes]
+    for process in processes:
         _quietly(process.kill)
-    psutil.wait_procs(found, timeout=GRACE_S)
+    psutil.wait_procs(processes, timeout=GRACE_S)
     return done
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[str]]:
+    """What is started in the block and below it is ended behind it, daemons too; the list then says what that was, one line each.
+
+    The kernel gives orphans to this process (PR_SET_CHILD_SUBREAPER) instead of init, so none of them gets lost.
+    """
+    ended: list[str] = []
+    me, before = psutil.Process(), {_key(p) for p in psutil.Process().children()}
+    adopt_orphans(True)
+    try:
+        yield ended
+    finally:
+        until = time.monotonic() + GRACE_S
+        while found := [p for p in me.children() if _key(p) not in before and not _HELPERS.search(_command(p))]:
+            ended += [f"ended process {_describe(p)}" for p in found if _quietly(p.status) != psutil.STATUS_ZOMBIE]
+            for process in found:
+                _quietly(process.kill)
+            psutil.wait_procs(found, timeout=max(0.0, until - time.monotonic()))
+            if time.monotonic() > until:
+                ended.append(f"{len(found)} processes could not be ended: {', '.join(map(_describe, found))}")
+                break
+        adopt_orphans(False)
 
 
 # ------------------------------------------------------------ processes
 
 
-def _our_processes(mark: str | None) -> list[psutil.Process]:
+def _our_processes() -> list[psutil.Process]:
     """Descendants of this process; with a mark everything that carries it, without one everything that looks like ours."""
-    me = psutil.Process()
+    me, mark = psutil.Process(), os.environ.get(MARK)
     family = {me.pid, *(p.pid for p in me.parents())}
     found = {p.pid: p for p in me.children(recursive=True)}
     for process in _all_processes():
@@ -228,26 +223,41 @@ def _quietly(ask: Callable[[], T]) -> T | None:
 class _Others:
     """The files that living processes, except `exclude`, have open, mapped, or name in their command line."""
 
-    def __init__(self, exclude: set[int]) -> None:
+    def __init__(self, exclude: Collection[int] = ()) -> None:
+        self._exclude = exclude
         self._paths: set[str] = set()
         self._commands: list[str] = []
+        self._closed: list[psutil.Process] = []  # ours, but what they have open cannot be seen
         for process in _all_processes():
             if process.pid in exclude:
                 continue
             self._commands.append(_command(process))
-            self._paths.update(_open_paths(process.pid))
+            try:
+                self._paths.update(_open_paths(process.pid))
+            except PermissionError:
+                if _may_be_ours(process):
+                    self._closed.append(process)
 
     def use(self, path: Path) -> bool:
         inside = f"{path}/"
         return (
-            str(path) in self._paths
+            any(not _ending(p) for p in self._closed)
+            or str(path) in self._paths
             or any(p.startswith(inside) for p in self._paths)
             or any(inside in c or c.endswith(str(path)) for c in self._commands)
         )
 
+    def own(self, path: Path) -> bool:
+        """Whether the process that the name of a file or folder tells is alive and one of these."""
+        owner = _OWNER_IN_NAME.match(path.name)
+        return owner is not None and int(owner[1]) not in self._exclude and psutil.pid_exists(int(owner[1]))
+
 
 def _open_paths(pid: int) -> Iterable[str]:
-    """Paths below /dev/shm and the temporary folder that process `pid` has open or mapped."""
+    """Paths below /dev/shm and the temporary folder that process `pid` has open or mapped.
+
+    Raises PermissionError for a process of another user, and for one that hides its memory, as rft does where it runs programs.
+    """
     wanted = (str(SHM), tempfile.gettempdir())
     folder = Path(f"/proc/{pid}/fd")
     try:
@@ -258,8 +268,21 @@ def _open_paths(pid: int) -> Iterable[str]:
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
             if (at := line.find("/")) >= 0 and line.startswith(wanted, at):
                 yield line[at:]
+    except PermissionError:
+        raise
     except OSError:
-        return  # it has ended, or is another user's: then its files are not ours to judge either
+        return  # it has ended
+
+
+def _may_be_ours(process: psutil.Process) -> bool:
+    """Whether it is a Python, Ray or vLLM of this account (it may use any of our files), and not just any program that hides its memory."""
+    account = _quietly(process.uids)
+    named = "python" in _command(process) or _PROCESS_NAMES.match(_name(process)) is not None
+    return account is not None and account.real == os.getuid() and named
+
+
+def _shm() -> list[Path]:
+    return _entries(SHM, _SHM_NAMES)
 
 
 def _entries(folder: Path, names: re.Pattern[str]) -> list[Path]:
@@ -270,21 +293,15 @@ def _temp_folders() -> list[Path]:
     return [p for p in _entries(Path(tempfile.gettempdir()), _TEMP_NAMES) if p.is_dir() and not p.is_symlink()]
 
 
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except FileNotFoundError:
-        return None
+def _is_mine(path: Path) -> bool:
+    stat = _quietly(path.lstat)
+    return stat is not None and stat.st_uid == os.getuid()
 
 
-def _owner_lives(path: Path, exclude: set[int]) -> bool:
-    """Whether the process that the name of a file or folder tells is alive and not one of `exclude`."""
-    owner = _OWNER_IN_NAME.match(path.name)
-    return owner is not None and int(owner[1]) not in exclude and psutil.pid_exists(int(owner[1]))
-
-
-def _was_ray(folder: Path) -> bool:
-    return any(folder.glob("session_*"))
+def _age_s(path: Path) -> float:
+    """Since it was changed; 0 where it is gone."""
+    stat = _quietly(path.lstat)
+    return 0.0 if stat is None else time.time() - stat.st_mtime
 
 
 # ------------------------------------------------------------ listeners
@@ -297,28 +314,3 @@ def _open_listeners(pids: set[int]) -> list[str]:
         for c in _quietly(lambda: psutil.net_connections(kind="tcp")) or []
         if c.status == psutil.CONN_LISTEN and c.pid in pids and not ipaddress.ip_address(c.laddr.ip).is_loopback
     ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m rft.launch.leftovers", description="Checks that nothing is left on the machine."
-    )
-    choice = parser.add_mutually_exclusive_group(required=True)
-    choice.add_argument("--before", type=Path, metavar="FILE", help="remember what is there")
-    choice.add_argument("--after", type=Path, metavar="FILE", help="say what came since and is still there; exit 1 if anything")
-    choice.add_argument("--clean", metavar="RUN_ID", help="remove what a dead run left")
-    given = parser.parse_args(arguments)
-    if given.before is not None:
-        snapshot().save(given.before)
-        return 0
-    if given.clean is not None:
-        print("\n".join(clean(given.clean)) or "nothing to clean")
-        return 0
-    began = time.monotonic()
-    left = compare(Snapshot.load(given.after))
-    print("\n".join(f"left over: {line}" for line in left) or f"nothing is left ({time.monotonic() - began:.1f} s)")
-    return 1 if left else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -35,7 +35,7 @@ TRANSPORTS = {
 CHECKS: dict[str, str] = {  # name: what to do where it fails
     "versions": "install a driver and the torch build for its CUDA version; nvidia-smi has to list the GPUs in this shell or container",
     "arithmetic": "set trainer.param_dtype and explorer.rollout_model.dtype to float32, or use GPUs with bfloat16",
-    "attention": "set trainer.attn_implementation: sdpa and trainer.share_prompts: false, and report the message",
+    "attention": "set trainer.attn_implementation: sdpa and trainer.row_layout: padded, and report the message",
     "collective": "see NCCL_DEBUG=INFO; in containers give --shm-size=2g; NCCL_P2P_DISABLE=1 tells whether links between GPUs are at fault",
     "training": "run it with one rank (trainer.world_size: 1); where that works, the links between GPUs are at fault",
     "transformers": "explorer.rollout_model.engine_type: transformers cannot be used here; see the message",
@@ -77,33 +77,27 @@ def run(
     os.environ.setdefault(leftovers.MARK, f"doctor-{os.getpid()}")  # by it what the checks leave is told from others' processes
     before = leftovers.snapshot()
     with tempfile.TemporaryDirectory(prefix="rft-doctor-") as folder:
-        for name in checks:
-            if name == "memory":
-                continue
+        for name in sorted(checks, key="memory".__eq__):  # it is the last one
             count = ranks if name in ("collective", "training") else 1
-            for line in _check(name, device, model, count, Path(folder), deadline_s):
-                told(line)
-        if "memory" in checks:
-            for line in _check("memory", device, model, 1, Path(folder), deadline_s):
+            for line in checked(name, device, model, Path(folder), world=count, deadline_s=deadline_s):
                 told(line)
     if "memory" in checks:
-        left = leftovers.compare(before)
-        told(
-            _failed("left over", "; ".join(left), CHECKS["memory"])
-            if left
-            else Line(topic="left over", state="ok", text="nothing")
-        )
+        left = "; ".join(leftovers.compare(before))
+        told(_failed("left over", left, CHECKS["memory"]) if left else Line(topic="left over", state="ok", text="nothing"))
     return good
 
 
-def _check(name: str, device: str, model: Path, world: int, folder: Path, deadline_s: float) -> list[Line]:
-    """The lines of one check, whose ranks are `world` processes; the first one writes them."""
+def checked(
+    name: str, device: str, model: Path, folder: Path, *, world: int = 1, deadline_s: float = DEADLINE_S,
+    module: str = "rft.launch.machine_checks",
+) -> list[Line]:  # fmt: skip
+    """The lines of one check of `module`, whose ranks are `world` processes; the first one writes them."""
     answer, began = folder / f"{name}.jsonl", time.monotonic()
     printed = folder / f"{name}.out"
     with printed.open("wb") as out:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "rft.launch.machine_checks", name, device, str(model), str(rank), str(world), str(folder)],
+                [sys.executable, "-m", module, name, device, str(model), str(rank), str(world), str(folder)],
                 env=_environment(name, device, model, rank, world),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -127,19 +121,15 @@ def _check(name: str, device: str, model: Path, world: int, folder: Path, deadli
                     _end(process)
     lines = [msgspec.json.decode(text, type=Line) for text in answer.read_bytes().splitlines()] if answer.exists() else []
     if any(line.state == "failed" for line in lines):
-        return [
-            msgspec.structs.replace(line, remedy=line.remedy or CHECKS[name]) if line.state == "failed" else line
-            for line in lines
-        ]
+        replace = msgspec.structs.replace
+        return [replace(line, remedy=line.remedy or CHECKS[name]) if line.state == "failed" else line for line in lines]
     if late:
-        return [
-            *lines,
-            _failed(name, f"no end after {deadline_s:.0f} s: {_last(printed)}", CHECKS[name], time.monotonic() - began),
-        ]
-    if any(codes):
+        why = f"no end after {deadline_s:.0f} s"
+    elif any(codes):
         why = next(f"ended by {signal.Signals(-c).name}" if c < 0 else f"exit code {c}" for c in codes if c)
-        return [*lines, _failed(name, f"{why}: {_last(printed)}", CHECKS[name], time.monotonic() - began)]
-    return lines
+    else:
+        return lines
+    return [*lines, _failed(name, f"{why}: {_last(printed)}", CHECKS[name], time.monotonic() - began)]
 
 
 def _environment(name: str, device: str, model: Path, rank: int, world: int) -> dict[str, str]:

@@ -25,7 +25,7 @@ import numpy as np
 from rft.engine.settings import EngineSettings
 from rft.errors import RftError, RunFailed, SetupError
 from rft.launch.machine import TRANSPORTS, Line
-from rft.launch.probes import probe_prompts
+from rft.launch.start import probe_prompts
 from rft.sync.settings import SyncSettings
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
@@ -137,7 +137,7 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
     learner = _made(settings)
     shared = learner.score([rows])
     del learner
-    padded = _made(dataclasses.replace(settings, share_prompts=False)).score([rows])
+    padded = _made(dataclasses.replace(settings, row_layout="padded")).score([rows])
     apart = max(float(np.abs(a["old"] - b["old"]).max()) for a, b in zip(shared[0], padded[0], strict=True))
     text = f"shared prompts against padded rows in float32: log-probs differ by {apart:.1e}"
     if not apart < 1e-3:
@@ -220,16 +220,9 @@ def memory(device: str, model: str, rank: int, world: int, folder: Path) -> Foun
         yield Line(topic="memory", state="ok" if used < 2.0 else "note", text=f"{text}{'; ' + '; '.join(held) if held else ''}")
 
 
-CHECKS: dict[str, Callable[[str, str, int, int, Path], Found]] = {
-    "versions": versions,
-    "arithmetic": arithmetic,
-    "attention": attention,
-    "collective": collective,
-    "training": training,
-    "transformers": transformers,
-    "vllm": vllm,
-    "memory": memory,
-}
+Check = Callable[[str, str, int, int, Path], Found]
+_ALL: tuple[Check, ...] = (versions, arithmetic, attention, collective, training, transformers, vllm, memory)
+CHECKS = {check.__name__: check for check in _ALL}
 
 
 def _engine(kind: str, device: str, model: str, folder: Path) -> Found:
@@ -266,17 +259,15 @@ async def _served(kind: str, device: str, model: str, folder: Path, told: Callab
 async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder: Path) -> str:
     """Two versions of a lineage, a train step between them; what the canary said of both."""
     from rft.engine.pool import EnginePool
-    from rft.sync import base
     from rft.sync.schedule import Schedule
     from rft.sync.synchronizer import Synchronizer
-    from rft.sync.transport.nccl import LocalSender
+    from rft.sync.transport.choose import make
 
     s = ranks.settings
     sync = SyncSettings(method=method, engine_dtype=s.dtype, timeout_s=120.0)
     prompts = probe_prompts(s.model_path, sync.canary_prompts, 0)
-    transport: Any = base.make(sync, folder)
-    sender = LocalSender(transport)
-    synchronizer = Synchronizer(sync, EnginePool([engine]), ranks, Schedule(), prompts, Version(lineage, 0), sender=sender)
+    transport: Any = make(sync, folder)
+    synchronizer = Synchronizer(sync, EnginePool([engine]), ranks, Schedule(), prompts, Version(lineage, 0), sender=transport)
     said: list[dict[str, float]] = []
     tokens, seconds = 0, 0.0
     try:

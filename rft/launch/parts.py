@@ -1,7 +1,7 @@
 """Builds the parts of a run from its Plan, in whatever process they live.
 
-Each factory is awaited in the process that will own the part.  The in-process mode calls them one after the other; with Ray every
-part sits in an actor (`remote.Host`) and the others are proxies.  Parts keep no Ray object of their own.
+Each factory is awaited in the process that will own the part.  A local runtime calls them one after the other; with Ray every part
+sits in an actor (`remote.Host`) and the others see it through a proxy.
 """
 
 from __future__ import annotations
@@ -10,63 +10,36 @@ import asyncio
 import dataclasses
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from rft.config.plan import Plan
-from rft.config.plan import schedule as planned
-from rft.engine.settings import AuxiliarySettings
-from rft.launch.probes import probe_prompts, vocab_size
-from rft.sync.schedule import Schedule
+from rft.engine.settings import AuxiliarySettings, EngineSettings
+from rft.launch.remote import Proxy
+from rft.launch.start import Start, schedule, vocab_size
 from rft.types.experience import Demonstration
 from rft.types.ids import Version
-from rft.types.metrics import MetricRecord
 from rft.types.ports import (
     BufferReader,
     BufferWriter,
     ChatModel,
     Consumption,
     Engine,
-    ExploreGate,
     MetricSink,
     Scorer,
     ScoreRow,
-    Sender,
     WeightManifest,
     WeightSync,
 )
 
 if TYPE_CHECKING:
-    from rft.explorer.deal import Dealer
-    from rft.launch.hub import Hub, Joined
+    from rft.launch.coordinator import Coordinator, Joined, MonitorPart
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: a fresh model, or the checkpoint folder of version `parent` with its next explore batch `cursor`."""
-
-    lineage: int
-    step: int = 0
-    parent: Version | None = None
-    cursor: int = 0
-    checkpoint: str | None = None
-
-    @property
-    def version(self) -> Version:
-        return Version(self.lineage, self.step)
-
-
-def schedule(plan: Plan, start: Start) -> Schedule:
-    """The schedule that coordinator and trainer both follow; it knows how many explore batches a train step consumes."""
-    return dataclasses.replace(planned(plan.sync), start_step=start.step)
 
 
 # ---------------------------------------------------------------- buffer
@@ -79,13 +52,12 @@ async def buffer(plan: Plan) -> Any:
     load_all(plan.plugin_dirs)  # priority functions, storages
     mix = None
     if plan.mix is not None and plan.expert is not None:
-        from rft.buffer.mix import Mix
-        from rft.buffer.sources import Demonstrations
-        from rft.taskset.given import open_given
+        from rft.buffer.mixing import Mix, demonstrations
+        from rft.taskset.offline_data import open_offline_data
 
-        data = await asyncio.to_thread(open_given, plan.expert)
+        data = await asyncio.to_thread(open_offline_data, plan.expert)
         rows = [r for r in data.records if isinstance(r, Demonstration)]
-        mix = Mix(plan.mix, Demonstrations(rows, taskset=plan.mix.name))
+        mix = Mix(plan.mix, demonstrations(rows, taskset=plan.mix.name))
     made = Buffer(dataclasses.replace(plan.buffer, vocab_size=vocab_size(plan.learner.model_path)), mix=mix)
     await made.open()
     return made
@@ -94,141 +66,33 @@ async def buffer(plan: Plan) -> Any:
 # ---------------------------------------------------------------- engine
 
 
-async def engine(plan: Plan, index: int) -> Engine:
+async def engine(plan: Plan, settings: EngineSettings) -> Engine:
+    """A rollout engine, or one of an auxiliary model."""
     from rft.engine.base import make
     from rft.plugins import load_all
 
     load_all(plan.plugin_dirs)
-    return await make(plan.engines[index])
+    return await make(settings)
 
 
-async def auxiliary_engine(plan: Plan, model: int, index: int) -> Engine:
-    from rft.engine.base import make
-    from rft.plugins import load_all
-
-    load_all(plan.plugin_dirs)
-    return await make(plan.auxiliary[model].engines[index])
-
-
-def _restart(engines: Sequence[Any]) -> Callable[[int], Awaitable[None]] | None:
+def _reviver(engines: Sequence[Any]) -> Callable[[int], Awaitable[None]] | None:
     """How to give an engine a new process, where it has one."""
-    return (lambda i: engines[i].restart()) if engines and hasattr(engines[0], "restart") else None
+    return (lambda i: engines[i].restart()) if engines and isinstance(engines[0], Proxy) else None
 
 
 # ---------------------------------------------------------------- coordinator
 
 
-class Observer:
-    """The monitor in one light process; also tells the launcher what is going on."""
+async def monitor(plan: Plan) -> MonitorPart:
+    from rft.launch.coordinator import MonitorPart
 
-    def __init__(self, plan: Plan) -> None:
-        from rft.monitor.monitor import Monitor
-
-        self.monitor = Monitor(plan.monitor)
-        self._records: list[MetricRecord] = []
-        self._news = asyncio.Condition()
-
-    async def fail(self, reason: BaseException) -> None:
-        """Nobody waits for anything here."""
-
-    async def log(self, record: MetricRecord) -> None:
-        await self.monitor.log(record)
-        async with self._news:
-            self._records.append(record)
-            self._news.notify_all()
-
-    async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        await self.monitor.samples(name, step, rows)
-
-    async def records(self, after: int) -> list[MetricRecord]:
-        """All records from number `after` on; waits until there is one."""
-        async with self._news:
-            await self._news.wait_for(lambda: len(self._records) > after)
-            return self._records[after:]
-
-    async def recent(self, after: int) -> list[MetricRecord]:
-        return self._records[after:]
-
-    async def close(self) -> None:
-        await self.monitor.close()
+    return MonitorPart(plan)
 
 
-async def observer(plan: Plan) -> Observer:
-    return Observer(plan)
+async def coordinator(plan: Plan, scorer: Any, buffer: Any, start: Start, node: str, restarts: bool) -> Coordinator:
+    from rft.launch.coordinator import Coordinator
 
-
-class Coordinator(Observer):
-    """Synchronizer and monitor."""
-
-    def __init__(self, plan: Plan, engines: Sequence[Engine], scorer: Scorer, start: Start, **more: Any) -> None:
-        """Without `engines` it waits for such as join; `more` goes to the synchronizer."""
-        from rft.engine.pool import EnginePool
-        from rft.sync.synchronizer import Synchronizer
-
-        super().__init__(plan)
-        s = plan.sync
-        self.sync = Synchronizer(
-            s,
-            EnginePool(engines) if engines else None,
-            scorer,
-            schedule(plan, start),
-            probe_prompts(plan.learner.model_path, s.canary_prompts, plan.seed),
-            start.version,
-            sender=cast(Sender, scorer),
-            **{"restart": _restart(engines), **more},
-        )
-
-    async def revive(self, index: int) -> None:
-        await self.sync.revive(index)
-
-    async def publish(self, manifest: Any) -> Any:
-        metrics = await self.sync.publish(manifest)
-        values = {m.name: m.value for m in metrics}
-        await self.log(MetricRecord(role="synchronizer", step=manifest.version.step, time=time.time(), values=values))
-        return metrics
-
-    async def trained(self, step: int, *, finished: bool = False) -> bool:
-        return await self.sync.trained(step, finished=finished)
-
-    async def idle(self, step: int) -> bool:
-        return await self.sync.idle(step)
-
-    async def training(self, step: int) -> None:
-        await self.sync.training(step)
-
-    async def explore_on(self, batch: int) -> None:
-        await self.sync.explore_on(batch)
-
-    async def may_explore(self, batch: int) -> Version | None:
-        return await self.sync.may_explore(batch)
-
-    async def served(self, version: Version) -> None:
-        await self.sync.served(version)
-
-    async def may_play(self, batch: int, group: int | None) -> bool:
-        return await self.sync.may_play(batch, group)
-
-    async def played(self) -> None:
-        await self.sync.played()
-
-    async def explored(self, batch: int) -> None:
-        await self.sync.explored(batch)
-
-    async def final(self) -> Version:
-        return await self.sync.final()
-
-    async def fail(self, reason: BaseException) -> None:
-        await self.sync.fail(reason)
-
-
-async def coordinator(plan: Plan, engines: Sequence[Any], scorer: Any, start: Start) -> Coordinator:
-    return Coordinator(plan, cast("Sequence[Engine]", engines), cast(Scorer, scorer), start)
-
-
-async def hub(plan: Plan, scorer: Any, buffer: Any, start: Start, node: str) -> Hub:
-    from rft.launch.hub import Hub
-
-    return Hub(plan, cast(Scorer, scorer), buffer, start, node)
+    return Coordinator(plan, cast(Scorer, scorer), buffer, start, node, restarts=restarts)
 
 
 # ---------------------------------------------------------------- explorer
@@ -243,54 +107,39 @@ class ExplorerPart:
         self._explorer: Any = None
 
     async def run(
-        self,
-        engines: Sequence[Any],
-        auxiliary: Sequence[Sequence[Any]],
-        writer: Any,
-        gate: Any,
-        sink: Any,
-        start: Start,
-        dealer: Dealer | None = None,
+        self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], writer: Any, coordinator: Any, name: str, joined: Joined
     ) -> None:
-        """`auxiliary`: of every auxiliary model its engines, none for one behind a server.  `dealer`: for one of several explorers."""
+        """Explores as `name`, which has joined.  `auxiliary`: of every auxiliary model its engines, none for one behind a server."""
         from rft.engine.pool import EnginePool
         from rft.explorer.explorer import Explorer
-        from rft.reward.place import run_folder
+        from rft.launch.coordinator import ExplorerClient
+        from rft.reward.run_folder import run_folder
 
         run_folder.set(self.plan.run_dir)
+        client = ExplorerClient(coordinator, name, joined)
         async with AsyncExitStack() as clients:
-            policy = cast(ChatModel, EnginePool(engines, revive=gate.revive if _restart(engines) else None))
+            policy = cast(ChatModel, EnginePool(engines, revive=client.revive if _reviver(engines) else None))
             models = await _models(self.plan, auxiliary, clients)
-            await _onlookers(self.plan, policy, models, clients)
+            await _observers(self.plan, policy, models, clients)
             self._explorer = Explorer(
                 self.plan.explorer,
                 model=policy,
                 buffer=cast(BufferWriter, writer),
-                gate=cast(ExploreGate, gate),
-                sink=cast(MetricSink, sink),
-                lineage=start.lineage,
-                cursor=start.cursor,
+                gate=client,
+                sink=cast(MetricSink, coordinator),
+                lineage=joined.start.lineage,
+                cursor=joined.start.cursor,
                 models=models,
-                dealer=dealer,
             )
             await self._explorer.run()
-
-    async def join(
-        self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], writer: Any, hub: Any, name: str, joined: Joined
-    ) -> None:
-        """As `run`, as explorer `name` of a run whose trainer is another process."""
-        from rft.launch.hub import Seat
-
-        seat = Seat(hub, name, joined)
-        await self.run(engines, auxiliary, writer, seat, hub, joined.start, seat)
 
     async def bench(
         self, engines: Sequence[Any], auxiliary: Sequence[Sequence[Any]], sink: Any, version: Version
     ) -> dict[str, float]:
         """Evaluates the weights that the engines serve; what was reported."""
         from rft.engine.pool import EnginePool
-        from rft.explorer.bench import bench
-        from rft.reward.place import run_folder
+        from rft.explorer.evaluate import bench
+        from rft.reward.run_folder import run_folder
 
         run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
@@ -306,6 +155,9 @@ class ExplorerPart:
         if self._explorer is not None:
             await self._explorer.stop()
 
+    async def close(self) -> None:
+        """`run` closes what it opens."""
+
 
 async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack) -> dict[str, ChatModel]:
     """The auxiliary models by name.  Clients of servers live in this process and are closed with `clients`."""
@@ -319,7 +171,7 @@ async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: Async
             if e.external is not None:
                 engines.append(await make(e))
                 clients.push_async_callback(engines[-1].close)
-        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_restart(given), identity=identity(settings))
+        pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_reviver(given), identity=identity(settings))
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
 
@@ -332,7 +184,7 @@ def identity(settings: AuxiliarySettings) -> str:
     return f"{server.model_name} at {server.base_url or server.base_url_env}"
 
 
-async def _onlookers(plan: Plan, policy: ChatModel, models: dict[str, ChatModel], servers: AsyncExitStack) -> None:
+async def _observers(plan: Plan, policy: ChatModel, models: dict[str, ChatModel], servers: AsyncExitStack) -> None:
     """Servers for people outside the run; their addresses and keys stand in a file that only its owner can read."""
     from rft.workflow.endpoint import public
 
@@ -363,79 +215,62 @@ class TrainerPart:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._trainer: Any = None
         self._transport: Any = None
-        self._sending = ThreadPoolExecutor(1, thread_name_prefix="sending")
 
     async def run(self, others: Sequence[Any], reader: Any, sync: Any, sink: Any, start: Start) -> None:
-        from rft.sync.base import make
-        from rft.trainer.ranks import Ranks
-        from rft.trainer.trainer import Trainer
+        from rft.sync.transport.choose import make
 
         self._transport = make(self.plan.sync, self.plan.run_dir / "sync", _address(self.plan))
         when = schedule(self.plan, start)
-        ranks = Ranks(self.learner, others)
         try:
-            if start.checkpoint is not None:
-                await ranks.load(start.checkpoint)
-            self._trainer = Trainer(
-                self.plan.trainer,
-                ranks,
-                cast(BufferReader, reader),
+            await self._train(
+                others,
+                reader,
                 cast(WeightSync, sync),
-                cast(MetricSink, sink),
+                sink,
+                start,
                 transport=self._transport,
-                lineage=start.lineage,
-                start_step=start.step,
-                parent=start.parent,
                 must_publish=when.must_publish,
                 first_after=when.first_after,
                 on_demand=when.on_demand,
             )
-            await self._trainer.run()
         finally:
             self._transport.close()
 
-    async def run_given(self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None) -> None:
+    async def run_offline(self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None) -> None:
         """Train on a data set, without anybody to sample or to publish to.  `consumption`: what the checkpoint of `start` says."""
-        from rft.taskset.given import open_given
-        from rft.trainer.given import GivenReader, HeldOut
+        from rft.taskset.offline_data import open_offline_data
+        from rft.trainer.offline_reader import HeldOut, OfflineReader
+
+        s = self.plan.trainer
+        assert s.offline_data is not None and s.batch_groups is not None, "the plan says so"
+        data = await asyncio.to_thread(open_offline_data, s.offline_data)
+        held_out = HeldOut(await asyncio.to_thread(open_offline_data, s.held_out)) if s.held_out is not None else None
+        reader = OfflineReader(data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps)
+        if consumption is not None:
+            reader.go_on(start.step, consumption)
+        await self._train(others, reader, None, sink, start, transport=None, must_publish=lambda step: False, held_out=held_out)
+
+    async def _train(
+        self, others: Sequence[Any], reader: Any, sync: WeightSync | None, sink: Any, start: Start, **how: Any
+    ) -> None:
         from rft.trainer.ranks import Ranks
         from rft.trainer.trainer import Trainer
 
-        s = self.plan.trainer
-        assert s.given is not None and s.batch_groups is not None, "the plan says so"
-        data = await asyncio.to_thread(open_given, s.given)
-        held_out = HeldOut(await asyncio.to_thread(open_given, s.held_out)) if s.held_out is not None else None
-        reader = GivenReader(data, size=s.batch_groups, seed=s.seed, lineage=start.lineage, total_steps=s.total_steps)
-        if consumption is not None:
-            reader.go_on(start.step, consumption)
         ranks = Ranks(self.learner, others)
         if start.checkpoint is not None:
             await ranks.load(start.checkpoint)
-        self._trainer = Trainer(
-            s,
-            ranks,
-            reader,
-            None,
-            cast(MetricSink, sink),
-            transport=None,
-            lineage=start.lineage,
-            start_step=start.step,
-            parent=start.parent,
-            must_publish=lambda step: False,
-            held_out=held_out,
-        )
+        how |= {"lineage": start.lineage, "start_step": start.step, "parent": start.parent}
+        self._trainer = Trainer(self.plan.trainer, ranks, cast(BufferReader, reader), sync, cast(MetricSink, sink), **how)
         await self._trainer.run()
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         return cast("list[np.ndarray]", await self._trainer.score(rows))
 
     async def send(self, manifest: WeightManifest) -> None:
-        """See `ports.Sender`.  In a thread of its own, because an engine that comes back is sent its weights while steps go on."""
-        await asyncio.get_running_loop().run_in_executor(self._sending, self._transport.send, manifest)
+        await self._transport.send(manifest)
 
     async def abandon(self, round: int, reason: str) -> None:
-        """See `ports.Sender`."""
-        await asyncio.to_thread(self._transport.abandon, round, reason)
+        await self._transport.abandon(round, reason)
 
     async def stop(self) -> None:
         if self._trainer is not None:

@@ -13,19 +13,93 @@ import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rft.errors import DeadlineExceeded, EngineFailed, OutOfMemory, RftError, RunFailed, is_out_of_memory
+import psutil
+
+from rft.engine.watch import Usage, Watch, usage
+from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, RunFailed, is_out_of_memory
 from rft.launch import leftovers
-from rft.launch.pulse import Pulse
-from rft.logs import learn_secrets, node_folder, redact, to_file
+from rft.launch.rundir import PRIVATE
+from rft.logs import ErrorTeller, learn_secrets, node_folder, redact, to_file
 from rft.parent import die_with_parent
+from rft.threads import contained
 
 log = logging.getLogger(__name__)
 _WAITS = ".  Where it does no more than wait (a plugin that blocks the event loop), raise cluster.stall_timeout"
+MOST_LINES = 20  # errors of one part that are told on the terminal
 ANSWER_S = 60.0  # for a process to say whether its part is well; one that Ray is making anew is waited for
+T = TypeVar("T")
+Beat = Callable[[], Awaitable[tuple[str, int]]]  # the machine's name and the process's number, from the process itself
+
+
+class Pulse:
+    """Whether a process still answers; it is asked only while a call is under way, by one watcher however many calls there are.
+
+    Limits as in `rft.engine.watch`: a step is an answer.  `error`, ending with `remedy`, says that it hangs."""
+
+    def __init__(
+        self,
+        name: str,
+        beat: Beat,
+        stall_s: float | None,
+        step_s: float | None,
+        *,
+        error: type[RunFailed] = EngineStalled,
+        remedy: str = "",
+    ) -> None:
+        self._name, self._beat, self._limits, self._error, self._remedy = name, beat, (stall_s, step_s), error, remedy
+        self._place: tuple[str, int] | None = None
+        self._deadlines: set[asyncio.Timeout] = set()  # of the calls under way
+        self._watching: asyncio.Task[None] | None = None
+        self.hung = ""  # why it counts as hung since its last answer
+
+    async def during(self, call: Awaitable[T]) -> T:
+        """What `call` gives.  Raises `error` once the process counts as hung."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._watch())
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    return await call
+                finally:
+                    self._deadlines.discard(deadline)
+        except TimeoutError:
+            if not deadline.expired():  # the call's own
+                raise
+            raise self._error(f"{self._name} hangs: {self.hung}{self._remedy}") from None
+
+    async def _watch(self) -> None:
+        """Until nothing is under way, the process has died (the calls say so themselves), or it hangs."""
+        watch = Watch(*self._limits, self._usage)
+        beat: asyncio.Future[tuple[str, int]] | None = None
+        while self._deadlines:
+            beat = beat or asyncio.ensure_future(self._beat())
+            done, _ = await asyncio.wait({beat}, timeout=watch.interval_s)
+            if done:
+                if beat.cancelled() or beat.exception() is not None:
+                    return
+                self._place, beat, self.hung = beat.result(), None, ""
+                await asyncio.sleep(watch.interval_s)
+                watch.progress()
+            elif why := await asyncio.to_thread(watch.look):
+                self.hung = f"its process answers nothing, {why}"
+                log.error("%s hangs: %s", self._name, self.hung)
+                beat.add_done_callback(lambda b: b.cancelled() or b.exception())  # nobody waits for it any more
+                for deadline in self._deadlines:
+                    if not deadline.expired():
+                        deadline.reschedule(0)
+                return
+
+    def _usage(self) -> Usage | None:
+        """Of the process alone, not of those that it has started: they may be well.  None: not known, gone, or on another machine."""
+        if self._place is None or self._place[0] != os.uname().nodename or not psutil.pid_exists(self._place[1]):
+            return None
+        return usage([self._place[1]], family=False)
 
 
 class Host:
@@ -41,6 +115,8 @@ class Host:
         self._name, self._factory, self._args = name, factory, args
         learn_secrets(secrets)
         own_output(node_folder(Path(logs), by_node), name, level)
+        self._errors = ErrorLines()
+        logging.getLogger().addHandler(ErrorTeller(self._errors.add))
         self._part: Any = None
         self._starting = asyncio.Lock()
 
@@ -50,7 +126,8 @@ class Host:
             if self._part is None:
                 for line in await asyncio.to_thread(leftovers.end_former):
                     log.warning("%s: %s", self._name, line)
-                self._part = await getattr(importlib.import_module("rft.launch.parts"), self._factory)(*self._args)
+                with contained(f"a plugin in {self._name}"):
+                    self._part = await getattr(importlib.import_module("rft.launch.parts"), self._factory)(*self._args)
 
     async def broken(self) -> str:
         """Why the part cannot answer any more although this process lives; empty where it can, or is not built."""
@@ -64,7 +141,8 @@ class Host:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._part is None:
             raise EngineFailed(f"{self._name} was restarted and is not up yet")
-        return await getattr(self._part, method)(*args, **kwargs)
+        with contained(f"a plugin in {self._name}"):
+            return await getattr(self._part, method)(*args, **kwargs)
 
     async def beat(self) -> tuple[str, int]:
         """Says that this process answers: its machine and number."""
@@ -73,6 +151,10 @@ class Host:
     async def last(self) -> None:
         """As long as this process lives."""
         await asyncio.Event().wait()
+
+    async def errors(self, seen: int) -> list[str]:
+        """What it has logged as errors after the first `seen`; waits for one."""
+        return await self._errors.after(seen)
 
     async def facts(self) -> dict[str, Any]:
         return {
@@ -83,20 +165,49 @@ class Host:
         }
 
 
+class ErrorLines:
+    """Lines from any thread, for one who waits for them in the event loop."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._lock = threading.Lock()
+
+    def add(self, line: str) -> None:
+        with self._lock:
+            if len(self._lines) < MOST_LINES:
+                self._lines.append(line if len(self._lines) < MOST_LINES - 1 else "further errors are in its log")
+            if self._waiting is not None and not self._waiting[0].is_closed():
+                self._waiting[0].call_soon_threadsafe(self._waiting[1].set)
+
+    async def after(self, seen: int) -> list[str]:
+        event = asyncio.Event()
+        with self._lock:
+            self._waiting = asyncio.get_running_loop(), event
+            if len(self._lines) > seen:
+                event.set()
+        await event.wait()
+        with self._lock:
+            return self._lines[seen:]
+
+
 def own_output(logs: Path, name: str, level: str) -> None:
     """This process writes its log to `logs/name.log` and everything it or its children print to `logs/name.out`."""
+    os.umask(PRIVATE)
     to_file(logs / f"{name}.log", level)
     out = os.open(logs / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(out, 1)
     os.dup2(out, 2)
-    sys.stdout = sys.stderr = _Redacting(os.fdopen(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+    sys.stdout = sys.stderr = _RedactingStream(
+        os.fdopen(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True
+    )
     faulthandler.enable(file=2)
     die_with_parent()
 
 
-class _Redacting(io.TextIOWrapper):
+class _RedactingStream(io.TextIOWrapper):
     """What plugins print goes into a file of the run, so it passes the same filter as the log."""
 
     def write(self, text: str, /) -> int:

@@ -1,6 +1,7 @@
 """The folder of a run: who owns it, what it holds, where it can go on from.
 
-Invariant: one process at a time owns a run folder; everything in it is written aside and renamed, so a reader never sees half a file.
+Invariants: one process at a time owns a run folder; everything in it is written aside and renamed, so a reader never sees half a file;
+only the account of the run may read it.
 """
 
 from __future__ import annotations
@@ -8,12 +9,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from rft.errors import SetupError
+from rft.disk import full, is_full, read_regular, write_whole
+from rft.errors import ConfigError, Interrupted, SetupError
 from rft.logs import redact
+from rft.strictjson import parse_json
+
+STATE = "state.json"
+MAX_STATE = 16 << 20
+INTERRUPTED = "stopped on request; run the same command again to go on from the last checkpoint"
+PRIVATE = 0o077  # the umask of every process of a run
 
 
 class RunDir:
@@ -23,31 +34,46 @@ class RunDir:
         self.path = path
         self.run_id = ""  # of the processes that this run started
         self._lock: int | None = None
+        self._umask = -1  # from before, while the folder is ours
 
     @classmethod
     def claim(cls, path: Path) -> Self:
         """Create the folder if need be and lock it.  Raises SetupError naming the process that holds it, or why it cannot be written."""
         run = cls(path)
         try:
-            run.logs.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o700)  # one that an earlier version has made, too
+            run._umask = os.umask(PRIVATE)
+            run.logs.mkdir(exist_ok=True)
             run._lock = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as e:
-            raise SetupError(f"run folder {path} cannot be written: {e.strerror}. Choose another checkpoint_root_dir.") from e
-        try:
             fcntl.flock(run._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(run._lock, 0)
+            os.pwrite(run._lock, str(os.getpid()).encode(), 0)
         except BlockingIOError:
+            run._let_go()
             holder = run.lock_file.read_text().strip() or "unknown"
-            os.close(run._lock)
             raise SetupError(
                 f"run folder {path} is in use by process {holder}. Wait for it, stop it, or give this run another `name`."
             ) from None
-        os.ftruncate(run._lock, 0)
-        os.pwrite(run._lock, str(os.getpid()).encode(), 0)
+        except OSError as e:
+            run._let_go()
+            if is_full(e):
+                raise full(e, str(run.lock_file)) from e
+            raise SetupError(f"run folder {path} cannot be written: {e.strerror}. Choose another checkpoint_root_dir.") from e
         return run
 
     def release(self) -> None:
+        try:
+            if self._lock is not None:
+                os.ftruncate(self._lock, 0)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._umask >= 0:
+            os.umask(self._umask)
+            self._umask = -1
         if self._lock is not None:
-            os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
@@ -65,23 +91,45 @@ class RunDir:
 
     def state(self, phase: str, **facts: Any) -> None:
         """What the run is doing, for `rft status`."""
-        write_json(
-            self.path / "state.json", {"phase": phase, "pid": os.getpid(), "time": time.time(), "run_id": self.run_id, **facts}
-        )
+        write_json(self.path / STATE, {"phase": phase, "pid": os.getpid(), "time": time.time(), "run_id": self.run_id, **facts})
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """The run, which says itself that it is done; how else it ends is kept here, and the folder is let go."""
+        try:
+            yield
+        except (Interrupted, KeyboardInterrupt):
+            self._ended("interrupted", INTERRUPTED)
+            raise
+        except BaseException as e:
+            self._ended("failed", f"{type(e).__name__}: {e}")
+            raise
+        finally:
+            self.release()
+
+    def _ended(self, phase: str, reason: str) -> None:
+        """Where that cannot be written down, the error that ended the run still counts."""
+        try:
+            self.state(phase, reason=reason)
+        except OSError as e:
+            print(f"{self.path / STATE} does not say how the run ended: {e.strerror}", file=sys.stderr)
 
     def read_state(self) -> dict[str, Any]:
+        """What `state` wrote last; empty where there is none.  Raises ConfigError for a file that is damaged."""
+        file = self.path / STATE
         try:
-            return dict(json.loads((self.path / "state.json").read_text()))
+            state = parse_json(read_regular(file, MAX_STATE).decode("utf-8"))
+            if not isinstance(state, dict) or not isinstance(state.get("time", 0.0), int | float):
+                raise ValueError("it is not what a run has written")
+            if not isinstance(parts := state.get("parts", {}), dict) or not all(type(pid) is int for pid in parts.values()):
+                raise ValueError("its parts are not what a run has written")
         except FileNotFoundError:
             return {}
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{file} is damaged: {e}; remove it, a run goes on from its checkpoints without it") from None
+        return state
 
 
 def write_json(path: Path, value: Any) -> None:
     """Written aside, fsynced, renamed; secrets redacted."""
-    text = redact(json.dumps(value, indent=1, default=str))
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    write_whole(path, redact(json.dumps(value, indent=1, default=str)))

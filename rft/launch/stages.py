@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rft.config.check import load_plan
 from rft.config.load import stage_names
 from rft.config.plan import Plan
 from rft.config.save import refuse_changes
 from rft.config.schema.root import RunConfig
-from rft.errors import ConfigError, ConfigErrors, Interrupted, SetupError
-from rft.launch.drive import INTERRUPTED, Outcome
+from rft.config.verify import load_plan
+from rft.errors import ConfigError, ConfigErrors, SetupError
+from rft.launch.drive import Outcome
 from rft.launch.rundir import RunDir, write_json
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
@@ -61,18 +61,10 @@ class Program:
         done = self._done(folder, plans)
         rundir = RunDir.claim(folder)
         began = time.time()
-        try:
+        with rundir.ending():
             last = self._remaining(run, rundir, done, plans)
             rundir.state("done", stage=self._names[-1], version=str(last.version), seconds=round(time.time() - began, 1))
             return last
-        except (Interrupted, KeyboardInterrupt):
-            rundir.state("interrupted", reason=INTERRUPTED)
-            raise
-        except BaseException as e:
-            rundir.state("failed", reason=f"{type(e).__name__}: {e}")
-            raise
-        finally:
-            rundir.release()
 
     def _plans(self, name: str) -> list[tuple[RunConfig, Plan]]:
         """Every stage's configuration and plan, checked before anything starts.  Raises ConfigErrors naming the stages."""

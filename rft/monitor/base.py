@@ -53,18 +53,27 @@ class Tracker(ABC):
         """Everything given before is with the tracker when this returns."""
 
 
-class OneRun:
-    """Metric names for trackers that keep all roles in one run.
+class OneRun(Tracker):
+    """A tracker that keeps all roles in one run.
 
-    The role that uses a name first keeps it; another role's metric of the same name becomes `role/name`, since its steps count
-    something else.
+    The role that uses a metric's name first keeps it; another role's metric of the same name becomes `role/name`, since its steps
+    count something else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: MonitorSettings, args: Any) -> None:
+        super().__init__(settings, args)
         self._owner: dict[str, str] = {}
 
     def name(self, role: str, name: str) -> str:
         return name if self._owner.setdefault(name, role) == role else f"{role}/{name}"
+
+    def log(self, record: MetricRecord) -> None:
+        values = {self.name(record.role, name): value for name, value in record.values.items()}
+        self.send(record.role, record.step, record.time, values)
+
+    @abstractmethod
+    def send(self, role: str, step: int, when: float, values: dict[str, Any]) -> None:
+        """Values of one step by the names of the run; `when` in seconds since the epoch."""
 
 
 def columns(rows: Sequence[Row]) -> list[str]:

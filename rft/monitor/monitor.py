@@ -7,23 +7,26 @@ Invariant: every line of metrics.jsonl is one whole record; a line cut by a cras
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import inspect
 import logging
 import math
 import os
+import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rft.errors import RunFailed, SetupError
+from rft.disk import full, is_full, write_whole
+from rft.errors import ConfigError, DeadlineExceeded, RunFailed, SetupError
 from rft.logs import redact
 from rft.monitor.base import Row, Tracker
-from rft.monitor.mirror import Call, Mirror
 from rft.monitor.settings import MonitorSettings
 from rft.plugins import REGISTRY, Plugin, checked_args
 from rft.types.metrics import MetricRecord
@@ -33,6 +36,8 @@ FILE = "metrics.jsonl"
 SAMPLES = "samples"
 ALARM = "alarm/monitor_failed"
 CLOSE_S = 120.0
+Call = Callable[[Tracker], None]
+CAPACITY = 10_000  # calls that may wait; a tracker further behind than that counts as failed
 
 
 class Monitor:
@@ -47,7 +52,9 @@ class Monitor:
         self._file = self._path.open("ab")
         self._lock = threading.Lock()  # failures are reported from the trackers' threads
         self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
-        makers = {kind: _maker(_plugin(kind), settings, settings.args.get(kind) or {}) for kind in settings.kinds}
+        makers = {
+            kind: _maker(_plugin(kind, settings.plugin_dirs), settings, settings.args.get(kind) or {}) for kind in settings.kinds
+        }
         self._mirrors = [Mirror(kind, make, self._tracker_failed) for kind, make in makers.items()]
         for mirror in self._mirrors:  # only now: one may fail at once, and the others are to hear of it
             mirror.start()
@@ -86,6 +93,8 @@ class Monitor:
                 self._file.write(msgspec.json.encode(record) + b"\n")
                 self._file.flush()
             except OSError as e:
+                if is_full(e):
+                    raise full(e, str(self._path)) from e
                 raise RunFailed(f"cannot append to {self._path}: {e}.  Free space or restore the folder, then resume.") from e
 
     def _mirror(self, call: Call) -> None:
@@ -106,10 +115,68 @@ class Monitor:
         self._mirror(lambda tracker: tracker.log(alarm))
 
 
-def check_available(kinds: Iterable[str], args: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+class Mirror:
+    """One tracker in one thread: calls `make()` and everything submitted.
+
+    A tracker may be slow, hang or fail; the run neither waits for it nor loses sight of it.  After the first failure nothing is called
+    any more, and `on_failure` has been called exactly once.
+    """
+
+    def __init__(self, kind: str, make: Callable[[], Tracker], on_failure: Callable[[str, BaseException], None]) -> None:
+        self.kind = kind
+        self._on_failure = on_failure
+        self._calls: queue.Queue[Call | None] = queue.Queue(CAPACITY)
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        # A daemon: a tracker that hangs must not keep the program from ending; `close` waits for the others.
+        self._thread = threading.Thread(target=self._run, args=(make,), name=f"monitor-{kind}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        return self._failed.is_set()
+
+    def submit(self, call: Call | None) -> None:
+        """Call later, in order.  None ends the thread after everything before it."""
+        if self.failed:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._fail(DeadlineExceeded(f"monitor {self.kind} is {CAPACITY} records behind; is its server reachable?"))
+
+    async def close(self, deadline_s: float) -> None:
+        """Wait until the tracker has everything, at most `deadline_s`; being late is a failure like any other."""
+        self.submit(None)
+        await asyncio.to_thread(self._thread.join, deadline_s)
+        if self._thread.is_alive() and not self.failed:
+            self._fail(DeadlineExceeded(f"monitor {self.kind} did not finish within {deadline_s:g} s"))
+
+    def _run(self, make: Callable[[], Tracker]) -> None:
+        try:
+            tracker = make()
+            while not self.failed and (call := self._calls.get()) is not None:
+                call(tracker)
+            tracker.close()
+        except BaseException as e:  # the border to foreign libraries, some of which call sys.exit
+            self._fail(e)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.failed:
+                return
+            self._failed.set()
+        self._on_failure(self.kind, error)
+
+
+def check_available(
+    kinds: Iterable[str], args: Mapping[str, Mapping[str, Any] | None] | None = None, plugin_dirs: Sequence[str] = ()
+) -> None:
     """Raises before a run starts: ConfigError for an unknown tracker or argument, SetupError for one that is not installed."""
     for kind in kinds:
-        plugin = _plugin(kind)
+        plugin = _plugin(kind, plugin_dirs)
         missing = [m for m in plugin.obj.requires if importlib.util.find_spec(m) is None]
         if missing:
             raise SetupError(
@@ -119,9 +186,17 @@ def check_available(kinds: Iterable[str], args: Mapping[str, Mapping[str, Any] |
         checked_args(plugin, (args or {}).get(kind) or {}, key=f"monitor.monitor_args.{kind}")
 
 
-def _plugin(kind: str) -> Plugin:
+def _plugin(kind: str, plugin_dirs: Sequence[str]) -> Plugin:
+    """A shipped tracker, or one of the user's.  Raises ConfigError for what is no `Tracker`."""
     REGISTRY.scan_package("rft.monitor")
-    return REGISTRY.get("monitor", kind)
+    if ":" not in kind and kind not in REGISTRY.names("monitor"):
+        for folder in plugin_dirs:
+            REGISTRY.scan_folder(Path(folder).expanduser())
+        REGISTRY.scan_entry_points()
+    plugin = REGISTRY.get("monitor", kind)
+    if not inspect.isclass(plugin.obj) or not issubclass(plugin.obj, Tracker):
+        raise ConfigError(f"monitor {kind!r} must be a class X(Tracker), see docs/howto/monitor.md", key="monitor.monitor_type")
+    return plugin
 
 
 def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -> Callable[[], Tracker]:
@@ -135,13 +210,10 @@ def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -
 
 def _write_rows(path: Path, rows: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-    aside.replace(path)
+    write_whole(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
 def _drop_cut_line(path: Path) -> None:
-    """Cut a file back to its last whole line."""
     if not path.exists():
         return
     with path.open("r+b") as file:

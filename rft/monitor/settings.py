@@ -14,6 +14,7 @@ class MonitorSettings:
     folder: Path
     kinds: tuple[str, ...] = ()
     args: dict[str, Any] = field(default_factory=dict)  # per kind: {"wandb": {...}}
+    plugin_dirs: tuple[str, ...] = ()  # where further trackers are found
     project: str = "rft"
     group: str = ""
     name: str = "run"

@@ -1,38 +1,128 @@
-"""The protocol of a reward: a task and a transcript in, a score out.
+"""What a reward is: a task and a transcript in, a score out.
 
     @reward("exact_answer")
     def exact_answer(task, transcript): return float(transcript.answer.strip() == task.truth)
 
-A reward is a function or an object with `__call__`; a class is constructed with the checked `reward_args`.  It may be async.
-One with `whole_group = True` is called once for all runs of a task, with a list of transcripts, and returns a list.  One with
-`async def prepare(models)` is given the auxiliary models by name before the first run.
+A reward is a function, or a class derived from `Reward` that is constructed with the checked `reward_args`.  Either may be async.
 It returns a number, a `Score`, or a dict of parts whose sum is the value.  One that cannot score raises.  A function with veRL's
 or TRL's parameter names is taken as it is (`rft.reward.functions`, `rft.reward.lists`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 from rft.plugins import kind
+from rft.threads import contained, in_thread
 from rft.types.completion import Score, Transcript
+from rft.types.ports import ChatModel
 from rft.types.task import Task
 
 reward = kind("reward")
+T = TypeVar("T")
 
 RewardResult = float | int | Score | dict[str, float]
-Reward = Callable[[Task, Transcript], Any]
+THE_TRUTH: Final = "<the truth of the row>"
+"""What `gold_answer` returns where the row's truth, in one of the usual forms, is a perfect answer."""
 
 
-async def score(fn: Reward, task: Task, transcript: Transcript) -> Score:
+class Reward:
+    """Base of rewards.  Override `__call__`; the other methods are hooks that do nothing.
+
+    With `whole_group` the reward is called once for all runs of a task, with a list of transcripts, and returns a list of results.
+    """
+
+    whole_group: bool = False
+
+    def __call__(self, task: Task, transcript: Any, /) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} needs a method __call__(self, task, transcript)")
+
+    def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str]) -> None:
+        """Raises ConfigError if an auxiliary model that the reward calls is missing.  `tasks`: what each is for, generate or score."""
+
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
+        """Called once before the first run, with the auxiliary models by name."""
+
+    async def close(self) -> None:
+        """Called once after the last run."""
+
+    def gold_answer(self, task: Task) -> str | None:
+        """An answer that should get full marks, for `rft check`; None where there is none to try."""
+        return THE_TRUTH
+
+    def remarks(self) -> list[str]:
+        """What `rft check` prints of this machine."""
+        return []
+
+
+class FunctionReward(Reward):
+    """A function, or another callable object, as a `Reward`."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, task: Task, transcript: Any) -> Any:
+        return self.call(task, transcript)
+
+
+async def score(
+    fn: Callable[[Task, Transcript], Any], task: Task, transcript: Transcript, *, timeout_s: float | None = None
+) -> Score:
     """Calls `fn` and makes a checked Score of what it returns.  Raises ValueError on anything that is not a finite number."""
-    result = fn(task, transcript)
+    return checked(await called(fn, task, transcript, timeout_s=timeout_s))
+
+
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Lock]] = WeakKeyDictionary()  # by id of the reward
+
+
+async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: float | None = None) -> Any:
+    """What a reward returns; raises TimeoutError, and what the reward raises.
+
+    An ordinary function of a plugin runs in a thread, one call after another, so that one that sleeps or blocks holds up nobody else;
+    it has `timeout_s` from when its turn comes.
+    """
+    if not blocks(fn):
+        with contained("the reward"):
+            return await asyncio.wait_for(fn(task, given), timeout_s)
+    if _is_quick(fn):
+        result = fn(task, given)
+    else:
+        turns = _TURNS.setdefault(asyncio.get_running_loop(), {})
+        async with turns.setdefault(id(fn), asyncio.Lock()):
+            result = await asyncio.wait_for(in_thread(partial(fn, task, given), "the reward"), timeout_s)
     if inspect.isawaitable(result):
-        result = await result
-    return checked(result)
+        with contained("the reward"):
+            result = await asyncio.wait_for(_awaited(result), timeout_s)
+    return result
+
+
+async def _awaited(result: Awaitable[T]) -> T:
+    return await result
+
+
+def _is_quick(fn: Callable[..., Any]) -> bool:
+    """Whether a reward is a function of this package, all of which take linear time; a thread would cost more than the call."""
+    call = _innermost(fn)
+    return inspect.isfunction(call) and not inspect.iscoroutinefunction(call) and call.__module__.startswith("rft.reward.")
+
+
+def _innermost(fn: Callable[..., Any]) -> Any:
+    call = fn.call if isinstance(fn, FunctionReward) else fn
+    while isinstance(call, partial):
+        call = call.func
+    return call
+
+
+def blocks(fn: Callable[..., Any]) -> bool:
+    """Whether a reward is an ordinary function."""
+    call = _innermost(fn)
+    return not (inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__))
 
 
 def checked(result: RewardResult) -> Score:
@@ -49,11 +139,18 @@ def checked(result: RewardResult) -> Score:
     return Score(value=_number(result, "reward"))
 
 
-async def score_group(fn: Any, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
-    """Calls a group reward (`fn.whole_group` is true): fn(task, transcripts) gives one result for each transcript, in order."""
-    results = fn(task, transcripts)
-    if inspect.isawaitable(results):
-        results = await results
+async def score_each(fn: Reward, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
+    """The scores of several runs of a task, in order, by one call or by a call for each."""
+    if fn.whole_group:
+        return await score_group(fn, task, transcripts)
+    return list(await asyncio.gather(*(score(fn, task, t) for t in transcripts)))
+
+
+async def score_group(
+    fn: Callable[..., Any], task: Task, transcripts: Sequence[Transcript], *, timeout_s: float | None = None
+) -> list[Score]:
+    """One call of a reward with `whole_group`: fn(task, transcripts) gives one result for each transcript, in order."""
+    results = await called(fn, task, transcripts, timeout_s=timeout_s)
     if not isinstance(results, list | tuple) or len(results) != len(transcripts):
         got = len(results) if isinstance(results, list | tuple) else type(results).__name__
         raise ValueError(f"a group reward must return a list with one result for each of {len(transcripts)} runs, not {got}")

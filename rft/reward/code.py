@@ -15,23 +15,37 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rft.reward.base import reward
-from rft.reward.sandbox import BrokenTests, Calls, Checks, Judge, Limits, Pairs, Sandbox, SandboxError, Tests, Verdict
+from rft.reward.base import Reward, reward
+from rft.reward.extract import fenced
+from rft.reward.sandbox import (
+    BrokenTests,
+    Calls,
+    Checks,
+    Level,
+    Pairs,
+    ProgramJudge,
+    ProgramLimits,
+    ProgramVerdict,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailable,
+    Tests,
+)
 from rft.reward.sandbox_remote import RemoteSandbox
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
 LOCAL = Sandbox()
-_BLOCK = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FIRST_CASES = 10  # of which a share is scored, as in veRL
 
 
 class CodeArgs(BaseModel):
     """`timeout_s`: of each input, or of all asserts of a test.  `continuous`: a program that fails scores the share of tests passed.
 
-    `test_key` etc.: columns of the row.  With `sandbox_url` a remote service runs the programs.
+    `test_key` etc.: columns of the row.  `sandbox_level`: how programs are closed off on this machine, null: namespaces or else landlock.
+    With `sandbox_url` a remote service runs the programs.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -43,9 +57,16 @@ class CodeArgs(BaseModel):
     test_key: str = "test"
     entry_point_key: str = "entry_point"
     prompt_key: str = "prompt"
+    sandbox_level: Level | None = None
     sandbox_url: str | None = None
     sandbox_max_concurrent: int = Field(64, ge=1)
     sandbox_memory_mb: int | None = Field(None, ge=64)
+
+    @model_validator(mode="after")
+    def _of_one_place(self) -> CodeArgs:
+        if self.sandbox_level is not None and self.sandbox_url is not None:
+            raise ValueError("sandbox_level is about this machine, sandbox_url names another one; leave one of them away")
+        return self
 
 
 class PrimeCodeArgs(CodeArgs):
@@ -53,14 +74,14 @@ class PrimeCodeArgs(CodeArgs):
 
 
 @reward("code_reward", args=CodeArgs)
-class CodeReward:
+class CodeReward(Reward):
     """`right` if the last code block of the answer passes all of its task's tests, else `wrong`.  Part `tests_passed`: their share."""
 
     def __init__(self, **args: Any) -> None:
         self.args = CodeArgs(**args)
         a = self.args
-        self.limits = Limits(timeout_s=a.timeout_s, memory_mb=a.sandbox_memory_mb or a.memory_mb)
-        self.sandbox: Judge = LOCAL if a.sandbox_url is None else _remote(a.sandbox_url, a.sandbox_max_concurrent)
+        self.limits = ProgramLimits(timeout_s=a.timeout_s, memory_mb=a.sandbox_memory_mb or a.memory_mb)
+        self.sandbox = _place(a)
 
     async def __call__(self, task: Task, transcript: Transcript) -> Score:
         checks = checks_of(task, self.args)
@@ -82,6 +103,15 @@ class CodeReward:
         columns = (task.row.get(name) for name in ("canonical_solution", "solution"))
         return next((text for text in columns if isinstance(text, str) and text.strip()), None)
 
+    def remarks(self) -> list[str]:
+        """For `rft check`: how this machine closes programs off."""
+        if not isinstance(self.sandbox, Sandbox):
+            return []
+        try:
+            return [f"programs run at sandbox_level {self.sandbox.level()} on this machine"]
+        except SandboxUnavailable as e:
+            return [str(e)]
+
     async def prepare(self, models: Any) -> None:
         """Refuses the machine before the first run is played, if it cannot keep programs in."""
         if isinstance(self.sandbox, Sandbox):
@@ -90,7 +120,7 @@ class CodeReward:
     async def close(self) -> None:
         await asyncio.to_thread(self.sandbox.close)
 
-    async def _judge(self, program: str, checks: Checks) -> Verdict:
+    async def _judge(self, program: str, checks: Checks) -> ProgramVerdict:
         verdict = await self.sandbox.judge(program, checks, self.limits)
         if verdict.right or not self.args.continuous:
             return verdict
@@ -108,6 +138,17 @@ class PrimeCodeReward(CodeReward):
         super().__init__(**{"continuous": True} | args)
 
 
+def _place(args: CodeArgs) -> ProgramJudge:
+    if args.sandbox_url is not None:
+        return _remote(args.sandbox_url, args.sandbox_max_concurrent)
+    return LOCAL if args.sandbox_level is None else _of_level(args.sandbox_level)
+
+
+@lru_cache
+def _of_level(level: Level) -> Sandbox:
+    return Sandbox(level=level)
+
+
 @lru_cache(maxsize=8)
 def _remote(url: str, max_concurrent: int) -> RemoteSandbox:
     return RemoteSandbox(url, max_concurrent=max_concurrent)
@@ -123,7 +164,7 @@ def _first(checks: Checks) -> Checks:
 
 def program_of(answer: str, prompt: str = "", entry_point: str = "") -> str:
     """The last code block of the answer, or all of it; behind the code of the question, which it goes on with or uses."""
-    blocks = [text for language, text in _BLOCK.findall(answer) if language.lower() in ("", "python", "py", "python3")]
+    blocks = [block.body for block in fenced(answer) if block.language in ("", "python", "py", "python3")]
     code = blocks[-1] if blocks else answer
     if not prompt or f"def {entry_point}" not in prompt or not code.strip():
         return code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rft.reward.base import reward
-from rft.reward.boxed import last_boxed
+from rft.reward.extract import last_boxed
 from rft.reward.math import BoxedArgs, same
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task

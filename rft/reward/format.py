@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from pydantic import BaseModel, ConfigDict
 
 from rft.reward.base import reward
+from rft.reward.extract import has_shape
 from rft.types.completion import Transcript
 from rft.types.task import Task
-
-_SHAPE = re.compile(
-    r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*", re.DOTALL
-)
 
 
 class FormatArgs(BaseModel):
@@ -25,7 +20,3 @@ class FormatArgs(BaseModel):
 def format_reward(task: Task, transcript: Transcript, *, right: float = 0.1, wrong: float = -0.1) -> dict[str, float]:
     """`right` if the answer is exactly one <think> block followed by one <answer> block, else `wrong`."""
     return {"format": right if has_shape(transcript.answer) else wrong}
-
-
-def has_shape(text: str) -> bool:
-    return _SHAPE.fullmatch(text) is not None

@@ -1,5 +1,5 @@
-"""The process in which a scoring function of the `prime` manager runs.  `python -m rft.reward.function_worker`, driven by
-`rft.reward.pool`: a function that hangs is killed with it.
+"""The process in which a scoring function of the `prime` manager runs.  `python -m rft.reward.function_worker`, a worker of
+`rft.reward.functions`: a function that hangs is killed with it.
 """
 
 from __future__ import annotations
@@ -7,17 +7,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-def main() -> None:
-    from rft.reward.pool import serve
-
-    serve(load)
+from rft.worker.process import serve
 
 
-def load() -> Any:
+def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Gives the function that answers {file or module, name, given} with {value, parts}."""
     from rft.plugins import import_file
     from rft.reward.functions import to_score
@@ -38,4 +35,4 @@ async def _wait(result: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    serve(load)

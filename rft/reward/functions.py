@@ -14,12 +14,12 @@ from numbers import Real
 from typing import Any
 
 from rft.errors import ConfigError
-from rft.reward.base import Reward
+from rft.reward.base import FunctionReward, Reward
 from rft.reward.manager import PRIME_TIMEOUT_S, ManagerArgs, fits, late, with_acc, within
-from rft.reward.pool import WorkerPool
 from rft.threads import in_thread
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
+from rft.worker.job_pool import WorkerPool
 
 POOL = WorkerPool("functions", "rft.reward.function_worker", memo=False)
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -60,11 +60,12 @@ def adapt(fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs,
         given = {n: values[n] for n in takes} | dict(args)
         if home is not None:
             return await _in_process(home, fn.__qualname__, given, manager.reward_timeout_s or PRIME_TIMEOUT_S)
-        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), "compute_score", error=error)
+        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), f"reward {name}")
         result = await within(work, manager)
         return result if isinstance(result, Score) else to_score(result, name)
 
-    return with_acc(compute_score) if manager.reward_manager == "dapo" else compute_score
+    made = FunctionReward(compute_score)
+    return with_acc(made) if manager.reward_manager == "dapo" else made
 
 
 def _home(fn: Callable[..., Any], key: str) -> tuple[str, str]:
@@ -105,8 +106,3 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(number := float(value)):
         raise ValueError(f"{what} is {value!r}; it must be finite")
     return number
-
-
-def error(e: BaseException) -> BaseException:
-    """What would end the program, or cannot be told across threads, is the reward's failure too."""
-    return RuntimeError(f"the reward raised {e!r}") if isinstance(e, StopIteration | SystemExit | KeyboardInterrupt) else e

@@ -16,7 +16,7 @@ from rft.types.task import Task
 
 TAIL = 300  # characters at the end of an answer that are looked at, as in veRL
 _MARKED = re.compile(r"####\s*\$?(-?[\d.,]+)")
-_NUMBER = re.compile(r"-?[\d.,]*\d[\d.,]*")
+_NUMBER = re.compile(r"(?:-|(?<![\d.,]))[.,]*+\d[\d.,]*")
 
 
 class Gsm8kArgs(BaseModel):

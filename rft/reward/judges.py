@@ -17,9 +17,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from rft.reward.base import RewardResult, reward
-from rft.reward.judge.args import JudgeArgs
-from rft.reward.judge.base import REPEAT, Case, Judge
-from rft.reward.judge.fence import Choice, Fence, Scale
+from rft.reward.delimiters import PromptDelimiters, Scale, WordChoice
+from rft.reward.judge_args import JudgeArgs
+from rft.reward.judge_base import REPEAT, Judge, JudgeCase
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -56,22 +56,22 @@ class RubricJudge(Judge):
 
     async def __call__(self, task: Task, transcript: Transcript) -> RewardResult:
         if not any(weight > 0 for weight, _ in self._criteria(task).values()):
-            self.meter.unscored += 1
+            self.metrics.unscored += 1
             return Score(value=None, reason=f"no criterion of row {task.index} has positive points")
         return await super().__call__(task, transcript)
 
-    def prompt(self, case: Case, fence: Fence) -> str:
+    def prompt(self, case: JudgeCase, delimit: PromptDelimiters) -> str:
         criteria = self._criteria(case.task)
         listed = "\n".join(
             f"- {name}" + (FAULT if weight < 0 else "") + (f": {says}" if says else "")
             for name, (weight, says) in criteria.items()
         )
         return (
-            f"{self.args.instruction}  1 is worst, 10 is best.\n\nCriteria:\n{listed}\n\n{fence('question', case.question)}\n\n"
-            f"{fence('answer', case.answer)}\n\n{fence.ask(**dict.fromkeys(criteria, self.scale))}"
+            f"{self.args.instruction}  1 is worst, 10 is best.\n\nCriteria:\n{listed}\n\n{delimit('question', case.question)}\n\n"
+            f"{delimit('answer', case.answer)}\n\n{delimit.ask(**dict.fromkeys(criteria, self.scale))}"
         )
 
-    def value(self, verdict: dict[str, Any], case: Case) -> RewardResult:
+    def value(self, verdict: dict[str, Any], case: JudgeCase) -> RewardResult:
         weights = {name: weight for name, (weight, _) in self._criteria(case.task).items()}
         parts = {name: self.scale.value(number) for name, number in verdict.items()}
         low, high = self.scale.low, self.scale.high
@@ -122,13 +122,13 @@ class ReferenceJudge(Judge):
             return Score(value=None, reason="the row has no reference answer")
         return await super().__call__(task, transcript)
 
-    def prompt(self, case: Case, fence: Fence) -> str:
+    def prompt(self, case: JudgeCase, delimit: PromptDelimiters) -> str:
         return (
-            f"{self.args.instruction}\n\n{fence('question', case.question)}\n\n{fence('reference', _text(case.task.truth))}\n\n"
-            f"{fence('answer', case.answer)}\n\n{fence.ask(correct=Choice(('yes', 'no')))}"
+            f"{self.args.instruction}\n\n{delimit('question', case.question)}\n\n{delimit('reference', _text(case.task.truth))}\n\n"
+            f"{delimit('answer', case.answer)}\n\n{delimit.ask(correct=WordChoice(('yes', 'no')))}"
         )
 
-    def value(self, verdict: dict[str, Any], case: Case) -> RewardResult:
+    def value(self, verdict: dict[str, Any], case: JudgeCase) -> RewardResult:
         return float(verdict["correct"] == "yes")
 
 
@@ -146,7 +146,7 @@ class PairwiseJudge(Judge):
 
     Args = PairwiseArgs
     scale = Scale(0, 1, whole=False)
-    words = Choice(("first", "second", "tie"))
+    words = WordChoice(("first", "second", "tie"))
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -155,7 +155,7 @@ class PairwiseJudge(Judge):
     async def __call__(self, task: Task, given: Any) -> Any:
         if self.whole_group:
             return await self._among(task, given)
-        case = Case.of(task, given)
+        case = JudgeCase.of(task, given)
         if (known := self.without_asking(case)) is not None:
             return known
         if task.truth is None:
@@ -165,7 +165,7 @@ class PairwiseJudge(Judge):
 
     async def _among(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
         """Mean over an answer's meetings; one that says nothing meets nobody."""
-        cases = [Case.of(task, t) for t in transcripts]
+        cases = [JudgeCase.of(task, t) for t in transcripts]
         known = [self.without_asking(c) for c in cases]
         there = [i for i, k in enumerate(known) if k is None]
         steps = range(1, min(self.args.opponents, len(there) - 1) + 1)
@@ -192,15 +192,15 @@ class PairwiseJudge(Judge):
             return None, unread
         points = {"first": 1.0, "tie": 0.5, "second": 0.0}
         ahead, behind = (points[o.verdict["better"]] for o in orders if o.verdict is not None)
-        self.meter.pairs += 1
-        self.meter.order_flips += ahead != 1 - behind
+        self.metrics.pairs += 1
+        self.metrics.order_flips += ahead != 1 - behind
         return (ahead + 1 - behind) / 2, ""
 
     async def _compare(self, question: str, first: str, second: str) -> Any:
-        def write(fence: Fence, one: str, other: str) -> str:
+        def write(delimit: PromptDelimiters, one: str, other: str) -> str:
             return (
-                f"{self.args.instruction}\n\n{fence('question', question)}\n\n{fence('first', one)}\n\n{fence('second', other)}\n\n"
-                f"{fence.ask(better=self.words)}"
+                f"{self.args.instruction}\n\n{delimit('question', question)}\n\n{delimit('first', one)}\n\n{delimit('second', other)}\n\n"
+                f"{delimit.ask(better=self.words)}"
             )
 
         return await self.ask(write, first, second)
@@ -228,19 +228,19 @@ class RulerJudge(Judge):
     whole_group = True
 
     async def __call__(self, task: Task, transcripts: Any) -> Any:
-        cases = [Case.of(task, t) for t in transcripts]
+        cases = [JudgeCase.of(task, t) for t in transcripts]
         known = [self.without_asking(c) for c in cases]
         texts = sorted({c.answer.strip() for c, k in zip(cases, known, strict=True) if k is None})
         order = hashlib.blake2b(json.dumps([texts, REPEAT.get()]).encode("utf-8", "surrogatepass"), digest_size=8).digest()
         random.Random(order).shuffle(texts)
         names = {text: f"answer {i}" for i, text in enumerate(texts, 1)}
 
-        def write(fence: Fence, *given: str) -> str:
-            shown = "\n\n".join(fence(name, text) for name, text in zip(names.values(), given, strict=True))
+        def write(delimit: PromptDelimiters, *given: str) -> str:
+            shown = "\n\n".join(delimit(name, text) for name, text in zip(names.values(), given, strict=True))
             return (
                 "Score every answer to the question from 0 (worst) to 1 (best), each beside the others.  Use the range: small "
-                f"differences count.\n{self.args.rubric}\n\n{fence('question', cases[0].question)}\n\n{shown}\n\n"
-                f"{fence.ask(**dict.fromkeys(names.values(), self.scale))}"
+                f"differences count.\n{self.args.rubric}\n\n{delimit('question', cases[0].question)}\n\n{shown}\n\n"
+                f"{delimit.ask(**dict.fromkeys(names.values(), self.scale))}"
             )
 
         verdict, why = None, ""

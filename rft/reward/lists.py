@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rft.errors import ConfigError
-from rft.reward.functions import error, to_score
+from rft.reward.base import Reward
+from rft.reward.functions import to_score
 from rft.reward.manager import ManagerArgs, within
 from rft.threads import in_thread
 from rft.types.completion import Score, Transcript
@@ -33,7 +34,7 @@ def _takes(obj: Any, names: set[str]) -> bool:
     return inspect.isroutine(obj) and names <= set(inspect.signature(obj).parameters)
 
 
-class ListReward:
+class ListReward(Reward):
     """`fn` as a reward of whole groups; `args` are further keyword arguments of it."""
 
     whole_group = True
@@ -58,7 +59,7 @@ class ListReward:
                 f"reward {self._name!r} wants {', '.join(missing)}; the rows of {task.taskset} have {', '.join(task.row)}"
             )
         fn = self._fn
-        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), "reward", error=error)
+        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), f"reward {self._name}")
         results = await within(work, self._manager)
         if isinstance(results, Score):
             return [results] * len(transcripts)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rft.errors import ConfigError
 from rft.reward.base import Reward
-from rft.reward.wrap import over
+from rft.reward.wrap import ChangedReward
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -63,7 +63,7 @@ def with_acc(inner: Reward) -> Reward:
             return given
         return Score(value=given.value, parts={"acc": given.value}, reason=given.reason)
 
-    return over(inner, add)
+    return ChangedReward(inner, add)
 
 
 async def within(work: Awaitable[T], manager: ManagerArgs) -> T | Score:

@@ -5,20 +5,15 @@ A verdict comes from math-verify or not at all: a worker that hangs or dies make
 
 from __future__ import annotations
 
-import re
-
 from pydantic import BaseModel, ConfigDict
 
 from rft.reward.base import reward
-from rft.reward.boxed import last_boxed
-from rft.reward.format import has_shape
-from rft.reward.pool import WorkerPool
+from rft.reward.extract import blocks, has_shape, last_boxed, thinks_first
 from rft.types.completion import Transcript
 from rft.types.task import Task
+from rft.worker.job_pool import WorkerPool
 
 POOL = WorkerPool("math_verify", "rft.reward.math_worker")
-_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class MathArgs(BaseModel):
@@ -46,8 +41,8 @@ async def math_reward(
     task: Task, transcript: Transcript, *, format_score: float = 0.1, timeout_s: float = 10.0
 ) -> dict[str, float]:
     """Accuracy 1 or 0, plus or minus `format_score` for the shape.  The last <answer> block counts, else the whole text."""
-    blocks = _ANSWER.findall(transcript.answer)
-    parts = {"accuracy": await same(blocks[-1] if blocks else transcript.answer, task, timeout_s)}
+    found = blocks(transcript.answer, "answer")
+    parts = {"accuracy": await same(found[-1] if found else transcript.answer, task, timeout_s)}
     if format_score:
         parts["format"] = format_score if has_shape(transcript.answer) else -format_score
     return parts
@@ -66,7 +61,7 @@ async def math_boxed_reward(
     """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0."""
     parts = {"accuracy": await _boxed(task, transcript.answer, timeout_s)}
     if with_think and format_score_coef:
-        parts["format"] = 0.0 if _THOUGHT.match(transcript.answer) else -format_score_coef
+        parts["format"] = 0.0 if thinks_first(transcript.answer) else -format_score_coef
     return parts
 
 

@@ -1,37 +1,71 @@
-"""The process in which math-verify runs.  `python -m rft.reward.math_worker`, driven by `rft.reward.pool` over its pipes.
+"""The process in which math-verify runs.  `python -m rft.reward.math_worker`, a worker of `rft.reward.math`.
 
 math-verify's own time limit uses SIGALRM and must be off; the parent kills this process instead.
+Invariant: an answer that takes more than MEMORY_MB is an error, not a wrong answer.
+
+math-verify takes the right side of an equation and what stands before a text.  A box with an equation of numbers that does not hold
+(`3=4`), or with further numbers in a text (`4\\text{ apples, 5 pears}`), is wrong here.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from rft.reward.extract import last_boxed
+from rft.worker.process import serve
 
-def main() -> None:
-    from rft.reward.pool import serve
-
-    serve(load)
+MEMORY_MB = 2048  # beyond what its imports take
+_TEXT_WITH_NUMBERS = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{[^{}]*\d[^{}]*\}")
 
 
-def load() -> Any:
+def load() -> Callable[[dict[str, str]], bool]:
     """Imports math-verify (a second) and gives the function that answers requests {answer, truth} with a bool."""
     import logging
 
     logging.disable(logging.WARNING)  # math-verify warns that its time limit is off
     from math_verify import parse, verify
 
+    def parsed(text: str) -> Any:
+        return _unless_it_fails(partial(parse, text, parsing_timeout=None, raise_on_error=True), [])
+
+    def equal(gold: Any, found: Any) -> bool:
+        return bool(_unless_it_fails(partial(verify, gold, found, timeout_seconds=None, raise_on_error=True), False))
+
+    def holds(boxed: str) -> bool:
+        sides = [parsed(f"\\boxed{{{side}}}") for side in boxed.split("=")] if 1 <= boxed.count("=") <= 8 else []
+        numbers = [side for side in sides if side and _is_number(side[0])]
+        return len(numbers) < 2 or all(equal(numbers[0], other) for other in numbers[1:])
+
     def answer(request: dict[str, str]) -> bool:
         truth = request["truth"]
-        gold = parse(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}", parsing_timeout=None) or parse(
-            truth, parsing_timeout=None
-        )
+        gold = parsed(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}") or parsed(truth)
         if not gold:
             raise ValueError(f"math-verify cannot read the truth {truth!r}")
-        return bool(verify(gold, parse(request["answer"], parsing_timeout=None), timeout_seconds=None))
+        boxed = last_boxed(request["answer"]) or ""
+        if _TEXT_WITH_NUMBERS.search(boxed) and not _TEXT_WITH_NUMBERS.search(truth):
+            return False
+        return any(equal(*pair) for pair in itertools.product(gold, parsed(request["answer"]))) and holds(boxed)
 
     return answer
 
 
+def _is_number(value: Any) -> bool:
+    return bool(_unless_it_fails(lambda: value.is_number, False))
+
+
+def _unless_it_fails(call: Callable[[], Any], otherwise: Any) -> Any:
+    """What math-verify does by itself, except that it also takes MemoryError for a wrong answer."""
+    try:
+        return call()
+    except MemoryError:
+        raise
+    except Exception:
+        return otherwise
+
+
 if __name__ == "__main__":
-    main()
+    serve(load, memory_mb=MEMORY_MB)

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 
 from rft.errors import ConfigError
 
+NO_TASKS: Mapping[str, str] = {}
 
-def named(models: Mapping[str, object], name: str | None, *, who: str, key: str, task: str) -> str:
-    """`name`, or that of the only model, which must be of `task` ("generate", "score") where it says so, as a configuration's does.
+
+def named(
+    models: Mapping[str, object], name: str | None, *, who: str, key: str, task: str, tasks: Mapping[str, str] = NO_TASKS
+) -> str:
+    """`name`, or that of the only model.  `tasks`: what each model is for, where that is known; it must be `task` (generate or score).
 
     Raises ConfigError at `key` where it is not there, or is not the only one and not named, and for one of another task.
     """
@@ -21,7 +25,7 @@ def named(models: Mapping[str, object], name: str | None, *, who: str, key: str,
         raise ConfigError(
             f"no auxiliary model has this name; explorer.auxiliary_models has {', '.join(models) or 'none'}", key=key, given=name
         )
-    if (given := getattr(models[name], "task", task)) != task:
+    if (given := tasks.get(name, task)) != task:
         raise ConfigError(
             f"{who} asks auxiliary model {name}, which is of task: {given}; write task: {task} in its entry of "
             "explorer.auxiliary_models, or name another",

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rft.reward.base import reward
-from rft.reward.named import named
+from rft.reward.base import Reward, reward
+from rft.reward.named import NO_TASKS, named
 from rft.types.completion import Score, Transcript
 from rft.types.ports import ChatModel
 from rft.types.task import Task
@@ -27,20 +27,22 @@ class RewardModelArgs(BaseModel):
 
 
 @reward("reward_model", args=RewardModelArgs)
-class RewardModel:
+class RewardModel(Reward):
     """The chat is what was said in the last call and its answer, rendered with the model's own template and tokenizer."""
 
     def __init__(self, model: str | None = None, label: int | None = None, scale: float = 1.0) -> None:
         self._name, self._label, self._scale = model, label, scale
         self._model: ChatModel | None = None
 
-    def asks(self, models: Mapping[str, object]) -> str:
-        """The name of the auxiliary model.  Raises ConfigError where it is not there, or is not the only one and not named."""
-        return named(models, self._name, who="reward_model (of task: score)", key="reward_fn_args.model", task="score")
+    def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> None:
+        self._named(models, tasks)
+
+    def _named(self, models: Mapping[str, object], tasks: Mapping[str, str] = NO_TASKS) -> str:
+        who, key = "reward_model (of task: score)", "reward_fn_args.model"
+        return named(models, self._name, who=who, key=key, task="score", tasks=tasks)
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
-        """Raises ConfigError as `asks`."""
-        self._model = models[self.asks(models)]
+        self._model = models[self._named(models)]
 
     def gold_answer(self, task: Task) -> None:
         """`rft check` starts no models."""

@@ -2,43 +2,65 @@
 
 Knows nothing of tasks.  What a program and its checks give is remembered; a timeout is not, since the next time may be quieter.
 Invariant: a verdict is about the program; when the sandbox itself fails, SandboxError is raised, and a machine that cannot keep a
-program from the network, from its limits' other side or from outliving its run is refused with SandboxUnavailable.
+program from the network, from files, memory and environment of others, or from outliving its run is refused with SandboxUnavailable.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import xxhash
 
-from rft.reward import pool
-from rft.reward.box import jobs
-from rft.reward.box.host import LEVELS, Limits, SandboxError, SandboxUnavailable, Server
-from rft.reward.box.jobs import BrokenTests, Verdict
+from rft.sandbox import jobs
+from rft.sandbox.jobs import BrokenTests, ProgramVerdict
+from rft.sandbox.processes import LEVELS, ForkServer, Level, ProgramLimits, SandboxError, SandboxUnavailable
+from rft.worker.job_pool import JobPool
 
 __all__ = [
-    "BrokenTests", "Calls", "Checks", "Judge", "Limits", "Pairs", "Sandbox", "SandboxError", "SandboxUnavailable", "Tests", "Verdict",
+    "BrokenTests",
+    "Calls",
+    "Checks",
+    "Level",
+    "Pairs",
+    "ProgramJudge",
+    "ProgramLimits",
+    "ProgramVerdict",
+    "Sandbox",
+    "SandboxError",
+    "SandboxUnavailable",
+    "Tests",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
-_MEMO = 16384
+DEFAULT = LEVELS[:2]
+"""What is tried where no level is named.  At "seccomp" programs can import little, so right ones may fail: it has to be named."""
+CLOSE_S = 5.0  # that `close` leaves to programs under way
+SWITCH_ON = (
+    "Switch on user namespaces (sysctl user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+    "--security-opt seccomp=unconfined) or Landlock (Linux 5.13, landlock in the kernel's lsm= list), on x86_64 or aarch64"
+)
 _SELF_TEST = """
-import socket, wave, json
+import json, socket, wave
+found = []
 try:
     socket.socket()
-    print("open")
+    found.append("the network")
 except PermissionError:
-    print("closed")
+    pass
+for path in ("/etc/passwd", "/proc/{pid}/environ", "/proc/{pid}/mem"):
+    try:
+        open(path, "rb").close()
+        found.append(path)
+    except OSError:
+        pass
+print(*found or ["closed"])
 """
 
 
@@ -70,115 +92,118 @@ class Tests:
 Checks = Pairs | Calls | Tests
 
 
-class Judge(Protocol):
+class ProgramJudge(Protocol):
     """Where programs are judged.  Raises SandboxError, SandboxUnavailable or BrokenTests; `all`: go on after a failure."""
 
-    async def judge(self, program: str, checks: Checks, limits: Limits, *, all: bool = False) -> Verdict: ...
+    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict: ...
 
     def close(self) -> None:
-        """Waits for what is under way and ends everything.  The next call starts anew."""
+        """Leaves some seconds to what is under way and ends everything.  The next call starts anew."""
         ...
 
 
-class Sandbox:
-    """On this machine, at most `size` programs at a time.  Usable from any thread and any event loop; ended by `pool.close_all`.
+class Sandbox(JobPool):
+    """On this machine, at most `size` programs at a time.  Usable from any thread and any event loop; ended by `job_pool.close_all`.
 
-    `levels`: which ways of closing a program off are accepted, best first.
+    `level`: how programs are closed off; None: the first of DEFAULT that this machine offers.
     """
 
-    name = "sandbox"  # in the metrics reward/sandbox/calls, memo_hits, timeouts, restarts
-
-    def __init__(self, *, size: int | None = None, levels: Sequence[str] = LEVELS, python: str = sys.executable) -> None:
-        self._size = size if size is not None else max(2, min(16, os.cpu_count() or 1))
-        self._levels, self._python = levels, python
-        self._server: Server | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._memo: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._lock = threading.Lock()
+    def __init__(self, *, size: int | None = None, level: Level | None = None, python: str = sys.executable) -> None:
+        super().__init__("sandbox", size=size if size is not None else max(2, min(16, os.cpu_count() or 1)))
+        self._levels, self._python = (level,) if level else DEFAULT, python
+        self._server: ForkServer | None = None
         self._opening = threading.Lock()
-        self.calls = self.memo_hits = self.timeouts = self.restarts = 0
-        pool.register(self)
 
-    async def judge(self, program: str, checks: Checks, limits: Limits, *, all: bool = False) -> Verdict:
-        """The verdict on `program`; see `Judge`."""
+    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict:
+        """The verdict on `program`; see `ProgramJudge`."""
         key = xxhash.xxh3_128_digest(msgspec.msgpack.encode([program, type(checks).__name__, checks, limits, all]))
-        with self._lock:
-            self.calls += 1
-            if (known := self._memo.get(key)) is not None:
-                self.memo_hits += 1
-                self._memo.move_to_end(key)
-                return known
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._size, thread_name_prefix="sandbox")
-            job = self._threads.submit(self._judge, program, checks, limits, all)
-        verdict = await asyncio.wrap_future(job)
-        with self._lock:
-            if verdict.reason in ("timeout", "killed"):
+        verdict = await self._answered(key, lambda: self._judge(program, checks, limits, all), _to_be_kept)
+        if not _to_be_kept(verdict):
+            with self._lock:
                 self.timeouts += 1
-                return verdict
-            self._memo[key] = verdict
-            if len(self._memo) > _MEMO:
-                self._memo.popitem(last=False)
         return verdict
 
-    def level(self) -> str:
-        """How programs are closed off here: "namespaces" or "seccomp".  Raises SandboxUnavailable."""
+    def level(self) -> Level:
+        """How programs are closed off here.  Raises SandboxUnavailable."""
         return self._open().level
 
-    def _judge(self, program: str, checks: Checks, limits: Limits, all: bool) -> Verdict:
+    def _judge(self, program: str, checks: Checks, limits: ProgramLimits, all: bool) -> ProgramVerdict:
         server = self._open()
         self.restarts = max(0, server.starts - 1)
-        if isinstance(checks, Pairs):
-            return jobs.judge_pairs(server, program, checks.pairs, limits, all=all)
-        if isinstance(checks, Calls):
-            return jobs.judge_calls(server, program, checks.function, checks.cases, limits, all=all)
-        return jobs.judge_tests(
-            server, program, checks.tests, limits, entry_point=checks.entry_point, prompt=checks.prompt, all=all
-        )
+        try:
+            return _judged(server, program, checks, limits, all)
+        finally:
+            if server.aborted:
+                raise SandboxError("the sandbox was closed while the program ran")
 
-    def _open(self) -> Server:
+    def _open(self) -> ForkServer:
         with self._opening:
             if self._server is None:
                 self._server = open_server(self._levels, self._python)
             return self._server
 
     def close(self) -> None:
-        """See `Judge`."""
-        with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=True, cancel_futures=True)
+        """See `ProgramJudge`."""
+        self._end_jobs(self._abort, after_s=CLOSE_S)
         with self._opening:
             if self._server is not None:
                 self._server.close()
                 self._server = None
 
+    def _abort(self) -> None:
+        if (server := self._server) is not None:
+            server.abort()
 
-def open_server(levels: Sequence[str], python: str) -> Server:
-    """A server of the first level that works here, as a program inside it shows.  Raises SandboxUnavailable."""
-    faults: list[str] = []
-    for level in levels:
-        server = Server(level, python)
-        try:
-            ran = jobs.run(server, _SELF_TEST, b"", Limits(timeout_s=30))
-        except SandboxError as e:
-            fault = str(e)
-        else:
-            if ran.output == b"closed\n":
-                if level != LEVELS[0]:
-                    log.warning(
-                        "programs run at sandbox level %s: without network, processes and writing, but they can read what this "
-                        "account can read%s",
-                        level,
-                        f" ({'; '.join(faults)})" if faults else "",
-                    )
-                return server
-            fault = ran.detail or f"a test program was not kept from the network: {ran.output[:100]!r}"
+
+def _to_be_kept(verdict: ProgramVerdict) -> bool:
+    """The next time may be quieter."""
+    return verdict.reason not in ("timeout", "killed")
+
+
+def _judged(server: ForkServer, program: str, checks: Checks, limits: ProgramLimits, all: bool) -> ProgramVerdict:
+    if isinstance(checks, Pairs):
+        return jobs.judge_pairs(server, program, checks.pairs, limits, all=all)
+    if isinstance(checks, Calls):
+        return jobs.judge_calls(server, program, checks.function, checks.cases, limits, all=all)
+    return jobs.judge_tests(server, program, checks.tests, limits, entry_point=checks.entry_point, prompt=checks.prompt, all=all)
+
+
+def offered(python: str = sys.executable) -> tuple[Level | None, dict[Level, str]]:
+    """The strongest level of this machine, and why the stronger ones are not."""
+    found: dict[Level, str] = {}
+    for level in LEVELS:
+        server = ForkServer(level, python)
+        fault = _fault(server)
         server.close()
-        faults.append(f"{level}: {fault}")
+        if not fault:
+            return level, found
+        found[level] = fault
+    return None, found
+
+
+def open_server(levels: Sequence[Level], python: str) -> ForkServer:
+    """A server of the first level that works here, as a program inside it shows.  Raises SandboxUnavailable."""
+    tried: list[str] = []
+    for level in levels:
+        server = ForkServer(level, python)
+        if not (fault := _fault(server)):
+            if level == "seccomp":
+                log.warning("programs run at sandbox level seccomp: they can import only Python's own library and NumPy")
+            return server
+        server.close()
+        tried.append(f"{level}: {fault}")
     raise SandboxUnavailable(
-        f"programs cannot be run safely on this machine ({'; '.join(faults) or 'no level is accepted'}).  Linux on x86_64 or aarch64 "
-        "with seccomp is needed, better also user namespaces (sysctl user.max_user_namespaces, or in a container "
-        "--security-opt seccomp=unconfined), and a Python that other users can read.  Or name a remote sandbox in "
+        f"programs cannot be run safely on this machine ({'; '.join(tried)}).  {SWITCH_ON}, and a Python that other users can read.  "
+        "Or accept less with sandbox_level: seccomp in reward_fn_args (no packages but NumPy), or name a remote sandbox in "
         "reward_fn_args.sandbox_url"
     )
+
+
+def _fault(server: ForkServer) -> str:
+    try:
+        ran = jobs.run(server, _SELF_TEST.replace("{pid}", str(os.getpid())), b"", ProgramLimits(timeout_s=30))
+    except SandboxError as e:
+        return str(e)
+    if ran.output == b"closed\n":
+        return ""
+    return ran.detail or f"a test program was not kept from {ran.output[:100].decode(errors='replace').strip()}"

@@ -12,17 +12,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
-import urllib.error
-import urllib.request
-from concurrent.futures import Future, ThreadPoolExecutor
+import ssl
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rft.errors import ConfigError
-from rft.reward.box.host import Limits, SandboxError
-from rft.reward.box.jobs import Ran, Verdict, same_output
-from rft.reward.box.wire import same
 from rft.reward.sandbox import Calls, Checks, Pairs
+from rft.sandbox.jobs import ProgramVerdict, Ran, same_output
+from rft.sandbox.processes import ProgramLimits, SandboxError
+from rft.sandbox.wire import same
 
 ATTEMPTS = 5
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
@@ -51,11 +50,11 @@ class RemoteSandbox:
             raise ConfigError(f"sandbox_url is {url!r}; it begins with http:// or https://", given=url)
         self._url, self._grace_s, self._first_wait_s = url, grace_s, first_wait_s
         self._max_concurrent = max_concurrent
-        self._threads: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._room: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._under_way: set[asyncio.Task[Any]] = set()
 
-    async def judge(self, program: str, checks: Checks, limits: Limits, *, all: bool = False) -> Verdict:
-        """As `rft.reward.sandbox.Judge`; tests that are code are refused, since there they would run beside the program."""
+    async def judge(self, program: str, checks: Checks, limits: ProgramLimits, *, all: bool = False) -> ProgramVerdict:
+        """As `rft.reward.sandbox.ProgramJudge`; tests that are code are refused, since there they would run beside the program."""
         if isinstance(checks, Pairs):
             cases = [(program, given, wanted) for given, wanted in checks.pairs]
         elif isinstance(checks, Calls):
@@ -77,9 +76,9 @@ class RemoteSandbox:
             first = ran if first.reason == "passed" else first
             if not all or ran.reason == "timeout":
                 break
-        return Verdict(passed, len(cases), first.reason, first.detail)
+        return ProgramVerdict(passed, len(cases), first.reason, first.detail)
 
-    async def _run(self, code: str, stdin: str, limits: Limits) -> Ran:
+    async def _run(self, code: str, stdin: str, limits: ProgramLimits) -> Ran:
         request = {
             "code": code,
             "stdin": stdin,
@@ -93,7 +92,7 @@ class RemoteSandbox:
         body = json.dumps(request).encode()
         why = ""
         for attempt in range(ATTEMPTS):
-            status, answer, retry_after = await asyncio.wrap_future(self._submit(body, limits.timeout_s))
+            status, answer, retry_after = await self._asked(body, limits.timeout_s)
             if status == 200:
                 ran, why = _read(answer)
                 if ran is not None:
@@ -107,31 +106,58 @@ class RemoteSandbox:
                 await asyncio.sleep(max(wait, min(retry_after, _LONGEST_WAIT_S)))
         raise SandboxError(f"the sandbox at {self._url} gave no result: {why}")
 
-    def _submit(self, body: bytes, timeout_s: float) -> Future[tuple[int, bytes, float]]:
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._max_concurrent, thread_name_prefix="sandbox-remote")
-            return self._threads.submit(self._post, body, timeout_s)
+    async def _asked(self, body: bytes, timeout_s: float) -> tuple[int, bytes, float]:
+        """(HTTP status or 0, body or what went wrong, seconds that the service asks to wait), when there is room for a request."""
+        room = self._room.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_concurrent))
+        async with room:
+            request = asyncio.ensure_future(self._post(body, 2 * timeout_s + self._grace_s))
+            self._under_way.add(request)
+            request.add_done_callback(self._under_way.discard)
+            try:
+                await asyncio.wait({request})
+            finally:
+                request.cancel()
+        if request.cancelled():
+            raise SandboxError("the sandbox was closed while the program ran")
+        return request.result()
 
-    def _post(self, body: bytes, timeout_s: float) -> tuple[int, bytes, float]:
-        """(HTTP status or 0, body or what went wrong, seconds that the service asks to wait)."""
-        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+    async def _post(self, body: bytes, allowed_s: float) -> tuple[int, bytes, float]:
+        """One request; `allowed_s` is for all of it, however slowly the service sends its head or its body."""
+        import httpx
+
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        got = bytearray()
         try:
-            with urllib.request.urlopen(request, timeout=2 * timeout_s + self._grace_s) as reply:
-                return 200, reply.read(_LARGEST), 0.0
-        except urllib.error.HTTPError as e:
-            with e:
-                after = e.headers.get("Retry-After", "")
-                return e.code, e.read(1000), float(after) if after.isdigit() else 0.0
-        except (OSError, ValueError) as e:
-            return 0, f"{type(e).__name__}: {e}".encode(), 0.0
+            async with (
+                asyncio.timeout(allowed_s),
+                httpx.AsyncClient(verify=_certificates(), timeout=allowed_s) as client,
+                client.stream("POST", self._url, content=body, headers=headers) as reply,
+            ):
+                most = _LARGEST if reply.status_code == 200 else 1000
+                async for piece in reply.aiter_raw():
+                    got += piece
+                    if len(got) >= most:
+                        break
+        except TimeoutError:
+            return 0, f"TimeoutError: its answer was not complete within {allowed_s:g} s ({len(got)} bytes came)".encode(), 0.0
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
+            cause: BaseException = e
+            while (deeper := cause.__cause__ or cause.__context__) is not None:
+                cause = deeper
+            return 0, f"{type(cause).__name__}: {cause}".encode("utf-8", "replace"), 0.0
+        after = reply.headers.get("Retry-After", "")
+        return reply.status_code, bytes(got[:most]), float(after) if after.isdecimal() and len(after) < 10 else 0.0
 
     def close(self) -> None:
-        """See `rft.reward.sandbox.Judge`."""
-        with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=True, cancel_futures=True)
+        """See `rft.reward.sandbox.ProgramJudge`.  Requests under way are given up at once."""
+        for request in list(self._under_way):
+            if not (loop := request.get_loop()).is_closed():
+                loop.call_soon_threadsafe(request.cancel)
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 def _read(answer: bytes) -> tuple[Ran | None, str]:
@@ -148,7 +174,7 @@ def _read(answer: bytes) -> tuple[Ran | None, str]:
             return Ran("", "", str(result["stdout"]).encode()), ""
         errors = str(result.get("stderr") or compiled.get("stderr") or said.get("message")).strip().splitlines()
         return Ran("error", errors[-1][:500] if errors else f"exit status {result.get('return_code')}", b""), ""
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         return None, f"its answer cannot be read ({type(e).__name__}): {answer[:200].decode(errors='replace')}"
 
 

@@ -7,18 +7,18 @@ import string
 from typing import Any
 
 from rft.reward.base import reward
+from rft.reward.extract import blocks
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 @reward("search_qa_reward")
 def search_qa_reward(task: Task, transcript: Transcript) -> float:
     """1 if the last <answer> block is one of the gold answers (a text, a list, or {target: ...}), else 0."""
-    blocks = _ANSWER.findall(transcript.answer)
-    return float(bool(blocks) and plain(blocks[-1]) in {plain(t) for t in targets(task)})
+    found = blocks(transcript.answer, "answer")
+    return float(bool(found) and plain(found[-1]) in {plain(t) for t in targets(task)})
 
 
 def targets(task: Task) -> list[str]:

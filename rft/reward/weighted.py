@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rft.reward.base import Reward, reward, score, score_group
+from rft.reward.base import THE_TRUTH, Reward, reward, score_each
 from rft.types.completion import Score, Transcript
+from rft.types.ports import ChatModel
 from rft.types.task import Task
 
 
@@ -36,24 +37,21 @@ class WeightedArgs(BaseModel):
 
 
 @reward("weighted_reward", args=WeightedArgs)
-class WeightedReward:
+class WeightedReward(Reward):
     """The sum of weight x value.  Every value is kept as a part under its name, its own parts as NAME/PART."""
 
     def __init__(self, rewards: dict[str, PartArgs]) -> None:
-        from rft.reward.build import build  # which finds this file among the plugins
+        from rft.reward.build_reward import build  # which finds this file among the plugins
 
         self._parts = {name: PartArgs.model_validate(part) for name, part in rewards.items()}
         self._made: dict[str, Reward] = {
             name: build(part.reward, part.args, key=f"rewards.{name}.args") for name, part in self._parts.items()
         }
-        golds = (gold for made in self._made.values() if callable(gold := getattr(made, "gold_answer", None)))
-        if (gold := next(golds, None)) is not None:  # what `rft check` may score
-            self.gold_answer = gold
-        self.whole_group = any(_of_groups(made) for made in self._made.values())
+        self.whole_group = any(made.whole_group for made in self._made.values())
 
-    async def __call__(self, task: Task, given: Any) -> Any:
-        transcripts: Sequence[Transcript] = given if self.whole_group else [given]
-        columns = await asyncio.gather(*(_scores(made, task, transcripts) for made in self._made.values()))
+    async def __call__(self, task: Task, transcript: Any) -> Any:
+        transcripts: Sequence[Transcript] = transcript if self.whole_group else [transcript]
+        columns = await asyncio.gather(*(score_each(made, task, transcripts) for made in self._made.values()))
         sums = [self._sum(dict(zip(self._made, scores, strict=True))) for scores in zip(*columns, strict=True)]
         return sums if self.whole_group else sums[0]
 
@@ -71,28 +69,22 @@ class WeightedReward:
                 return Score(value=None, parts=parts, reason=f"{name} is unscored: {given.reason or 'no reason given'}")
         return Score(value=math.fsum(terms) if terms else None, parts=parts, reason="; ".join(reasons))
 
-    def asks(self, models: Any) -> None:
-        """Raises ConfigError where a part asks a model that is not there."""
+    def check_models(self, models: Mapping[str, object], tasks: Mapping[str, str]) -> None:
         for made in self._made.values():
-            if callable(asks := getattr(made, "asks", None)):
-                asks(models)
+            made.check_models(models, tasks)
 
-    async def prepare(self, models: Any) -> None:
+    def remarks(self) -> list[str]:
+        return [line for made in self._made.values() for line in made.remarks()]
+
+    def gold_answer(self, task: Task) -> str | None:
+        """Of the first part that has one of its own."""
+        found = [made.gold_answer(task) for made in self._made.values()]
+        return next((gold for gold in found if gold is not THE_TRUTH), THE_TRUTH)
+
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         for made in self._made.values():
-            if callable(prepare := getattr(made, "prepare", None)):
-                await prepare(models)
+            await made.prepare(models)
 
     async def close(self) -> None:
         for made in self._made.values():
-            if callable(close := getattr(made, "close", None)):
-                await close()
-
-
-def _of_groups(made: Reward) -> bool:
-    return bool(getattr(made, "whole_group", False))
-
-
-async def _scores(made: Reward, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
-    if _of_groups(made):
-        return await score_group(made, task, transcripts)
-    return list(await asyncio.gather(*(score(made, task, t) for t in transcripts)))
+            await made.close()

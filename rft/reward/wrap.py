@@ -1,42 +1,34 @@
-"""A reward laid over another one, which may score single runs or whole groups and may have to be prepared and closed."""
+"""A reward laid over another one: every score of the inner reward is changed, everything else is passed on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rft.reward.base import Reward, score, score_group
+from rft.reward.base import Reward, score_each
 from rft.types.completion import Score, Transcript
+from rft.types.ports import ChatModel
 from rft.types.task import Task
 
 Change = Callable[[Task, Transcript, Score], Score]
 
 
-def over(inner: Reward, change: Change) -> Reward:
+class ChangedReward(Reward):
     """`inner`, each of its scores passed through `change`."""
-    return Over(inner, change)
 
-
-class Over:
     def __init__(self, inner: Reward, change: Change) -> None:
         self._inner, self._change = inner, change
-        self.whole_group = bool(getattr(inner, "whole_group", False))
-        if callable(gold := getattr(inner, "gold_answer", None)):
-            self.gold_answer = gold
-        if callable(asks := getattr(inner, "asks", None)):
-            self.asks = asks
+        self.whole_group, self.remarks = inner.whole_group, inner.remarks  # type: ignore[method-assign]
+        self.check_models, self.gold_answer = inner.check_models, inner.gold_answer  # type: ignore[method-assign]
 
-    async def __call__(self, task: Task, given: Any) -> Any:
-        if not self.whole_group:
-            return self._change(task, given, await score(self._inner, task, given))
-        transcripts: Sequence[Transcript] = given
-        scores = await score_group(self._inner, task, transcripts)
-        return [self._change(task, t, s) for t, s in zip(transcripts, scores, strict=True)]
+    async def __call__(self, task: Task, transcript: Any) -> Any:
+        transcripts = transcript if self.whole_group else [transcript]
+        scores = await score_each(self._inner, task, transcripts)
+        changed = [self._change(task, t, s) for t, s in zip(transcripts, scores, strict=True)]
+        return changed if self.whole_group else changed[0]
 
-    async def prepare(self, models: Any) -> None:
-        if callable(prepare := getattr(self._inner, "prepare", None)):
-            await prepare(models)
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
+        await self._inner.prepare(models)
 
     async def close(self) -> None:
-        if callable(close := getattr(self._inner, "close", None)):
-            await close()
+        await self._inner.close()

@@ -27,8 +27,9 @@ class SyncSettings:
     kv_cache: Literal["recompute", "keep"] = "recompute"
     canary_prompts: int = 8
     canary_tokens: int = 8
+    canary_temperature: float = 1.0  # of every other probe prompt: the one that is trained with
     canary_limit: float = 1e-3  # nats; the float32 limit for the first version, see rulings on later ones
-    canary_limit_bf16: float = 0.25
+    canary_limit_bf16: float = 0.25  # the most that measured noise of a shorter type can allow
     retries: int = 1
     engine_dtype: str = "float32"  # of the rollout engines, "float32" | "bfloat16" | "float16": picks the canary's limits
     batch_units: int = 1  # of one explore batch: groups, or rows where a train step takes a number of them; see sync/schedule.py

@@ -1,4 +1,4 @@
-"""Where tasks come from: one protocol, one function that opens any source, and the rule how a row becomes a task.
+"""What a taskset is, what a source of rows is, and the rule how a row becomes a task.
 
 It knows neither engines nor rewards (a task carries their names).  Invariant: `task(i)` depends on the source and `i` alone.
 """
@@ -6,14 +6,11 @@ It knows neither engines nor rewards (a task carries their names).  Invariant: `
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -21,8 +18,8 @@ import xxhash
 
 from rft.errors import ConfigError
 from rft.logs import redact
-from rft.taskset import overlong
-from rft.taskset.overlong import LeftOut
+from rft.strictjson import parse_json
+from rft.taskset.chatfiles import LeftOut, find_overlong
 from rft.taskset.settings import FormatSettings, TasksetSettings
 from rft.types.task import Task
 
@@ -31,51 +28,6 @@ Row = dict[str, Any]
 CHECKED = 100_000  # tables of at most so many rows are checked as a whole when they are opened
 MAX_CHARS = 32 << 20  # of a prompt
 _NAMED = 3  # complaints that are told about rows that are left out
-_FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
-
-
-class Taskset(Protocol):
-    """A finite, ordered collection of tasks."""
-
-    @property
-    def settings(self) -> TasksetSettings: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the rows change; compared on resume."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    @property
-    def left_out(self) -> LeftOut | None:
-        """Rows that the taskset's prompt limit removed; None where none was."""
-        ...
-
-    @property
-    def skipped(self) -> Skipped | None:
-        """Rows that could not be read and were left out (skip_bad_rows); None where none was."""
-        ...
-
-    def place(self, index: int) -> int | None:
-        """Which i has `task(i).index == index`; None for a row that was left out."""
-        ...
-
-    def features(self, keys: Sequence[str]) -> np.ndarray:
-        """float64 [len, len(keys)]: these columns of every row.  ConfigError names source, row and column of what is no number."""
-        ...
-
-    def task(self, index: int) -> Task:
-        """Row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key of a bad row."""
-        ...
-
-    def rewards(self) -> dict[str, int]:
-        """Every reward that rows name for themselves, with the index of the first that does."""
-        ...
-
-    def workflows(self) -> dict[str, int]:
-        """The same of workflows."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,26 +65,52 @@ class ByIndex(Sequence[Row]):
         return iter(self._scan()) if self._scan is not None else map(self._fetch, range(self._length))
 
 
-class RowTaskset:
-    """A taskset over any sequence of rows (a list, an Arrow table, a generator by index).
+class TaskSource:
+    """Base of sources of one's own: rows by number.  A configuration names one as `storage_type`.
 
-    `where(i)` says in words where row i is, e.g. "data/train.jsonl:17"; `unreadable` are complaints about what did not become a row.
+    It is constructed with `path`, `split` and the taskset's `args` by name.  Rows are read when they are needed, so what `__getitem__`
+    returns must not change while the run lasts.
     """
 
-    def __init__(
-        self,
-        settings: TasksetSettings,
-        rows: Sequence[Row],
-        *,
-        where: Callable[[int], str],
-        fingerprint: str,
-        check_all: bool,
-        unreadable: Sequence[ConfigError] = (),
-    ) -> None:
-        self._settings = settings
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} needs a method __len__(self)")
+
+    def __getitem__(self, index: int) -> Row:
+        raise NotImplementedError(f"{type(self).__name__} needs a method __getitem__(self, index)")
+
+    def where(self, index: int) -> str:
+        """In words where row `index` is, for messages."""
+        return f"row {index}"
+
+    def fingerprint(self) -> str:
+        """Changes when the rows change; empty: it is taken from a sample of the rows."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """Rows as a source holds them, before anyone asks what their columns mean.  `where(i)` says in words where row i is."""
+
+    rows: Sequence[Row]
+    where: Callable[[int], str]
+    fingerprint: str
+    check_all: bool
+    unreadable: Sequence[ConfigError] = ()  # complaints about what did not become a row
+
+
+class Taskset:
+    """A finite, ordered collection of tasks, over any sequence of rows (a list, an Arrow table, a generator by index).
+
+    `fingerprint` changes when the rows change; it is compared on resume.  `left_out`: rows that the prompt limit removed; `skipped`: rows
+    that could not be read (skip_bad_rows); None where there was none.
+    """
+
+    def __init__(self, settings: TasksetSettings, source: RowSource) -> None:
+        rows, unreadable = source.rows, source.unreadable
+        self.settings = settings
         self._rows = rows
-        self._where = where
-        self._fingerprint = fingerprint
+        self._where = source.where
+        self.fingerprint = source.fingerprint
         self._length = len(rows) if settings.max_rows is None else min(len(rows), settings.max_rows)
         if self._length == 0:
             why = f": {unreadable[0].message}" if unreadable else ""
@@ -140,53 +118,44 @@ class RowTaskset:
             raise ConfigError(f"taskset {settings.name!r}: {path} has no rows{why}", key=_key(settings, "path"), given=path)
         self._has_truth = self._truth_is_there()
         self._kept: np.ndarray | None = None  # numbers of the rows that are used; None = all
-        self._skipped = self._skip(unreadable) if settings.skip_bad_rows else None
+        self.skipped = self._skip(unreadable) if settings.skip_bad_rows else None
         if not settings.skip_bad_rows:
-            for i in range(self._length if check_all else 1):
+            for i in range(self._length if source.check_all else 1):
                 self._task(i)
-        self._left_out: LeftOut | None = None
-        if settings.prompt_limit is not None and (found := overlong.find(self._all_tasks(), settings)) is not None:
-            self._left_out = found
-            self._keep(np.setdiff1d(self._numbers(), found.rows, assume_unique=True))
-            log.info("taskset %s: %s", settings.name, self._left_out)
-
-    @property
-    def settings(self) -> TasksetSettings:
-        return self._settings
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def left_out(self) -> LeftOut | None:
-        return self._left_out
-
-    @property
-    def skipped(self) -> Skipped | None:
-        return self._skipped
+        self.left_out: LeftOut | None = None
+        if settings.prompt_limit is not None:
+            self.left_out = find_overlong((self._made(i, row) for i, row in self._used_rows()), settings)
+        if self.left_out is not None:
+            used = np.arange(self._length) if self._kept is None else self._kept
+            self._keep(np.setdiff1d(used, self.left_out.rows, assume_unique=True))
+            log.info("taskset %s: %s", settings.name, self.left_out)
 
     def __len__(self) -> int:
         return self._length if self._kept is None else len(self._kept)
 
     def task(self, index: int) -> Task:
+        """Row `index`, 0 <= index < len, as a task.  ConfigError names source, row and key of a bad row."""
         if not 0 <= index < len(self):
-            raise IndexError(f"taskset {self._settings.name!r} has {len(self)} rows; asked for {index}")
+            raise IndexError(f"taskset {self.settings.name!r} has {len(self)} rows; asked for {index}")
         return self._task(index if self._kept is None else int(self._kept[index]))
 
     def place(self, index: int) -> int | None:
+        """Which i has `task(i).index == index`; None for a row that was left out."""
         if self._kept is None:
             return index if 0 <= index < self._length else None
         at = int(np.searchsorted(self._kept, index))
         return at if at < len(self._kept) and self._kept[at] == index else None
 
     def rewards(self) -> dict[str, int]:
-        return self._named("reward_fn_key", self._settings.format.reward_fn_key)
+        """Every reward that rows name for themselves, with the index of the first that does."""
+        return self._named("reward_fn_key", self.settings.format.reward_fn_key)
 
     def workflows(self) -> dict[str, int]:
-        return self._named("workflow_key", self._settings.format.workflow_key)
+        """The same of workflows."""
+        return self._named("workflow_key", self.settings.format.workflow_key)
 
     def features(self, keys: Sequence[str]) -> np.ndarray:
+        """float64 [len, len(keys)]: these columns of every row.  ConfigError names source, row and column of what is no number."""
         found = np.empty((len(self), len(keys)))
         for place, (row, values) in enumerate(self._used_rows()) if keys else ():
             for k, key in enumerate(keys):
@@ -194,7 +163,7 @@ class RowTaskset:
                     has = f"is {value!r}" if value is not ABSENT else f"is not there; it has {', '.join(map(str, values))}"
                     raise ConfigError(
                         f"{self._where(row)}: column {key!r}, by which rows are chosen, must be a finite number, but {has}",
-                        key=_key(self._settings, "data_selector.feature_keys"),
+                        key=_key(self.settings, "data_selector.feature_keys"),
                         given=key,
                     )
                 found[place, k] = value
@@ -203,28 +172,25 @@ class RowTaskset:
     def _named(self, which: str, key: str) -> dict[str, int]:
         found: dict[str, int] = {}
         for place, (row, values) in enumerate(self._used_rows()) if key else ():
-            found.setdefault(_get(self._settings, values, self._where(row), which, key), place)
+            found.setdefault(_get(self.settings, values, self._where(row), which, key), place)
         return found
 
     def _used_rows(self) -> Iterator[tuple[int, Row]]:
         """(number, values) of every row that is used, in order."""
-        if self._kept is not None and self._skipped is not None:
+        if self._kept is not None and self.skipped is not None:
             return ((int(row), self._rows[int(row)]) for row in self._kept)
-        left_out = set(self._left_out.rows) if self._left_out is not None else ()
+        left_out = set(self.left_out.rows) if self.left_out is not None else ()
         return ((row, values) for row, values in enumerate(itertools.islice(self._rows, self._length)) if row not in left_out)
 
-    def _all_tasks(self) -> Iterator[Task]:
-        return (self._made(row, values) for row, values in self._used_rows())
-
     def _truth_is_there(self) -> bool:
-        key = self._settings.format.response_key
-        if self._settings.skip_bad_rows:
+        key = self.settings.format.response_key
+        if self.settings.skip_bad_rows:
             return True  # a row without one is a bad row then
         first = self._rows[0]
         if lookup(first, key) is not ABSENT:
             return True
         if key != FormatSettings().response_key:
-            raise _missing(self._settings, self._where(0), "response_key", key, first)
+            raise _missing(self.settings, self._where(0), "response_key", key, first)
         return False
 
     def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
@@ -245,45 +211,21 @@ class RowTaskset:
             return None
         self._keep(np.array(good))
         skipped = Skipped(count=len(bad), total=total, why=tuple(e.message for e in bad[:_NAMED]))
-        log.warning("taskset %s: %s", self._settings.name, skipped)
+        log.warning("taskset %s: %s", self.settings.name, skipped)
         return skipped
-
-    def _numbers(self) -> np.ndarray:
-        return np.arange(self._length) if self._kept is None else self._kept
 
     def _keep(self, rows: np.ndarray) -> None:
         self._kept = rows
-        self._fingerprint += f"-{xxhash.xxh3_64_hexdigest(rows.astype(np.int64).tobytes())}"
+        self.fingerprint += f"-{xxhash.xxh3_64_hexdigest(rows.astype(np.int64).tobytes())}"
 
     def _task(self, row: int) -> Task:
         return self._made(row, self._rows[row])
 
     def _made(self, row: int, values: Row) -> Task:
-        return row_to_task(self._settings, values, row, self._where(row), has_truth=self._has_truth)
+        return row_to_task(self.settings, values, row, self._where(row), has_truth=self._has_truth)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Rows as a source holds them, before anyone asks what their columns mean.  `where(i)` says in words where row i is."""
-
-    rows: Sequence[Row]
-    where: Callable[[int], str]
-    fingerprint: str
-    check_all: bool
-    unreadable: Sequence[ConfigError] = ()  # complaints about what did not become a row
-
-    def taskset(self, settings: TasksetSettings) -> RowTaskset:
-        return RowTaskset(
-            settings,
-            self.rows,
-            where=self.where,
-            fingerprint=self.fingerprint,
-            check_all=self.check_all,
-            unreadable=self.unreadable,
-        )
-
-
-class Found:
+class FoundRows:
     """Rows as they are found in a source, with their places (lines), and complaints about what is no row.
 
     The first complaint is raised, unless the taskset's bad rows are skipped.
@@ -304,9 +246,9 @@ class Found:
             raise error
         self._unreadable.append(error)
 
-    def source(self, where: Callable[[int], str], fingerprint: str) -> Source:
+    def source(self, where: Callable[[int], str], fingerprint: str) -> RowSource:
         """`where(place)` says in words where a row is."""
-        return Source(
+        return RowSource(
             rows=self.rows,
             where=lambda i: where(self._places[i]),
             fingerprint=fingerprint,
@@ -357,39 +299,6 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
         num_runs=settings.num_runs,
         is_eval=settings.is_eval,
     )
-
-
-def open_taskset(settings: TasksetSettings) -> Taskset:
-    """The taskset that `settings` name.
-
-    A file (.jsonl, .json, .parquet, .csv), a folder or Hugging Face data set id (read with `datasets`, from its cache when
-    HF_HUB_OFFLINE is set), a table or query of a database, `reasoning_gym://name`, a Python factory `pkg.mod:func` / `file.py:func`,
-    or a class of one's own (`reader_path`, `reader_name`).  Raises ConfigError.
-    """
-    path, kind = settings.path, settings.storage_type
-    if kind not in ("file", "sql", "reasoning_gym", "python"):
-        raise ConfigError(
-            f"storage type {kind!r} is not known; use file, sql, reasoning_gym or python", key=_key(settings, "storage_type")
-        )
-    if settings.reader_path is not None:
-        from rft.taskset.reader import open_reader
-
-        return open_reader(settings)
-    if kind == "sql":
-        from rft.taskset.sql import open_sql
-
-        return open_sql(settings)
-    if kind == "reasoning_gym" or path.startswith("reasoning_gym://"):
-        from rft.taskset.gym import open_gym
-
-        return open_gym(settings)
-    if kind == "python" or (_FACTORY.fullmatch(path) and not Path(path).exists()):
-        from rft.taskset.factory import open_factory
-
-        return open_factory(settings)
-    from rft.taskset.files import open_path
-
-    return open_path(settings).taskset(settings)
 
 
 def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -> str:
@@ -466,8 +375,8 @@ def _from_json(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return parse_json(value)
+    except ValueError:
         return None
 
 

@@ -1,6 +1,7 @@
-"""A model folder's tokenizer and chat template, read with `tokenizers` and `jinja2` alone: how a chat reads, how long it is.
+"""A model folder's tokenizer and chat template, read with `tokenizers` and `jinja2` alone: how a chat reads, and which are too long.
 
-Knows the Hugging Face folder layout, neither torch nor transformers.  Invariant: the same text as the engine sees.
+Knows the Hugging Face folder layout, neither torch nor transformers.  What a workflow adds to a chat is not counted.
+Invariants: the same text as the engine sees; the same files and rows leave out the same rows, in however many processes they are counted.
 """
 
 from __future__ import annotations
@@ -10,16 +11,30 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from rft.disk import read_regular
 from rft.errors import ConfigError
+from rft.strictjson import parse_json
+from rft.taskset import parallel
+from rft.taskset.settings import PromptLimit, TasksetSettings
+from rft.threads import TooLong, within
+from rft.types.task import Task
 
 KEY = "model.model_path"
+RENDER_S = 10.0
+MAX_TEXT = 32 << 20
+MAX_TEMPLATE = 1 << 20
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +46,27 @@ class ChatFiles:
 
     @cached_property
     def chat_template(self) -> str | None:
+        """Raises ConfigError for one that is no text."""
         file = self.folder / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+        if file.exists():
+            return read_template(file, KEY)
         given = self.tokenizer_config.get("chat_template")
-        if isinstance(given, list):  # several named templates
-            named = {t["name"]: t["template"] for t in given}
+        if isinstance(given, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in given):
+            named = {t["name"]: t["template"] for t in given}  # several
             given = named.get("default", next(iter(named.values()), None))
+        if given is not None and not isinstance(given, str):
+            raise ConfigError(f"{self.folder / 'tokenizer_config.json'}: chat_template must be a text", key=KEY)
         return given
 
     @cached_property
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        made = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        file = self.folder / "tokenizer.json"
+        try:
+            made = Tokenizer.from_file(str(file))
+        except Exception as e:  # the library has no class of its own
+            raise ConfigError(f"{file} is no tokenizer: {e}", key=KEY) from None
         made.no_padding()  # what the file says of both is for other uses
         made.no_truncation()
         return made
@@ -112,10 +134,22 @@ def open_chat(path: str) -> ChatFiles:
         raise ConfigError(f"{folder} has no tokenizer.json, so the tokens of a prompt cannot be counted", key=KEY, given=path)
     file = folder / "tokenizer_config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as e:
+        config = parse_json(read_regular(file, MAX_TEXT).decode("utf-8")) if file.exists() else {}
+    except (OSError, ValueError) as e:
         raise ConfigError(f"{file} cannot be read as JSON: {e}", key=KEY, given=path) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds a {type(config).__name__}; it must be a mapping", key=KEY, given=path)
     return ChatFiles(folder=folder, tokenizer_config=config)
+
+
+def read_template(file: Path, key: str) -> str:
+    """A chat template's text.  Raises ConfigError naming `key`."""
+    try:
+        return read_regular(file, MAX_TEMPLATE).decode("utf-8")
+    except OSError as e:
+        raise ConfigError(f"{file} cannot be read: {e.strerror}", key=key, given=str(file)) from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{file} is not UTF-8 text (byte {e.start})", key=key, given=str(file)) from None
 
 
 def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], names: dict[str, Any]) -> str:
@@ -123,10 +157,12 @@ def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, An
     from jinja2 import TemplateError
 
     try:
-        text: str = _compiled(source).render(messages=messages, tools=tools or None, **{"add_generation_prompt": True, **names})
-    except (TemplateError, TypeError, KeyError) as e:
+        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": True, **names}
+        return within(RENDER_S, lambda: str(_compiled(source).render(given)))
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as e:
         raise ConfigError(f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY) from None
-    return text
+    except TooLong:
+        raise ConfigError(f"the chat template was not done with these messages after {RENDER_S:g} s", key=KEY) from None
 
 
 @lru_cache(maxsize=16)
@@ -140,7 +176,22 @@ def _compiled(source: str) -> Any:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("*", "**", "%"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            """One step of the interpreter ends by no deadline, so none may be large."""
+            sized = [len(x) for x in (left, right) if isinstance(x, str | list | tuple)]
+            numbers = [abs(x) for x in (left, right) if isinstance(x, int)]
+            if (operator == "*" and sized and max(sized) * max(numbers, default=1) > MAX_TEXT) or (
+                operator == "**" and max(numbers, default=0) > 1000
+            ):
+                raise TemplateError(f"{operator!r} would make too large a value")
+            if operator == "%" and isinstance(left, str) and _WIDTH.search(left):
+                raise TemplateError("a format asks for too much space")
+            return super().call_binop(context, operator, left, right)
+
+    env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     env.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -186,3 +237,104 @@ def _near(path: Path) -> str:
         return ""
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"  Did you mean {folder / near[0]}?" if near else ""
+
+
+_opened = lru_cache(maxsize=1)(open_chat)  # in a process that counts one part after the other
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """The rows that are left out, in order, of `total`; `limit` and `longest` in tokens."""
+
+    rows: tuple[int, ...]
+    total: int
+    limit: int
+    longest: int
+
+    def __str__(self) -> str:
+        named = ", ".join(map(str, self.rows[:_NAMED])) + (", ..." if len(self.rows) > _NAMED else "")
+        return (
+            f"{len(self.rows)} of {self.total} rows are left out (filter_overlong_prompts): their prompts have more than "
+            f"model.max_prompt_tokens {self.limit} tokens, up to {self.longest}.  Rows {named}"
+        )
+
+
+def find_overlong(tasks: Iterable[Task], settings: TasksetSettings) -> LeftOut | None:
+    """The tasks beyond `settings.prompt_limit`; None if there is none.
+
+    Raises ConfigError if nothing is left, or cannot be counted, or where the limit says that such a row is to be refused.
+    """
+    limit = settings.prompt_limit
+    assert limit is not None
+    over: list[int] = []
+    total = longest = 0
+    for index, tokens in _counted(tasks, settings, limit):
+        total += 1
+        longest = max(longest, tokens)
+        if tokens > limit.max_tokens:
+            over.append(index)
+            if limit.refuse:
+                raise ConfigError(
+                    f"the prompt of row {index} of {settings.path} has {tokens} tokens, more than model.max_prompt_tokens "
+                    f"{limit.max_tokens} (prompt_truncation_side: error).  Raise that, leave such rows out (filter_overlong_prompts), or "
+                    "have prompts cut: prompt_truncation_side left, right or middle",
+                    key="model.prompt_truncation_side",
+                    given="error",
+                )
+    if over and len(over) == total:
+        raise ConfigError(
+            f"every prompt of {settings.path} has more than model.max_prompt_tokens {limit.max_tokens} tokens (up to {longest}), so "
+            "filter_overlong_prompts leaves nothing; raise it",
+            key=f"taskset {settings.name}.filter_overlong_prompts",
+            given=True,
+        )
+    return LeftOut(rows=tuple(over), total=total, limit=limit.max_tokens, longest=longest) if over else None
+
+
+def _counted(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit) -> Iterator[tuple[int, int]]:
+    """(row, tokens of its chat) of each task that has a chat."""
+    files, chats = open_chat(limit.model_path), _chats(tasks, settings, limit)
+    parts = iter(lambda: list(itertools.islice(chats, parallel.AT_ONCE)), [])
+    first, second = next(parts, []), next(parts, [])
+    common = asdict(limit)
+    whole = itertools.chain([first], [second] if second else [], parts)
+    indexes: list[list[int]] = []
+
+    def questions() -> Iterator[list[Any]]:
+        for part in whole:
+            indexes.append([index for index, _, _ in part])
+            yield [(messages, tools) for _, messages, tools in part]
+
+    several = settings.num_process > 1 and second
+    answers = (
+        parallel.spread("chatfiles:count", common, questions(), settings.num_process)
+        if several
+        else (_count(files, common, q) for q in questions())
+    )
+    for answer in answers:
+        yield from zip(indexes.pop(0), answer, strict=True)
+
+
+def _chats(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit) -> Iterator[tuple[int, list[Any], list[Any]]]:
+    for task in tasks:
+        try:
+            messages = task.chat()
+        except ValueError as e:
+            if limit.refuse:
+                continue  # its workflow makes a prompt of its own
+            raise ConfigError(str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True) from None
+        yield task.index, messages, list(task.tools)
+
+
+def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:
+    """Tokens of each (messages, tools) under the fields of a PromptLimit; what another process does."""
+    return _count(_opened(limit["model_path"]), limit, chats)
+
+
+def _count(files: ChatFiles, limit: dict[str, Any], chats: list[Any]) -> list[int]:
+    template, values = limit["chat_template"], limit["chat_template_args"]
+    texts = [files.render(messages, tools, template=template, **values) for messages, tools in chats]
+    keys = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
+    new = dict(zip(keys, texts, strict=True))  # data sets repeat their prompts
+    counts = dict(zip(new, files.count_each(new.values()), strict=True))
+    return [counts[key] for key in keys]

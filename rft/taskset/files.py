@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import xxhash
 
 from rft.errors import ConfigError, SetupError
-from rft.taskset.base import CHECKED, ByIndex, Found, Source, sample_fingerprint
+from rft.strictjson import parse_json
+from rft.taskset.base import CHECKED, ByIndex, FoundRows, RowSource, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-def open_path(settings: TasksetSettings) -> Source:
+def open_path(settings: TasksetSettings) -> RowSource:
     """The rows of a file, a folder, or a Hugging Face data set id."""
     path = Path(settings.path).expanduser()
     if path.is_dir():
@@ -33,22 +35,28 @@ def open_path(settings: TasksetSettings) -> Source:
             raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_SUFFIXES)} or a folder")
         return reader(settings, path)
     if path.suffix.lower() in _SUFFIXES or path.is_absolute() or settings.path.startswith((".", "~")):
+        if os.path.lexists(path):
+            raise _error(
+                settings, f"{path} is no plain file (a pipe, a device, a link that leads nowhere); name a file or a folder"
+            )
         raise _error(settings, f"{path} does not exist{_near(path)}{_looked(path)}")
     return _open_datasets(settings, None)
 
 
-def _jsonl(settings: TasksetSettings, path: Path) -> Source:
-    found = Found(settings)
+def _jsonl(settings: TasksetSettings, path: Path) -> RowSource:
+    found = FoundRows(settings)
     data = path.read_bytes()
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not (line := raw.strip()):
             continue
         try:
-            row = json.loads(_text(settings, line, f"{path}:{number}"))
-        except json.JSONDecodeError as e:
-            found.bad(_error(settings, f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}"))
+            row = parse_json(_text(settings, line, f"{path}:{number}"))
         except ConfigError as e:
             found.bad(e)
+        except json.JSONDecodeError as e:
+            found.bad(_error(settings, f"{path}:{number}: not JSON ({e.msg} at column {e.colno}): {_short(line)}"))
+        except ValueError as e:
+            found.bad(_error(settings, f"{path}:{number}: {e}: {_short(line)}"))
         else:
             if isinstance(row, dict):
                 found.row(row, number)
@@ -58,15 +66,17 @@ def _jsonl(settings: TasksetSettings, path: Path) -> Source:
     return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _json(settings: TasksetSettings, path: Path) -> Source:
+def _json(settings: TasksetSettings, path: Path) -> RowSource:
     data = path.read_bytes()
     try:
-        rows = json.loads(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)))
+        rows = parse_json(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)))
     except json.JSONDecodeError as e:
         raise _error(settings, f"{path}:{e.lineno}: not JSON ({e.msg} at column {e.colno})") from None
+    except ValueError as e:
+        raise _error(settings, f"{path}: {e}") from None
     if not isinstance(rows, list):
         raise _error(settings, f"{path}: must hold a JSON list of objects, not {type(rows).__name__}")
-    found = Found(settings)
+    found = FoundRows(settings)
     for i, row in enumerate(rows):
         if isinstance(row, dict):
             found.row(row, i)
@@ -75,10 +85,10 @@ def _json(settings: TasksetSettings, path: Path) -> Source:
     return found.source(lambda i: f"{path}, element {i}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _csv(settings: TasksetSettings, path: Path) -> Source:
+def _csv(settings: TasksetSettings, path: Path) -> RowSource:
     data = path.read_bytes()
     reader = csv.DictReader(io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""), strict=True)
-    found = Found(settings)
+    found = FoundRows(settings)
     try:
         for row in reader:
             width = len(reader.fieldnames or ())
@@ -92,7 +102,7 @@ def _csv(settings: TasksetSettings, path: Path) -> Source:
     return found.source(lambda line: f"{path}:{line}", xxhash.xxh3_128_hexdigest(data))
 
 
-def _parquet(settings: TasksetSettings, path: Path) -> Source:
+def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -107,7 +117,7 @@ def _parquet(settings: TasksetSettings, path: Path) -> Source:
     )
     where = f"{path}, row "
     fingerprint = sample_fingerprint(rows, table.column_names)
-    return Source(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
+    return RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
 
 
 _READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
@@ -123,7 +133,7 @@ def _of_split(settings: TasksetSettings, folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Source:
+def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
     """A folder (saved with `save_to_disk`, or of data files) or a hub id; HF_HUB_OFFLINE and HF_HOME are honoured."""
     import datasets
 
@@ -133,7 +143,7 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Source:
             loaded: Any = datasets.load_from_disk(source)
         else:
             loaded = datasets.load_dataset(source, settings.subset_name, split=settings.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, datasets.exceptions.DatasetsError) as e:
         if isinstance(e, OSError) and not _can_write(cache := Path(datasets.config.HF_DATASETS_CACHE)):
             raise SetupError(
                 f"taskset {settings.name}: {source} is read through the cache of Hugging Face datasets, and {cache} cannot be written "
@@ -150,7 +160,7 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> Source:
             raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
         loaded = loaded[settings.split]
     rows = ByIndex(len(loaded), lambda i: dict(loaded[i]), lambda: map(dict, loaded))
-    return Source(
+    return RowSource(
         rows=rows,
         where=lambda i: f"{source} ({settings.split}), row {i}",
         fingerprint=sample_fingerprint(rows, loaded.column_names),

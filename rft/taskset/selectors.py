@@ -28,7 +28,7 @@ class View:
     rng: Callable[..., np.random.Generator]
 
 
-class Selector:
+class TaskSelector:
     """One taskset's order.  `__init__` takes the view, then the checked `kwargs` of data_selector as keyword arguments."""
 
     num_features: ClassVar[tuple[int, int | None]] = (0, 0)  # how many feature_keys it takes: least, most
@@ -46,22 +46,22 @@ class Selector:
         raise NotImplementedError
 
 
-class NoArgs(BaseModel):
+class NoSelectorArgs(BaseModel):
     """A selector without arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-@selector("sequential", args=NoArgs)
-class Sequential(Selector):
+@selector("sequential", args=NoSelectorArgs)
+class Sequential(TaskSelector):
     """File order, again and again."""
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
         return [n % self.view.length for n in range(first, first + count)]
 
 
-@selector("shuffle", args=NoArgs)
-class Shuffle(Selector):
+@selector("shuffle", args=NoSelectorArgs)
+class Shuffle(TaskSelector):
     """Another permutation in each pass."""
 
     def __init__(self, view: View) -> None:
@@ -73,8 +73,8 @@ class Shuffle(Selector):
         return [int(self._permutation(epoch)[at]) for epoch, at in places]
 
 
-@selector("random", args=NoArgs)
-class Random(Selector):
+@selector("random", args=NoSelectorArgs)
+class Random(TaskSelector):
     """Drawn for each batch, without repetition inside it."""
 
     def rows(self, batch: int, first: int, count: int) -> Sequence[int]:
@@ -82,8 +82,8 @@ class Random(Selector):
         return [int(row) for row in drawn]
 
 
-@selector("offline_easy2hard", args=NoArgs)
-class OfflineEasyToHard(Selector):
+@selector("offline_easy2hard", args=NoSelectorArgs)
+class OfflineEasyToHard(TaskSelector):
     """Sorted once by feature_keys, the largest first (then the later row), and taken in that order again and again."""
 
     num_features = (1, None)
@@ -114,7 +114,7 @@ _FAR_OFF = 0.25  # mean error of the interpolation that halves an adaptive rho
 
 
 @selector("difficulty_based", args=DifficultyArgs)
-class DifficultyBased(Selector):
+class DifficultyBased(TaskSelector):
     """Rows whose estimated pass rate is nearest to `target_reward`, by Beta posteriors that pass rates keep up to date (BOTS).
 
     The two feature_keys are pass rates of a weaker and a stronger reference model.  With c, the policy's place between them, every row's

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rft.types.ids import SEED
 from rft.types.task import SamplingArgs
 
 
@@ -58,7 +59,7 @@ class TaskPipelineSettings:
     order: str = "keep"  # keep | shuffle | sort
     priority_weights: dict[str, float] = field(default_factory=dict)  # of score columns, for sort
     top_k: int = -1  # first rows of that order; -1 = all
-    seed: int = 42
+    seed: int = SEED
     num_process: int = 1
     plugin_dirs: tuple[str, ...] = ()
 
@@ -84,7 +85,7 @@ class TasksetSettings:
     selector: str = "sequential"  # a plugin of kind "selector"
     selector_args: dict[str, Any] = field(default_factory=dict)
     feature_keys: tuple[str, ...] = ()  # columns of numbers that the selector goes by
-    seed: int = 42
+    seed: int = SEED
     weight: float | None = None  # share in the mixture; None = proportional to length
     is_eval: bool = False
     args: dict[str, Any] = field(default_factory=dict)  # of a generator such as reasoning_gym, a reader, or {table, query} of sql
@@ -96,7 +97,7 @@ class TasksetSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenSettings:
+class OfflineDataSettings:
     """A data set that is trained on as it is: which rows, what each is, and how it becomes tokens."""
 
     rows: TasksetSettings  # where they come from, the columns of a chat, and their order

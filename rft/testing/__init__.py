@@ -15,27 +15,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rft.testing.cassette import CassetteMiss as CassetteMiss
-    from rft.testing.cassette import RecordedModel as RecordedModel
+    from rft.testing.fakes import CassetteMiss as CassetteMiss
     from rft.testing.fakes import FlakyModel as FlakyModel
+    from rft.testing.fakes import RecordedModel as RecordedModel
     from rft.testing.fakes import ScriptedModel as ScriptedModel
     from rft.testing.fakes import tool_call as tool_call
     from rft.testing.judge import FakeJudge as FakeJudge
     from rft.testing.judge import judged as judged
-    from rft.testing.play import WorkflowResult as WorkflowResult
     from rft.testing.play import run_workflow as run_workflow
     from rft.testing.play import run_workflow_async as run_workflow_async
     from rft.testing.play import task_of as task_of
+    from rft.testing.trace import WorkflowResult as WorkflowResult
 
 _HOMES = {
-    "CassetteMiss": "cassette",
-    "RecordedModel": "cassette",
+    "CassetteMiss": "fakes",
+    "RecordedModel": "fakes",
     "FlakyModel": "fakes",
     "ScriptedModel": "fakes",
     "tool_call": "fakes",
     "FakeJudge": "judge",
     "judged": "judge",
-    "WorkflowResult": "play",
+    "WorkflowResult": "trace",
     "run_workflow": "play",
     "run_workflow_async": "play",
     "task_of": "play",

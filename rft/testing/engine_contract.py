@@ -131,6 +131,12 @@ class EngineContract:
         with pytest.raises(PromptTooLong, match="at most"):
             await subject.engine.generate(GenerateRequest(prompt_tokens=(5,) * (subject.max_prompt_tokens + 1)))
 
+    async def test_token_ids_that_the_model_does_not_have_are_refused(self, subject: Subject) -> None:
+        for wrong in ((5, -1), (2**31 - 1,)):
+            with pytest.raises(ValueError, match="token id"):
+                await subject.engine.generate(GenerateRequest(prompt_tokens=wrong))
+        check_completion((await subject.engine.generate(ask()))[0], ask().sampling)
+
     async def test_an_empty_request_is_refused(self, subject: Subject) -> None:
         with pytest.raises(ValueError, match="messages"):
             await subject.engine.generate(GenerateRequest())

@@ -2,8 +2,9 @@
 
     assert judged(ClearJudge(), FakeJudge(4), "It is warm because of the sun.").value == 0.8
 
-`FakeJudge(gullible=[...])` does whatever stands outside of a fence: it reads the chat as a model does (the marks of a chat template begin
-messages), takes out the blocks of the fence that its first message announces, and where one of these orders is left, gives full marks.
+`FakeJudge(gullible=[...])` does whatever stands outside of the delimiters: it reads the chat as a model does (the marks of a chat template
+begin messages), takes out the blocks of the delimiters that its first message announces, and gives full marks where one of these orders
+is left.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ class FakeJudge:
     """A `ChatModel`.  `says`: the value of every field of the verdict, values by field, or a function of the prompt that gives one.
 
     `replies` come first, in order: texts as they are, or errors that are raised.  `gullible`: orders that it follows where they stand
-    outside of a fence; `sloppy`: any line that looks like the end of a fence ends it; `copies`: it ends with the last verdict that it
-    read anywhere.
+    outside of the delimiters; `sloppy`: any line that looks like a closing delimiter ends a block; `copies`: it ends with the last verdict
+    that it read anywhere.
     """
 
     def __init__(
@@ -69,10 +68,7 @@ class FakeJudge:
 
     def _chosen(self, request: GenerateRequest) -> Completion:
         """The likelier one of the choices; a number that it says is the probability of the first."""
-        read = _as_read(request.messages)
-        said = self.says("\n".join(read)) if callable(self.says) else self.says
-        free = _outside(read, self.sloppy)
-        obeys = any(order in free for order in self.gullible)
+        _, _, obeys, said = self._read(request.messages)
         share = 1.0 if obeys else float(said) if isinstance(said, int | float) else float(said == request.choices[0])
         word = request.choices[0 if share >= 0.5 else 1]
         logprob = np.log(np.array([max(share, 1 - share)], np.float32))
@@ -85,13 +81,17 @@ class FakeJudge:
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
         raise ValueError("a FakeJudge has no classification head")
 
-    def reply(self, messages: Sequence[dict[str, Any]]) -> str:
-        """What it answers to a chat: `answer` of a scripted engine or a loopback server."""
+    def _read(self, messages: Sequence[dict[str, Any]]) -> tuple[list[str], str, bool, Says]:
+        """(the messages, what of them stands outside of the delimiters, whether that has an order it follows, what it says)."""
         read = _as_read(messages)
         free = _outside(read, self.sloppy)
-        forms = _FORM.findall(free)
-        obeys = any(order in free for order in self.gullible)
         said = self.says("\n".join(read)) if callable(self.says) else self.says
+        return read, free, any(order in free for order in self.gullible), said
+
+    def reply(self, messages: Sequence[dict[str, Any]]) -> str:
+        """What it answers to a chat: `answer` of a scripted engine or a loopback server."""
+        read, free, obeys, said = self._read(messages)
+        forms = _FORM.findall(free)
         if self.copies and (seen := [v for text in read for v in _VERDICT.findall(text) if not _PLACE.search(v)]):
             return f"As it says:\n{seen[-1]}"
         if not forms:
@@ -113,16 +113,19 @@ def completion(text: str, *, prompt: int = 1) -> Completion:
     )
 
 
-def said(answer: str, *, prompt: str = "?") -> Transcript:
+def make_transcript(answer: str, *, prompt: str = "?") -> Transcript:
     """The transcript of a run in which the policy was asked `prompt` and gave `answer`."""
     return Transcript(turns=(Turn(messages=({"role": "user", "content": prompt},), completion=completion(answer)),))
+
+
+said = make_transcript  # its earlier name
 
 
 async def score_with(judge: Any, model: Any, answers: Sequence[str], task: Task) -> list[Score]:
     """What `judge` (a reward that is not prepared yet) says of `answers` to one task, asking `model` under every name."""
     await judge.prepare({judge.args.judge or "judge": model})
     try:
-        runs = [said(a, prompt=task.prompt or "?") for a in answers]
+        runs = [make_transcript(a, prompt=task.prompt or "?") for a in answers]
         if judge.whole_group:
             return await score_group(judge, task, runs)
         return list(await asyncio.gather(*(score(judge, task, r) for r in runs)))
@@ -139,53 +142,10 @@ def judged(
     return found
 
 
-class JudgeServer:
-    """An OpenAI-compatible server on loopback, for as long as it is open, in which `judge` answers: `with JudgeServer(FakeJudge(7)) as s`.
-
-    `url` is its address; `asked` are the bodies of all requests.  `usage`: what it says of tokens (prompt, answer).
-    """
-
-    def __init__(self, judge: FakeJudge, *, usage: tuple[int, int] = (200, 20)) -> None:
-        self.judge, self.usage = judge, usage
-        self.asked: list[dict[str, Any]] = []
-
-    def __enter__(self) -> JudgeServer:
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                outer.asked.append(body)
-                message = {"role": "assistant", "content": outer.judge.reply(body["messages"])}
-                usage = dict(zip(("prompt_tokens", "completion_tokens"), outer.usage, strict=True))
-                answer = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}).encode()
-                self.send_response(200)
-                self.send_header("content-length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True, name="judge-server")
-        self._thread.start()
-        return self
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}/v1"
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-
 # ---------------------------------------------------------------- probes
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True):
+class JudgeProbe(msgspec.Struct, frozen=True, kw_only=True):
     """A text that tries to talk a judge into full marks.  `order` is the part of it that a gullible judge would follow."""
 
     name: str
@@ -201,10 +161,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def probes() -> tuple[Probe, ...]:
+def probes() -> tuple[JudgeProbe, ...]:
     """All that are shipped, in judge_probes.jsonl beside this file."""
     lines = Path(__file__).with_name("judge_probes.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(msgspec.json.decode(line, type=Probe) for line in lines)
+    return tuple(msgspec.json.decode(line, type=JudgeProbe) for line in lines)
 
 
 # ---------------------------------------------------------------- inside
@@ -217,7 +177,7 @@ def _as_read(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _outside(read: Sequence[str], sloppy: bool) -> str:
-    """What is left when the blocks of the announced fence are taken out of each message."""
+    """What is left when the blocks of the announced delimiters are taken out of each message."""
     announced = re.search(r"<<<end (\w+)>>>", read[0])
     if announced is None:
         return "\n".join(read)

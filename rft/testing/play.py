@@ -1,7 +1,7 @@
 """Plays one task with a workflow, as the explorer does, and keeps everything that happened: for tests and for `rft debug`.
 
 It uses the rooms' own code (`rft.workflow.group`, rewards, records) and adds nothing to it but eyes.  No torch, no Ray, no buffer.
-Every result is checked against `rft.testing.invariants`.
+Every result is checked: its rows are compared with the calls they were made of, because the trainer relies on it.
 """
 
 from __future__ import annotations
@@ -10,168 +10,35 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import replace
+from functools import wraps
+from typing import Any, ParamSpec, cast
 
 import msgspec
 import numpy as np
 
-from rft import plugins
+import rft.plugins as plugins
 from rft.errors import RftError
 from rft.plugins import REGISTRY, Plugin
-from rft.reward import build as rewards
+from rft.reward import build_reward as rewards
 from rft.reward.base import Reward
-from rft.testing.invariants import check
-from rft.types.completion import Completion, Score, Transcript
+from rft.testing.trace import POLICY, Call, RunResult, WorkflowResult
+from rft.types.block import decode, encode
+from rft.types.completion import Completion, Transcript, Turn
 from rft.types.experience import Experience
 from rft.types.ids import GroupId
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import RunContext, Workflow
-from rft.workflow.build import Recipe, recipe
-from rft.workflow.group import Group, run_group
-from rft.workflow.run import Limits, Played, RunError
+from rft.workflow.group import PlayedGroup, run_group
+from rft.workflow.play_run import PlayedRun, RunError, RunLimits, cut
+from rft.workflow.recipes import Recipe, recipe
 
-POLICY = "policy"
+P = ParamSpec("P")
 _RUN: ContextVar[int | None] = ContextVar("rft_testing_run", default=None)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a model: whose it was, what it gave or raised, and how long it took.  `run` is None where it belongs to no run."""
-
-    model: str
-    run: int | None
-    asked: GenerateRequest | ScoreRow | list[dict[str, Any]]
-    answers: tuple[Completion, ...] = ()
-    values: tuple[float, ...] = ()  # log-probs or scores
-    error: BaseException | None = None
-    took_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """One run.  `transcript` holds what was said, also of a run that failed (None if nothing was)."""
-
-    number: int
-    played: Played
-    transcript: Transcript | None
-    calls: tuple[Call, ...]  # of every model, in the order in which they ended
-    error: BaseException | None  # what the workflow or the reward raised
-
-    @property
-    def experiences(self) -> tuple[Experience, ...]:
-        return self.played.experiences
-
-    @property
-    def failed(self) -> bool:
-        return self.played.failed
-
-    @property
-    def reason(self) -> str:
-        """Why it failed, in one line; empty for a run that did not."""
-        return self.experiences[0].reason
-
-    @property
-    def traceback(self) -> str:
-        return str(self.experiences[0].info.get("traceback", ""))
-
-    @property
-    def reward(self) -> float | None:
-        return self.played.value
-
-    @property
-    def score(self) -> Score:
-        """Reward, its parts and its reason."""
-        first = self.experiences[0]
-        return Score(value=self.reward, parts=first.reward_parts, reason=str(first.info.get("reward_reason", "")))
-
-    @property
-    def answers(self) -> list[str]:
-        """What the policy said, call by call."""
-        return [] if self.transcript is None else [t.completion.text for t in self.transcript.turns]
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation: what the last call was asked, and its answer."""
-        if self.transcript is None or not self.transcript.turns:
-            return []
-        last = self.transcript.turns[-1]
-        return [*last.messages, last.completion.message]
-
-
-@dataclass(frozen=True)
-class WorkflowResult:
-    """All runs of one task.  What is named in the singular is the first run's."""
-
-    group: Group
-    runs: tuple[RunResult, ...]
-    calls: tuple[Call, ...] = field(repr=False)
-
-    @property
-    def task(self) -> Task:
-        return self.group.task
-
-    @property
-    def experiences(self) -> list[Experience]:
-        return self.group.rows
-
-    @property
-    def rewards(self) -> list[float | None]:
-        return [r.reward for r in self.runs]
-
-    @property
-    def failed(self) -> bool:
-        return any(r.failed for r in self.runs)
-
-    @property
-    def reason(self) -> str:
-        return next((r.reason for r in self.runs if r.failed), "")
-
-    @property
-    def transcript(self) -> Transcript:
-        if (found := self.runs[0].transcript) is None:
-            raise ValueError(f"the run has no transcript: {self.runs[0].reason}")
-        return found
-
-    @property
-    def experience(self) -> Experience:
-        return self.runs[0].experiences[0]
-
-    @property
-    def reward(self) -> float | None:
-        return self.runs[0].reward
-
-    @property
-    def score(self) -> Score:
-        return self.runs[0].score
-
-    @property
-    def answers(self) -> list[str]:
-        return self.runs[0].answers
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        return self.runs[0].messages
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self.experience.metrics
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return self.experience.info
-
-    def trace(self, *, tokens: bool = False) -> str:
-        """Everything that happened, for people; with `tokens` also which tokens are trained and how likely each was."""
-        from rft.testing.trace import trace
-
-        return trace(self, tokens=tokens)
-
-    def __str__(self) -> str:
-        return self.trace()
 
 
 class OneAnswer(Workflow):
@@ -205,51 +72,6 @@ def task_of(row: Task | Mapping[str, Any] | str, **fields: Any) -> Task:
     return Task(**{**given, **fields})
 
 
-def run_workflow(
-    workflow: Any,
-    task: Task | Mapping[str, Any] | str,
-    model: ChatModel,
-    *,
-    reward: Any = None,
-    models: Mapping[str, ChatModel] | None = None,
-    n: int | None = None,
-    workflow_args: Mapping[str, Any] | None = None,
-    reward_args: Mapping[str, Any] | None = None,
-    timeout_s: float = 10.0,
-    max_retry_times: int = 0,
-    plugin_dirs: Iterable[str] = (),
-    may_fail: bool = False,
-) -> WorkflowResult:
-    """Plays all runs of one task in this process.  In an async test: `await run_workflow_async(...)`.
-
-    `workflow` and `reward` are classes, functions, or names as in a configuration; they default to those of the task.  `model` is the
-    policy, `models` are the auxiliary ones by name.  `n` runs at once (default: the task's, 1).
-
-    What a workflow or reward raises is raised here, unless `may_fail`: then look at `result.reason`, `.runs[i].error`, `.traceback`.
-    Always raises ConfigError for arguments that do not fit, and InvariantBroken where experiences are not what was said.
-    """
-    asked = run_workflow_async(
-        workflow,
-        task,
-        model,
-        reward=reward,
-        models=models,
-        n=n,
-        workflow_args=workflow_args,
-        reward_args=reward_args,
-        timeout_s=timeout_s,
-        max_retry_times=max_retry_times,
-        plugin_dirs=plugin_dirs,
-        may_fail=may_fail,
-    )
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(asked)
-    asked.close()
-    raise RuntimeError("run_workflow was called inside an event loop; write `await run_workflow_async(...)` there")
-
-
 async def run_workflow_async(
     workflow: Any,
     task: Task | Mapping[str, Any] | str,
@@ -266,7 +88,15 @@ async def run_workflow_async(
     may_fail: bool = False,
     on_call: Callable[[Call], None] | None = None,
 ) -> WorkflowResult:
-    """As `run_workflow`; `on_call` is told of every model call when it ends."""
+    """Plays all runs of one task in this process; in a test without an event loop write `run_workflow(...)`.
+
+    `workflow` and `reward` are classes, functions, or names as in a configuration; they default to those of the task.  `model` is the
+    policy, `models` are the auxiliary ones by name.  `n` runs at once (default: the task's, 1).  `on_call` is told of every model call
+    when it ends.
+
+    What a workflow or reward raises is raised here, unless `may_fail`: then look at `result.reason`, `.runs[i].error`, `.traceback`.
+    Always raises ConfigError for arguments that do not fit, and InvariantBroken where experiences are not what was said.
+    """
     plugins.load_all(plugin_dirs)
     given = task_of(task)
     plugin = _plugin("workflow", given.workflow if workflow is None else workflow)
@@ -285,15 +115,15 @@ async def run_workflow_async(
     eyes = _Eyes(on_call)
     seen = eyes.on(recipe(plugin, given, made))
     watched = {name: _Watched(m, name, eyes) for name, m in (models or {}).items()}
-    limits = Limits(max_timeout_s=timeout_s, max_retry_times=max_retry_times)
+    limits = RunLimits(max_timeout_s=timeout_s, max_retry_times=max_retry_times)
     try:
-        if callable(prepare := getattr(made, "prepare", None)):
-            await prepare(watched)
+        if made is not None:
+            await made.prepare(watched)
         policy = _Watched(model, POLICY, eyes)
         group = await run_group(given, seen, policy, GroupId(1, 0, 0, 0), limits=limits, models=watched)
     finally:
-        if callable(close := getattr(made, "close", None)):
-            await close()
+        if made is not None:
+            await made.close()
     runs = tuple(eyes.run(i, played) for i, played in enumerate(group.runs))
     if not may_fail:
         for run in runs:
@@ -301,6 +131,21 @@ async def run_workflow_async(
                 raise _told(run)
     check(group, [r.transcript for r in runs])
     return WorkflowResult(group, runs, tuple(eyes.calls))
+
+
+def _blocking(play: Callable[P, Coroutine[Any, Any, WorkflowResult]]) -> Callable[P, WorkflowResult]:
+    @wraps(play)
+    def run(*args: P.args, **kwargs: P.kwargs) -> WorkflowResult:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(play(*args, **kwargs))
+        raise RuntimeError("run_workflow was called inside an event loop; write `await run_workflow_async(...)` there")
+
+    return run
+
+
+run_workflow = _blocking(run_workflow_async)
 
 
 def _told(run: RunResult) -> BaseException:
@@ -313,10 +158,7 @@ def _told(run: RunResult) -> BaseException:
 def _plugin(kind: str, given: Any) -> Plugin:
     if isinstance(given, str):
         return REGISTRY.get(kind, given)
-    marked = getattr(given, "__rft_plugin__", None)
-    if marked is not None and marked.obj is given:
-        return cast(Plugin, marked)
-    return Plugin(kind, _plugin_name(given), given, str(getattr(given, "__module__", "?")), getattr(given, "Args", None))
+    return plugins.mark_of(given) or plugins.unmarked(kind, _plugin_name(given), given)
 
 
 def _plugin_name(given: Any) -> str:
@@ -332,7 +174,7 @@ def _reward(given: Any, task: Task) -> Reward:
         return rewards.of(_plugin("reward", given), task.reward_args, key="reward_args")
     if task.reward_args:
         raise TypeError(f"reward_args are for a class, a function or a name; {type(given).__name__} is an object already")
-    return cast(Reward, given)
+    return given if isinstance(given, Reward) else rewards.from_function(_plugin("reward", given), {}, key="reward")
 
 
 class _Eyes:
@@ -355,32 +197,42 @@ class _Eyes:
         if self._on_call is not None:
             self._on_call(call)
 
-    def begins(self, contexts: Sequence[Any]) -> None:
+    @contextmanager
+    def playing(self, contexts: Sequence[Any]) -> Iterator[Callable[[Any], Any]]:
+        """While a workflow plays; what it gives back is passed through the function."""
         for c in contexts:
             self._contexts[c.run] = c
             self._errors.pop(c.run, None)
             self._transcripts.pop(c.run, None)
 
-    def ends(self, contexts: Sequence[Any], result: Any) -> None:
-        for c, t in zip(contexts, result if isinstance(result, list | tuple) else [result], strict=False):
-            if isinstance(t, Transcript):
-                self._transcripts[c.run] = t
+        def given(result: Any) -> Any:
+            for c, t in zip(contexts, result if isinstance(result, list | tuple) else [result], strict=False):
+                if isinstance(t, Transcript):
+                    self._transcripts[c.run] = t
+            return result
 
-    def raised(self, contexts: Sequence[Any], error: BaseException) -> None:
-        for c in contexts:
-            self._errors[c.run] = error
+        try:
+            yield given
+        except asyncio.CancelledError:
+            raise  # its deadline; the record says so
+        except BaseException as e:
+            self._errors.update((c.run, e) for c in contexts)
+            raise
 
     def run_of(self, scored: Transcript | Sequence[Transcript]) -> int | None:
         """None for several runs, and for a transcript that no run has returned."""
         return next((run for run, transcript in self._transcripts.items() if transcript is scored), None)
 
-    def reward_raised(self, scored: Transcript | Sequence[Transcript], error: BaseException) -> None:
-        ids = {id(t) for t in ([scored] if isinstance(scored, Transcript) else scored)}
-        for run, transcript in self._transcripts.items():
-            if id(transcript) in ids:
-                self._errors[run] = error
+    @contextmanager
+    def scoring(self, scored: Transcript | Sequence[Transcript]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            ids = {id(t) for t in ([scored] if isinstance(scored, Transcript) else scored)}
+            self._errors.update((run, e) for run, transcript in self._transcripts.items() if id(transcript) in ids)
+            raise
 
-    def run(self, number: int, played: Played) -> RunResult:
+    def run(self, number: int, played: PlayedRun) -> RunResult:
         transcript = self._transcripts.get(number)
         if transcript is None and number in self._contexts:
             so_far = self._contexts[number].transcript()
@@ -405,50 +257,31 @@ class _Seen:
     def _watch(self, contexts: Sequence[Any], play: Callable[[Any], Any]) -> Any:
         if not self._recipe.blocking:
             return self._later(contexts, play)
-        self._eyes.begins(contexts)
-        try:
-            result = play(self._recipe.make())
-        except BaseException as e:
-            self._eyes.raised(contexts, e)
-            raise
-        self._eyes.ends(contexts, result)
-        return result
+        with self._eyes.playing(contexts) as given:
+            return given(play(self._recipe.make()))
 
     async def _later(self, contexts: Sequence[Any], play: Callable[[Any], Awaitable[Any]]) -> Any:
-        self._eyes.begins(contexts)
-        try:
-            result = await play(self._recipe.make())
-        except asyncio.CancelledError:
-            raise  # its deadline; the record says so
-        except BaseException as e:
-            self._eyes.raised(contexts, e)
-            raise
-        self._eyes.ends(contexts, result)
-        return result
+        with self._eyes.playing(contexts) as given:
+            return given(await play(self._recipe.make()))
 
 
 class _SeenReward:
     """A reward that is watched."""
 
-    def __init__(self, inner: Any, eyes: _Eyes) -> None:
+    def __init__(self, inner: Reward, eyes: _Eyes) -> None:
         self._inner, self._eyes = inner, eyes
-        self.whole_group = bool(getattr(inner, "whole_group", False))
+        self.whole_group = inner.whole_group
 
     def __call__(self, task: Task, scored: Any) -> Any:
         _RUN.set(self._eyes.run_of(scored))
-        try:
+        with self._eyes.scoring(scored):
             result = self._inner(task, scored)
-        except Exception as e:
-            self._eyes.reward_raised(scored, e)
-            raise
         return self._later(scored, result) if inspect.isawaitable(result) else result
 
     async def _later(self, scored: Any, result: Awaitable[Any]) -> Any:
-        try:
+        _RUN.set(self._eyes.run_of(scored))  # the call above may have had a thread of its own
+        with self._eyes.scoring(scored):
             return await result
-        except Exception as e:
-            self._eyes.reward_raised(scored, e)
-            raise
 
 
 class _Watched:
@@ -489,3 +322,75 @@ class _Watched:
             done = replace(done, values=tuple(float(v) for v in answer))
         self._eyes.called(done)
         return answer
+
+
+# ---------------------------------------------------------------- what must hold of every group, whatever the workflow does
+
+
+class InvariantBroken(AssertionError):
+    """Experiences that are not what was said; a fault of the workflow, or of the platform."""
+
+
+def check(group: PlayedGroup, transcripts: Sequence[Transcript | None]) -> None:
+    """`transcripts` are those of the runs, in order.  Raises InvariantBroken that names the run and what does not hold."""
+    rows = group.rows
+    ids = [x.id for x in rows]
+    _holds(len(set(ids)) == len(ids), f"group {group.id}: two experiences have one id")
+    _holds(ids == sorted(ids), f"group {group.id}: experiences are not in the order of their ids")
+    for number, (played, transcript) in enumerate(zip(group.runs, transcripts, strict=True)):
+        for step, row in enumerate(played.experiences):
+            where = f"run {number}, step {step}"
+            _holds(row.group == group.id and row.id.run == number and row.id.step == step, f"{where}: its id is {row.id}")
+            try:
+                msgspec.json.encode([row.info, row.metrics, row.messages, row.tools])
+            except (TypeError, RecursionError) as e:
+                raise InvariantBroken(f"{where}: info, metrics, messages and tools must be JSON values: {e}") from None
+        if not played.failed:
+            _holds(transcript is not None, f"run {number}: it has experiences and no transcript")
+            assert transcript is not None
+            history(transcript, where=f"run {number}")
+            parts = cut(transcript)
+            _holds(len(parts) == len(played.experiences), f"run {number}: {len(parts)} parts, {len(played.experiences)} rows")
+            for step, (turns, row) in enumerate(zip(parts, played.experiences, strict=True)):
+                _row(row, [t.completion for t in turns], f"run {number}, step {step}")
+    back = decode(encode(rows))
+    _holds([x.id for x in back] == ids, f"group {group.id}: it does not survive being stored")
+
+
+def history(transcript: Transcript, *, where: str = "run") -> None:
+    """A call that goes on from an earlier one (its messages begin with that one's messages and answer) begins with its tokens."""
+    for k, turn in enumerate(transcript.turns):
+        before = next((t for t in reversed(transcript.turns[:k]) if _goes_on(turn, t)), None)
+        if before is None:
+            continue
+        old = np.concatenate([before.completion.prompt_tokens, before.completion.tokens])
+        prompt = turn.completion.prompt_tokens
+        same = len(prompt) >= len(old) and np.array_equal(prompt[: len(old)], old)
+        _holds(same, f"{where}, call {k}: what was said before was tokenised anew; its prompt does not begin with those tokens")
+
+
+def _goes_on(turn: Turn, before: Turn) -> bool:
+    n = len(before.messages)
+    return len(turn.messages) > n and turn.messages[:n] == before.messages and turn.messages[n] == before.completion.message
+
+
+def _row(x: Experience, said: Sequence[Completion], where: str) -> None:
+    last = said[-1]
+    _holds(x.num_tokens == len(last.prompt_tokens) + len(last.tokens), f"{where}: it ends elsewhere than its last call")
+    own, logps = np.zeros(x.num_tokens, np.bool_), np.zeros(x.num_tokens, np.float32)
+    for c in said:
+        start, end = len(c.prompt_tokens), len(c.prompt_tokens) + len(c.tokens)
+        own[start:end] = True
+        logps[start:end] = np.minimum(c.logprobs, 0)
+        _holds(np.array_equal(x.tokens[start:end], c.tokens), f"{where}: tokens {start} to {end} are not what the model wrote")
+        for span in c.version_spans:
+            written = [s for s in x.version_spans if s.start <= start + span.start and start + span.end <= s.end]
+            fits = len(written) == 1 and written[0].version == span.version
+            _holds(fits, f"{where}: tokens {start + span.start} to {start + span.end} must be of version {span.version} alone")
+    _holds(np.array_equal(x.loss_mask, own), f"{where}: loss_mask does not cover exactly the tokens that the policy wrote")
+    _holds(np.array_equal(x.logprobs, logps), f"{where}: log-probs are not those of the model, or stand outside of loss_mask")
+
+
+def _holds(it: bool | np.bool_, otherwise: str) -> None:
+    if not it:
+        raise InvariantBroken(otherwise)

@@ -15,12 +15,9 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
-
-from rft.parent import die_with_parent
 
 REQUIRE = "RFT_REQUIRE_POSTGRES"
 START_S = 30.0
@@ -128,17 +125,20 @@ class PostgresServer:
         return self._folder / "data"
 
     def _keep(self, ready: threading.Event) -> None:
-        """Starts the server and keeps its pipe empty, until it ends.  (What tells it of its parent's death goes by thread.)"""
+        """Starts the server and keeps its pipe empty, until it ends.  (What tells it of its parent's death goes by thread.)
+
+        `setpriv`, not `preexec_fn`: Python code between fork and exec can crash the child of a process with many threads.
+        """
         options = [x for name, value in _OPTIONS.items() for x in ("-c", f"{name}={value}")]
+        with_parent = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
         try:
             self._process = subprocess.Popen(
-                self._command("postgres", "-D", str(self._data), "-k", str(self._folder), *options),
+                [*with_parent, *self._command("postgres", "-D", str(self._data), "-k", str(self._folder), *options)],
                 stderr=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 text=True,
                 user=self._user,
                 cwd="/",
-                preexec_fn=partial(die_with_parent, signal.SIGINT),
             )
             assert self._process.stderr is not None
             with self._process.stderr as lines:

@@ -36,7 +36,7 @@ def scripted_model() -> Callable[..., Any]:
 @pytest.fixture
 def recorded_model(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """`recorded_model(model=None, name=None)`: a RecordedModel with a cassette of this test's own."""
-    from rft.testing.cassette import RecordedModel
+    from rft.testing.fakes import RecordedModel
 
     def make(model: Any = None, name: str | None = None) -> RecordedModel:
         test = re.sub(r"[^\w.-]+", "_", request.node.name) if name is None else name
@@ -51,12 +51,7 @@ def run_workflow() -> Callable[..., Any]:
     """`rft.testing.run_workflow`, whose trace is printed."""
     from rft.testing import play
 
-    def run(*given: Any, **more: Any) -> Any:
-        result = play.run_workflow(*given, **more)
-        print(result.trace())
-        return result
-
-    return run
+    return lambda *given, **more: _shown(play.run_workflow(*given, **more))
 
 
 @pytest.fixture
@@ -65,8 +60,11 @@ def run_workflow_async() -> Callable[..., Awaitable[Any]]:
     from rft.testing import play
 
     async def run(*given: Any, **more: Any) -> Any:
-        result = await play.run_workflow_async(*given, **more)
-        print(result.trace())
-        return result
+        return _shown(await play.run_workflow_async(*given, **more))
 
     return run
+
+
+def _shown(result: Any) -> Any:
+    print(result.trace())
+    return result

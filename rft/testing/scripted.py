@@ -18,10 +18,11 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
-from rft import faults, plugins
-from rft.engine.base import check_prompt, check_row, no_scores
+import rft.faults as faults
+import rft.plugins as plugins
+from rft.engine.base import BaseEngine, check_prompt, check_row, check_tokens
 from rft.engine.settings import EngineSettings
-from rft.engine.weights import Intake
+from rft.engine.weights import WeightIntake
 from rft.errors import ConfigError, EngineFailed
 from rft.types.completion import Completion, FinishReason, VersionSpan
 from rft.types.ids import Version
@@ -50,7 +51,7 @@ def decode(tokens: Iterable[int]) -> str:
 
 def weights_key(manifest: WeightManifest) -> int:
     """What the log-probs of a scripted engine depend on: the hashes of all tensors, or the version where there are none."""
-    text = "".join(sorted(t.name + t.xxh3_128 for t in manifest.tensors)) or str(manifest.version)
+    text = "".join(sorted(t.name + t.xxh3_128 for t in manifest.tensors)) or str(manifest.version.published)
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -64,7 +65,7 @@ def logprobs(prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndar
     return out
 
 
-class ScriptedEngine:
+class ScriptedEngine(BaseEngine):
     """`will_say` queues answers (one per completion); when the queue is empty `answer(messages)` is asked, if there is one.
 
     Events for tests: `hold()` stops all answers, `hold(after_tokens=k)` stops each once k tokens are written, `release()` lets them
@@ -72,10 +73,10 @@ class ScriptedEngine:
     """
 
     def __init__(self, *texts: str, answer: Answer | None = None, settings: EngineSettings | None = None) -> None:
-        self.settings = settings or EngineSettings(engine_type="scripted", name="scripted-0")
+        super().__init__(settings or EngineSettings(engine_type="scripted", name="scripted-0"))
         self.answer = answer
         self.calls: list[GenerateRequest] = []
-        self.version: Version | None = FIXED  # serves at once; a load replaces it
+        self.version = FIXED  # serves at once; a load replaces it
         self.loads: list[WeightManifest] = []
         self._key = xxhash.xxh3_64_intdigest(str(FIXED).encode())
         self._names: frozenset[str] | None = None  # the tensors of the first load; later ones must have the same
@@ -89,7 +90,7 @@ class ScriptedEngine:
         self._under_way = 0
         self._changed = asyncio.Condition()
         self._num_tokens = 0
-        self._intake = Intake()
+        self._intake = WeightIntake()
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> Self:
@@ -148,6 +149,7 @@ class ScriptedEngine:
             )
         prompt = conversation(request)
         check_prompt(len(prompt), self.settings, goes_on=request.prefix_tokens is not None and not request.prompt_tokens)
+        check_tokens(prompt.tolist(), VOCAB_SIZE, self.settings.name)
         texts = [self._next(request) for _ in range(request.n)]
         await self._count(request.n)
         try:
@@ -158,11 +160,8 @@ class ScriptedEngine:
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         """What this engine would have reported had it written these tokens."""
         self._check_alive()
-        tokens = check_row(row, self.settings, longest=self.settings.max_model_len)
+        tokens = check_row(row, self.settings, longest=self.settings.max_model_len, vocab_size=VOCAB_SIZE)
         return logprobs(tokens[: row.prompt_length], tokens[row.prompt_length :], self._key)
-
-    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        raise no_scores(self.settings.name)
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         self._check_alive()

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +25,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from rft.buffer.buffer import Buffer
-from rft.buffer.place import connect, place
+from rft.buffer.location import connect, ledger_location
 from rft.buffer.settings import BufferSettings
 from rft.errors import DeadlineExceeded, Fenced, IdConflict, ShortBatch
 from rft.testing.postgres import PostgresServer
@@ -79,7 +82,7 @@ async def fill(
 ) -> None:
     """Append the groups of a batch that are not stored yet, and close it."""
     writer = buffer.writer(lineage, explorer)
-    held = {(h.batch, h.task) for h in await writer.held(batch)}
+    held = {(h.batch, h.task) for h in await writer.stored_groups(batch)}
     for task in range(groups):
         if (batch, task) not in held:
             await writer.append(encode(group(lineage, batch, task, version=version, explorer=explorer)), accepted=True)
@@ -98,7 +101,7 @@ def ids(lease: Lease) -> list[tuple[int, int, int]]:
 
 def ask(settings: BufferSettings, sql: str) -> list[tuple[object, ...]]:
     """One statement of a person with a client of their own, committed; its rows."""
-    engine = connect(place(settings))
+    engine = connect(ledger_location(settings))
     try:
         with engine.begin() as connection:
             done = connection.execute(text(sql))
@@ -121,187 +124,42 @@ class OnPostgres:
         return dataclasses.replace(below, ledger_url=self.server.url, run=folder.as_posix())
 
 
-class StorageContract:
-    """Subclass it, give `settings`, and set `durable` to what the storage promises."""
+class SeveralExplorers:
+    """The part of the contract with four explorers, and what a storage says of itself."""
 
     durable = True
 
     def settings(self, folder: Path) -> BufferSettings:
         raise NotImplementedError
 
-    async def opened(self, folder: Path) -> Buffer:
-        buffer = Buffer(self.settings(folder / "buffer"))
+    @cached_property
+    def _buffers(self) -> list[Buffer]:
+        return []
+
+    async def close(self) -> None:
+        for buffer in self._buffers:
+            await buffer.close()
+
+    @pytest.fixture(autouse=True)
+    async def _closed(self) -> AsyncIterator[None]:
+        yield
+        await self.close()
+
+    async def opened(self, folder: Path, **changed: Any) -> Buffer:
+        """A buffer with these settings, closed after the test."""
+        buffer = Buffer(dataclasses.replace(self.settings(folder / "buffer"), **changed))
+        self._buffers.append(buffer)
         await buffer.open()
         return buffer
 
-    async def test_what_comes_out_is_what_went_in(self, tmp_path: Path) -> None:
-        buffer = await self.opened(tmp_path)
-        start = await buffer.start_lineage(None, None)
-        rows = group(start.lineage, 0, 0)
-        result = await buffer.writer(1).append(encode(rows), accepted=True)
-        await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={})
-        lease = await take(buffer, 1, 1, groups=1)
-        assert (start.lineage, result.appended, result.duplicates) == (1, 4, 0)
-        assert encode(decode(lease.frame)) == encode(rows)
-        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)
-        assert lease.groups[0].mean == 0.5
-        assert lease.groups[0].std == pytest.approx((1 / 3) ** 0.5)
-        await buffer.close()
-
-    async def test_append_is_idempotent_and_conflicts_are_told(self, tmp_path: Path) -> None:
-        buffer = await self.opened(tmp_path)
+    async def started(self, folder: Path, **changed: Any) -> Buffer:
+        """One with lineage 1."""
+        buffer = await self.opened(folder, **changed)
         await buffer.start_lineage(None, None)
-        writer = buffer.writer(1)
-        frame = encode(group(1, 0, 0))
-        await writer.append(frame, accepted=True)
-        again = await asyncio.gather(*(writer.append(frame, accepted=True) for _ in range(5)))
-        assert [(r.appended, r.duplicates) for r in again] == [(0, 4)] * 5
-        with pytest.raises(IdConflict):
-            await writer.append(encode(group(1, 0, 0, tokens=14)), accepted=True)
-        audit = await buffer.audit()
-        assert (audit.acked, audit.available, audit.ok) == (4, 4, True)
-        await buffer.close()
-
-    async def test_each_row_is_leased_once_and_the_audit_balances(self, tmp_path: Path) -> None:
-        buffer = await self.opened(tmp_path)
-        await buffer.start_lineage(None, None)
-        for batch in range(3):
-            await fill(buffer, 1, batch)
-        seen = []
-        for step in (1, 2):
-            seen += ids(await take(buffer, 1, step))
-            assert (await buffer.audit()).leased == 8
-            await buffer.reader(1).use(step)
-            await buffer.reader(1).use(step)  # repeated after a lost answer: a no-op
-        await take(buffer, 1, 3)
-        await buffer.reader(1).explain(3, "nonfinite")
-        audit = await buffer.audit()
-        assert seen == [(b, t, r) for b in range(2) for t in range(2) for r in range(4)]
-        assert (audit.used, audit.explained, audit.available, audit.used_twice, audit.ok) == (16, {"nonfinite": 8}, 0, 0, True)
-        await buffer.close()
-
-    async def test_rows_that_cannot_be_trained_are_explained(self, tmp_path: Path) -> None:
-        buffer = await self.opened(tmp_path)
-        await buffer.start_lineage(None, None)
-        writer, name = buffer.writer(1), GroupId(1, 0, 0, 0)
-        await writer.append(
-            encode(
-                [
-                    row(name.run(0)),
-                    row(name.run(1), reward=None),
-                    row(name.run(2), trained=False),
-                    failed(name.run(3), taskset="toy", task_index=0, workflow="toy", reason="timeout"),
-                ]
-            ),
-            accepted=True,
-        )
-        await writer.append(encode(group(1, 0, 1)), accepted=False, reason="zero_std")
-        await writer.close_batch(0, accepted=1, wanted=1, reasons={"zero_std": 1})
-        lease = await take(buffer, 1, 1, groups=1)
-        audit = await buffer.audit()
-        assert ids(lease) == [(0, 0, 0)]
-        assert lease.groups[0].rewards == (1.0, 1.0)  # untrainable but scored: counts in the statistics
-        assert audit.explained == {"failed": 1, "unscored": 1, "untrainable": 1, "zero_std": 4}
-        assert audit.ok
-        await buffer.close()
-
-    async def test_a_lease_never_passes_an_open_batch(self, tmp_path: Path) -> None:
-        buffer = await self.opened(tmp_path)
-        await buffer.start_lineage(None, None)
-        await fill(buffer, 1, 1)
-        await fill(buffer, 1, 0, groups=1, close=False)
-        with pytest.raises(DeadlineExceeded, match="batch 0 of explorer 0 is still open with 1 groups stored"):
-            await take(buffer, 1, 1, deadline_s=0.02)
-        waiting = asyncio.create_task(take(buffer, 1, 1))
-        await fill(buffer, 1, 0)
-        assert {b for b, _, _ in ids(await waiting)} == {0}
-        await buffer.close()
-
-    async def test_rows_are_counted_out_exactly(self, tmp_path: Path) -> None:
-        buffer = await self.opened(tmp_path)
-        await buffer.start_lineage(None, None)
-        await fill(buffer, 1, 0)
-        reader, seen = buffer.reader(1), []
-        for step in (1, 2):
-            lease = await reader.lease(step, groups=None, rows=3, deadline_s=5, max_staleness=None)
-            seen += ids(lease)
-            await reader.use(step)
-        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)  # of the whole group, though it was split
-        assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 1)]
-        await buffer.writer(1).finish("all epochs done")
-        with pytest.raises(ShortBatch, match="all epochs done"):
-            await reader.lease(3, groups=None, rows=3, deadline_s=5, max_staleness=None)
-        await reader.lease(3, groups=None, rows=2, deadline_s=5, max_staleness=None)
-        await reader.use(3)
-        with pytest.raises(EndOfData):
-            await reader.lease(4, groups=None, rows=2, deadline_s=5, max_staleness=None)
-        await buffer.close()
-
-    async def test_a_second_trainer_fences_the_first(self, tmp_path: Path) -> None:
-        buffer = await self.opened(tmp_path)
-        await buffer.start_lineage(None, None)
-        await fill(buffer, 1, 0)
-        await take(buffer, 1, 1)
-        waiting = asyncio.create_task(take(buffer, 1, 2))
-        blocked = asyncio.create_task(buffer.writer(1).append(encode(group(1, 1, 0)), accepted=True))
-        await blocked
-        assert (await buffer.start_lineage(None, None)).lineage == 2
-        with pytest.raises(Fenced):
-            await waiting
-        for call in (
-            buffer.reader(1).use(1),
-            take(buffer, 1, 2),
-            buffer.reader(1).consumption(1),
-            buffer.writer(1).append(encode(group(1, 1, 1)), accepted=True),
-            buffer.writer(2).append(encode(group(1, 1, 1)), accepted=True),
-            buffer.writer(1).room(1),
-            buffer.writer(1).held(0),
-        ):
-            with pytest.raises(Fenced):
-                await call
-        audit = await buffer.audit()
-        assert (audit.num_uses, audit.ok) == (0, True)
-        await buffer.close()
-
-    async def test_resume_goes_on_where_the_manifest_was(self, tmp_path: Path) -> None:
-        """Steps 1 to 3 are trained, the manifest is of step 2: step 3 counts no more, and rows of its weights are orphaned."""
-        buffer = await self.opened(tmp_path)
-        await buffer.start_lineage(None, None)
-        for batch in range(4):  # batch b is written by the weights of step b
-            await fill(buffer, 1, batch, version=Version(1, batch))
-            if batch < 3:
-                await take(buffer, 1, batch + 1)
-                await buffer.reader(1).use(batch + 1)
-                if batch == 1:
-                    consumption = await buffer.reader(1).consumption(2)
-        assert (consumption.num_uses, consumption.cursor) == (16, 2)
-        await buffer.close()
-
-        buffer = await self.opened(tmp_path)
-        start = await buffer.start_lineage(Version(1, 2), consumption)
-        held = await buffer.writer(2).held(start.cursor)
-        audit = await buffer.audit()
-        kept = 8 if self.durable else 0  # batch 2, of weights 1:2
-        assert (start.lineage, start.orphaned, start.available, start.cursor) == (2, 8, kept, 2)
-        assert [(h.batch, h.task) for h in held] == ([(2, 0), (2, 1)] if self.durable else [])
-        assert (audit.used, audit.num_uses, audit.explained.get("orphaned"), audit.ok) == (16, 16, 8, True)
-        assert audit.explained.get("not_durable", 0) == 8 - kept
-        await fill(buffer, 2, 2, version=Version(2, 2))
-        await fill(buffer, 2, 3, version=Version(2, 2))
-        seen = []
-        for step in (3, 4):
-            seen += ids(await take(buffer, 2, step))
-            await buffer.reader(2).use(step)
-        assert seen == [(b, t, r) for b in (2, 3) for t in range(2) for r in range(4)]
-        after = await buffer.reader(2).consumption(4)
-        assert (after.num_uses, after.cursor, (await buffer.audit()).ok) == (32, 4, True)
-        await buffer.close()
+        return buffer
 
     async def test_four_explorers_at_once(self, tmp_path: Path) -> None:
-        settings = self.settings(tmp_path / "buffer")
-        buffer = Buffer(dataclasses.replace(settings, num_explorers=4))
-        await buffer.open()
-        await buffer.start_lineage(None, None)
+        buffer = await self.started(tmp_path, num_explorers=4)
 
         async def explore(number: int) -> None:
             writer = buffer.writer(1, number)
@@ -321,14 +179,10 @@ class StorageContract:
         with pytest.raises(EndOfData):
             await take(buffer, 1, 13)
         assert (await buffer.audit()).ok
-        await buffer.close()
 
     async def test_four_explorers_resume(self, tmp_path: Path) -> None:
         """One of four dies before its batch is closed; each goes on where it was, and only what is missing is explored again."""
-        settings = dataclasses.replace(self.settings(tmp_path / "buffer"), num_explorers=4)
-        buffer = Buffer(settings)
-        await buffer.open()
-        await buffer.start_lineage(None, None)
+        buffer = await self.started(tmp_path, num_explorers=4)
         for number in range(4):
             await fill(buffer, 1, 0, explorer=number)
             await fill(buffer, 1, 1, explorer=number, groups=2 if number != 2 else 1, close=number != 2)
@@ -337,10 +191,9 @@ class StorageContract:
         consumption = await buffer.reader(1).consumption(1)
         await buffer.close()
 
-        buffer = Buffer(settings)
-        await buffer.open()
+        buffer = await self.opened(tmp_path, num_explorers=4)
         start = await buffer.start_lineage(Version(1, 1), consumption)
-        held = [len(await buffer.writer(2, number).held(start.cursor)) for number in range(4)]
+        held = [len(await buffer.writer(2, number).stored_groups(start.cursor)) for number in range(4)]
         assert (start.cursor, held) == (1, [2, 2, 1, 2] if self.durable else [0, 0, 0, 0])
         for number in range(4):
             await fill(buffer, 2, 1, explorer=number)
@@ -349,11 +202,161 @@ class StorageContract:
         await buffer.reader(2).use(2)
         audit = await buffer.audit()
         assert (audit.used, audit.num_uses, audit.ok) == (64, 64, True)
+
+
+class StorageContract(SeveralExplorers):
+    """Subclass it, give `settings`, and set `durable` to what the storage promises."""
+
+    async def test_what_comes_out_is_what_went_in(self, tmp_path: Path) -> None:
+        buffer = await self.opened(tmp_path)
+        start = await buffer.start_lineage(None, None)
+        rows = group(start.lineage, 0, 0)
+        result = await buffer.writer(1).append(encode(rows), accepted=True)
+        await buffer.writer(1).close_batch(0, accepted=1, wanted=1, reasons={})
+        lease = await take(buffer, 1, 1, groups=1)
+        assert (start.lineage, result.appended, result.duplicates) == (1, 4, 0)
+        assert encode(decode(lease.frame)) == encode(rows)
+        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)
+        assert lease.groups[0].mean == 0.5
+        assert lease.groups[0].std == pytest.approx((1 / 3) ** 0.5)
+
+    async def test_append_is_idempotent_and_conflicts_are_told(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        writer = buffer.writer(1)
+        frame = encode(group(1, 0, 0))
+        await writer.append(frame, accepted=True)
+        again = await asyncio.gather(*(writer.append(frame, accepted=True) for _ in range(5)))
+        assert [(r.appended, r.duplicates) for r in again] == [(0, 4)] * 5
+        with pytest.raises(IdConflict):
+            await writer.append(encode(group(1, 0, 0, tokens=14)), accepted=True)
+        audit = await buffer.audit()
+        assert (audit.acked, audit.available, audit.ok) == (4, 4, True)
+
+    async def test_each_row_is_leased_once_and_the_audit_balances(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        for batch in range(3):
+            await fill(buffer, 1, batch)
+        seen = []
+        for step in (1, 2):
+            seen += ids(await take(buffer, 1, step))
+            assert (await buffer.audit()).leased == 8
+            await buffer.reader(1).use(step)
+            await buffer.reader(1).use(step)  # repeated after a lost answer: a no-op
+        await take(buffer, 1, 3)
+        await buffer.reader(1).discard(3, "nonfinite")
+        audit = await buffer.audit()
+        assert seen == [(b, t, r) for b in range(2) for t in range(2) for r in range(4)]
+        assert (audit.used, audit.discarded, audit.available, audit.used_twice, audit.ok) == (16, {"nonfinite": 8}, 0, 0, True)
+
+    async def test_rows_that_cannot_be_trained_are_explained(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        writer, name = buffer.writer(1), GroupId(1, 0, 0, 0)
+        await writer.append(
+            encode(
+                [
+                    row(name.run(0)),
+                    row(name.run(1), reward=None),
+                    row(name.run(2), trained=False),
+                    failed(name.run(3), taskset="toy", task_index=0, workflow="toy", reason="timeout"),
+                ]
+            ),
+            accepted=True,
+        )
+        await writer.append(encode(group(1, 0, 1)), accepted=False, reason="zero_std")
+        await writer.close_batch(0, accepted=1, wanted=1, reasons={"zero_std": 1})
+        lease = await take(buffer, 1, 1, groups=1)
+        audit = await buffer.audit()
+        assert ids(lease) == [(0, 0, 0)]
+        assert lease.groups[0].rewards == (1.0, 1.0)  # untrainable but scored: counts in the statistics
+        assert audit.discarded == {"failed": 1, "unscored": 1, "untrainable": 1, "zero_std": 4}
+        assert audit.ok
+
+    async def test_a_lease_never_passes_an_open_batch(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        await fill(buffer, 1, 1)
+        await fill(buffer, 1, 0, groups=1, close=False)
+        with pytest.raises(DeadlineExceeded, match="batch 0 of explorer 0 is still open with 1 groups stored"):
+            await take(buffer, 1, 1, deadline_s=0.02)
+        waiting = asyncio.create_task(take(buffer, 1, 1))
+        await fill(buffer, 1, 0)
+        assert {b for b, _, _ in ids(await waiting)} == {0}
+
+    async def test_rows_are_counted_out_exactly(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        await fill(buffer, 1, 0)
+        reader, seen = buffer.reader(1), []
+        for step in (1, 2):
+            lease = await reader.lease(step, groups=None, rows=3, deadline_s=5, max_staleness=None)
+            seen += ids(lease)
+            await reader.use(step)
+        assert lease.groups[0].rewards == (0.0, 1.0, 0.0, 1.0)  # of the whole group, though it was split
+        assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 0), (0, 1, 1)]
+        await buffer.writer(1).finish("all epochs done")
+        with pytest.raises(ShortBatch, match="all epochs done"):
+            await reader.lease(3, groups=None, rows=3, deadline_s=5, max_staleness=None)
+        await reader.lease(3, groups=None, rows=2, deadline_s=5, max_staleness=None)
+        await reader.use(3)
+        with pytest.raises(EndOfData):
+            await reader.lease(4, groups=None, rows=2, deadline_s=5, max_staleness=None)
+
+    async def test_a_second_trainer_fences_the_first(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
+        await fill(buffer, 1, 0)
+        await take(buffer, 1, 1)
+        waiting = asyncio.create_task(take(buffer, 1, 2))
+        blocked = asyncio.create_task(buffer.writer(1).append(encode(group(1, 1, 0)), accepted=True))
+        await blocked
+        assert (await buffer.start_lineage(None, None)).lineage == 2
+        with pytest.raises(Fenced):
+            await waiting
+        for call in (
+            buffer.reader(1).use(1),
+            take(buffer, 1, 2),
+            buffer.reader(1).consumption(1),
+            buffer.writer(1).append(encode(group(1, 1, 1)), accepted=True),
+            buffer.writer(2).append(encode(group(1, 1, 1)), accepted=True),
+            buffer.writer(1).room(1),
+            buffer.writer(1).stored_groups(0),
+        ):
+            with pytest.raises(Fenced):
+                await call
+        audit = await buffer.audit()
+        assert (audit.num_uses, audit.ok) == (0, True)
+
+    async def test_resume_goes_on_where_the_manifest_was(self, tmp_path: Path) -> None:
+        """Steps 1 to 3 are trained, the manifest is of step 2: step 3 counts no more, and rows of its weights are orphaned."""
+        buffer = await self.started(tmp_path)
+        for batch in range(4):  # batch b is written by the weights of step b
+            await fill(buffer, 1, batch, version=Version(1, batch))
+            if batch < 3:
+                await take(buffer, 1, batch + 1)
+                await buffer.reader(1).use(batch + 1)
+                if batch == 1:
+                    consumption = await buffer.reader(1).consumption(2)
+        assert (consumption.num_uses, consumption.cursor) == (16, 2)
         await buffer.close()
 
-    async def test_too_old_rows_are_left_out(self, tmp_path: Path) -> None:
         buffer = await self.opened(tmp_path)
-        await buffer.start_lineage(None, None)
+        start = await buffer.start_lineage(Version(1, 2), consumption)
+        held = await buffer.writer(2).stored_groups(start.cursor)
+        audit = await buffer.audit()
+        kept = 8 if self.durable else 0  # batch 2, of weights 1:2
+        assert (start.lineage, start.orphaned, start.available, start.cursor) == (2, 8, kept, 2)
+        assert [(h.batch, h.task) for h in held] == ([(2, 0), (2, 1)] if self.durable else [])
+        assert (audit.used, audit.num_uses, audit.discarded.get("orphaned"), audit.ok) == (16, 16, 8, True)
+        assert audit.discarded.get("not_durable", 0) == 8 - kept
+        await fill(buffer, 2, 2, version=Version(2, 2))
+        await fill(buffer, 2, 3, version=Version(2, 2))
+        seen = []
+        for step in (3, 4):
+            seen += ids(await take(buffer, 2, step))
+            await buffer.reader(2).use(step)
+        assert seen == [(b, t, r) for b in (2, 3) for t in range(2) for r in range(4)]
+        after = await buffer.reader(2).consumption(4)
+        assert (after.num_uses, after.cursor, (await buffer.audit()).ok) == (32, 4, True)
+
+    async def test_too_old_rows_are_left_out(self, tmp_path: Path) -> None:
+        buffer = await self.started(tmp_path)
         await fill(buffer, 1, 0, version=Version(1, 0))
         for step in (1, 2):
             await fill(buffer, 1, step, groups=1, version=Version(1, 0))
@@ -363,14 +366,10 @@ class StorageContract:
         lease = await buffer.reader(1).lease(3, groups=1, rows=None, deadline_s=5, max_staleness=1)
         audit = await buffer.audit()
         assert {b for b, _, _ in ids(lease)} == {3}
-        assert (audit.used, audit.leased, audit.explained, audit.ok) == (12, 4, {"stale": 4}, True)
-        await buffer.close()
+        assert (audit.used, audit.leased, audit.discarded, audit.ok) == (12, 4, {"stale": 4}, True)
 
     async def test_rows_are_used_as_often_as_allowed(self, tmp_path: Path) -> None:
-        settings = dataclasses.replace(self.settings(tmp_path / "buffer"), max_uses=2)
-        buffer = Buffer(settings)
-        await buffer.open()
-        await buffer.start_lineage(None, None)
+        buffer = await self.started(tmp_path, max_uses=2)
         await fill(buffer, 1, 0)
         for step in (1, 2):
             assert ids(await take(buffer, 1, step)) == [(0, t, r) for t in range(2) for r in range(4)]
@@ -380,13 +379,11 @@ class StorageContract:
             await take(buffer, 1, 3)
         audit = await buffer.audit()
         assert (audit.used, audit.num_uses, audit.used_twice, audit.ok) == (8, 16, 0, True)
-        await buffer.close()
 
     async def test_people_ask_with_sql(self, tmp_path: Path) -> None:
-        settings = dataclasses.replace(self.settings(tmp_path / "buffer"), run=f"{tmp_path.name}/maths/one")
-        buffer = Buffer(settings)
-        await buffer.open()
-        await buffer.start_lineage(None, None)
+        run = f"{tmp_path.name}/maths/one"
+        buffer = await self.started(tmp_path, run=run)
+        settings = dataclasses.replace(self.settings(tmp_path / "buffer"), run=run)
         for batch in range(3):
             await fill(buffer, 1, batch, version=Version(1, 0))
         for step in (1, 2):
@@ -400,7 +397,7 @@ class StorageContract:
             "SELECT DISTINCT run_name, workflow, status FROM v_experiences WHERE taskset = 'toy' AND reward = 1 AND explorer = 0 "
             "AND num_response_tokens = 6 AND finish_reason = 'stop' AND oldest_step = 0 AND has_logprobs"
         )
-        assert ask(settings, filtered) == [(f"{tmp_path.name}/maths/one", "toy", "complete")]
+        assert ask(settings, filtered) == [(run, "toy", "complete")]
         groups = "SELECT batch, task, reward_mean, reward_variance, num_used, num_leased FROM v_groups ORDER BY id"
         first, *_, last = ask(settings, groups)
         assert first == (0, 0, 0.5, pytest.approx(1 / 3), 4, 0) and last == (2, 1, 0.5, pytest.approx(1 / 3), 0, 0)
@@ -410,13 +407,9 @@ class StorageContract:
             "SELECT oldest_step, train_step, staleness, counts, checkpoint_step, count(*) FROM v_lineage GROUP BY 1, 2, 3, 4, 5"
         )
         assert sorted(ask(settings, path), key=str) == [(0, 1, 0, 1, 1, 8), (0, None, None, None, None, 16)]
-        await buffer.close()
 
     async def test_a_reward_may_be_edited_until_it_is_leased(self, tmp_path: Path) -> None:
-        settings = self.settings(tmp_path / "buffer")
-        buffer = Buffer(settings)
-        await buffer.open()
-        await buffer.start_lineage(None, None)
+        buffer, settings = await self.started(tmp_path), self.settings(tmp_path / "buffer")
         await fill(buffer, 1, 0)
         ask(settings, "UPDATE experiences SET reward = 0.25 WHERE task = 0 AND run = 0")
         lease = await take(buffer, 1, 1, groups=1)
@@ -435,13 +428,9 @@ class StorageContract:
         assert (await buffer.start_lineage(None, None)).lineage == 2  # nothing of lineage 1 counts: all may be edited again
         ask(settings, "UPDATE experiences SET reward = 3 WHERE task = 0 AND run = 1")
         assert (await buffer.audit()).ok
-        await buffer.close()
 
     async def test_texts_that_databases_dislike(self, tmp_path: Path) -> None:
-        settings = self.settings(tmp_path / "buffer")
-        buffer = Buffer(settings)
-        await buffer.open()
-        await buffer.start_lineage(None, None)
+        buffer, settings = await self.started(tmp_path), self.settings(tmp_path / "buffer")
         words = "nul \0 right-to-left \u202e\u05d0 emoji \U0001f468\u200d\U0001f469 '; DROP TABLE experiences; -- %s :x ?"
         rows = [msgspec.structs.replace(x, prompt_text=words, response_text=words, taskset=words) for x in group(1, 0, 0)]
         await buffer.writer(1).append(encode(rows), accepted=True)
@@ -451,7 +440,6 @@ class StorageContract:
         assert (shown, length) == (words.replace("\0", "\ufffd"), len(words))
         lease = await buffer.reader(1).lease(1, groups=None, rows=4, deadline_s=5, max_staleness=None)
         assert {x.response_text for x in decode(lease.frame)} == {words}
-        await buffer.reader(1).explain(1, words)
+        await buffer.reader(1).discard(1, words)
         audit = await buffer.audit()
-        assert (sum(audit.explained.values()), audit.ok) == (8, True)
-        await buffer.close()
+        assert (sum(audit.discarded.values()), audit.ok) == (8, True)

@@ -27,34 +27,65 @@ CHAT_TEMPLATE = (
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0) -> Path:
+EXPERTS: dict[str, dict[str, Any]] = {  # families with a mixture of experts, and what they call its sizes
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "head_dim": 32,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "head_dim": 32,
+        "sliding_window": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+}
+
+
+def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0, family: str = "llama", **changes: Any) -> Path:
     """Write a Hugging Face model folder (float32 safetensors, tokenizer, generation config) and return it.
 
     `tied` = the output layer shares the input embedding.  259 tokens: three special ones, then the 256 bytes.
-    `labels`: a reward model instead, whose head gives so many numbers.
+    `labels`: a reward model instead, whose head gives so many numbers.  `family`: transformers' name of another architecture; `changes`:
+    entries of its configuration.
     """
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     tokenizer = _tokenizer()
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
         **({"num_labels": labels} if labels else {}),
         **ids,
-    )
+    }
+    config = AutoConfig.for_model(family, **{**sizes, **EXPERTS.get(family, {}), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = (LlamaForSequenceClassification if labels else LlamaForCausalLM)(config).to(torch.float32)
+        kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32)
     if not labels:
         model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(aside)

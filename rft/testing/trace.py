@@ -1,4 +1,4 @@
-"""A played task as text for people: messages by role, tool calls, rewards by part, time per call; and which tokens are trained.
+"""What a played task gave, and the same as text for people: messages by role, tool calls, rewards by part, trained tokens.
 
 Knows results only.  Invariant: nothing that a model or a data set says can drive the terminal.
 """
@@ -11,22 +11,162 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rft.cli.terminal import safe
-from rft.logs import redact
+from rft.logs import redact, safe
 from rft.testing.scripted import decode as decode_bytes
+from rft.types.completion import Completion, Score, Transcript
 from rft.types.experience import Experience
-from rft.types.ports import GenerateRequest
+from rft.types.ports import GenerateRequest, ScoreRow
+from rft.types.task import Task
+from rft.workflow.group import PlayedGroup
+from rft.workflow.play_run import PlayedRun
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from rft.testing.play import Call, RunResult, WorkflowResult
+
+POLICY = "policy"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a model: whose it was, what it gave or raised, and how long it took.  `run` is None where it belongs to no run."""
+
+    model: str
+    run: int | None
+    asked: GenerateRequest | ScoreRow | list[dict[str, Any]]
+    answers: tuple[Completion, ...] = ()
+    values: tuple[float, ...] = ()  # log-probs or scores
+    error: BaseException | None = None
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run.  `transcript` holds what was said, also of a run that failed (None if nothing was)."""
+
+    number: int
+    played: PlayedRun
+    transcript: Transcript | None
+    calls: tuple[Call, ...]  # of every model, in the order in which they ended
+    error: BaseException | None  # what the workflow or the reward raised
+
+    @property
+    def experiences(self) -> tuple[Experience, ...]:
+        return self.played.experiences
+
+    @property
+    def failed(self) -> bool:
+        return self.played.failed
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one line; empty for a run that did not."""
+        return self.experiences[0].reason
+
+    @property
+    def traceback(self) -> str:
+        return str(self.experiences[0].info.get("traceback", ""))
+
+    @property
+    def reward(self) -> float | None:
+        return self.played.value
+
+    @property
+    def score(self) -> Score:
+        """Reward, its parts and its reason."""
+        first = self.experiences[0]
+        return Score(value=self.reward, parts=first.reward_parts, reason=str(first.info.get("reward_reason", "")))
+
+    @property
+    def answers(self) -> list[str]:
+        """What the policy said, call by call."""
+        return [] if self.transcript is None else [t.completion.text for t in self.transcript.turns]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation: what the last call was asked, and its answer."""
+        if self.transcript is None or not self.transcript.turns:
+            return []
+        last = self.transcript.turns[-1]
+        return [*last.messages, last.completion.message]
+
+
+@dataclass(frozen=True)
+class WorkflowResult:
+    """All runs of one task.  What is named in the singular is the first run's."""
+
+    group: PlayedGroup
+    runs: tuple[RunResult, ...]
+    calls: tuple[Call, ...] = field(repr=False)
+
+    @property
+    def task(self) -> Task:
+        return self.group.task
+
+    @property
+    def experiences(self) -> list[Experience]:
+        return self.group.rows
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [r.reward for r in self.runs]
+
+    @property
+    def failed(self) -> bool:
+        return any(r.failed for r in self.runs)
+
+    @property
+    def reason(self) -> str:
+        return next((r.reason for r in self.runs if r.failed), "")
+
+    @property
+    def transcript(self) -> Transcript:
+        if (found := self.runs[0].transcript) is None:
+            raise ValueError(f"the run has no transcript: {self.runs[0].reason}")
+        return found
+
+    @property
+    def experience(self) -> Experience:
+        return self.runs[0].experiences[0]
+
+    @property
+    def reward(self) -> float | None:
+        return self.runs[0].reward
+
+    @property
+    def score(self) -> Score:
+        return self.runs[0].score
+
+    @property
+    def answers(self) -> list[str]:
+        return self.runs[0].answers
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.runs[0].messages
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.experience.metrics
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.experience.info
+
+    def trace(self, *, tokens: bool = False) -> str:
+        """Everything that happened, for people; with `tokens` also which tokens are trained and how likely each was."""
+        return trace(self, tokens=tokens)
+
+    def __str__(self) -> str:
+        return self.trace()
+
 
 Decode = Callable[[Sequence[int]], str]
 _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -114,8 +254,6 @@ def _rewards(run: RunResult, out: Console) -> None:
 
 def _call(call: Call, shown: tuple[Any, ...], out: Console) -> tuple[Any, ...]:
     """Prints a call, but not the messages in `shown`; gives back what the policy's next call need not show again."""
-    from rft.testing.play import POLICY
-
     mine = call.model == POLICY
     if not mine:
         _line(out, f"  {call.model} is asked", "blue")

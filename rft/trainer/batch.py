@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 
 from rft.trainer import attention, prefix
 from rft.trainer.pack import TrainRow
+from rft.types.experts import TOKEN
+from rft.types.row_layout import AskedLayout
 
 _DTYPES = {np.float32: torch.float32, np.bool_: torch.bool}
 GIVEN = ("old", "ref", "values", "returns", "weights")
@@ -28,9 +31,10 @@ class MicroBatch:
     position_ids: torch.Tensor  # same shape
     attention_mask: torch.Tensor | None  # bool [S, W]
     tree: Any  # Layout, or its share of one (rft.trainer.ulysses); None: padded rows
+    ends: Mapping[str, torch.Tensor]  # where packed rows end, as kernels of layers with state take it
     predict: torch.Tensor  # int64 [N], flat position in the input that predicts each trained token
     targets: torch.Tensor  # int64 [N]
-    temperatures: torch.Tensor  # float32 [N]
+    temperatures: torch.Tensor | None  # float32 [N]; None: all are 1, so that no logits have to be divided
     rollout_logprobs: torch.Tensor  # float32 [N]
     advantages: torch.Tensor  # float32 [N]
     mask: torch.Tensor  # bool [N], tokens that count
@@ -39,6 +43,8 @@ class MicroBatch:
     num_rows: int
     given: Mapping[str, torch.Tensor]  # float32 [N]: old, ref, values, returns, weights, where the rows have them
     extra: Mapping[str, torch.Tensor]  # float32 [N], see `LossInputs.extra`
+    counts: torch.Tensor  # float32 [positions of the input], how many rows have each; 0 for padding
+    experts: torch.Tensor | None = None  # int32 [positions, layers, experts] to go through; -1: the router's own choice
 
     @property
     def computed(self) -> int:
@@ -46,34 +52,30 @@ class MicroBatch:
         return self.input_ids.numel()
 
 
-def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> MicroBatch:
-    """The micro-batch of `rows`, on `device`.  `share`: prefixes are computed once (`rft.trainer.prefix`), else rows are padded."""
+def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device) -> MicroBatch:
+    """The micro-batch of `rows`, on `device`; prefixes that rows share are computed once (`rft.trainer.prefix`) where `layout` says so."""
 
     def tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype, copy=False)).to(device)
 
-    inputs = [r.inputs for r in rows]
+    inputs = [r.marked if layout != "padded" else r.inputs for r in rows]
     mask = np.concatenate([r.loss_mask for r in rows])
     trained = mask.nonzero()[0]  # in the tokens of all rows, one row after the other
     ends = np.cumsum([len(r.tokens) for r in rows])
     lengths = np.diff(trained.searchsorted(ends), prepend=0)
     begins = ends - [len(r.tokens) for r in rows]
-    if share:
-        tree = prefix.build(inputs)
-        ids, positions = (torch.from_numpy(a).to(device)[None] for a in (tree.tokens, tree.positions))
-        attended, how = None, attention.layout(tree, heads_per_key=heads_per_key, dtype=dtype, device=device)
-        paths = np.concatenate(tree.paths)
-        offsets = np.cumsum([0, *map(len, inputs[:-1])])
-        predict = paths[trained + np.repeat(offsets - begins - 1, lengths)]
+    if layout != "padded":
+        tree = prefix.build(inputs, max_mask=prefix.NOTHING if layout == "packed" else prefix.MAX_MASK)
+        ids, positions = (torch.from_numpy(a).to(device)[None] for a in (tree.tokens & TOKEN, tree.positions))
+        places: Sequence[np.ndarray] = tree.paths
+        attended, how = None, attention.Layout(tree, device)
+        ends_of_rows = _ends([len(b.path) for b in tree.branches], device) if layout == "packed" else {}
     else:
-        read = np.array([len(tokens) for tokens in inputs])
-        width = int(read.max())
-        padded = torch.empty((len(rows), width), dtype=torch.int64)  # filled by NumPy: torch would wake its threads
-        for line, tokens in zip(padded.numpy(), inputs, strict=True):
-            line[: len(tokens)], line[len(tokens) :] = tokens, 0
-        ids, attended = padded.to(device), tensor(np.arange(width) < read[:, None], np.bool_)
-        positions, how = torch.arange(width, device=device).expand_as(ids), None
-        predict = trained + np.repeat(np.arange(len(rows)) * width - begins - 1, lengths)
+        ids, positions, attended = _padded(inputs, device)
+        places = [np.arange(len(x)) + i * ids.shape[1] for i, x in enumerate(inputs)]
+        how, ends_of_rows = None, {}
+    paths = np.concatenate(places)
+    predict = paths[trained + np.repeat(np.cumsum([0, *map(len, inputs[:-1])]) - begins - 1, lengths)]
 
     def gathered(name: str) -> np.ndarray:
         """What column `name`, [T] of every row, says of the trained tokens."""
@@ -95,9 +97,10 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
         position_ids=positions,
         attention_mask=attended,
         tree=how,
+        ends=ends_of_rows,
         predict=tensor(predict, np.int64),
         targets=tensor(gathered("tokens"), np.int64),
-        temperatures=spread(temperatures, 1.0),
+        temperatures=None if all(np.all(t == 1.0) for t in temperatures) else spread(temperatures, 1.0),
         rollout_logprobs=tensor(gathered("logprobs"), np.float32),
         advantages=spread([r.advantages for r in rows], 0.0),
         mask=spread([r.keep for r in rows], True, np.bool_),
@@ -106,4 +109,37 @@ def make(rows: Sequence[TrainRow], *, share: bool, heads_per_key: int, dtype: to
         num_rows=len(rows),
         given={name: spread([getattr(r, name) for r in rows], 0.0) for name in GIVEN if getattr(rows[0], name) is not None},
         extra={name: tensor(np.concatenate([r.extra[name] for r in rows]), np.float32) for name in rows[0].extra},
+        counts=tensor(np.bincount(paths, minlength=ids.numel()), np.float32),
+        experts=_experts(rows, places, ids.numel(), device),
     )
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+    """Where rows of `lengths` that lie one behind the other end, by transformers' names."""
+    numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return {"seq_idx": torch.from_numpy(numbers)[None].to(device), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+
+
+def _experts(rows: Sequence[TrainRow], places: Sequence[np.ndarray], count: int, device: torch.device) -> torch.Tensor | None:
+    """The experts of all `count` positions; `places` of each row's.  None where no row has any."""
+    shape = next((r.experts.shape[1:] for r in rows if r.experts is not None), None)
+    if shape is None:
+        return None
+    found = np.full((count, *shape), -1, np.int32)
+    for row, place in zip(rows, places, strict=True):
+        if row.experts is not None:
+            known = min(len(row.experts), len(place))
+            found[place[:known]] = row.experts[:known]
+    return torch.from_numpy(found).to(device)
+
+
+def _padded(inputs: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids and positions int64 [S, W] and the attention mask bool [S, W] of rows with a line for each."""
+    lengths = np.array([len(tokens) for tokens in inputs])
+    padded = torch.empty((len(inputs), int(lengths.max())), dtype=torch.int64)  # filled by NumPy: torch would wake its threads
+    for line, tokens in zip(padded.numpy(), inputs, strict=True):
+        line[: len(tokens)], line[len(tokens) :] = tokens, 0
+    positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
+    mask = torch.from_numpy(np.arange(padded.shape[1]) < lengths[:, None]).to(device)
+    return padded.to(device), positions, mask

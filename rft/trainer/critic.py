@@ -7,8 +7,8 @@ Invariant: V of a token is read where the token is predicted, so it has seen eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from torch import nn
 from rft.algorithm.args import AggMode
 from rft.algorithm.base import Denominators, LossOutput
 from rft.algorithm.value import ValueInputs, value_loss
-from rft.trainer import loading, optim, tensors
-from rft.trainer import model as models
+from rft.trainer import optim, tensors
+from rft.trainer import policy as policies
 from rft.trainer.batch import MicroBatch
-from rft.trainer.model import Policy
+from rft.trainer.pack import TrainRow
+from rft.trainer.policy import Policy
 from rft.trainer.settings import LearnerSettings
 
 HEAD = "value_head"
@@ -31,6 +32,7 @@ class ValueModel(Policy):
     """A Hugging Face causal model without its output layer, whose output are values."""
 
     exact = (HEAD,)
+    outermost = ("plain", "numbers")
 
     def __init__(self, lm: Any, chunk_tokens: int) -> None:
         super().__init__(lm, chunk_tokens)
@@ -46,22 +48,32 @@ class ValueModel(Policy):
         values: torch.Tensor = self.value_head(hidden.float())[:, 0]
         return values if share is None else share.gather(values)
 
+    def numbers(self, batch: MicroBatch) -> torch.Tensor:
+        """The head gives 0 at first, so one number of each hidden state is compared."""
+        share = None if self.sequence is None else self.sequence.share(batch)
+        found = _projected(self.hidden(batch if share is None else share.batch))
+        return found if share is None else share.gather(found)
+
+    def plain(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [policies.body_of(self.lm)(input_ids=ids, use_cache=False).last_hidden_state for ids in rows]
+
+    @staticmethod
+    def read(out: torch.Tensor, row: TrainRow) -> torch.Tensor:
+        return _projected(out[torch.from_numpy(row.loss_mask.nonzero()[0] - 1).to(out.device)])
+
+
+def _projected(hidden: torch.Tensor) -> torch.Tensor:
+    """[N, H] → float32 [N] (float64 as it is), about as large as log-probs: of unit length, on a fixed direction."""
+    kept = hidden if hidden.dtype == torch.float64 else hidden.float()
+    direction = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(0)).to(kept)
+    return torch.nn.functional.normalize(kept, dim=-1) @ direction
+
 
 def load(settings: LearnerSettings) -> ValueModel:
     """The critic of `settings`, whose head gives 0 at first, unless the files have a "value_head"."""
-    folder = Path(settings.model_path)
-    config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
-    how: dict[str, Any] = {
-        "trust_remote_code": settings.trust_remote_code,
-        "attn_implementation": models.attention_name(settings),
-    }
-    model = ValueModel(models.plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
-    body = {name: p for name, p in model.names().items() if not name.startswith(HEAD)}
-    by_name = loading.readable_by_name(body, model.tied(), folder)
-    if not by_name:
-        model = ValueModel(models.plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens)
-    models.place(model, settings, trained=True, fill=folder if by_name else None, fresh=_zero_head)
-    if not by_name:
+    model, fill = policies.built(ValueModel, settings, fresh=HEAD)
+    policies.place(model, settings, trained=True, fill=fill, fresh=_zero_head)
+    if fill is None:
         for name, p in model.names().items():
             _zero_head(name, p)
     return model
@@ -85,14 +97,13 @@ class Critic:
             model_path=c.model_path or settings.model_path,
             optim=c.optim,
             lora=None,  # the critic is trained whole
-            share_prompts=c.share_prompts,
+            row_layout=c.row_layout,
             gradient_checkpointing=c.gradient_checkpointing,
             offload_policy=c.offload_policy,
         )
         self._cliprange = c.cliprange_value
         self.model = load(self.settings)
         self.optimizer = optim.make(self.model.trainable(), c.optim)
-        self.heads_per_key = models.heads_per_key(self.model)
 
     def loss(self, micro: MicroBatch, denominators: Denominators, agg_mode: AggMode, *, idle: bool) -> LossOutput:
         """The value loss of one micro-batch.  `idle`: computed because other ranks compute, without effect."""

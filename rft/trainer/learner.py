@@ -14,29 +14,32 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 
-from rft.algorithm.argbase import Computed
+from rft.algorithm.args import Computed
 from rft.algorithm.base import Denominators, LossInputs
-from rft.algorithm.build import build
-from rft.algorithm.correction import LIMIT, NEAR
+from rft.algorithm.composition import build
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.faults import fault
+from rft.trainer import attention, optim, profiling, row_proof, saving, sharding, tensors
 from rft.trainer import batch as batches
-from rft.trainer import model as models
-from rft.trainer import optim, profiling, saving, sharding, tensors
+from rft.trainer import policy as policies
+from rft.trainer.balance import RouterBalance
 from rft.trainer.critic import Critic, apply
+from rft.trainer.lr_schedule import learning_rate
 from rft.trainer.pack import RankBatch, TrainRow
-from rft.trainer.schedule import learning_rate
+from rft.trainer.proximal import ProximalWeights
 from rft.trainer.settings import LearnerSettings, OptimSettings
+from rft.trainer.step_result import MISMATCH, StepResult
+from rft.trainer.step_totals import StepTotals, mismatch
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 
@@ -54,61 +57,56 @@ _IDLE = TrainRow(  # what a rank computes, without effect, where others have one
 
 
 Scored = dict[Computed, np.ndarray]
-Accumulate = Callable[[Sequence[TrainRow], RankBatch, "_Totals"], None]
+Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], None]
 Update = Callable[[float], float]
-MISMATCH = "mismatch/"
-
-
-class StepResult(Struct, kw_only=True):
-    """What one rank says about a step.  `sums` and `maxima` are of its own rows; the other numbers are the same on all ranks.
-
-    With several passes `sums` and `grad_norm` are means over them, `computed_positions` and `seconds` are added; sums and maxima that
-    begin with "mismatch/" are of the first, whose weights are those before the step.
-    """
-
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    trained_tokens: int  # tokens that count in the losses that were computed
-    computed_positions: int  # positions the model computed, shared prefixes once
-    updates: int  # of the weights
-    skipped: int  # passes whose gradient was not finite; they change nothing
-    grad_norm: float
-    lr: float
-    seconds: dict[str, float]
-    critic: StepResult | None = None
-
-    @property
-    def finite(self) -> bool:
-        """Whether the step changed weights, so that its rows are used."""
-        return self.updates > 0 or (self.critic is not None and self.critic.finite)
 
 
 class Learner:
     """The model of `settings` on rank `rank`; ranks meet at the file `rendezvous` (needed with more than one)."""
 
     def __init__(self, settings: LearnerSettings, rank: int = 0, rendezvous: str | None = None) -> None:
-        self.settings, self.rank = settings, rank
+        self.rank = rank
         if settings.device == "cpu":
             torch.set_num_threads(settings.cpu_threads)
         if settings.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(settings.seed)
+        asked, settings = settings, row_proof.decided(settings)
+        self.settings = settings
+        self._memory = partial(_memory, settings, rank)
         self.algorithm = build(settings.algorithm)
         self._grouped = sharding.sharded(settings)
         if self._grouped:
             sharding.join(settings, rank, rendezvous)
         with self._memory("loading the model"):
             refers, lora = self.algorithm.needs.reference, settings.lora
-            self.policy = models.load(settings, anchored=refers and lora is not None and lora.path is not None)
-            self.reference = models.load(settings, trained=False) if refers and lora is None else None
+            self.policy = policies.load(settings, anchored=refers and lora is not None and lora.path is not None)
+            self.reference = policies.load(settings, trained=False) if refers and lora is None else None
             self.critic = Critic(settings) if self.algorithm.needs.critic else None
-        self._window: dict[str, torch.Tensor] | None = None  # the weights of the proximal policy, on the host
-        self._window_is_now = False
+        self._proximal = ProximalWeights(self.policy)
         self.optimizer = optim.make(self.policy.trainable(), settings.optim)
-        self._taken: saving.Taken | None = None
-        self._heads_per_key = models.heads_per_key(self.policy)
+        self._taken: saving.CheckpointState | None = None
+        self._balance = RouterBalance(settings) if settings.router_aux_loss_coef else None
         self._compute_dtype = sharding.DTYPES[settings.dtype]
+        self._prove_rows(asked)
+
+    def _prove_rows(self, asked: LearnerSettings) -> None:
+        """Train only with a layout of rows that is exact for the models as they were loaded."""
+        with self._memory("comparing rows with those of transformers"):
+            layout = row_proof.prove(self.policy, self.settings, fall_back=asked.row_layout == "auto")
+            if layout != self.settings.row_layout and self.reference is not None:
+                attention.switch(self.reference.lm, self.policy.lm.config._attn_implementation)
+            critic = self.settings.critic
+            if self.critic is not None:
+                own = row_proof.prove(self.critic.model, self.critic.settings, fall_back=asked.critic.row_layout == "auto")
+                critic, self.critic.settings = replace(critic, row_layout=own), replace(self.critic.settings, row_layout=own)
+            self.settings = replace(self.settings, row_layout=layout, critic=critic)
+
+    def check_rows(self, rows: Sequence[TrainRow]) -> None:
+        """See `row_proof.check_rows`."""
+        with self._memory("comparing the first batch with transformers"):
+            row_proof.check_rows(self.policy, self.settings, rows)
 
     # ------------------------------------------------------------ training
 
@@ -129,7 +127,7 @@ class Learner:
             with trace("policy"):
                 result = self._passes(batch, 0 if warming else s.ppo_epochs, s.optim, self._accumulate, self._update)
             if result.updates:
-                self._window_is_now = False
+                self._proximal.current = False
         return msgspec.structs.replace(result, critic=learnt)
 
     def _passes(self, batch: RankBatch, epochs: int, optim: OptimSettings, accumulate: Accumulate, update: Update) -> StepResult:
@@ -143,10 +141,12 @@ class Learner:
         tokens = positions = 0
         for epoch in range(epochs):
             began = time.perf_counter()
-            totals = _Totals()
+            totals = StepTotals()
             order: Sequence[int] = range(len(batch.micro_batches))
             if s.shuffle_minibatches:  # the same on all ranks
                 order = np.random.default_rng((s.data_seed, batch.step, epoch)).permutation(len(batch.micro_batches)).tolist()
+            if accumulate == self._accumulate and self._balance is not None:
+                self._balance.count(self.policy, batch, self._micro_batch)
             for i in order:
                 accumulate(batch.micro_batches[i], batch, totals)
             added, largest = totals.numbers()  # waits for the device
@@ -178,7 +178,7 @@ class Learner:
             seconds=seconds,
         )
 
-    def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: _Totals) -> None:
+    def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
         """Add the critic's gradient of one micro-batch."""
         assert self.critic is not None
         micro = self._micro_batch(rows, self.critic)
@@ -192,18 +192,20 @@ class Learner:
         size = s.loss_scale_factor or s.max_response_tokens
         return Denominators(batch.tokens, batch.rows, size, expert_tokens=batch.expert_tokens, expert_rows=batch.expert_rows)
 
-    def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: _Totals) -> None:
+    def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
         """Add the gradient of one micro-batch."""
         micro = self._micro_batch(rows)
         needs = self.algorithm.needs
         reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
-        logprobs, entropy = self.policy(micro, needs.entropy)
+        logprobs, entropy, *given = self.policy(micro, needs.entropy, balance=self._balance is not None)
         if not rows:
             (logprobs * 0).sum().backward()
             return
+        # the sampler's, or the trainer's before the step; where that is not given, there is one update, and the policy before it is at hand
+        old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
         x = LossInputs(
             logprobs=logprobs,
-            old_logprobs=self._old_logprobs(micro, logprobs),
+            old_logprobs=old,
             advantages=micro.advantages,
             mask=micro.mask,
             row=micro.row,
@@ -219,27 +221,30 @@ class Learner:
             kl_coef=batch.kl_coef,
         )
         out = self.algorithm.loss(x)
-        out.loss.backward()
+        loss, aux_sums, aux_maxima = (out.loss, {}, {}) if self._balance is None else self._balance.added(out.loss, given[0])
+        loss.backward()
         sampled = micro.mask & ~micro.is_expert if needs.samples != "none" else torch.zeros_like(micro.mask)
         sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, sampled)
-        totals.add({**out.sums, **sums}, {**out.maxima, **maxima}, rows, micro)
-
-    def _old_logprobs(self, micro: batches.MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
-        """Of the policy that the ratio is taken against: the sampler's, or the trainer's own before the step."""
-        if self.settings.algorithm.bypass_old_logprobs:
-            return micro.rollout_logprobs
-        # where it is not given, there is one update per step, and the policy before it is the one at hand
-        return micro.given.get("old", logprobs.detach())
+        totals.add({**out.sums, **aux_sums, **sums}, {**out.maxima, **aux_maxima, **maxima}, rows, micro)
 
     def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor:
-        """Of the reference model: another one, or the policy without what its adapter has learnt."""
+        """Of the reference model: another one, or the policy without what its adapter has learnt.  Its routers choose themselves."""
+        micro = replace(micro, experts=None)
         adapter = self.policy.adapter
         with torch.no_grad(), adapter.reference() if adapter is not None else nullcontext():
             logprobs: torch.Tensor = (self.reference or self.policy)(micro)[0]
         return logprobs
 
+    def gradient(self, batch: RankBatch) -> dict[str, torch.Tensor]:
+        """That of train step `batch`, by the names of what is trained; weights stay as they are.  Of one rank."""
+        for rows in batch.micro_batches:
+            self._accumulate(rows, batch, StepTotals())
+        found = {name: p.grad for name, p in self.policy.trainable().items() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
     def _update(self, lr: float) -> float:
-        """Clip and apply the gradient; returns its norm.  A norm that is not finite applies nothing."""
+        """Clip and apply the gradient; returns its norm."""
         return apply(self.policy, self.optimizer, self.settings.optim.clip_grad, lr)
 
     def score(
@@ -251,7 +256,7 @@ class Learner:
         """
         scored: list[list[Scored]] = []
         critic = self.critic if "values" in what else None
-        with self._memory("scoring"), torch.no_grad(), self._remembered(proximal):
+        with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal):
             for rows in micro_batches:
                 made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows, critic), what).items()}
                 ends = np.cumsum([int(r.loss_mask.sum()) for r in rows])[:-1]
@@ -264,27 +269,7 @@ class Learner:
 
     def remember(self) -> None:
         """Keep a copy of the weights in host memory: the proximal policy until this is called again.  This rank's part of them."""
-        with torch.no_grad():
-            self._window = {name: tensors.local(p).to("cpu", copy=True) for name, p in self.policy.trainable().items()}
-        self._window_is_now = True
-
-    @contextmanager
-    def _remembered(self, wanted: bool) -> Iterator[None]:
-        if not wanted or self._window_is_now:
-            yield
-            return
-        if self._window is None:
-            raise RunFailed("the trainer has no weights of the window's start; remember() comes with every published version")
-        names = self.policy.trainable()
-        now = {name: tensors.local(p).to("cpu", copy=True) for name, p in names.items()}
-        for name, p in names.items():
-            tensors.local(p).copy_(self._window[name])
-        try:
-            yield
-        finally:
-            self.policy.to_shards()
-            for name, p in names.items():
-                tensors.local(p).copy_(now[name])
+        self._proximal.remember()
 
     def _scores(self, micro: batches.MicroBatch, what: Sequence[Computed]) -> dict[Computed, torch.Tensor]:
         found: dict[Computed, torch.Tensor] = {}
@@ -308,13 +293,8 @@ class Learner:
 
     def _micro_batch(self, rows: Sequence[TrainRow], critic: Critic | None = None) -> batches.MicroBatch:
         """What `critic` reads; without one the policy."""
-        return batches.make(
-            rows or [_IDLE],
-            share=(self.settings if critic is None else critic.settings).share_prompts,
-            heads_per_key=self._heads_per_key if critic is None else critic.heads_per_key,
-            dtype=self._compute_dtype,
-            device=torch.device(self.settings.device),
-        )
+        layout = (self.settings if critic is None else critic.settings).row_layout
+        return batches.make(rows or [_IDLE], layout=layout, device=torch.device(self.settings.device))
 
     # ------------------------------------------------------------ weights out
 
@@ -339,7 +319,8 @@ class Learner:
         dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         if self.rank == 0:
             saving.side_files(self.settings, target)
-        self._write(target / "model.safetensors", self._gathered(), {n: (dtype, p.shape) for n, p in self.policy.names().items()})
+        specs = {n: (dtype, p.shape) for n, p in self.policy.names().items()}
+        tensors.write(target / "model.safetensors" if self.rank == 0 else None, specs, self._gathered())
 
     # ------------------------------------------------------------ checkpoints
 
@@ -365,7 +346,7 @@ class Learner:
         Raises CheckpointInvalid naming the file that does not fit.
         """
         saving.load(self._trained(), self.settings, Path(folder))
-        self._window_is_now = False
+        self._proximal.current = False
         return {name: float(value) for name, value in saving.read_page(Path(folder)).get("kl_coefs", {}).items()}
 
     def _trained(self) -> list[saving.Trained]:
@@ -381,65 +362,16 @@ class Learner:
         for name, p in self.policy.names().items():
             yield name, self.policy.whole(name, p)
 
-    def _write(self, path: Path, given: Iterator[tuple[str, torch.Tensor]], specs: dict[str, Any]) -> None:
-        tensors.write(path if self.rank == 0 else None, specs, given)
 
-    @contextmanager
-    def _memory(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except (MemoryError, RuntimeError) as e:
-            if not is_out_of_memory(e):
-                raise
-            raise OutOfMemory(self._remedy(doing)) from e
-
-    def _remedy(self, doing: str) -> str:
-        return (
-            f"trainer rank {self.rank} ran out of {self.settings.device} memory while {doing}.  Lower trainer.max_token_len_per_gpu "
-            f"(now {self.settings.max_token_len_per_gpu}), set trainer.enable_gradient_checkpointing: true, or use more ranks."
-        )
-
-
-def mismatch(apart: torch.Tensor, mask: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Sums and maxima from which `mismatch/*` is made.  `apart`: log-prob here less the sampler's, [N], before the first update."""
-    apart = apart[mask].clamp(-LIMIT, LIMIT)
-    ratio = apart.exp()
-    sums = {
-        "tokens": torch.ones_like(ratio).sum(),
-        "ratio": ratio.sum(),
-        "squares": ratio.square().sum(),
-        "outside": ((ratio < NEAR[0]) | (ratio > NEAR[1])).float().sum(),
-        "abs_diff": apart.abs().sum(),
-    }
-    largest = {"ratio": ratio, "abs_diff": apart.abs()} if ratio.numel() else {}
-    return {MISMATCH + n: t for n, t in sums.items()}, {MISMATCH + n: t.max() for n, t in largest.items()}
-
-
-class _Totals:
-    """Metric sums and maxima of a step, kept on the device until they are read once."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self.maxima: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self.tokens = 0
-        self.positions = 0
-
-    def add(
-        self,
-        sums: dict[str, torch.Tensor],
-        maxima: dict[str, torch.Tensor],
-        rows: Sequence[TrainRow],
-        micro: batches.MicroBatch,
-    ) -> None:
-        for name, value in sums.items():
-            self.sums[name].append(value)
-        for name, value in maxima.items():
-            self.maxima[name].append(value)
-        self.tokens += sum(row.counted for row in rows)  # known on the host: reading the mask would wait for the device
-        self.positions += micro.computed
-
-    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
-        return (
-            {name: torch.stack(v).double().sum().item() for name, v in self.sums.items()},
-            {name: torch.stack(v).max().item() for name, v in self.maxima.items()},
-        )
+@contextmanager
+def _memory(settings: LearnerSettings, rank: int, doing: str) -> Iterator[None]:
+    """Name what ran out of memory, and the remedy."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
+            raise
+        raise OutOfMemory(
+            f"trainer rank {rank} ran out of {settings.device} memory while {doing}.  Lower trainer.max_token_len_per_gpu "
+            f"(now {settings.max_token_len_per_gpu}), set trainer.enable_gradient_checkpointing: true, or use more ranks."
+        ) from e

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft.errors import CheckpointInvalid, ConfigError, SetupError
+from rft.errors import CheckpointInvalid, ConfigError, SetupError, is_out_of_memory
 from rft.trainer.tensors import Files
-from rft.types import rotary
+from rft.types import modelfiles, rotary
 
 log = logging.getLogger(__name__)
-INDEX = "model.safetensors.index.json"
 Fresh = Callable[[str, torch.Tensor], bool]  # (name, parameter): give it a first value; False: it has to be in the files
 
 
 def import_library(name: str) -> None:
     """Import `model.external_lib`, which may register models.  Raises ConfigError where it cannot be imported."""
-    log.warning("model.external_lib: importing %s, which may run any code with your rights", name)
+    if name not in sys.modules:
+        log.warning("model.external_lib: importing %s, which may run any code with your rights", name)
     try:
         importlib.import_module(name)
     except ImportError as e:
@@ -42,7 +42,10 @@ def config_of(folder: Path, *, trust_remote_code: bool, override: Mapping[str, A
 
     if not folder.is_dir():
         raise SetupError(f"{folder}: not a folder; the trainer loads models from local Hugging Face folders")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (ValueError, KeyError, OSError) as e:
+        raise ConfigError(f"transformers cannot read its config.json: {e}", key="model.model_path", given=str(folder)) from e
     for name, value in rotary.applied_to(folder, override).items():
         if not hasattr(config, name):
             raise ConfigError(f"{type(config).__name__} has no entry {name}", key="model.override_config", given=name)
@@ -54,10 +57,15 @@ def skeleton(config: Any, *, trust_remote_code: bool, attn_implementation: str) 
     """The causal model of `config` with parameters on the meta device, and with real buffers on the CPU."""
     from transformers import AutoModelForCausalLM
 
+    how = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     with no_progress(), torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
+        try:
+            lm = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, **how)
+        except ValueError as e:
+            if attn_implementation != "sdpa":  # which most models have, and is the default
+                raise ConfigError(str(e), key="trainer.attn_implementation", given=attn_implementation) from e
+            log.warning("this model has no sdpa attention, so it computes with eager")
+            lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **how)
     lm.tie_weights()
     _buffers(lm)
     return lm.eval()
@@ -71,6 +79,9 @@ def _buffers(lm: Any) -> None:
             empty = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype)
             module.register_buffer(name, empty, persistent=name not in module._non_persistent_buffers_set)
         if own:
+            lm._init_weights(module)
+    if any(b.is_floating_point() and bool(b.isnan().any()) for b in lm.buffers()):
+        for module in lm.modules():  # some models give a layer's buffers their values from outside the layer
             lm._init_weights(module)
 
 
@@ -150,15 +161,7 @@ def readable_by_name(names: Mapping[str, object], tied: Mapping[str, str], folde
 def files_of(folder: Path) -> Files:
     """The safetensors files of a Hugging Face folder.  Raises SetupError where there are none, or they cannot be read."""
     try:
-        index = folder / INDEX
-        if index.is_file():
-            weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            paths = sorted({folder / Path(str(name)).name for name in weights.values()})
-        else:
-            paths = [p for p in [folder / "model.safetensors"] if p.is_file()] or sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise SetupError(f"{folder}: has no safetensors files; convert the weights (other formats can run code when read)")
-        return Files(paths)
+        return Files(modelfiles.files(folder))
     except (CheckpointInvalid, ValueError, KeyError, AttributeError) as e:
         raise SetupError(f"{folder}: its weights cannot be read: {e}") from e
 
@@ -167,20 +170,22 @@ def pretrained(config: Any, folder: Path, *, trust_remote_code: bool, attn_imple
     """The model as transformers loads it, whole, for files whose names it has to change.  Missing weights are refused."""
     from transformers import AutoModelForCausalLM
 
-    log.warning(
-        "%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder
-    )
     with no_progress():
-        lm, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        try:
+            lm, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (RuntimeError, ValueError, OSError) as e:
+            if is_out_of_memory(e):
+                raise
+            raise SetupError(f"{folder}: transformers cannot load it: {e}; config.json does not fit the weights") from e
     if info["missing_keys"] or info["mismatched_keys"]:
         raise SetupError(
             f"{folder}: has no weights for {_some(sorted(map(str, [*info['missing_keys'], *info['mismatched_keys']])))}"

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rft.types.row_layout import Head
+
 CPU_TILE = 1 << 20  # logits of a tile: 4 MiB in float32 stay in the cache
 GPU_TILE = 1 << 26
 KEPT_BYTES = 160 << 20  # logits that the backward pass need not compute again
+PLAIN = Head()  # logits are left as they are
 LEAST_WIDTH = 512  # entries of the vocabulary in a tile, whatever the tokens
 
 
@@ -26,7 +29,7 @@ def token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperatures: torch.Tensor,
+    temperatures: torch.Tensor | None,
     *,
     bias: torch.Tensor | None = None,
     chunk_tokens: int,
@@ -34,18 +37,19 @@ def token_logprobs(
     fused: bool = False,
     whole: bool = False,
     keep_all: bool = False,
+    head: Head = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(z / temperature)[target] with z = hidden @ weight.T (+ bias), and the entropy of that distribution if asked.
 
     hidden [N, H], weight [V, H], targets int64 [N], temperatures float32 [N]  ->  float32 [N] (and float32 [N]), both with gradient.
-    Natural logarithms.  Softmax is taken in float32 whatever the weights' type (in float64 where hidden states are).
+    Natural logarithms.  Logits are divided by the temperature, and softmax is taken, in float32 whatever the weights' type (in float64
+    where hidden states are), as engines do.  `temperatures` None: all are 1.
     `chunk_tokens`: tokens of a tile.  `fused`: what is done with a tile is compiled into few kernels (on GPUs Triton's).
     `whole`: all logits are one tile.  `keep_all`: the backward pass computes none of them again.
+    `head`: how the model changes z before it is divided by the temperature.
     """
-    scaled = hidden / temperatures[:, None].to(hidden.dtype)
-    inverse = None if bias is None else 1.0 / temperatures
-    cut = _Cut(chunk_tokens, fused, whole, keep_all)
-    logprobs, entropies = _TokenLogprobs.apply(scaled, weight, bias, inverse, targets, cut, entropy)
+    cut = _Cut(chunk_tokens, head, fused, whole, keep_all)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, temperatures, targets, cut, entropy)
     return logprobs, entropies if entropy else None
 
 
@@ -54,19 +58,18 @@ def token_statistics(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperatures: torch.Tensor,
+    temperatures: torch.Tensor | None,
     *,
     bias: torch.Tensor | None = None,
     chunk_tokens: int,
     fused: bool = False,
+    head: Head = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `token_logprobs` gives, and of the same distribution p over the vocabulary sum p^2 and sum p^2 (H + log p).
 
     Arguments as there  ->  log-probs, entropies H, sum p^2, sum p^2 (H + log p): float32 [N] each, without gradient.
     """
-    scaled = hidden / temperatures[:, None].to(hidden.dtype)
-    inverse = None if bias is None else 1.0 / temperatures
-    sums = _Given(scaled, weight, bias, inverse, targets, _Cut(chunk_tokens, fused)).sums(order=2)
+    sums = _Given(hidden, weight, bias, temperatures, targets, _Cut(chunk_tokens, head, fused)).sums(order=2)
     log_total = sums.total.log()
     entropy = log_total - sums.mean / sums.total
     squares = sums.squares / sums.total.square()
@@ -92,24 +95,49 @@ class _Tile(NamedTuple):
     hidden: torch.Tensor  # [C, H]
     weight: torch.Tensor  # [W, H]
     bias: torch.Tensor | None  # [W]
-    inverse: torch.Tensor | None  # [C]
+    temperatures: torch.Tensor | None  # [C]
     at: torch.Tensor  # int64 [C], the target counted from the first entry; not in the tile if < 0 or >= W
+    head: Head
     known: torch.Tensor | None = None  # [C, W], the logits, where they were kept
 
     def logits(self, dtype: torch.dtype) -> torch.Tensor:
-        """[C, W], the caller's to change."""
+        """[C, W] as the model gives them, divided by the temperature; the caller's to change."""
         if self.known is not None:
             return self.known.clone()
         made = self.hidden @ self.weight.t()
-        if self.bias is not None and self.inverse is not None:
-            made += self.bias * self.inverse[:, None].to(self.bias.dtype)
-        return made.to(dtype)
+        if self.bias is not None:
+            made += self.bias
+        made = made.to(dtype)
+        if self.head.scale != 1:
+            made *= self.head.scale
+        if self.head.cap is not None:
+            made.div_(self.head.cap).tanh_().mul_(self.head.cap)
+        return self._tempered(made)
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """[C, W], how `logits` follow those of the output layer, temperature and scale apart; None: in all places as they are."""
+        if self.head.cap is None:
+            return None
+        t = 1.0 if self.temperatures is None else self.temperatures[:, None].to(logits.dtype)
+        return 1 - (logits * (t / self.head.cap)).square_()
+
+    def pulled(self, dz: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of what the output layer gives, from `dz` [C, W] of `logits`, which is changed in place."""
+        if slope is not None:
+            dz *= slope
+        if self.head.scale != 1:
+            dz *= self.head.scale
+        return self._tempered(dz)
+
+    def _tempered(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.temperatures is None else values.div_(self.temperatures[:, None].to(values.dtype))
 
 
 class _Cut(NamedTuple):
     """How logits are cut into tiles, and what becomes of them."""
 
     chunk: int  # tokens
+    head: Head = PLAIN
     fused: bool = False
     whole: bool = False
     keep_all: bool = False
@@ -119,10 +147,10 @@ class _Cut(NamedTuple):
 class _Given:
     """The arguments, and how they are cut."""
 
-    hidden: torch.Tensor  # [N, H], divided by the temperature
+    hidden: torch.Tensor  # [N, H]
     weight: torch.Tensor  # [V, H]
     bias: torch.Tensor | None  # [V]
-    inverse: torch.Tensor | None  # [N], 1 / temperature, with a bias
+    temperatures: torch.Tensor | None  # [N]; None = all 1
     targets: torch.Tensor  # [N]
     cut: _Cut
 
@@ -144,8 +172,9 @@ class _Given:
             self.hidden[tokens],
             self.weight[entries],
             None if self.bias is None else self.bias[entries],
-            None if self.inverse is None else self.inverse[tokens],
+            None if self.temperatures is None else self.temperatures[tokens],
             self.targets[tokens] - entries.start,
+            self.cut.head,
         )
 
     def kept(self) -> torch.Tensor:
@@ -182,25 +211,25 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        inverse: torch.Tensor | None,
+        temperatures: torch.Tensor | None,
         targets: torch.Tensor,
         cut: _Cut,
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = _Given(hidden, weight, bias, inverse, targets, cut)
+        given = _Given(hidden, weight, bias, temperatures, targets, cut)
         kept = given.kept() if any(ctx.needs_input_grad) else None
         sums = given.sums(int(entropy), kept)
         log_total = sums.total.log()
         norm = sums.top + log_total
         entropies = log_total - sums.mean / sums.total if entropy else norm[:0]
-        ctx.save_for_backward(hidden, weight, bias, inverse, targets, norm, entropies, kept)
+        ctx.save_for_backward(hidden, weight, bias, temperatures, targets, norm, entropies, kept)
         ctx.cut, ctx.entropy = cut, entropy
         return sums.picked - norm, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, inverse, targets, norm, entropies, kept = ctx.saved_tensors
-        given = _Given(hidden, weight, bias, inverse, targets, ctx.cut)
+        hidden, weight, bias, temperatures, targets, norm, entropies, kept = ctx.saved_tensors
+        given = _Given(hidden, weight, bias, temperatures, targets, ctx.cut)
         pull = _compiled(_pull) if ctx.cut.fused else _pull
         grad_hidden = torch.zeros_like(hidden, dtype=given.dtype)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -220,7 +249,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if of_weight is not None:
                     _add_product(of_weight, dz.t(), hidden[tokens], first=tokens.start == 0)
                 if of_bias is not None:
-                    of_bias += inverse[tokens].to(given.dtype) @ dz.to(given.dtype)
+                    of_bias += dz.sum(0, dtype=given.dtype)
             if grad_weight is not None and of_weight is not None and of_weight.dtype != grad_weight.dtype:
                 grad_weight[entries] = of_weight
             if grad_bias is not None and of_bias is not None:
@@ -251,8 +280,9 @@ def _see(tile: _Tile, seen: tuple[torch.Tensor, ...], order: int) -> tuple[torch
 
 
 def _pull(tile: _Tile, norm: torch.Tensor, grad: torch.Tensor, more: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """The gradient of a tile's logits, in the hidden states' type.  `more`: entropies and their gradient."""
+    """The gradient of what a tile's hidden states and weights give, in the hidden states' type.  `more`: entropies and their gradient."""
     z = tile.logits(norm.dtype)
+    slope = tile.slope(z)
     z.sub_(norm[:, None])
     # d logp[target] / dz = [target] - p;   d entropy / dz = -p (logp + entropy)
     if more is None:
@@ -263,7 +293,7 @@ def _pull(tile: _Tile, norm: torch.Tensor, grad: torch.Tensor, more: tuple[torch
         dz = z.mul_(-grad_entropy[:, None]).sub_((grad + grad_entropy * entropy)[:, None]).mul_(p)
     at, inside = _where(tile.at, z.shape[1])
     dz.scatter_add_(1, at[:, None], torch.where(inside, grad, 0.0)[:, None])
-    return dz.to(tile.hidden.dtype)
+    return tile.pulled(dz, slope).to(tile.hidden.dtype)
 
 
 def _where(target: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -168,7 +168,10 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
         task_type="CAUSAL_LM",
     )
     with torch.device("meta"):
-        peft.inject_adapter_in_model(config, lm, TRAINED, low_cpu_mem_usage=True)
+        try:
+            peft.inject_adapter_in_model(config, lm, TRAINED, low_cpu_mem_usage=True)
+        except ValueError as e:
+            raise ConfigError(f"peft cannot adapt these layers: {e}", key=f"{adapterfiles.KEY}.target_modules") from e
         layers = {n: lm.get_submodule(n) for n in form.modules}
         for name, layer in layers.items():
             if not isinstance(layer, peft.tuners.lora.Linear):

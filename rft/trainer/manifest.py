@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import time
@@ -20,7 +19,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rft.errors import CheckpointInvalid
+from rft.disk import read_regular, sync_path, write_whole
+from rft.errors import CheckpointInvalid, ConfigError
+from rft.strictjson import parse_json
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 FORMAT = 3  # has a sha256 of itself; before: 2 without, 1 one file for all ranks
 READS = (1, 2, FORMAT)
 NAME = "manifest.json"
+NEWEST = "newest_checkpoint.json"  # in the run's folder
 REPLACED = ".old.tmp"  # behind the name of a checkpoint that another of the same step is about to replace
 _FOLDER = re.compile(r"global_step_(\d+)")
 
@@ -49,10 +51,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
     time: float  # seconds since the epoch
 
 
-class _Stored(Struct, kw_only=True):
+class _StoredManifest(Struct, kw_only=True):
+    """As it is written, and as it was before versions had attempts: a checkpoint's version is a lineage and a step."""
+
     format: int
-    version: Version
-    parent: Version | None
+    version: tuple[int, int]
+    parent: tuple[int, int] | None
     consumption: Consumption
     files: dict[str, FileFact]
     time: float
@@ -80,15 +84,17 @@ def commit(
     if lost := sorted(set(known) - set(names)):
         raise CheckpointInvalid(f"{folder / lost[0]}: was written and is not there; do all ranks share this folder?")
     files = {name: FileFact(p.stat().st_size, known.get(name) or _sha256(p)) for name, p in names.items()}
-    stored = _Stored(format=FORMAT, version=version, parent=parent, consumption=consumption, files=files, time=time.time())
+    stored = _StoredManifest(
+        format=FORMAT,
+        version=(version.lineage, version.step),
+        parent=None if parent is None else (parent.lineage, parent.step),
+        consumption=consumption,
+        files=files,
+        time=time.time(),
+    )
     stored.sha256 = _own_sha256(stored)
-    aside = folder / f"{NAME}.tmp"
-    with aside.open("wb") as file:
-        file.write(json.dumps(msgspec.to_builtins(stored), indent=1).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(folder / NAME)
-    fsync_path(folder)
+    write_whole(folder / NAME, json.dumps(msgspec.to_builtins(stored), indent=1), mode=0o666)
+    sync_path(folder)
     return _manifest(folder, stored)
 
 
@@ -102,7 +108,7 @@ def read(folder: Path, *, verify: bool = True) -> Manifest:
             raise CheckpointInvalid(
                 f"{path}: format {number!r}, this version of rft reads {', '.join(map(str, READS))}; use the version that wrote it"
             )
-        stored = msgspec.json.decode(data, type=_Stored)
+        stored = msgspec.json.decode(data, type=_StoredManifest)
         if (stored.sha256 or number == FORMAT) and stored.sha256 != _own_sha256(stored):
             raise CheckpointInvalid(f"{path}: damaged: its sha256 is not the one that it states")
         found = _manifest(folder, stored)
@@ -148,11 +154,38 @@ def latest(checkpoints: Path) -> Manifest | None:
         for problem in broken:
             log.warning("checkpoint passed over: %s", problem)
         if broken:
-            log.warning("falling back to %s", manifest.folder)
+            log.error("falling back to %s", manifest.folder)
         return manifest
     if broken:
         raise CheckpointInvalid(f"no checkpoint in {checkpoints} is whole; the newest problem: {broken[0]}")
     return None
+
+
+def remember(manifest: Manifest) -> None:
+    """Note beside the folder of checkpoints which one was saved last, so that one that vanishes is missed."""
+    about = {"step": manifest.version.step, "lineage": manifest.version.lineage, "folder": manifest.folder.name}
+    write_whole(manifest.folder.parent.with_name(NEWEST), json.dumps(about))
+
+
+def refuse_lost(checkpoints: Path) -> None:
+    """Raises ConfigError where a run has saved checkpoints and none is there; a newest one that is gone is told."""
+    note = checkpoints.with_name(NEWEST)
+    try:
+        name = str(parse_json(read_regular(note, 1 << 16).decode("utf-8"))["folder"])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{note} is damaged: {e}; remove it") from None
+    there = committed(checkpoints)
+    if not there:
+        raise ConfigError(
+            f"the run has saved checkpoints, {name} last, and {checkpoints} holds none; bring them back, or write fresh to begin again "
+            "from the model",
+            key="resume_mode",
+            given="auto",
+        )
+    if name not in {p.name for p in there}:
+        log.error("the checkpoint that was saved last, %s, is gone; the run goes on from %s", checkpoints / name, there[-1].name)
 
 
 def recover(checkpoints: Path) -> None:
@@ -163,7 +196,7 @@ def recover(checkpoints: Path) -> None:
             log.warning("%s was being replaced when the run ended; it is put back", final)
             shutil.rmtree(final, ignore_errors=True)
             old.rename(final)
-            fsync_path(checkpoints)
+            sync_path(checkpoints)
 
 
 def committed(checkpoints: Path) -> list[Path]:
@@ -186,20 +219,14 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def fsync_path(path: Path) -> None:
-    """Make a file's bytes, or a folder's entries, durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _manifest(folder: Path, s: _StoredManifest) -> Manifest:
+    parent = None if s.parent is None else Version(*s.parent)
+    return Manifest(
+        folder=folder, version=Version(*s.version), parent=parent, consumption=s.consumption, files=s.files, time=s.time
+    )
 
 
-def _manifest(folder: Path, s: _Stored) -> Manifest:
-    return Manifest(folder=folder, version=s.version, parent=s.parent, consumption=s.consumption, files=s.files, time=s.time)
-
-
-def _own_sha256(stored: _Stored) -> str:
+def _own_sha256(stored: _StoredManifest) -> str:
     """Of the fields in their order, without the hash itself."""
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(stored, sha256=""))).hexdigest()
 

@@ -16,6 +16,8 @@ from msgspec import Struct
 
 from rft.errors import ConfigError
 from rft.trainer.prefix import shared_length
+from rft.types import experts
+from rft.types.row_layout import AskedLayout
 
 
 class TrainRow(Struct, frozen=True, kw_only=True):
@@ -37,9 +39,15 @@ class TrainRow(Struct, frozen=True, kw_only=True):
     weights: np.ndarray | None = None  # float32 [L], of the token losses
     keep: np.ndarray | None = None  # bool [L], tokens that count; None = all
     extra: dict[str, np.ndarray] = {}  # float32 [L] each, by the name that the policy loss gave it
+    experts: np.ndarray | None = None  # [P, layers, experts] that its first positions go through, see rft.types.experts
     is_expert: bool = False
     group: str = ""
     pair: str = ""
+
+    @property
+    def marked(self) -> np.ndarray:
+        """`inputs`, told apart by their experts too: rows share positions where both are the same."""
+        return self.inputs if self.experts is None else experts.marked(self.inputs, self.experts)
 
     @property
     def inputs(self) -> np.ndarray:
@@ -64,6 +72,7 @@ class RankBatch(Struct, frozen=True, kw_only=True):
     micro_batches: tuple[tuple[TrainRow, ...], ...]
     tokens: float  # trained tokens of the step, rows left out as zero-advantage included
     rows: float
+    positions: float = 0.0  # that models read, of the rows that are computed
     kl_coef: float | None = None  # factor of the KL loss in this step; None = the argument's
     expert_tokens: float = 0.0  # those of an expert's rows among them
     expert_rows: float = 0.0
@@ -74,14 +83,21 @@ class Budget:
     """How much one micro-batch may hold: `tokens` computed positions, or exactly `rows` rows."""
 
     tokens: int
-    share_prompts: bool = True
+    layout: AskedLayout = "auto"  # not yet chosen: as shared
     rows: int | None = None  # fixed micro-batches
     key: str = field(default="trainer.max_token_len_per_gpu", compare=False)  # what may be raised
     balance: bool = True  # units are dealt over ranks by their cost; False: in their order, as many rows to each as can be
 
     def cost(self, inputs: Sequence[np.ndarray]) -> int:
-        """Positions the model computes for rows that it reads as `inputs`: distinct prefixes when shared, else the padded rectangle."""
-        return shared_length(inputs) if self.share_prompts else len(inputs) * max(map(len, inputs))
+        """Positions the model computes for rows that it reads as `inputs`: distinct prefixes, all of them, or the padded rectangle."""
+        if self.layout == "packed":
+            return sum(map(len, inputs))
+        return shared_length(inputs) if self.shares else len(inputs) * max(map(len, inputs))
+
+    @property
+    def shares(self) -> bool:
+        """Whether what rows have in common is computed once."""
+        return self.layout in ("auto", "shared")
 
 
 Inputs = Sequence[np.ndarray]  # of each row int32 [L], what the model reads
@@ -109,7 +125,7 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
                 given=budget.rows,
             )
         return _fixed(len(rows), world_size, budget.rows)
-    inputs = [row.inputs for row in rows]
+    inputs = [row.marked if budget.shares else row.inputs for row in rows]
     ranks = _dealt(_units(rows, inputs, world_size, budget), world_size, len(rows), budget)
     packed = [_first_fit(mine, inputs, budget) for mine in ranks]
     count = max(map(len, packed), default=0)
@@ -155,7 +171,7 @@ def _units(rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Bu
     """Sets of rows that stay together, with their cost."""
     if any(row.pair for row in rows):
         return [(pair, _checked(budget.cost([inputs[i] for i in pair]), budget, "pair")) for pair in _pairs(rows)]
-    if not budget.share_prompts:
+    if not budget.shares:
         return [([i], _checked(len(tokens), budget)) for i, tokens in enumerate(inputs)]
     groups: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -197,7 +213,7 @@ def _checked(cost: int, budget: Budget, what: str = "row") -> int:
 
 def _first_fit(units: list[tuple[list[int], int]], inputs: Inputs, budget: Budget) -> list[list[int]]:
     bins: list[_Bin] = []
-    grown: Callable[[_Bin, list[int], int], int] = _sum if budget.share_prompts else partial(_rectangle, inputs)
+    grown: Callable[[_Bin, list[int], int], int] = partial(_rectangle, inputs) if budget.layout == "padded" else _sum
     for members, cost in units:
         for bin in bins:
             if (size := grown(bin, members, cost)) <= budget.tokens:

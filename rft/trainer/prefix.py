@@ -40,10 +40,11 @@ class Tree:
 
 
 MAX_MASK = 1 << 24  # entries of one branch's mask: 64 MiB in float32
+NOTHING = -1  # as `max_mask`: no row shares anything, so rows are packed one behind the other
 
 
 def build(rows: Sequence[np.ndarray], *, max_mask: int = MAX_MASK) -> Tree:
-    """The prefix tree of `rows`, int32 [L_i] each.
+    """The prefix tree of `rows`, int32 or int64 [L_i] each.
 
     A branch needs a mask of own x path entries; where that would exceed `max_mask` a row shares nothing, and plain causal attention
     serves it without a mask.
@@ -80,7 +81,8 @@ def _shared(before: np.ndarray, row: np.ndarray, max_mask: int) -> int:
 
 def _order(rows: Sequence[np.ndarray]) -> list[int]:
     """Lexicographic, so that the longest shared prefix of a row with any before it is the one with its neighbour."""
-    keys = [row.astype(">i4").tobytes() for row in rows]
+    kind = ">i8" if any(row.dtype.itemsize > 4 for row in rows) else ">i4"
+    keys = [row.astype(kind).tobytes() for row in rows]
     return sorted(range(len(rows)), key=keys.__getitem__)
 
 

@@ -11,23 +11,23 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
-from rft.algorithm.argbase import Computed
-from rft.algorithm.catalog import controllers
+from rft.algorithm.args import Computed
+from rft.algorithm.needs import controllers
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
+from rft.trainer.step_result import StepResult, combined
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
-    from rft.trainer.learner import Learner, Scored, StepResult
+    from rft.trainer.learner import Learner, Scored
 
 
 class RankPort(Protocol):
@@ -42,27 +42,6 @@ class RankPort(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """One step over all ranks: sums added, maxima combined.  Otherwise as `learner.StepResult`."""
-
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    trained_tokens: int
-    computed_positions: int
-    updates: int
-    skipped: int
-    grad_norm: float
-    lr: float
-    seconds: dict[str, float]
-    critic: StepReport | None = None
-
-    @property
-    def finite(self) -> bool:
-        """Whether the step changed weights, so that its rows are used."""
-        return self.updates > 0 or (self.critic is not None and self.critic.finite)
-
-
 class Ranks:
     """`local` is rank 0; `remote` are ranks 1, 2, ... in order."""
 
@@ -72,6 +51,7 @@ class Ranks:
         self.controllers = controllers(self.settings.algorithm)
         self._local, self._remote = local, tuple(remote)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self._checked = False  # the first batch of a run without engines
         self._turn = asyncio.Lock()
         if (count := 1 + len(self._remote)) != self.settings.world_size:
             raise ValueError(f"{count} ranks, but the learner was made for a world of {self.settings.world_size}")
@@ -87,7 +67,7 @@ class Ranks:
         if not s.use_dynamic_bsz and s.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.micro_batch_size_per_gpu")
         rows = None if s.use_dynamic_bsz else s.micro_batch_size
-        return Budget(s.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, rows, balance=s.balance_batch)
+        return Budget(s.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, rows, balance=s.balance_batch)
 
     @property
     def critic_budget(self) -> Budget | None:
@@ -100,7 +80,7 @@ class Ranks:
         rows = None if c.use_dynamic_bsz else c.micro_batch_size
         return Budget(
             c.max_token_len_per_gpu * self.settings.sequence_parallel,
-            c.share_prompts,
+            c.row_layout,
             rows,
             "trainer.critic.max_token_len_per_gpu",
             self.settings.balance_batch,
@@ -113,7 +93,7 @@ class Ranks:
             rows = None if c.use_dynamic_bsz else c.forward_micro_batch_size
             return Budget(
                 c.forward_max_token_len_per_gpu * s.sequence_parallel,
-                c.share_prompts,
+                c.row_layout,
                 rows,
                 "trainer.critic.forward_max_token_len_per_gpu",
                 s.balance_batch,
@@ -122,9 +102,7 @@ class Ranks:
         if own is None:
             return self.budget
         key = "trainer.ref.max_token_len_per_gpu" if what == "ref" else "trainer.log_prob_max_token_len_per_gpu"
-        return Budget(
-            own.max_token_len_per_gpu * s.sequence_parallel, s.share_prompts, own.micro_batch_size, key, s.balance_batch
-        )
+        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, own.micro_batch_size, key, s.balance_batch)
 
     @property
     def before(self) -> frozenset[Computed]:
@@ -142,17 +120,23 @@ class Ranks:
         """The factors of the KL terms in the next step."""
         return {name: controller.coef for name, controller in self.controllers.items()}
 
-    async def step(self, shares: Sequence[RankBatch], critic: Sequence[RankBatch] | None = None) -> StepReport:
+    async def step(self, shares: Sequence[RankBatch], critic: Sequence[RankBatch] | None = None) -> StepResult:
         """One train step; `shares[r]` is rank r's, `critic[r]` what its critic learns."""
         learnt: Sequence[RankBatch | None] = critic or [None] * len(shares)
-        return _report(await self._dealt("step", list(zip(shares, learnt, strict=True))))
+        return combined(await self._dealt("step", list(zip(shares, learnt, strict=True))))
 
-    def steer(self, kl_penalty: float | None, report: StepReport, rows: int, tokens: int) -> None:
+    def steer(self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int) -> None:
         """Let the controllers see the KL of a step that changed the weights: of the reward's, and of the loss's by `report`."""
         seen = {"kl_penalty": kl_penalty, "kl_loss": report.sums["kl"] / tokens if "kl" in report.sums else None}
         for name, controller in self.controllers.items():
             if (kl := seen[name]) is not None:
                 controller.update(kl, rows)
+
+    async def check_rows(self, rows: Sequence[TrainRow]) -> None:
+        """The first time: compare some of these rows with transformers.  Raises RunFailed."""
+        if not self._checked:
+            await self._same("check_rows", list(rows))
+        self._checked = True
 
     async def remember(self) -> None:
         """Keep the weights as they are as the proximal policy, where the algorithm has one."""
@@ -234,30 +218,6 @@ class Ranks:
             return list(await asyncio.gather(local, *(r.call(method, *a) for r, a in zip(self._remote, args[1:], strict=True))))
 
 
-def _report(results: Sequence[StepResult]) -> StepReport:
-    sums: dict[str, float] = {}
-    maxima: dict[str, float] = {}
-    for result in results:
-        for name, value in result.sums.items():
-            sums[name] = sums.get(name, 0.0) + value
-        for name, value in result.maxima.items():
-            maxima[name] = max(maxima.get(name, value), value)
-    critics = [r.critic for r in results if r.critic is not None]
-    first = results[0]
-    return StepReport(
-        sums=sums,
-        maxima=maxima,
-        trained_tokens=sum(r.trained_tokens for r in results),
-        computed_positions=sum(r.computed_positions for r in results),
-        updates=first.updates,
-        skipped=first.skipped,
-        grad_norm=first.grad_norm,
-        lr=first.lr,
-        seconds={name: max(r.seconds[name] for r in results) for name in first.seconds},
-        critic=_report(critics) if critics else None,
-    )
-
-
 def _train_row(row: ScoreRow) -> TrainRow:
     count = len(row.tokens)
     return TrainRow(
@@ -265,4 +225,5 @@ def _train_row(row: ScoreRow) -> TrainRow:
         loss_mask=np.arange(count) >= row.prompt_length,
         logprobs=np.zeros(count, np.float32),
         temperatures=row.temperature,
+        experts=row.routed_experts,
     )

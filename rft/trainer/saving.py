@@ -21,7 +21,7 @@ from rft.errors import CheckpointInvalid
 from rft.faults import fault
 from rft.trainer import optim, shards, tensors
 from rft.trainer.lora import Adapter
-from rft.trainer.model import Policy
+from rft.trainer.policy import Policy
 from rft.trainer.settings import LearnerSettings
 from rft.trainer.tensors import Piece
 from rft.types import rotary
@@ -52,7 +52,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Taken:
+class CheckpointState:
     """What this rank writes: pieces by kind, whole adapters, and the page."""
 
     step: int
@@ -61,7 +61,9 @@ class Taken:
     page: dict[str, Any]
 
 
-def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy: bool, kl_coefs: Mapping[str, float]) -> Taken:
+def take(
+    parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy: bool, kl_coefs: Mapping[str, float]
+) -> CheckpointState:
     """The state after `step`.  `copy`: on the host, so that it stays as it is while training goes on.
 
     `kl_coefs`: factors of the KL terms in the next step.
@@ -88,10 +90,10 @@ def take(parts: Sequence[Trained], settings: LearnerSettings, step: int, *, copy
         "kl_coefs": dict(kl_coefs),
         "adapter": None if (adapter := parts[0].policy.adapter) is None else adapter.page(),
     }
-    return Taken(step, pieces, adapters, page)
+    return CheckpointState(step, pieces, adapters, page)
 
 
-def write(taken: Taken, folder: Path, settings: LearnerSettings, rank: int) -> dict[str, str]:
+def write(taken: CheckpointState, folder: Path, settings: LearnerSettings, rank: int) -> dict[str, str]:
     """Write this rank's files into `folder`; returns their sha256 by name inside it."""
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, str] = {}

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rft.taskset.settings import GivenSettings
+from rft.taskset.settings import OfflineDataSettings
+from rft.types.ids import SEED
+from rft.types.row_layout import AskedLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class CriticSettings:
     use_dynamic_bsz: bool = True
     micro_batch_size: int | None = None
     forward_micro_batch_size: int | None = None
-    share_prompts: bool = True  # False: its rows are padded
+    row_layout: AskedLayout = "auto"
     gradient_checkpointing: bool = False
     offload_policy: bool = False
 
@@ -120,7 +122,7 @@ class LearnerSettings:
     total_steps: int = 1
     ppo_epochs: int = 1  # updates of a train step, each on all of its rows
     shuffle_minibatches: bool = False  # micro-batches in another order each time
-    data_seed: int = 42  # of that order
+    data_seed: int = SEED  # of that order
     max_token_len_per_gpu: int = 16384  # token budget of one micro-batch
     use_dynamic_bsz: bool = True
     micro_batch_size: int | None = None  # rows, used when use_dynamic_bsz is False
@@ -128,7 +130,9 @@ class LearnerSettings:
     ref: ForwardSettings | None = None  # the reference model, run before a step; None: with the policy
     max_response_tokens: int = 1024
     loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
-    share_prompts: bool = True
+    router_aux_loss_coef: float = 0.0  # of the loss that keeps experts equally busy; 0 = off
+    router_replay: bool = False  # tokens go through the experts that the engine chose
+    row_layout: AskedLayout = "auto"  # of a learner: the one that was proven, never "auto"
     balance_batch: bool = True  # rows are dealt to ranks by tokens; False: in equal numbers, in their order
     logprob_chunk_tokens: int = 1024  # of a tile of logits
     entropy_chunking: bool = True  # entropies are computed by tiles; False: from all logits at once
@@ -143,7 +147,7 @@ class LearnerSettings:
     sequence_parallel: int = 1  # ranks that share one micro-batch
     ref_offload: bool = False  # the reference model lives on the host
     ref_reshard_after_forward: bool = True
-    attn_implementation: str = "sdpa"
+    attn_implementation: str = "auto"
     trust_remote_code: bool = False
     external_lib: str | None = None  # module imported before the model
     override_config: dict[str, Any] = field(default_factory=dict)  # entries of config.json that are replaced
@@ -153,7 +157,7 @@ class LearnerSettings:
     use_liger: bool = False
     compile: bool = False  # each layer
     profiler: ProfilerSettings = field(default_factory=ProfilerSettings)
-    seed: int = 42
+    seed: int = SEED
     deterministic: bool = False
 
 
@@ -175,7 +179,7 @@ class TrainerSettings:
     require_batches: int = 1  # rows of so many steps have to be there before the first of them begins
     max_staleness: int | None = None
     max_nonfinite_steps: int = 3
-    given: GivenSettings | None = None  # the data set that is trained on; None: what an explorer samples
-    held_out: GivenSettings | None = None  # rows of the same kind whose loss is computed
+    offline_data: OfflineDataSettings | None = None  # the data set that is trained on; None: what an explorer samples
+    held_out: OfflineDataSettings | None = None  # rows of the same kind whose loss is computed
     eval_interval: int = 0  # train steps between two such evaluations; 0 = only before the first step and after the last
-    seed: int = 42  # of the order of given rows
+    seed: int = SEED  # of the order of offline data

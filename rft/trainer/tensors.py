@@ -14,16 +14,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from rft.errors import CheckpointInvalid
+from rft.types import modelfiles
 
 CHUNK = 8 << 20
 ROWS = "rft_rows"  # metadata: JSON, tensor -> [first row, rows of the whole tensor], for those that are not whole
-_MAX_HEADER = 100 << 20
 _DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -144,7 +144,7 @@ def write_pieces(path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _Extent:
     """Rows of one tensor in a file: bytes from `at` on."""
 
     path: Path
@@ -163,7 +163,7 @@ class Files:
     def __init__(self, paths: Iterable[Path]) -> None:
         self.paths = tuple(paths)
         self.metadata: dict[Path, dict[str, str]] = {}
-        self._pieces: dict[str, list[_Stored]] = {}
+        self._pieces: dict[str, list[_Extent]] = {}
         self._rows: dict[str, int] = {}
         for path in self.paths:
             self._index(path)
@@ -172,7 +172,8 @@ class Files:
             self._check_whole(name, found)
 
     def _index(self, path: Path) -> None:
-        header, base, size = _header(path)
+        header, base = modelfiles.header(path)
+        size = path.stat().st_size
         meta = header.pop("__metadata__", None) or {}
         self.metadata[path] = meta
         try:
@@ -185,11 +186,11 @@ class Files:
                 first, count = rows.get(name, (0, shape[0] if shape else 1))
                 if self._rows.setdefault(name, count) != count:
                     raise ValueError(f"{name} has {count} rows here and {self._rows[name]} in another file")
-                self._pieces.setdefault(name, []).append(_Stored(path, base + begin, first, shape, dtype))
+                self._pieces.setdefault(name, []).append(_Extent(path, base + begin, first, shape, dtype))
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e
 
-    def _check_whole(self, name: str, found: list[_Stored]) -> None:
+    def _check_whole(self, name: str, found: list[_Extent]) -> None:
         due = 0
         for s in found:
             if s.first != due or s.shape[1:] != found[0].shape[1:]:
@@ -239,7 +240,7 @@ class Files:
                 _stream(s, (begin - s.first) * width, flat[(begin - first) * width : (end - first) * width])
 
 
-def _stream(stored: _Stored, start: int, into: torch.Tensor) -> None:
+def _stream(stored: _Extent, start: int, into: torch.Tensor) -> None:
     """Elements from `start` on, into a flat tensor, a chunk at a time."""
     size = stored.dtype.itemsize
     buffer = bytearray(min(CHUNK, into.numel() * size))
@@ -255,22 +256,6 @@ def _stream(stored: _Stored, start: int, into: torch.Tensor) -> None:
                     raise CheckpointInvalid(f"{stored.path}: ends too early")
                 got += n
             into[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored.dtype, count=count))
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(the JSON header, where the data begins, the file's size)."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        if not isinstance(header, dict):
-            raise ValueError("its header is not a mapping")
-        return header, 8 + length, size
-    except (OSError, ValueError) as e:
-        raise CheckpointInvalid(f"{path}: cannot be read as safetensors: {e}") from e
 
 
 def fill(files: Files, into: Mapping[str, torch.Tensor]) -> None:

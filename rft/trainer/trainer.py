@@ -1,6 +1,6 @@
 """The training loop: lease a batch, train on it, publish if due, checkpoint if due, say what happened.
 
-Knows ports, ranks and checkpoints; not tasks, engines or losses.  Where nobody samples (`rft.trainer.given`), nothing is published.
+Knows ports, ranks and checkpoints; not tasks, engines or losses.  With offline data (`rft.trainer.offline_reader`) nothing is published.
 Invariant: leased rows are used or explained step by step, in order, and a checkpoint counts exactly the uses up to its step.
 """
 
@@ -22,15 +22,16 @@ from rft.errors import RunFailed, WeightSyncFailed
 from rft.faults import fault
 from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
-from rft.trainer import feed as feeds
+from rft.trainer import batch_builder
 from rft.trainer import manifest as manifests
-from rft.trainer.checkpoint import Checkpoints, best_step
-from rft.trainer.feed import Feed
-from rft.trainer.given import HeldOut
+from rft.trainer.batch_builder import StepBatch
+from rft.trainer.checkpoints import Checkpoints, best_step
 from rft.trainer.manifest import Manifest
 from rft.trainer.numbers import numbers
-from rft.trainer.ranks import Ranks, StepReport
+from rft.trainer.offline_reader import HeldOut
+from rft.trainer.ranks import Ranks
 from rft.trainer.settings import TrainerSettings
+from rft.trainer.step_result import StepResult
 from rft.trainer.window import Window
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -102,15 +103,15 @@ class Trainer:
                 break
             step += 1
             fault("trainer.leased")
-            feed, report = await self._train(lease)
-            if self._must_publish(step) or (self._sync is not None and await self._sync.trained(step)):
+            batch, report = await self._train(lease)
+            if self._must_publish(step) or (self._sync is not None and await self._sync.step_finished(step)):
                 await self._publish(step)
             if step < self.settings.total_steps and self.settings.eval_interval and step % self.settings.eval_interval == 0:
                 await self._evaluate(step)
             if self.settings.save_interval and step % self.settings.save_interval == 0 and step < self.settings.total_steps:
                 export = self.settings.save_hf_checkpoint == "always"
                 await self._save(step, export=export, wait=export or not self.settings.async_save)
-            await self._log(step, feed, report, lease, time.perf_counter() - began)
+            await self._log(step, batch, report, lease, time.perf_counter() - began)
             if self._nonfinite >= self.settings.max_nonfinite_steps:
                 await self._save(step, export=False)
                 raise RunFailed(
@@ -144,7 +145,7 @@ class Trainer:
         if not self._taken or self._stop.is_set():
             return None
         if self._on_demand and self._sync is not None:
-            await self._sync.training(step + 1)
+            await self._sync.step_started(step + 1)
         return self._taken.popleft()
 
     async def _lease(self, step: int) -> Lease | None:
@@ -169,7 +170,7 @@ class Trainer:
         try:
             while not lease.done() and not stop.done():
                 if self._on_demand and self._sync is not None and wanted is None:
-                    wanted = asyncio.ensure_future(self._sync.idle(step))
+                    wanted = asyncio.ensure_future(self._sync.wait_for_demand(step))
                 await asyncio.wait({lease, stop, *([] if wanted is None else [wanted])}, return_when=asyncio.FIRST_COMPLETED)
                 if wanted is not None and wanted.done() and not lease.done():
                     asked, wanted = wanted.result(), None
@@ -197,21 +198,23 @@ class Trainer:
             except NeedMore as e:
                 if self._sync is None:  # nobody who could explore more
                     raise
-                await self._sync.explore_on(e.batch)
+                await self._sync.allow_batch(e.batch)
                 self._ahead = max(self._ahead, e.batch + 1 - (first or 0))
 
-    async def _train(self, lease: Lease) -> tuple[Feed, StepReport | None]:
+    async def _train(self, lease: Lease) -> tuple[StepBatch, StepResult | None]:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
         ranks, report = self._ranks, None
         with self._timed("train"):
             needs = ranks.algorithm.needs
-            given = feeds.read(lease, samples=needs.samples, pairs=needs.pairs)
+            given = batch_builder.read(lease, samples=needs.samples, pairs=needs.pairs)
             if self._sync is not None:
                 self._window.rows(given.experiences)
+            else:  # no canary looks at this run
+                await ranks.check_rows(given.rows)
             with self._timed("train/before"):
                 computed = await ranks.prepare(given.rows)
             with self._timed("train/advantages"):
-                feed = feeds.make(
+                batch = batch_builder.make(
                     given,
                     ranks.algorithm,
                     ranks.budget,
@@ -222,23 +225,23 @@ class Trainer:
                     kl_coefs=ranks.kl_coefs,
                 )
             self._kl_coefs = ranks.kl_coefs
-            if feed.tokens:
-                report = await ranks.step(feed.shares, feed.critic)
+            if batch.tokens:
+                report = await ranks.step(batch.shares, batch.critic)
         if report is None:
             log.warning(
-                "step %d: the algorithm rejects every token of its %d rows; nothing is learnt from them", lease.step, feed.rows
+                "step %d: the algorithm rejects every token of its %d rows; nothing is learnt from them", lease.step, batch.rows
             )
-            await self._buffer.explain(lease.step, "rejected")
+            await self._buffer.discard(lease.step, "rejected")
         elif report.finite:
             self._nonfinite = 0
-            ranks.steer(feed.kl, report, feed.rows, feed.tokens)
+            ranks.steer(batch.kl, report, batch.rows, batch.tokens)
             await self._buffer.use(lease.step)
             fault("trainer.used")
         else:
             self._nonfinite += 1
-            log.warning("step %d: gradient norm is %s; its %d rows are skipped", lease.step, report.grad_norm, feed.rows)
-            await self._buffer.explain(lease.step, "nonfinite")
-        return feed, report
+            log.warning("step %d: gradient norm is %s; its %d rows are skipped", lease.step, report.grad_norm, batch.rows)
+            await self._buffer.discard(lease.step, "nonfinite")
+        return batch, report
 
     async def _publish(self, step: int) -> None:
         """Stage the weights and wait until every engine serves them; nothing where there are none."""
@@ -298,7 +301,7 @@ class Trainer:
         if self._saved != step or (export and not exported):
             await self._save(step, export=export)
         if self._sync is not None:
-            await self._sync.trained(step, finished=True)
+            await self._sync.step_finished(step, finished=True)
 
     # ------------------------------------------------------------ numbers
 
@@ -308,19 +311,19 @@ class Trainer:
             values = await self._held_out.evaluate(self._ranks)
             await self._sink.log(MetricRecord(role="eval", step=step, time=time.time(), values=values))
 
-    async def _log(self, step: int, feed: Feed, report: StepReport | None, lease: Lease, seconds: float) -> None:
+    async def _log(self, step: int, batch: StepBatch, report: StepResult | None, lease: Lease, seconds: float) -> None:
         train_s = self._seconds["train"]
         values = {
-            **feed.metrics,
+            **batch.metrics,
             "experience/available": float(lease.available_after),
             "experience/missing": float(lease.missing),
             "perf/step_s": seconds,
-            "perf/tokens_per_s": feed.tokens / train_s,
+            "perf/tokens_per_s": batch.tokens / train_s,
             **{f"time/{name}_s": value for name, value in self._seconds.items()},
         }
         if report is not None:
             values |= {
-                **numbers(feed, report, self._kl_coefs),
+                **numbers(batch, report, self._kl_coefs),
                 "train/finite": float(report.finite),
                 "perf/computed_positions": float(report.computed_positions),
                 **{f"time/train/{name}_s": value for name, value in report.seconds.items()},

@@ -25,7 +25,6 @@ from rft.trainer.attention import Layout
 from rft.trainer.batch import MicroBatch
 from rft.trainer.settings import LearnerSettings
 
-NAME = "rft_tree_sequence"
 _KEY = "trainer.ulysses_sequence_parallel_size"
 
 
@@ -56,7 +55,7 @@ class Spread:
     size: int
 
 
-class Group:
+class SequenceGroup:
     """The ranks that share micro-batches with this one."""
 
     def __init__(self, group: Any, size: int) -> None:
@@ -82,14 +81,18 @@ class Group:
             input_ids=ids,
             position_ids=positions,
             tree=Spread(batch.tree, length, self.group, self.size),
+            ends={},
             predict=predict,
             targets=batch.targets[some],
-            temperatures=batch.temperatures[some],
+            temperatures=None if batch.temperatures is None else batch.temperatures[some],
+            experts=None
+            if batch.experts is None
+            else F.pad(batch.experts, (0, 0, 0, 0, 0, pad), value=-1)[begin : begin + width],
         )
         return Share(local, mine, order, widest, self.group, self.size)
 
 
-def group(settings: LearnerSettings) -> Group | None:
+def group(settings: LearnerSettings) -> SequenceGroup | None:
     """The group of this rank; None where each computes its own micro-batches.  Collective."""
     size = settings.sequence_parallel
     if size == 1:
@@ -97,7 +100,7 @@ def group(settings: LearnerSettings) -> Group | None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(settings.device, (settings.world_size // size, size), mesh_dim_names=("data", "sequence"))
-    return Group(mesh["sequence"].get_group(), size)
+    return SequenceGroup(mesh["sequence"].get_group(), size)
 
 
 def key_copies(heads: int, keys: int, size: int) -> int:
@@ -109,22 +112,27 @@ def key_copies(heads: int, keys: int, size: int) -> int:
 
 
 def attend(
+    over_tree: Any,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    tree: Spread,
+    tree: Spread | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, t, D], key and value [1, K, t, D] over this rank's t positions → [1, t, H, D]."""
+    """query [1, H, t, D], key and value [1, K, t, D] over this rank's t positions → [1, t, H, D].  `over_tree` attends over all of them."""
+    if tree is None:
+        return attention.attend(module, query, key, value, attention_mask, **others)  # says what is wrong
     size = tree.size
     copies = key_copies(query.shape[1], key.shape[1], size)
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     q, k, v = (_positions(x, tree) for x in (query, key, value))
-    out, _ = attention.attend(module, q, k, v, attention_mask, tree=tree.layout, **others)
+    if others.get("s_aux") is not None:
+        others["s_aux"] = others["s_aux"].chunk(size)[dist.get_rank(tree.group)]
+    out, _ = over_tree(module, q, k, v, attention_mask, tree=tree.layout, **others)
     width = query.shape[2]
     heads = F.pad(out[0], (0, 0, 0, 0, 0, size * width - tree.length)).view(size, width, *out.shape[2:])
     return _exchange(heads, tree.group).transpose(0, 1).reshape(1, width, query.shape[1], query.shape[3]), None

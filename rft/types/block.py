@@ -10,6 +10,7 @@ from a good one, without taking it apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 import xxhash
 
 from rft.types.experience import Experience
+from rft.types.ids import Version
 
 MAGIC = b"RFT2"
 OLD_MAGIC = b"RFT1"  # as MAGIC, but one head for all rows, with offsets from the first row's arrays on
@@ -33,8 +35,7 @@ _DTYPES = {
     "token_rewards": np.float32,
     "teacher_logprobs": np.float32,
 }
-_BY_NAME = {np.dtype(t).str: np.dtype(t) for t in _DTYPES.values()}
-_FIELDS = [(name, np.dtype(t).str) for name, t in _DTYPES.items()]
+_BY_NAME = {np.dtype(t).str: np.dtype(t) for t in (*_DTYPES.values(), np.uint8, np.uint16)}
 _PAD = [b"\0" * (-n % _ALIGN) for n in range(_ALIGN)]
 
 
@@ -89,7 +90,7 @@ def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None, *,
     names the field on a value that `Experience` refuses, IndexError for a position that the block has not.
     """
     view = memoryview(frame)
-    row = _Row(_Checked if checked else Experience)
+    row = _RowDecoder(_Checked if checked else Experience)
     with _told():
         return _decode_bundle(view, row) if view[:4] == BUNDLE_MAGIC else _decode_block(view, positions, row)
 
@@ -101,7 +102,7 @@ def read(block: bytes) -> tuple[list[Experience], list[Content]]:
         return decode(block), contents(block)
     with _told():
         rows = _rows(view)
-        return _Row(Experience).all(rows), [_content(head, arrays) for head, arrays in rows]
+        return _RowDecoder(Experience).all(rows), [_content(head, arrays) for head, arrays in rows]
 
 
 def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) -> list[Content]:
@@ -141,7 +142,7 @@ def _content(head: memoryview, arrays: memoryview) -> Content:
     return Content(hashed.hexdigest(), len(head) + len(arrays))
 
 
-def _decode_block(view: memoryview, positions: Sequence[int] | None, row: _Row) -> list[Experience]:
+def _decode_block(view: memoryview, positions: Sequence[int] | None, row: _RowDecoder) -> list[Experience]:
     if view[:4] == OLD_MAGIC:
         heads, arrays = _old_heads(view)
         rows = [(memoryview(head), arrays) for head in heads]
@@ -153,18 +154,26 @@ def _decode_block(view: memoryview, positions: Sequence[int] | None, row: _Row) 
 def _pack(row: Experience) -> tuple[bytes, list[Buffer], int]:
     """The row's fields, its arrays with their padding, and how many bytes these are."""
     fields = msgspec.structs.asdict(row)
+    fields["version_spans"] = [(_short(s.version), s.start, s.end) for s in row.version_spans]
     arrays: list[Buffer] = []
     size = 0
-    for name, dtype in _FIELDS:
-        value: np.ndarray | None = fields.pop(name)
+    experts: np.ndarray | None = fields.pop("routed_experts")  # not written where there are none: a row's hash stays what it was
+    given = [(name, fields.pop(name)) for name in _DTYPES]
+    for name, value in (*given, *([("routed_experts", experts)] if experts is not None else [])):
         if value is None:
             fields[name] = None
             continue
-        fields[name] = (dtype, len(value), size)  # `Experience` has checked the dtype
+        # `Experience` has checked the dtype
+        fields[name] = (value.dtype.str, len(value) if value.ndim == 1 else value.shape, size)
         pad = _PAD[value.nbytes % _ALIGN]
-        arrays += (np.ascontiguousarray(value).data, pad)
+        arrays += (np.ascontiguousarray(value).reshape(-1).data, pad)
         size += value.nbytes + len(pad)
     return _ENCODER.encode(fields), arrays, size
+
+
+def _short(version: Version) -> Version | tuple[int, int]:
+    """A first attempt is written as before there were attempts, so that a row's hash stays what it was."""
+    return version if version.attempt else (version.lineage, version.step)
 
 
 def _frame(magic: bytes, head: bytes, rest: Sequence[Buffer]) -> bytes:
@@ -196,7 +205,7 @@ def _rows(view: memoryview) -> list[tuple[memoryview, memoryview]]:
     return found
 
 
-def _decode_bundle(view: memoryview, row: _Row) -> list[Experience]:
+def _decode_bundle(view: memoryview, row: _RowDecoder) -> list[Experience]:
     head, body = _head(view)
     found, at = [], 0
     for chosen in _BUNDLE.decode(head):
@@ -211,7 +220,7 @@ def _decode_bundle(view: memoryview, row: _Row) -> list[Experience]:
     return found
 
 
-class _Row:
+class _RowDecoder:
     """Decodes a row's fields; its arrays are views into `arrays`."""
 
     def __init__(self, kind: type[Experience]) -> None:
@@ -230,11 +239,14 @@ class _Row:
             raise TypeError(f"cannot make {kind.__name__} from {spec!r}")
         name, length, offset = spec
         dtype = _BY_NAME.get(name)
-        if dtype is None or type(length) is not int or type(offset) is not int:
+        shape = length if type(length) is list else [length]
+        if dtype is None or type(offset) is not int or not all(type(n) is int for n in shape):
             raise TypeError(f"not an array of a frame: {spec!r}")
-        if length < 0 or offset < 0 or offset + length * dtype.itemsize > len(self.arrays):
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or offset < 0 or offset + count * dtype.itemsize > len(self.arrays):
             raise _CutShort(f"experience frame is cut short: an array of {length} {name} at byte {offset} of {len(self.arrays)}")
-        return np.frombuffer(self.arrays, dtype, length, offset)
+        found = np.frombuffer(self.arrays, dtype, count, offset)
+        return found if type(length) is int else found.reshape(shape)
 
 
 def _old_heads(view: memoryview) -> tuple[list[msgspec.Raw], memoryview]:

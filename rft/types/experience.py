@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
+from rft.types import experts
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.task import SamplingArgs
@@ -57,6 +58,9 @@ class Experience(Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = field(default_factory=dict)
     token_rewards: np.ndarray | None = None  # float32 [T]
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
+    routed_experts: np.ndarray | None = (
+        None  # uint8 or uint16 [P, layers, experts]: which the engine chose, see rft.types.experts
+    )
     is_expert: bool = False
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
@@ -168,26 +172,7 @@ def from_completions(
     """
     if not completions:
         raise ValueError("a run without a model call has no experience")
-    tokens = np.zeros(0, np.int32)
-    mask: list[np.ndarray] = []
-    logps: list[np.ndarray] = []
-    spans: list[VersionSpan] = []
-    sampling: list[SamplingRecord] = []
-    clipped = 0
-    for n, c in enumerate(completions):
-        if len(c.prompt_tokens) < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
-            raise ValueError(f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it")
-        added = len(c.prompt_tokens) - len(tokens)
-        start = len(c.prompt_tokens)
-        clean = c.logprobs.astype(np.float32, copy=True)
-        over = (clean > 0) & (clean <= LOGPROB_SLACK)
-        clipped += int(over.sum())
-        clean[over] = 0.0
-        mask += [np.zeros(added, np.bool_), np.ones(len(c.tokens), np.bool_)]
-        logps += [np.zeros(added, np.float32), clean]
-        spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in c.version_spans]
-        sampling.append(SamplingRecord(start=start, end=start + len(c.tokens), sampling=c.sampling, engine=c.engine))
-        tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
+    joined = _joined(completions)
     last = completions[-1]
     return Experience(
         id=id,
@@ -196,11 +181,7 @@ def from_completions(
         workflow=workflow,
         status="truncated" if last.finish_reason == "length" else "complete",
         finish_reason=last.finish_reason,
-        tokens=tokens,
-        loss_mask=np.concatenate(mask),
-        logprobs=np.concatenate(logps),
-        version_spans=tuple(spans),
-        sampling=tuple(sampling),
+        **joined,
         reward=reward,
         reward_parts=reward_parts or {},
         messages=messages,
@@ -209,8 +190,40 @@ def from_completions(
         response_text=last.text,
         metrics=metrics or {},
         info=info or {},
-        clipped_logprobs=clipped,
     )
+
+
+def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
+    """The fields of an experience that follow from its model calls alone."""
+    tokens = np.zeros(0, np.int32)
+    mask: list[np.ndarray] = []
+    logps: list[np.ndarray] = []
+    spans: list[VersionSpan] = []
+    sampling: list[SamplingRecord] = []
+    clipped = 0
+    for n, c in enumerate(completions):
+        start = len(c.prompt_tokens)
+        if start < len(tokens) or not np.array_equal(c.prompt_tokens[: len(tokens)], tokens):
+            raise ValueError(f"model call {n}: its prompt does not continue the {len(tokens)} tokens before it")
+        clean = c.logprobs.astype(np.float32, copy=True)
+        over = (clean > 0) & (clean <= LOGPROB_SLACK)
+        clipped += int(over.sum())
+        clean[over] = 0.0
+        added = start - len(tokens)
+        mask += [np.zeros(added, np.bool_), np.ones(len(c.tokens), np.bool_)]
+        logps += [np.zeros(added, np.float32), clean]
+        spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in c.version_spans]
+        sampling.append(SamplingRecord(start=start, end=start + len(c.tokens), sampling=c.sampling, engine=c.engine))
+        tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
+    return {
+        "tokens": tokens,
+        "loss_mask": np.concatenate(mask),
+        "logprobs": np.concatenate(logps),
+        "version_spans": tuple(spans),
+        "sampling": tuple(sampling),
+        "clipped_logprobs": clipped,
+        "routed_experts": experts.joined([c.routed_experts for c in completions]),
+    }
 
 
 def check(x: Experience) -> None:
@@ -224,6 +237,8 @@ def check(x: Experience) -> None:
             _check_array(name, value, FLOAT32, n)
             if not np.isfinite(value).all():
                 raise ValueError(f"{name}: not finite")
+    if x.routed_experts is not None:
+        experts.check(x.routed_experts, n)
     whole = n > 0 and _one_span(x)
     if n:
         _check_values(x, whole=whole)

@@ -6,27 +6,41 @@ from typing import Self
 
 from msgspec import Struct
 
+SEED = 42
+"""Seed of everything that draws, where none is written."""
+
 
 class Version(Struct, frozen=True, order=True, array_like=True, gc=False):
     """One complete set of weights: the `step`-th optimizer step of trainer start `lineage`.
 
-    Example: `Version(2, 30)` prints as "2:30".  `Version(1, 0)` are the weights a fresh run starts from.
+    `attempt` counts the attempts to serve them: after a failed canary the next attempt has a label of its own, so rows that the
+    failed one wrote are told apart.  Use, staleness and checkpoints compare lineage and step only (`published`).
+
+    Example: `Version(2, 30)` prints as "2:30", its second attempt as "2:30.1".  `Version(1, 0)` are the weights a fresh run starts from.
     """
 
     lineage: int
     step: int
+    attempt: int = 0
 
     def __post_init__(self) -> None:
-        if self.lineage < 1 or self.step < 0:
-            raise ValueError(f"version {self.lineage}:{self.step}: lineage counts from 1 and step from 0")
+        if self.lineage < 1 or self.step < 0 or self.attempt < 0:
+            raise ValueError(f"version {self}: lineage counts from 1, step and attempt from 0")
 
     def __str__(self) -> str:
-        return f"{self.lineage}:{self.step}"
+        return f"{self.lineage}:{self.step}" + (f".{self.attempt}" if self.attempt else "")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        lineage, _, step = text.partition(":")
-        return cls(int(lineage), int(step))
+        """Reads "2:30.1", and "2:30" as attempt 0."""
+        lineage, _, rest = text.partition(":")
+        step, _, attempt = rest.partition(".")
+        return cls(int(lineage), int(step), int(attempt or 0))
+
+    @property
+    def published(self) -> Version:
+        """The version as the trainer published it, whatever the attempt."""
+        return Version(self.lineage, self.step) if self.attempt else self
 
 
 class GroupId(Struct, frozen=True, order=True, array_like=True, gc=False):

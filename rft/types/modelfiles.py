@@ -27,7 +27,7 @@ def files(folder: Path) -> list[Path]:
     else:
         paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise CheckpointInvalid(f"{folder}: has no safetensors files")
+        raise CheckpointInvalid(f"{folder}: has no safetensors files; convert the weights (other formats can run code when read)")
     return paths
 
 

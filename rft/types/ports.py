@@ -30,6 +30,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     prefix_messages: int = 0  # so many of `messages` are these tokens already, only what follows is rendered
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
+    strict_template_args: tuple[str, ...] = ()  # names of chat_template_args that a client chose: the template must read each
     prompt_truncation: str = "error"  # left | right | middle: where a prompt that is too long is cut; error: PromptTooLong
     sampling: SamplingArgs = SamplingArgs()
     choices: tuple[str, ...] = ()  # the answer is the first token of one of these; at temperature 0 the likelier one, and its
@@ -82,6 +83,13 @@ class ChatModel(Protocol):
     async def logprobs(self, row: ScoreRow) -> np.ndarray: ...
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]: ...
+
+
+@runtime_checkable
+class Identified(Protocol):
+    """A model that has a name of its own, for what remembers its answers."""
+
+    identity: str
 
 
 @runtime_checkable
@@ -139,7 +147,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     """One published weight version: which tensors, where the bytes are, and how to tell that they are whole.
 
     `path` can be opened by every engine worker on this node: a file, or /proc/PID/fd/N of an anonymous memory file.  With `broadcast`
-    the bytes are not read there but received; for a transport of somebody's own it is what its `fetch` understands.
+    the bytes are not read there but received; for a transport from outside it is what its `fetch` understands.
     Tied tensors are listed once, under the name the checkpoint uses; `tied` maps the other name to it.
     """
 
@@ -216,71 +224,86 @@ class ScoreRow(Struct, frozen=True, kw_only=True):
     tokens: np.ndarray  # int32 [T]
     prompt_length: int
     temperature: float = 1.0
+    routed_experts: np.ndarray | None = None  # to go through instead of the model's own choice, see rft.types.experts
 
 
 class WeightSync(Protocol):
     """The trainer's view of the synchronizer."""
 
     async def publish(self, manifest: WeightManifest) -> list[Metric]:
-        """Every engine loads the version and proves it (it calls the scorer back).  Returns when it counts as served.
+        """Every engine loads the version, and the canary verifies it (it calls the scorer back).  Returns when it counts as served.
 
         Raises WeightSyncFailed, naming engine and reason, when that cannot be reached; the weights before are then served again.
         """
         ...
 
-    async def trained(self, step: int, *, finished: bool = False) -> bool:
+    async def step_finished(self, step: int, *, finished: bool = False) -> bool:
         """Tell that optimizer step `step` is done (also when it is not published); `finished` = no more steps come.
 
         True: the explorer waits for these weights, publish them now.
         """
         ...
 
-    async def idle(self, step: int) -> bool:
+    async def wait_for_demand(self, step: int) -> bool:
         """Where weights move when the explorer asks: nothing is trained since `step`, because rows are waited for.
 
         Waits until these weights are asked for (True: publish them now) or a step begins (False).
         """
         ...
 
-    async def training(self, step: int) -> None:
+    async def step_started(self, step: int) -> None:
         """Where weights move when the explorer asks: step `step` begins."""
         ...
 
-    async def explore_on(self, batch: int) -> None:
+    async def allow_batch(self, batch: int) -> None:
         """Let explore batch `batch` begin under the weights that are served: the next step lacks rows (on_short_batch: carry)."""
         ...
 
 
+class Assignment(Struct, frozen=True, kw_only=True):
+    """An explore batch to play now.  `again`: another explorer has begun it before, so the buffer may hold some of its groups."""
+
+    batch: int
+    version: Version  # to expect; it may be provisional
+    again: bool = False
+
+
 class ExploreGate(Protocol):
-    """The explorer's view of the synchronizer."""
+    """One explorer's view of the coordinator: which batches it plays, when, and which of its rows count."""
 
-    async def may_explore(self, batch: int) -> Version | None:
-        """Wait until explore batch `batch` (from 0) may start under the schedule; the version to expect (it may be on probation).
+    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+        """Wait for the next batch that may begin; a text says why none is left.
 
-        None = the trainer is finished and nothing more needs to be explored.
+        `lag`: all batches but so many before it are closed by then, because the choice of its tasks depends on them; None: it does not.
+        `fingerprint`: of the order of the tasks, which all explorers share.  `total`: how many batches that order has (None: no end).
+        Raises ConfigError when another explorer has another order.
         """
         ...
 
-    async def served(self, version: Version) -> None:
-        """Wait until `version` has passed its canary.  Raises WeightSyncFailed when it never will."""
+    async def wait_verified(self, version: Version) -> bool:
+        """Wait for the canary of `version`: True, rows that it wrote count; False, this attempt failed and they never count."""
         ...
 
-    async def may_play(self, batch: int, group: int | None) -> bool:
+    async def acquire_group(self, batch: int, group: int | None) -> bool:
         """Wait until group `group` of explore batch `batch` may start; None = one that replaces another.  Asked only where groups count.
 
-        False = the trainer is finished.  After True `played` has to follow.
+        False = the trainer is finished.  After True `release_group` has to follow.
         """
         ...
 
-    async def played(self) -> None:
-        """Tell that a group for which `may_play` said True generates no more."""
+    async def release_group(self) -> None:
+        """Tell that a group for which `acquire_group` said True generates no more."""
         ...
 
     async def explored(self, batch: int) -> None:
         """Tell that all groups of explore batch `batch` are in the buffer."""
         ...
 
-    async def final(self) -> Version:
+    async def evaluates(self) -> bool:
+        """Whether this explorer is the one that evaluates the final weights."""
+        ...
+
+    async def wait_final(self) -> Version:
         """Wait until the trainer is finished and its last version is served."""
         ...
 
@@ -288,7 +311,7 @@ class ExploreGate(Protocol):
 # ---------------------------------------------------------------- buffer
 
 
-class HeldGroup(Struct, frozen=True, array_like=True):
+class StoredGroup(Struct, frozen=True, array_like=True):
     batch: int
     task: int
     accepted: bool
@@ -352,7 +375,7 @@ class BufferWriter(Protocol):
     async def append(self, frame: bytes, *, accepted: bool, reason: str = "") -> AppendResult:
         """Append one group (a block; failed runs are header rows in it).  Returns when durable.  Raises IdConflict, Fenced.
 
-        Rows of a group that is not accepted are `explained` by `reason` at once and never leased; they still count as acknowledged.
+        Rows of a group that is not accepted are discarded for `reason` at once and never leased; they still count as acknowledged.
         """
         ...
 
@@ -364,7 +387,7 @@ class BufferWriter(Protocol):
         """All groups of `batch` are appended: `accepted` of `wanted` groups can be trained; `reasons` count the rejected ones."""
         ...
 
-    async def held(self, first_batch: int) -> list[HeldGroup]:
+    async def stored_groups(self, first_batch: int) -> list[StoredGroup]:
         """Every group from `first_batch` on that is stored and not orphaned: these are not explored again."""
         ...
 
@@ -407,7 +430,7 @@ class BufferReader(Protocol):
         """The lease of `step` was trained on: record one use of each row by (lineage, step).  Durable on return."""
         ...
 
-    async def explain(self, step: int, reason: str) -> None:
+    async def discard(self, step: int, reason: str) -> None:
         """The lease of `step` will never be trained on (e.g. "nonfinite"): account for its rows."""
         ...
 

@@ -7,9 +7,10 @@
             ...
             return 1.0 if answer == task.truth else 0.0
 
-An agent that is an ordinary function runs in a thread of its own; one that is a program, in a process group of its own.
+An agent that is an ordinary function runs in a thread of its own; one that is a program, below a process that ends all it has started.
 
-Knows the endpoint, not the engine.  Invariant: when the run is over no call of its agent is under way, and its program is gone.
+Knows the endpoint, not the engine.  Invariant: when the run is over no call of its agent is under way, and its program is gone, with
+everything that it has started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import asyncio
 import inspect
 import json
 import os
-import signal
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -28,12 +30,18 @@ from rft.reward.base import checked
 from rft.threads import in_thread
 from rft.types.completion import Layout, Transcript
 from rft.types.task import Task
+from rft.worker import keeper
 from rft.workflow.base import RunContext, Workflow
-from rft.workflow.endpoint import Rule, RunDoor, serve
+from rft.workflow.endpoint import Rule, RunSession, serve
 
 _TAIL = 16 << 10  # bytes of a program's output that are kept
-_CLOSE_S = 1.0  # for a killed program to be gone
+_CLOSE_S = 5.0  # for a killed program, and all that it has started, to be gone
 _TOLD = 2000  # characters of its error output in a failed record
+_PASSED_ON = re.compile(  # of our environment; the rest holds keys and is none of a program's business
+    r"PATH|PYTHONPATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|NO_PROXY|no_proxy"
+    r"|OMP_NUM_THREADS|RFT_RUN_ID|RFT_LEFTOVER_MARK"
+)
+_CLOSING: set[asyncio.Task[None]] = set()
 
 
 class AgentFailed(Exception):
@@ -43,32 +51,34 @@ class AgentFailed(Exception):
 class AgentWorkflow(Workflow):
     """Write `agent`.  What it returns is the run's reward: a number, a dict of parts, a `Score`.
 
-    None: what was posted to /v1/reward, else the taskset's reward.  `layout`: how its calls become experiences.  `sampling`: whose
-    sampling arguments hold; "request" lets the agent choose, which training on-policy does not allow (see docs/howto/agent.md).
+    None: the taskset's reward; where the taskset names none, or with `agent_reward`, what was posted to /v1/reward.
+    `layout`: how its calls become experiences.  `sampling`: whose sampling arguments hold; "request" lets the agent choose, which training
+    on-policy does not allow (see docs/howto/agent.md).
     """
 
     layout: ClassVar[Layout] = "chains"
     sampling: ClassVar[Rule] = "taskset"
+    agent_reward: bool = False  # what the agent posts counts before the taskset's reward
 
     def agent(self, task: Task, base_url: str, api_key: str) -> Any:
         """Plays one run; may be `async`."""
         raise NotImplementedError(f"{type(self).__name__} must have a method agent(self, task, base_url, api_key)")
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
-        async with serve(ctx, task, sampling=self.sampling) as door:
-            returned = await door.watch(self._play(task, door))
+        async with serve(ctx, task, sampling=self.sampling, agent_reward=self.agent_reward) as session:
+            returned = await session.watch(self._play(task, session))
             info: dict[str, Any] = {}
             if isinstance(returned, Said):
                 returned, info = None, {"agent_output": str(returned)}
-            score = door.score if returned is None else checked(returned)
+            if session.unused is not None:
+                info["agent_reward"] = session.unused
+            score = session.score if returned is None else checked(returned)
         return ctx.transcript(score=score, info=info, layout=self.layout)
 
-    async def _play(self, task: Task, door: RunDoor) -> Any:
+    async def _play(self, task: Task, session: RunSession) -> Any:
         if inspect.iscoroutinefunction(self.agent):
-            return await self.agent(task, door.base_url, door.api_key)
-        return await in_thread(
-            lambda: self.agent(task, door.base_url, door.api_key), f"agent-{door.id}", error=lambda e: _plain(e)
-        )
+            return await self.agent(task, session.base_url, session.api_key)
+        return await in_thread(lambda: self.agent(task, session.base_url, session.api_key), "the agent")
 
 
 class Said(str):
@@ -82,49 +92,72 @@ class CommandArgs(BaseModel):
 
     command: list[str] = Field(min_length=1, description="program and arguments; no shell")
     env: dict[str, str] = Field(default_factory=dict, description="further environment variables")
+    pass_env: list[str] = Field(default_factory=list, description="names of variables of rft's own environment that it gets too")
+    agent_reward: bool = Field(False, description="the reward that it posts counts before that of the taskset")
 
 
 class CommandAgent(AgentWorkflow):
     """A program as agent, one process (group) for each run.
 
-    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the task as one JSON object on its standard input: {prompt,
-    messages, tools}; the truth stays here.  It posts its reward to
-    /v1/reward, or the taskset's reward scores it.  Any exit code but 0 fails the run, with the end of its error output.
+    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, of ours only what says where things are (PATH, HOME, LANG ...), and the
+    task as one JSON object on its standard input: {prompt, messages, tools}; the truth stays here.  The taskset's reward scores it, or
+    where there is none what it posts to /v1/reward.  Any exit code but 0 fails the run, with the end of its error output.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        self.command, self.env = list(command), dict(env or {})
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        pass_env: Sequence[str] = (),
+        agent_reward: bool = False,
+    ) -> None:
+        self.command, self.env, self.pass_env = list(command), dict(env or {}), frozenset(pass_env)
+        self.agent_reward = agent_reward
 
     async def agent(self, task: Task, base_url: str, api_key: str) -> Said:
         given = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
-        env = {**os.environ, **self.env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        ours = {name: v for name, v in os.environ.items() if _PASSED_ON.fullmatch(name) or name in self.pass_env}
+        env = {**ours, **self.env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
-        )
+        held, lifeline = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", keeper.__file__, str(held), *self.command),
+                stdin=pipe, stdout=pipe, stderr=pipe, env=env, pass_fds=(held,),
+            )  # fmt: skip
+        except BaseException:
+            os.close(lifeline)
+            raise
+        finally:
+            os.close(held)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         out, err = asyncio.ensure_future(_tail(process.stdout)), asyncio.ensure_future(_tail(process.stderr))
         feeding = asyncio.ensure_future(_feed(process.stdin, json.dumps(given)))
         try:
             code = await process.wait()
         finally:
-            _kill(process)
-            await asyncio.wait([asyncio.ensure_future(process.wait()), out, err, feeding], timeout=_CLOSE_S)
-            feeding.cancel()
-        if not (out.done() and err.done()):
-            raise AgentFailed(f"{self.command[0]} has ended, but something it started outside its process group holds its output")
+            os.close(lifeline)
+            closing = asyncio.ensure_future(_ended(process, out, err, feeding))
+            _CLOSING.add(closing)  # it goes on where the run is given up
+            closing.add_done_callback(_CLOSING.discard)
+            await asyncio.shield(closing)
+        if out.cancelled() or err.cancelled():
+            raise AgentFailed(f"{self.command[0]} has ended, but something that it has started holds its output")
         if code != 0:
             said = err.result().strip()[-_TOLD:] or "no error output"
             raise AgentFailed(f"{self.command[0]} ended with exit code {code}: {said}")
         return Said(out.result())
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """The program and everything it has started in its group."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all of them have ended
+async def _ended(process: asyncio.subprocess.Process, *streams: asyncio.Future[Any]) -> None:
+    """Returns when the program and all that it has started are gone, or are left behind."""
+    waiting = asyncio.ensure_future(process.wait())
+    await asyncio.wait([waiting, *streams], timeout=_CLOSE_S)
+    for work in (waiting, *streams):
+        work.cancel()
+    if process.returncode is None:
+        process.kill()
+    await asyncio.gather(waiting, *streams, return_exceptions=True)
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
@@ -142,10 +175,3 @@ async def _feed(stream: asyncio.StreamWriter, text: str) -> None:
         await stream.wait_closed()
     except (BrokenPipeError, ConnectionResetError):
         return  # it does not read its task
-
-
-def _plain(error: BaseException) -> BaseException:
-    """Something that a future can hold, and that ends the run alone."""
-    if isinstance(error, StopIteration | SystemExit | KeyboardInterrupt):
-        return AgentFailed(f"the agent raised {type(error).__name__}: {error}")
-    return error

@@ -1,25 +1,24 @@
-"""The protocol of a run: a task and a context in, a transcript out.
+"""What a workflow is: a task and a context in, a transcript out.
 
-A workflow is a class with one async method; one object serves one run.  It knows neither buffer nor trainer.
+A workflow is a class with one method, async or not; one object serves one run.  It knows neither buffer nor trainer.
 
     @workflow("my_workflow")
     class MyWorkflow(Workflow):
         async def run(self, task, ctx):
             await ctx.chat(task.chat())
             return ctx.transcript()
-
-A class with `run_group(task, contexts)` instead plays all runs of a task at once and returns their transcripts in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from hashlib import blake2b
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from rft.plugins import kind
+from rft.plugins import Provider, kind
 from rft.types.completion import Completion, Layout, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
@@ -28,11 +27,26 @@ workflow = kind("workflow")
 NO_MODELS: Mapping[str, ChatModel] = {}
 
 
-@runtime_checkable
-class Workflow(Protocol):
-    """Plays one run of a task.  `__init__` takes the checked `workflow_args` as keyword arguments."""
+class Workflow(Provider):
+    """Plays one run of a task.  `__init__` takes the checked `workflow_args` as keyword arguments.
 
-    async def run(self, task: Task, ctx: RunContext) -> Transcript: ...
+    Override `run`, or `run_group` to play all runs of a task at once.  The attributes declare what a class is like: `isolated` (True or
+    an `Isolation`) plays each run in a process of its own; `needs` maps libraries to the extra that installs them; `gives` names what
+    algorithms find in the rows ("info.NAME" or a field), also as a static method of `workflow_args`; `scores_itself` says that every
+    run brings its own score, so that a reward of the taskset would never be used.
+    """
+
+    isolated: ClassVar[Any] = False
+    needs: ClassVar[Mapping[str, str]] = {}
+    scores_itself: ClassVar[bool] = False
+
+    def run(self, task: Task, ctx: RunContext) -> Any:
+        """The transcript of one run."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method run(self, task, ctx)")
+
+    def run_group(self, task: Task, contexts: list[RunContext]) -> Any:
+        """The transcripts of all runs of the task, in order."""
+        raise NotImplementedError(f"{type(self).__name__} plays one run at a time")
 
 
 class RunContext:
@@ -80,27 +94,9 @@ class RunContext:
         (completion,) = await self.sample(messages, tools=tools, **overrides)
         return completion
 
-    async def sample(
-        self,
-        messages: Sequence[dict[str, Any]] = (),
-        *,
-        n: int = 1,
-        tools: Sequence[dict[str, Any]] | None = None,
-        prompt_tokens: Sequence[int] = (),
-        chat_template: str | None = None,
-        chat_template_args: Mapping[str, Any] | None = None,
-        **overrides: Any,
-    ) -> list[Completion]:
-        """`n` answers to the same messages, or to `prompt_tokens`; each is recorded as a call of its own."""
-        request = self.request(
-            messages,
-            n=n,
-            tools=tools,
-            prompt_tokens=prompt_tokens,
-            chat_template=chat_template,
-            chat_template_args=chat_template_args,
-            **overrides,
-        )
+    async def sample(self, messages: Sequence[dict[str, Any]] = (), **asked: Any) -> list[Completion]:
+        """`n` answers to the same messages, or to `prompt_tokens`; each is recorded as a call of its own.  Takes what `request` takes."""
+        request = self.request(messages, **asked)
         completions = await self._model.generate(request)
         for completion in completions:
             self.record(Turn(messages=request.messages, completion=completion))
@@ -115,6 +111,7 @@ class RunContext:
         prompt_tokens: Sequence[int] = (),
         chat_template: str | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
+        strict_template_args: Sequence[str] = (),
         **overrides: Any,
     ) -> GenerateRequest:
         """What `sample` asks the policy's engine.  Every call of a run has a number of its own, also of those at the same time."""
@@ -131,6 +128,7 @@ class RunContext:
             prefix_messages=0 if before is None else len(before.messages) + 1,
             chat_template=chat_template if chat_template is not None else self._task.chat_template,
             chat_template_args={**self._task.chat_template_args, **(chat_template_args or {})},
+            strict_template_args=tuple(strict_template_args),
             prompt_truncation=self._task.prompt_truncation if not self._turns else "error",
             sampling=sampling,
             n=n,
@@ -199,3 +197,16 @@ def _answers(message: Mapping[str, Any], c: Completion) -> bool:
 def sampling_of(task: Task, **overrides: Any) -> SamplingArgs:
     """The task's sampling arguments with some fields replaced."""
     return msgspec.structs.replace(task.sampling, **overrides)
+
+
+def seed_for(seed: int, *place: int | str) -> Callable[[int], int]:
+    """Gives, for turn 0, 1, ... of the run at `place` (batch, task, run), the seed in [0, 2**31): blake2b over everything.
+
+    The attempt is left out on purpose: a run that is played again draws the same tokens.
+    """
+
+    def turn_seed(turn: int) -> int:
+        digest = blake2b(repr((seed, *place, turn)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % 2**31
+
+    return turn_seed

@@ -17,10 +17,11 @@ from rft.types.ids import GroupId, Version
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, RunContext
-from rft.workflow.build import Recipe, refuse_group_reward
-from rft.workflow.run import Ended, Limits, Played, Run, RunError, play_one, play_together, record, score_one, score_together
+from rft.workflow.play_run import Ended, PlayedRun, Run, RunError, RunLimits, TaskRuns
+from rft.workflow.recipes import Recipe, refuse_group_reward
 
 log = logging.getLogger(__name__)
+REJECTED_WEIGHTS = "rejected_weights"
 Slot = Callable[[int], AbstractAsyncContextManager[None]]
 """`async with slot(n)`: room for n runs, all at once, so that two groups never wait for each other's half."""
 
@@ -31,13 +32,14 @@ async def no_slot(count: int) -> AsyncIterator[None]:
 
 
 @dataclass(frozen=True)
-class Group:
+class PlayedGroup:
     """All runs of one task, in run order.  `accepted` = it can be trained; else `reason`: failed, unscored, too_few,
-    group_timeout, over_rollout, no_baseline, filtered (by operators), operator (one broke), rejected (by the buffer)."""
+    group_timeout, over_rollout, no_baseline, filtered (by operators), operator (one broke), rejected (by the buffer),
+    rejected_weights (their canary failed)."""
 
     id: GroupId
     task: Task
-    runs: tuple[Played, ...]
+    runs: tuple[PlayedRun, ...]
     accepted: bool
     reason: str
 
@@ -59,13 +61,13 @@ class Group:
         """Rewards of the scored runs."""
         return [r.value for r in self.runs if r.value is not None]
 
-    def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> Group:
+    def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> PlayedGroup:
         """The same group with every run turned into a failed record, which can be stored: what is left when its rows cannot be used."""
         info = {"traceback": _unicode(traceback)} if traceback else None
         runs = tuple(replace(run, experiences=(self._gone(run, why, info),), value=None) for run in self.runs)
-        return Group(self.id, self.task, runs, accepted=False, reason=reason)
+        return PlayedGroup(self.id, self.task, runs, accepted=False, reason=reason)
 
-    def _gone(self, run: Played, why: str, info: dict[str, Any] | None) -> Experience:
+    def _gone(self, run: PlayedRun, why: str, info: dict[str, Any] | None) -> Experience:
         """The header row of a run; one that had failed before keeps its own reason."""
         first = run.experiences[0]
         if run.failed:
@@ -79,13 +81,13 @@ class Group:
             info=info,
         )
 
-    def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> Group:
+    def after(self, rows: Sequence[Experience], *, accepted: bool, reason: str) -> PlayedGroup:
         """The same group with other rows for the same runs.  A run of one row has that row's reward."""
         left, runs = iter(rows), []
         for run in self.runs:
             mine = tuple(next(left) for _ in run.experiences)
             runs.append(replace(run, experiences=mine, value=mine[0].reward if len(mine) == 1 else run.value))
-        return Group(self.id, self.task, tuple(runs), accepted, reason)
+        return PlayedGroup(self.id, self.task, tuple(runs), accepted, reason)
 
 
 class Ending:
@@ -120,14 +122,14 @@ async def run_group(
     model: ChatModel,
     id: GroupId,
     *,
-    limits: Limits,
+    limits: RunLimits,
     slot: Slot = no_slot,
     seed: Callable[[int], Callable[[int], int]] | None = None,
     request_prefix: str = "",
     models: Mapping[str, ChatModel] = NO_MODELS,
     ending: Ending | None = None,
     baseline: Slot | None = None,
-) -> Group:
+) -> PlayedGroup:
     """Plays `task.num_runs` runs at the same time, each inside a `slot(1)`; `seed(run)` gives its seeds.  Raises RftError only.
 
     `models` are the auxiliary ones, by name.  Scoring is inside the slot too, except where the reward sees all runs at once.
@@ -156,7 +158,7 @@ def _greedy(task: Task) -> Task:
     return msgspec.structs.replace(task, num_runs=1, sampling=sampling)
 
 
-def _with_baseline(group: Group, greedy: Group) -> Group:
+def _with_baseline(group: PlayedGroup, greedy: PlayedGroup) -> PlayedGroup:
     """The group with the reward of the greedy run; without one it cannot be trained."""
     value = greedy.runs[0].value
     if value is None:
@@ -177,15 +179,13 @@ def _told(row: Experience, baseline: float) -> Experience:
 
 
 class _Play:
-    """The runs of one group under way."""
-
     def __init__(
         self,
         task: Task,
         recipe: Recipe,
         model: ChatModel,
         id: GroupId,
-        limits: Limits,
+        limits: RunLimits,
         ending: Ending | None,
         prefix: str,
         *,
@@ -195,14 +195,15 @@ class _Play:
     ) -> None:
         self.task, self.recipe, self.model, self.id, self.limits = task, recipe, model, id, limits
         self._ending, self._prefix, self._slot, self._seed, self._models = ending, prefix, slot, seed, models
+        self._runs = TaskRuns(task, recipe, limits, id)
         self._cut: Ended = ""
-        self._jobs: list[asyncio.Future[list[Run | Played]]] = []
+        self._jobs: list[asyncio.Future[list[Run | PlayedRun]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._began: dict[int, float] = {}
         self._attempt: dict[int, int] = {}
         self._lost = 0  # runs that cannot be trained
 
-    async def run(self) -> Group:
+    async def run(self) -> PlayedGroup:
         numbers = range(self.task.num_runs)
         make = [self._together()] if self.recipe.plays_group else [self._one(run) for run in numbers]
         self._jobs = [asyncio.ensure_future(coroutine) for coroutine in make]
@@ -217,25 +218,23 @@ class _Play:
             self._end("")
         return self._group(await self._scored(done))
 
-    async def _one(self, run: int) -> list[Run | Played]:
+    async def _one(self, run: int) -> list[Run | PlayedRun]:
         async with self._slot(1):
             self._begins(run)
-            played = await play_one(self.task, self.recipe, self._context, run, limits=self.limits, group=self.id)
+            played = await self._runs.play_one(self._context, run)
             if self.recipe.scores_group:
                 return [played]
-            return [await score_one(self.task, self.recipe, played, limits=self.limits, group=self.id)]
+            return [await self._runs.score_one(played)]
 
-    async def _together(self) -> list[Run | Played]:
+    async def _together(self) -> list[Run | PlayedRun]:
         async with self._slot(self.task.num_runs):
             contexts = [self._context(run, 0) for run in range(self.task.num_runs)]
             for run in range(self.task.num_runs):
                 self._begins(run)
-            runs = await play_together(self.task, self.recipe, contexts, limits=self.limits)
+            runs = await self._runs.play_together(contexts)
         if self.recipe.scores_group:
             return list(runs)
-        return list(
-            await asyncio.gather(*(score_one(self.task, self.recipe, r, limits=self.limits, group=self.id) for r in runs))
-        )
+        return list(await asyncio.gather(*(self._runs.score_one(r) for r in runs)))
 
     def _context(self, run: int, attempt: int) -> RunContext:
         self._attempt[run] = attempt
@@ -248,8 +247,7 @@ class _Play:
         if self._timer is None and self.limits.max_group_s is not None:
             self._timer = asyncio.get_running_loop().call_later(self.limits.max_group_s, self._end, "group_timeout")
 
-    def _hope(self, job: asyncio.Future[list[Run | Played]]) -> None:
-        """Ends the others once too many runs of the group are lost."""
+    def _hope(self, job: asyncio.Future[list[Run | PlayedRun]]) -> None:
         if job.cancelled() or job.exception() is not None:
             return
         for r in job.result():
@@ -267,18 +265,18 @@ class _Play:
         if self._timer is not None and not why:
             self._timer.cancel()
 
-    async def _scored(self, done: list[Run | Played]) -> list[Played]:
+    async def _scored(self, done: list[Run | PlayedRun]) -> list[PlayedRun]:
         """All runs in order; those that were cut short are records that say so."""
         there = {r.number if isinstance(r, Run) else r.experiences[0].id.run for r in done}
-        played = [r for r in done if isinstance(r, Played)]
+        played = [r for r in done if isinstance(r, PlayedRun)]
         waiting = [r for r in done if isinstance(r, Run)]
         waiting += [self._cut_short(run) for run in range(self.task.num_runs) if run not in there]
         if waiting and self.recipe.scores_group and self._enough(sum(r.error is None for r in waiting)):
             waiting.sort(key=lambda r: r.number)
-            return await score_together(self.task, self.recipe, waiting, limits=self.limits, group=self.id)
+            return await self._runs.score_together(waiting)
         for r in waiting:
             ended = r if r.error is not None else replace(r, error=RunError(_WHY[self._cut]), ended=self._cut)
-            played.append(record(self.task, self.recipe, ended, None, self.id, 0.0))
+            played.append(self._runs.record(ended))
         return sorted(played, key=lambda r: r.experiences[0].id.run)
 
     def _cut_short(self, run: int) -> Run:
@@ -293,13 +291,13 @@ class _Play:
             return self._ending is not None and self._ending.partial and trainable >= min(2, self.task.num_runs)
         return trainable >= self.limits.needed(self.task.num_runs)
 
-    def _group(self, played: Sequence[Played]) -> Group:
+    def _group(self, played: Sequence[PlayedRun]) -> PlayedGroup:
         rows = [x for r in played for x in r.experiences]
         least = min(2, self.task.num_runs) if self._cut == "over_rollout" else self.limits.needed(self.task.num_runs)
         accepted, reason = judge(rows, self.task.num_runs, least)
         if self._cut in ("group_timeout", "over_rollout") and not (accepted and self._enough(self.task.num_runs)):
             accepted, reason = False, str(self._cut)
-        return Group(self.id, self.task, tuple(played), accepted, reason)
+        return PlayedGroup(self.id, self.task, tuple(played), accepted, reason)
 
 
 _WHY: dict[Ended, str] = {

@@ -12,17 +12,13 @@ Invariant: what a run leaves running in its process group is dead when `play` re
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import inspect
 import os
 import signal
 import socket
-import struct
-import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +32,12 @@ from rft.errors import ConfigError, RftError
 from rft.types.completion import Completion, Layout, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
 from rft.types.task import Task
+from rft.worker import framing
+from rft.worker.forking import ForkingProcess
+from rft.worker.process import START_TIMEOUT_S, environment
 from rft.workflow.base import RunContext
 
 MAX_FRAME = 64 << 20
-START_S = 120.0  # imports of a plugin on a busy machine
 
 
 class IsolatedRunFailed(Exception):
@@ -63,12 +61,10 @@ class Order(msgspec.Struct, kw_only=True):
     runs: list[tuple[int, str]]  # number and request id
     together: bool  # by one call of run_group
     models: list[str]
-    memory_mb: int
-    file_mb: int
-    open_files: int
+    limits: Isolation
 
 
-class Call(msgspec.Struct, array_like=True):
+class RunCall(msgspec.Struct, array_like=True):
     """A frame from a child.  verb generate | logprobs | classify: one call of `model` ("" = the policy); done | failed: the end."""
 
     id: int
@@ -126,18 +122,6 @@ def _array(kind: type, value: Any) -> Any:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
-def frame(data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + data
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises asyncio.IncompleteReadError when the other side is gone, ValueError for one that is too large."""
-    (size,) = struct.unpack(">I", await reader.readexactly(4))
-    if size > MAX_FRAME:
-        raise ValueError(f"a frame of {size} bytes; {MAX_FRAME} are allowed")
-    return await reader.readexactly(size)
-
-
 class Place:
     """Where a class's runs are forked: its file's server, started on first use."""
 
@@ -169,16 +153,14 @@ class Place:
             runs=[(c.run, c.request_id) for c in contexts],
             together=together,
             models=list(contexts[0].models),
-            memory_mb=self.limits.memory_mb,
-            file_mb=self.limits.file_mb,
-            open_files=self.limits.open_files,
+            limits=self.limits,
         )
         try:
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
-                writer.write(frame(pack(order)))
+                writer.write(framing.frame(pack(order)))
                 return await _Talk(reader, writer, contexts).end()
-            except (asyncio.IncompleteReadError, ConnectionError):
+            except ConnectionError:
                 status = await asyncio.shield(asyncio.to_thread(self._server.kill, pid))
                 raise IsolatedRunFailed(f"the run's process ended without a result ({_said(status)})") from None
             finally:
@@ -223,7 +205,7 @@ class _Talk:
     async def _listen(self) -> list[Transcript]:
         while True:
             try:
-                call: Call = unpack(await read_frame(self._reader), Call)
+                call: RunCall = unpack(await framing.read(self._reader, largest=MAX_FRAME), RunCall)
                 if call.verb == "failed":
                     text = unpack(call.body, str)
                     if self._too_long is not None and text.startswith("PromptTooLong"):
@@ -253,7 +235,7 @@ class _Talk:
             )
         return made
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: RunCall) -> None:
         error, body = "", b""
         try:
             body = pack(await self._result(call, self._contexts[call.run]))
@@ -266,9 +248,9 @@ class _Talk:
             error, body = "prompt_too_long", pack([e.tokens, e.limit])
         except Exception as e:  # of a model, or of a frame that makes no sense: the workflow hears of it
             error, body = "other", pack(f"{type(e).__name__}: {e}")
-        self._writer.write(frame(pack(Answer(call.id, error, msgspec.Raw(body)))))
+        self._writer.write(framing.frame(pack(Answer(call.id, error, msgspec.Raw(body)))))
 
-    async def _result(self, call: Call, ctx: RunContext) -> Any:
+    async def _result(self, call: RunCall, ctx: RunContext) -> Any:
         model: ChatModel = ctx.policy if not call.model else ctx.model(call.model)
         if call.verb == "classify":
             return await model.classify(unpack(call.body, list[dict[str, Any]]))
@@ -287,7 +269,7 @@ class _Talk:
         return done
 
 
-class _Server:
+class _Server(ForkingProcess):
     """The process that runs of one file are forked from.  Usable from any thread."""
 
     _all: ClassVar[weakref.WeakValueDictionary[str, _Server]] = weakref.WeakValueDictionary()
@@ -299,33 +281,18 @@ class _Server:
         return found
 
     def __init__(self, file: str) -> None:
+        super().__init__(env=environment(), start_s=START_TIMEOUT_S, answers=True)
         self._file = file
-        self._lock = threading.Lock()
-        self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
         self._children: set[int] = set()
 
     def fork(self, name: str, theirs: socket.socket) -> int:
         """The id of a new process, leader of its group, that plays class `name` as it is told over `theirs`."""
         with theirs, self._lock:
-            said = self._asked(name, theirs) or self._asked(name, theirs)  # a server that has died costs no run
+            said = self._order(name.encode(), [theirs.fileno()]).decode()
             if not said.isdecimal():
-                raise IsolatedRunFailed(f"a process for the run could not be forked: {said or 'its server ended'}")
+                raise self._cannot_order(said)
             self._children.add(int(said))
             return int(said)
-
-    def _asked(self, name: str, theirs: socket.socket) -> str:
-        """The id of a new process, or why there is none; "" where the server has died, which the next call starts again."""
-        control = self._started()
-        try:
-            fds = array.array("i", [theirs.fileno()])
-            control.sendmsg([name.encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-            said = control.recv(500).decode()
-        except OSError:
-            said = ""
-        if not said:
-            self._stop()
-        return said
 
     def kill(self, pid: int) -> int | None:
         """Kills the group of a child, which is not waited for by anybody else; its wait status, None if that was told before."""
@@ -345,46 +312,22 @@ class _Server:
                 self._stop()
             return int(said) if said.isdigit() else None
 
-    def _started(self) -> socket.socket:
-        if self._control is not None:
-            return self._control
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rft.workflow.isolated_child", str(theirs.fileno()), self._file],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )
-        ours.settimeout(START_S)
-        try:
-            said = ours.recv(4096).decode()
-        except OSError as e:
-            said = str(e)
-        if said != "ready":
-            ours.close()
-            self._stop()
-            raise IsolatedRunFailed(f"{self._file} cannot be loaded in a process of its own: {said or 'it ended'}")
-        self._control = ours
-        return ours
+    def _command(self, control: int) -> list[str]:
+        return [sys.executable, "-m", "rft.workflow.isolated_child", str(control), self._file]
 
-    def close(self) -> None:
-        with self._lock:
-            self._stop()
+    def _cannot_start(self, why: str) -> Exception:
+        return IsolatedRunFailed(f"{self._file} cannot be loaded in a process of its own: {why}")
+
+    def _cannot_order(self, why: str) -> Exception:
+        return IsolatedRunFailed(f"a process for the run could not be forked: {why}")
 
     def _stop(self) -> None:
-        if self._process is not None:
-            for pid in self._children if self._process.poll() is None else ():  # of a dead server, ids may be others' by now
+        if self._process is not None and self._process.poll() is None:  # of a dead server, ids may be others' by now
+            for pid in self._children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-            self._process.kill()
-            self._process.wait()
-        if self._control is not None:
-            self._control.close()
-        self._control = self._process = None
         self._children.clear()
+        super()._stop()
 
 
 def _said(status: int | None) -> str:

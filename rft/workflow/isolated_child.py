@@ -5,10 +5,10 @@ Invariant: user code runs only after the limits are in place, and in a process g
 
 from __future__ import annotations
 
-import array
 import asyncio
 import inspect
 import itertools
+import json
 import os
 import resource
 import socket
@@ -26,33 +26,32 @@ from rft.parent import die_with_parent
 from rft.plugins import import_file
 from rft.types.completion import Completion, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
+from rft.worker import framing, limits
 from rft.workflow.base import RunContext
-from rft.workflow.isolated import Answer, Call, Order, Played, frame, pack, read_frame, unpack
+from rft.workflow.isolated import Answer, Isolation, Order, Played, RunCall, pack, unpack
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv`: control descriptor, file to import.  Says "ready", then forks for every class name that comes with a descriptor."""
+    """`argv`: control descriptor, file to import.  Says {} or {error}, then forks for every class name that comes with a descriptor."""
     with socket.socket(fileno=int(argv[0])) as control:
         try:
             module = _module(Path(argv[1]))
         except BaseException as e:  # whatever an import raises is told, not lost
-            control.send(f"{type(e).__name__}: {e}"[:4000].encode())
+            control.send(json.dumps({"error": f"{type(e).__name__}: {e}"[:4000]}).encode())
             return
-        control.send(b"ready")
+        control.send(b"{}")
         while _served(control, module):
             pass
 
 
 def _served(control: socket.socket, module: Any) -> bool:
     """Answers one message; False where the other side is gone: children die with this process."""
-    fds = array.array("i")
-    said, ancillary, _, _ = control.recvmsg(4096, socket.CMSG_LEN(fds.itemsize))
+    said, fds, _, _ = socket.recv_fds(control, 4096, 1)
     if not said:
         return False
     if said.startswith(b"reap "):
         control.send(_reaped(int(said[5:])))
         return True
-    fds.frombytes(ancillary[0][2][: fds.itemsize])
     try:
         pid = os.fork()
     except OSError as e:  # too many processes, too little memory: this run fails, later ones may not
@@ -68,7 +67,6 @@ def _served(control: socket.socket, module: Any) -> bool:
 
 
 def _reaped(pid: int) -> bytes:
-    """The wait status of a child that was killed."""
     try:
         return str(os.waitpid(pid, 0)[1]).encode()
     except ChildProcessError:
@@ -96,8 +94,8 @@ def _child(channel: socket.socket, cls: Any) -> None:
 
 async def _play(channel: socket.socket, cls: Any) -> None:
     reader, writer = await asyncio.open_connection(sock=channel)
-    order: Order = unpack(await read_frame(reader), Order)
-    _limit(order)
+    order: Order = unpack(await framing.read(reader), Order)
+    _limit(order.limits)
     link = _Link(reader, writer)
     listening = asyncio.ensure_future(link.listen())
     contexts = [
@@ -110,13 +108,13 @@ async def _play(channel: socket.socket, cls: Any) -> None:
     except BaseException as e:  # user code may raise anything
         lines = "".join(traceback.format_exception(e)).splitlines()[-12:]
         verb, body = "failed", pack(f"{type(e).__name__}: {e}\n" + "\n".join(lines)[-4000:])
-    writer.write(frame(pack(Call(0, verb, 0, "", msgspec.Raw(body)))))
+    writer.write(framing.frame(pack(RunCall(0, verb, 0, "", msgspec.Raw(body)))))
     await writer.drain()
     listening.cancel()
 
 
 async def _run(made: Any, order: Order, contexts: list[RunContext]) -> list[Transcript]:
-    from rft.workflow.run import BlockingContext
+    from rft.workflow.play_run import BlockingContext
 
     play = made.run_group if order.together else made.run
     given: Any
@@ -141,21 +139,14 @@ def _played(t: Transcript, link: _Link) -> Played:
     return Played(calls=calls, layout=t.layout, metrics=t.metrics, info=t.info, score=t.score, limited=t.limited)
 
 
-def _limit(order: Order) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + (order.memory_mb << 20)
-    for what, most in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, order.file_mb << 20),
-        (resource.RLIMIT_NOFILE, order.open_files),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (most, most))
+def _limit(most: Isolation) -> None:
+    limits.limit_memory(most.memory_mb)
+    limits.limit(resource.RLIMIT_FSIZE, most.file_mb << 20)
+    limits.limit(resource.RLIMIT_NOFILE, most.open_files)
+    limits.limit(resource.RLIMIT_CORE, 0)
 
 
 class _Link:
-    """Calls over the socket, any number at the same time."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._ids = itertools.count(1)
@@ -176,7 +167,7 @@ class _Link:
 
     async def listen(self) -> None:
         while True:
-            answer: Answer = unpack(await read_frame(self._reader), Answer)
+            answer: Answer = unpack(await framing.read(self._reader), Answer)
             future = self._waiting.pop(answer.id)
             if not answer.error:
                 future.set_result(bytes(answer.body))
@@ -190,7 +181,7 @@ class _Link:
     async def ask(self, verb: str, run: int, model: str, body: Any, kind: Any) -> tuple[int, Any]:
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frame(pack(Call(number, verb, run, model, msgspec.Raw(pack(body))))))
+        self._writer.write(framing.frame(pack(RunCall(number, verb, run, model, msgspec.Raw(pack(body))))))
         return number, unpack(await self._waiting[number], kind)
 
 

@@ -1,21 +1,244 @@
 """Conversations with tools: calls in an answer are run and their results said; an answer without a call ends the run.
 
-Knows no tool.  Invariant: a tool that fails, and a call that makes no sense, are told to the model and counted; they do not end the run.
+Tools are functions, what veRL's tool configuration (`tool_config_path`) lists, and those of MCP servers:
+
+    tools:
+      - class_name: tools.py:Search          # or pkg.module.Search; veRL's methods create, execute, release
+        config: {timeout: 5}
+        tool_schema: {type: function, function: {name: search, description: ..., parameters: {...}}}
+      - function: tools.py:weather            # a function; its schema is made from it
+      - class_name: anything
+        config: {type: mcp}
+        mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+
+Paths in the file are relative to it; a file is read once per run of the program.  MCP servers (`pip install rft-platform[mcp]`) are named
+in a JSON file {"mcpServers": {name: {command, args, env} or {url}}}; each is started once for all runs and ends with its event loop.
+Invariant: a tool that fails, and a call that makes no sense, are told to the model and counted; they do not end the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+import yaml
 from pydantic import BaseModel, Field, model_validator
 
+from rft.errors import ConfigError, SetupError
+from rft.plugins import REGISTRY
 from rft.types.completion import Completion
 from rft.types.task import Task
-from rft.workflow import mcp, toolfile
-from rft.workflow.toolcalls import Format, described, find
-from rft.workflow.tools import FunctionTool, Side, Tool, Toolbox, named
-from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs
+from rft.workflow.tools import Format, FunctionTool, Side, Tool, Toolbox, ToolError, as_text, described, find, named
+from rft.workflow.turns import Message, MultiTurnWorkflow, Reply, TurnArgs, waited
+
+_MCP_KEY = "workflow_args.mcp_config_path"
+START_S = 30.0
+
+_FILE_KEY = "workflow_args.tool_config_path"
+
+
+@dataclass(frozen=True)
+class McpTool:
+    """One tool of a server."""
+
+    schema: dict[str, Any]
+    server: _McpServer
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        name = self.schema["function"]["name"]
+        result = await self.server.client.call_tool(name, dict(arguments))
+        text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    async def close(self) -> None:
+        """The server is shared; it goes on."""
+
+
+class _McpServer:
+    """A connection, held open by a task until the event loop ends."""
+
+    def __init__(self, name: str, where: Any) -> None:
+        self._name, self._where = name, where
+        self.client: Any = None
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[list[McpTool]] = self._loop.create_future()
+        self._job = asyncio.ensure_future(self._hold())
+
+    @property
+    def usable(self) -> bool:
+        return self._loop is asyncio.get_running_loop() and not self._job.done()
+
+    async def tools(self) -> list[McpTool]:
+        try:
+            async with asyncio.timeout(START_S):
+                return await asyncio.shield(self._ready)
+        except TimeoutError:
+            raise ConfigError(f"MCP server {self._name!r} did not answer within {START_S:g} s", key=_MCP_KEY) from None
+
+    async def _hold(self) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(self._where) as client:
+                self.client = client
+                listed = await client.list_tools()
+                self._ready.set_result([McpTool(_schema(t), self) for t in listed.tools])
+                await asyncio.Event().wait()
+        except Exception as e:  # of a program of somebody else; told to whoever waits for it
+            if not self._ready.done():
+                self._ready.set_exception(ConfigError(f"MCP server {self._name!r} cannot be used: {e}", key=_MCP_KEY))
+
+
+_SERVERS: dict[tuple[str, str], _McpServer] = {}
+
+
+async def mcp_tools(path: str, selected: tuple[str, ...] = ()) -> list[Tool]:
+    """The tools of all servers in the file, or those that are selected.  Raises ConfigError, SetupError without the library."""
+    try:
+        from mcp import StdioServerParameters
+    except ImportError as e:
+        raise SetupError(f"MCP servers need the package mcp ({e}): pip install 'rft-platform[mcp]'") from e
+    found: list[Tool] = []
+    for name, about in _servers(path).items():
+        key = (_whole(path), name)
+        server = _SERVERS.get(key)
+        if server is None or not server.usable:
+            where: Any = about.get("url")
+            if where is None:
+                env = {**os.environ, **{k: str(v) for k, v in (about.get("env") or {}).items()}}
+                where = StdioServerParameters(
+                    command=str(about["command"]), args=[str(a) for a in about.get("args", ())], env=env
+                )
+            server = _SERVERS[key] = _McpServer(name, where)
+        found += await server.tools()
+    names = [t.schema["function"]["name"] for t in found]
+    if missing := [s for s in selected if s not in names]:
+        raise ConfigError(f"no MCP server has the tool {missing[0]!r}; they have {', '.join(names)}", key=_MCP_KEY)
+    return [t for t, name in zip(found, names, strict=True) if not selected or name in selected]
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
+
+
+def _servers(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        read: Any = msgspec.json.decode(Path(path).expanduser().read_bytes())
+    except (OSError, msgspec.DecodeError) as e:
+        raise ConfigError(f"the list of MCP servers cannot be read: {e}", key=_MCP_KEY, given=path) from None
+    servers = read.get("mcpServers") if isinstance(read, dict) else None
+    if not isinstance(servers, dict) or not all(isinstance(s, dict) and ("command" in s or "url" in s) for s in servers.values()):
+        raise ConfigError(
+            'it must be {"mcpServers": {name: {"command": ..., "args": [...]} or {"url": ...}}}', key=_MCP_KEY, given=path
+        )
+    return servers
+
+
+def _schema(t: Any) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": t.name, "description": t.description or "", "parameters": dict(t.input_schema)},
+    }
+
+
+class ClassTool:
+    """An object with veRL's methods: `create(instance_id, **kwargs)`, `execute(instance_id, parameters)`, `release(instance_id)`.
+
+    `execute` gives (what the model is told, a reward, metrics); what it is told is a text or has an attribute `text`.
+    """
+
+    def __init__(self, made: Any, schema: dict[str, Any]) -> None:
+        self._made = made
+        self.schema = schema
+        self.rewards: list[float] = []
+        self._instance = ""
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        if not self._instance:
+            self._instance = uuid.uuid4().hex
+            if callable(create := getattr(self._made, "create", None)):
+                await waited(create(self._instance))
+        result = await waited(self._made.execute(self._instance, dict(arguments)))
+        said, reward = (result[0], result[1]) if isinstance(result, tuple) else (result, None)
+        if reward is not None:
+            self.rewards.append(float(reward))
+        return as_text(getattr(said, "text", said) or "")
+
+    async def close(self) -> None:
+        if self._instance and callable(release := getattr(self._made, "release", None)):
+            await waited(release(self._instance))
+
+
+async def load_tool_file(path: str) -> list[Tool]:
+    """Fresh tools for one run.  Raises ConfigError naming the file and the entry."""
+    found: list[Tool] = []
+    for number, entry in enumerate(_entries(path)):
+        where = f"{path}: tools[{number}]"
+        folder = Path(path).parent
+        if "function" in entry:
+            found.append(FunctionTool(REGISTRY.get("tool", _near(str(entry["function"]), folder)).obj))
+        elif (entry.get("config") or {}).get("type") == "mcp":
+            about = entry.get("mcp") or {}
+            if "mcp_servers_config_path" not in about:
+                raise ConfigError(f"{where}: an MCP tool needs mcp.mcp_servers_config_path", key=_FILE_KEY)
+            found += await mcp_tools(
+                _beside(folder, str(about["mcp_servers_config_path"])),
+                tuple(about.get("tool_selected_list") or ()),
+            )
+        else:
+            found.append(_class(entry, where, folder))
+    return found
+
+
+def _class(entry: Mapping[str, Any], where: str, folder: Path) -> ClassTool:
+    name, schema = str(entry.get("class_name", "")), entry.get("tool_schema")
+    if ":" not in name and "." in name:
+        name = ":".join(name.rsplit(".", 1))
+    if ":" not in name:
+        raise ConfigError(f"{where} needs `function`, or `class_name` as pkg.module.Name or path/file.py:Name", key=_FILE_KEY)
+    cls = REGISTRY.get("tool", _near(name, folder)).obj
+    made = cls(dict(entry.get("config") or {}), schema)
+    schema = schema or getattr(made, "tool_schema", None)
+    if not isinstance(schema, dict) or "name" not in schema.get("function", {}):
+        raise ConfigError(
+            f"{where}: tool_schema must be OpenAI's form {{type: function, function: {{name, ...}}}}", key=_FILE_KEY
+        )
+    if not callable(getattr(made, "execute", None)):
+        raise ConfigError(f"{where}: {name} has no method execute(instance_id, parameters)", key=_FILE_KEY)
+    return ClassTool(made, schema)
+
+
+def _beside(folder: Path, name: str) -> str:
+    return str(folder / Path(name).expanduser())
+
+
+def _near(name: str, folder: Path) -> str:
+    """A file is looked for beside the tool file."""
+    where, _, attribute = name.rpartition(":")
+    if where.endswith(".py") and (folder / where).is_file():
+        return f"{folder / where}:{attribute}"
+    return name
+
+
+@lru_cache(maxsize=64)
+def _entries(path: str) -> tuple[dict[str, Any], ...]:
+    try:
+        read = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as e:
+        raise ConfigError(f"the tool file cannot be read: {e}", key=_FILE_KEY, given=path) from None
+    entries = read.get("tools") if isinstance(read, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise ConfigError("the tool file must hold a list `tools` of mappings", key=_FILE_KEY, given=path)
+    return tuple(entries)
 
 
 class ToolArgs(TurnArgs):
@@ -66,11 +289,11 @@ class ToolWorkflow(MultiTurnWorkflow):
     async def begin(self, task: Task) -> list[Message]:
         a = self.args
         own = await self.call(self.make_tools, task)
-        found: list[Tool] = [*named(a.tools), *_as_tools(own)]
+        found: list[Tool] = [*named(a.tools), *(t if isinstance(t, Tool) else FunctionTool(t) for t in own)]
         if a.tool_config_path is not None:
-            found += await toolfile.load(a.tool_config_path)
+            found += await load_tool_file(a.tool_config_path)
         if a.mcp_config_path is not None:
-            found += await mcp.tools(a.mcp_config_path, a.mcp_tools)
+            found += await mcp_tools(a.mcp_config_path, a.mcp_tools)
         self.box = Toolbox(found, a.max_parallel_calls, a.max_tool_response_length, a.tool_response_truncate_side, a.tool_timeout)
         messages = task.chat()
         return self._told(messages) if a.tools_in == "system" and found else messages
@@ -100,12 +323,8 @@ class ToolWorkflow(MultiTurnWorkflow):
         return Reply(tuple(said))
 
     def counts(self) -> dict[str, float]:
-        given = [r for t in self.box.tools for r in getattr(t, "rewards", ())]
+        given = [r for t in self.box.tools if isinstance(t, ClassTool) for r in t.rewards]
         return {**{k: float(v) for k, v in self.box.counts.items()}, **({"tool_reward": sum(given)} if given else {})}
 
     async def close(self) -> None:
         await self.box.close()
-
-
-def _as_tools(own: Any) -> list[Tool]:
-    return [t if hasattr(t, "schema") else FunctionTool(t) for t in own]

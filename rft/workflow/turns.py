@@ -14,19 +14,25 @@ Knows no engine and no environment.  Invariant: earlier messages are never chang
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.engine.base import PromptTooLong
 from rft.threads import in_thread
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.task import Task
-from rft.workflow.base import RunContext
+from rft.workflow.base import RunContext, Workflow
 
 Message = dict[str, Any]
+
+
+async def waited(value: Any) -> Any:
+    """What user code gave, which may be awaitable."""
+    return await value if inspect.isawaitable(value) else value
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class TurnArgs(BaseModel):
         return self
 
 
-class MultiTurnWorkflow:
+class MultiTurnWorkflow(Workflow):
     """Base of workflows with several turns.  One object plays one run; its methods may be async or ordinary functions.
 
     Override `begin` and `react`; `close` is called in the end, whatever happens; `outcome` gives named numbers for the score.
@@ -87,8 +93,7 @@ class MultiTurnWorkflow:
     head = 1  # opening messages that are always shown, where history is limited
 
     def __init__(self, **args: Any) -> None:
-        marked = type(self).__dict__.get("__rft_plugin__")  # @workflow("name", args=...) wins over Args
-        self.args: Any = (type(self).Args if marked is None or marked.args is None else marked.args)(**args)
+        self.args: Any = self.Args(**args)
 
     def begin(self, task: Task) -> Any:
         """The opening messages."""
@@ -113,12 +118,11 @@ class MultiTurnWorkflow:
     def close(self) -> Any:
         """Frees what the run held."""
 
-    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a method that may be async, or block."""
         if self.blocking and not inspect.iscoroutinefunction(method):
-            return await in_thread(lambda: method(*args), f"{type(self).__name__}.{method.__name__}", error=_no_stop)
-        result = method(*args)
-        return await result if inspect.isawaitable(result) else result
+            return await in_thread(lambda: method(*args, **kwargs), f"{type(self).__name__}.{method.__name__}")
+        return await waited(method(*args, **kwargs))
 
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         try:
@@ -236,5 +240,83 @@ def _observed(messages: list[Message], answer: int, head: int) -> int:
     return i
 
 
-def _no_stop(e: BaseException) -> BaseException:
-    return RuntimeError("StopIteration in a workflow's method") if isinstance(e, StopIteration) else e
+@dataclass(frozen=True)
+class Step:
+    """What an action led to.  `info` holds JSON values; its `success` becomes a part of the score.
+
+    `reward` None: the step says nothing about the score.  A run none of whose steps has a reward is scored by the taskset's reward.
+    """
+
+    observation: str
+    reward: float | None = None
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class EnvWorkflow(MultiTurnWorkflow):
+    """Base of environments, text in and text out: override `reset(task)` → observation and `step(action)` → Step.
+
+        class Guess(EnvWorkflow):
+            def reset(self, task):
+                self.secret = int(task.truth)
+                return "Guess a digit."
+            def step(self, action):
+                right = action.strip() == str(self.secret)
+                return Step("Right!" if right else "Wrong.", reward=float(right), done=right)
+
+    `instruction(task)` is the system message.  The reward of a run is the sum of its steps' rewards; where no step has one, the taskset's
+    reward scores the run.  If the taskset names no reward, a step without one earns 0.  With `layout: steps` each row's
+    info has `step_reward` and `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
+    """
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self._state = ""
+        self._observation = ""
+        self._success: float | None = None
+        self._missing: float | None = None  # reward of a step that names none
+
+    @staticmethod
+    def gives(args: Mapping[str, Any]) -> set[str]:
+        """What algorithms find in the rows."""
+        return {"info.env_state_hash"} if args.get("layout") == "steps" else set()
+
+    def reset(self, task: Task) -> Any:
+        """The first observation, a text."""
+        raise NotImplementedError(f"{type(self).__name__} must have a method reset(self, task) that gives the first observation")
+
+    def step(self, action: str) -> Any:
+        """What the answer's text leads to, a Step."""
+        raise NotImplementedError(f"{type(self).__name__} must have a method step(self, action) that gives a Step")
+
+    def instruction(self, task: Task) -> str:
+        """What the model is told first; empty: nothing but the task's own system prompt."""
+        return task.system_prompt or ""
+
+    def state(self) -> str:
+        """A text that is equal for equal states; by default what the model was shown last."""
+        return self._observation
+
+    def outcome(self) -> dict[str, float]:
+        return {} if self._success is None else {"success": self._success}
+
+    async def begin(self, task: Task) -> list[Message]:
+        self._missing = 0.0 if task.reward is None else None
+        self._observation = await self.call(self.reset, task)
+        self._state = self.state()
+        told = self.instruction(task)
+        system = [{"role": "system", "content": told}] if told else []
+        return [*system, {"role": "user", "content": self._observation}]
+
+    async def react(self, answer: Completion) -> Reply:
+        began = self._state
+        step = await self.call(self.step, answer.text)
+        if not isinstance(step, Step):
+            raise TypeError(f"{type(self).__name__}.step returned {type(step).__name__}; it must return a Step")
+        self._observation = step.observation
+        self._state = self.state()
+        if "success" in step.info:
+            self._success = float(step.info["success"])
+        info = {"env_state_hash": xxhash.xxh3_64_hexdigest(began.encode()), **step.info}
+        reward = self._missing if step.reward is None else float(step.reward)
+        return Reply.say(step.observation, reward=reward, done=step.done, info=info)

@@ -7,16 +7,14 @@ import asyncio
 
 from pydantic import BaseModel
 
-from rft.types.completion import Transcript
-from rft.types.task import Task
-from rft.workflow.base import RunContext, Workflow, workflow
+from rft import RunContext, Task, Transcript, Workflow, register
 
 
 class GateArgs(BaseModel):
     socket: str
 
 
-@workflow("gated_workflow", args=GateArgs)
+@register.workflow("gated_workflow", args=GateArgs)
 class GatedWorkflow(Workflow):
     def __init__(self, socket: str) -> None:
         self.socket = socket

@@ -5,9 +5,7 @@ import random
 
 from pydantic import BaseModel
 
-from rft.types.completion import Transcript
-from rft.types.task import Task
-from rft.workflow.base import RunContext, Workflow, workflow
+from rft import RunContext, Task, Transcript, Workflow, register
 
 LEAST_S, MOST_S = 0.2, 2.0
 
@@ -21,7 +19,7 @@ class WaitingArgs(BaseModel):
     waits: bool = True
 
 
-@workflow("waiting_workflow", args=WaitingArgs)
+@register.workflow("waiting_workflow", args=WaitingArgs)
 class WaitingWorkflow(Workflow):
     def __init__(self, waits: bool) -> None:
         self.waits = waits

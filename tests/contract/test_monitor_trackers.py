@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from rft.monitor.monitor import ALARM, Monitor, check_available
 from rft.monitor.read import read
 from rft.monitor.settings import MonitorSettings
 from rft.types.metrics import MetricRecord
+from tests.helpers.trackers import Values, tensorboard, wandb_values
 
 ARGS: dict[str, dict[str, Any]] = {"wandb": {"mode": "offline"}, "swanlab": {"mode": "offline"}}
-Values = dict[tuple[str, str, int], float]  # (role, name, step) -> value
 ROWS = [
     {"prompt": "1+1?", "answer": "2 | two", "truth": "2", "reward": 1.0},
     {"prompt": "3+4?", "answer": "eight\nor so", "truth": "7", "reward": 0.0, "parts": {"format": 1}},
@@ -37,47 +37,11 @@ def jsonl(folder: Path) -> tuple[Values, str]:
     return values, (folder / "samples" / "sums_0.jsonl").read_text()
 
 
-def tensorboard(folder: Path) -> tuple[Values, str]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    values: Values = {}
-    text = ""
-    for path in (folder / "tensorboard").iterdir():
-        found = EventAccumulator(str(path))
-        found.Reload()
-        for name in found.Tags()["scalars"]:
-            values |= {(path.name, name, e.step): e.value for e in found.Scalars(name)}
-        for name in found.Tags()["tensors"]:
-            assert found.SummaryMetadata(name).plugin_data.plugin_name == "text"
-            text += found.Tensors(name)[0].tensor_proto.string_val[0].decode()
-    return values, text
-
-
 def wandb(folder: Path) -> tuple[Values, str]:
     values, run = wandb_values(folder)
     (table,) = (folder / "wandb").glob("offline-run-*/files/media/table/samples/*.table.json")
     assert (run.project, run.run_group, run.display_name) == ("project", "group", "name")
     return unprefixed(values), table.read_text()
-
-
-def wandb_values(folder: Path) -> tuple[Values, Any]:
-    """The numbers in the one offline file below `folder`, and its record of the run."""
-    import json
-
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    records = [Record.FromString(r) for r in leveldb_records(path.read_bytes())]
-    axes = {m.name: m.step_metric for r in records if (m := r.metric).name and m.step_metric}
-    values: Values = {}
-    for record in records:
-        row = {"/".join(i.nested_key) if i.nested_key else i.key: json.loads(i.value_json) for i in record.history.item}
-        for name, value in row.items():
-            if name in axes and isinstance(value, int | float):
-                axis = axes[name]
-                values[(axis.removesuffix("_step"), name, row[axis])] = value
-    (run,) = [r.run for r in records if r.run.run_id]
-    return values, run
 
 
 def mlflow(folder: Path) -> tuple[Values, str]:
@@ -113,21 +77,6 @@ def with_roles(values: Values) -> Values:
     """For trackers whose metrics know no role: the names themselves must be free of collisions."""
     names = {("trainer/" if k == ("trainer", "time/step", 1) else "") + k[1]: k[0] for k in EXPECTED}  # the explorer was first
     return unprefixed({(names[name], name, step): v for (_, name, step), v in values.items()})
-
-
-def leveldb_records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log: blocks of 32 KiB of chunks: crc (4), length (2), type (1 whole, 2-4 first, middle, last)."""
-    at, whole = 7, b""  # after wandb's own header
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield whole
-            whole = b""
 
 
 READERS: dict[str, Callable[[Path], tuple[Values, str]]] = {

@@ -33,15 +33,19 @@ class TestQueueInMemory(StorageContract):
         return BufferSettings(folder=folder, storage_type="queue", storage_path="none")
 
 
+@pytest.mark.e2e
 class TestSqlOnPostgres(OnPostgres, TestSql): ...
 
 
+@pytest.mark.e2e
 class TestFileOnPostgres(OnPostgres, TestFile): ...
 
 
+@pytest.mark.e2e
 class TestQueueOnPostgres(OnPostgres, TestQueue): ...
 
 
+@pytest.mark.e2e
 class TestQueueInMemoryOnPostgres(OnPostgres, TestQueueInMemory): ...
 
 
@@ -55,4 +59,6 @@ async def test_power(storage: type[StorageContract], ledger: str, tmp_path: Path
             url = request.getfixturevalue("postgres").url if ledger == "postgres" else None
             return replace(super().settings(folder), durability="power", ledger_url=url, run=folder.as_posix())
 
-    await Contract().test_resume_goes_on_where_the_manifest_was(tmp_path)
+    contract = Contract()
+    await contract.test_resume_goes_on_where_the_manifest_was(tmp_path)
+    await contract.close()

@@ -15,9 +15,10 @@ import torch
 import xxhash
 
 from rft.errors import WeightSyncFailed
-from rft.sync.base import Transport, make
+from rft.sync.base import Transport
 from rft.sync.settings import SyncSettings
 from rft.sync.transport import memory
+from rft.sync.transport.choose import make
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 

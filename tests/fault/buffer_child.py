@@ -70,7 +70,7 @@ async def main(run: Path, kind: str, nth: int, url: str | None = None) -> None:
     die_at(nth)
     while True:  # until killed
         weights = Version(line, step)
-        before = [h for h in await buffer.writer(line).held(step) if h.batch == step]
+        before = [h for h in await buffer.writer(line).stored_groups(step) if h.batch == step]
         await fill(buffer, line, step, groups=GROUPS, version=weights)
         say("acked", line, step, 4 * (GROUPS - len(before)))
         step += 1

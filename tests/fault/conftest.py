@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rft.testing.lab.lab import Nursery, build_shim, nursery
+from tests.helpers.lab.lab import Nursery, build_shim, nursery
 
 
 @pytest.fixture(scope="session")

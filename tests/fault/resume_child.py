@@ -18,7 +18,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import rft.engine.transformers
-import rft.launch.inprocess
+import rft.launch.modes
 import rft.trainer.learner  # noqa: F401
 from rft.launch.execute import execute
 

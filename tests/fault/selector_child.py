@@ -18,8 +18,10 @@ import msgspec
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
+from rft.explorer.assign import Assignments, BatchAssigner
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
+from rft.sync.waits import Waits
 from rft.taskset.settings import TasksetSettings
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
@@ -52,7 +54,7 @@ class Gate:
         self.changed = asyncio.Condition()
         engine.version = Version(lineage, step)
 
-    async def trained(self, step: int) -> None:
+    async def step_finished(self, step: int) -> None:
         async with self.changed:
             self.step = step
             self.engine.version = Version(self.lineage, step)
@@ -63,9 +65,20 @@ class Gate:
             await self.changed.wait_for(lambda: self.step >= batch - self.lag)
         return Version(self.lineage, self.step)
 
-    async def served(self, version: Version) -> None: ...
-    async def explored(self, batch: int) -> None: ...
-    async def final(self) -> Version:
+    async def wait_verified(self, version: Version) -> bool:
+        return True
+
+    async def next_batch(self, *, lag, fingerprint, total):
+        self.assigner.assignments.total = total
+        return await self.assigner.next("explorer", lag)
+
+    async def evaluates(self) -> bool:
+        return True
+
+    async def explored(self, batch: int) -> None:
+        await self.assigner.close(batch)
+
+    async def wait_final(self) -> Version:
         return Version(self.lineage, self.step)
 
 
@@ -104,6 +117,8 @@ async def main(folder: Path, lag: int, kill_after: int) -> None:
     step = found.version.step if found else 0
     engine = ScriptedEngine(answer=lambda messages: "4")
     gate = Gate(engine, start.lineage, step, lag)
+    writer = buffer.writer(start.lineage)
+    gate.assigner = BatchAssigner(Assignments(start.cursor, None), writer.room, gate.may_explore, Waits(60))
     taskset = TasksetSettings(
         name="rates", path=str(rows), workflow="selector_child_rates", num_runs=4, selector="difficulty_based",
         feature_keys=("weak", "strong"), selector_args={"target_reward": 0.5, "tau": 0.1},
@@ -128,7 +143,7 @@ async def main(folder: Path, lag: int, kill_after: int) -> None:
                 aside = file.with_suffix(".tmp")
                 aside.write_bytes(msgspec.json.encode(made))
                 aside.rename(file)
-            await gate.trained(t)
+            await gate.step_finished(t)
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as both:
         both.create_task(train())

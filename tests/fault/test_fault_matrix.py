@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rft.testing.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
-from rft.testing.lab.judge import judge
-from rft.testing.lab.lab import Lab, Nursery
-from rft.testing.lab.plan import Plan
 from rft.testing.postgres import PostgresServer
+from tests.helpers.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
+from tests.helpers.lab.judge import judge
+from tests.helpers.lab.lab import Lab, Nursery
+from tests.helpers.lab.plan import Plan
 
 FORMAT1 = Path(__file__).parents[1] / "unit" / "buffer" / "format1.sql"
 STORAGES = ("sql", "file", "queue")
 SEEDS = range(20)
 SMOKE = (  # (name, storage): each fault once, each storage in turn
-    ("kill -9 explorer at append.sent", "sql"),
+    pytest.param("kill -9 explorer at append.sent", "sql", marks=pytest.mark.smoke),
     ("kill -9 trainer at checkpoint.files", "sql"),
     ("kill -9 trainer in a write of a checkpoint", "file"),
     ("kill -9 buffer at buffer.append.stored", "file"),

@@ -35,9 +35,9 @@ async def test_a_lease_asked_for_twice_at_once_is_one_lease(tmp_path: Path) -> N
     assert others == [first, first]
     await asyncio.gather(*(buffer.reader(1).use(1) for _ in range(3)))
     assert ids(await take(buffer, 1, 2)) == [(1, t, r) for t in range(2) for r in range(4)]
-    await asyncio.gather(*(buffer.reader(1).explain(2, "nonfinite") for _ in range(3)))
+    await asyncio.gather(*(buffer.reader(1).discard(2, "nonfinite") for _ in range(3)))
     audit = await buffer.audit()
-    assert (audit.used, audit.explained, audit.available, audit.ok) == (8, {"nonfinite": 8}, 0, True)
+    assert (audit.used, audit.discarded, audit.available, audit.ok) == (8, {"nonfinite": 8}, 0, True)
     await buffer.close()
 
 
@@ -74,8 +74,8 @@ async def test_payload_that_is_gone_is_explored_again(tmp_path: Path, storage: s
     for lineage in (2, 3):  # given up once, for all lineages to come
         buffer = await opened(tmp_path, storage_type=storage, on_damaged_payload="explain")
         start = await buffer.start_lineage(Version(1, 1), consumption)
-        assert (start.lineage, start.available, await buffer.writer(lineage).held(1)) == (lineage, 0, [])
-        assert (await buffer.audit()).explained["payload_damaged"] == 8 * (lineage - 1)
+        assert (start.lineage, start.available, await buffer.writer(lineage).stored_groups(1)) == (lineage, 0, [])
+        assert (await buffer.audit()).discarded["payload_damaged"] == 8 * (lineage - 1)
         await fill(buffer, lineage, 1, version=Version(1, 1))
         assert ids(await take(buffer, lineage, 2)) == [(1, t, r) for t in range(2) for r in range(4)]
         audit = await buffer.audit()

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, select
 
-from rft.buffer.base import Storage
-from rft.buffer.buffer import Buffer, make_storage
+from rft.buffer.base import Storage, make_storage
+from rft.buffer.buffer import Buffer
 from rft.buffer.schema import groups, uses
 from rft.buffer.settings import BufferSettings
 from rft.errors import PayloadDamaged

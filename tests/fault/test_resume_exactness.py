@@ -6,7 +6,6 @@ Fault points are those of `rft.faults.TRAINER_POINTS`; one run is killed at ten 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -18,14 +17,12 @@ from typing import Any
 import pytest
 
 from rft.faults import TRAINER_POINTS
-from rft.testing.command import rft
 from rft.trainer import manifest as manifests
+from tests.helpers import runs
+from tests.helpers.command import rft
 
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
-spec = importlib.util.spec_from_file_location("runs", CONFIG.parent / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+
 CHILD = Path(__file__).parent / "resume_child.py"
 SEVERAL = ("checkpoint.files", "trainer.update.before", "trainer.update.after")  # reached more than once in a step or a save
 PARITY = """

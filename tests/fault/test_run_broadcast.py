@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from rft.monitor.read import read, series
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parents[1] / "integration" / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 
 @pytest.mark.slow

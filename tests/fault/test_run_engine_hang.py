@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,11 +10,7 @@ import pytest
 
 from rft.monitor.read import read, series
 from rft.testing import tiny
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parents[1] / "integration" / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 STEPS = 12
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -31,12 +22,8 @@ def log(root: Path, name: str) -> str:
 
 def check_rows(root: Path, stalled: int) -> None:
     """Every group is there with every run, was used once, and the metrics say how many engines hung."""
-    done = subprocess.run(
-        [sys.executable, str(runs.ROOT / "scripts" / "audit.py"), str(runs.folder(root)), "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["balanced"] and found["used_twice"] == 0, found
+    ok, found = runs.audit(runs.folder(root))
+    assert ok and found["balanced"] and found["used_twice"] == 0, found
     assert found["used"] == STEPS * 4 * 4, found
     records = read(runs.folder(root) / "metrics.jsonl")
     assert sum(v for _, v in series(records, "rollout/failed")) == 0
@@ -110,11 +97,9 @@ def test_a_part_that_hangs_ends_the_run_which_can_go_on(part: str, tiny_model: P
     run = runs.Run(*arguments)
     run.wait_for("step 3/", 300)
     psutil.Process(runs.state(root)["parts"][part]).send_signal(signal.SIGSTOP)
-    stopped = time.monotonic()
-    code = run.end(120)
+    code = run.end()
     assert code == 4 and f"{part} hangs: its process answers nothing" in run.output, (code, run.output)
     assert "is stopped" in run.output and "cluster.stall_timeout" in run.output
-    assert time.monotonic() - stopped < 60
     again = runs.Run(*arguments)
     assert again.end(600) == 0, again.output
     check_rows(root, stalled=0)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 
 from rft.monitor.read import read, series
 from rft.testing import tiny
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parents[1] / "integration" / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 STEPS = 12
 
@@ -48,12 +40,8 @@ def test_engines_that_are_killed_come_back(tiny_model: Path, tmp_path: Path) -> 
     assert run.end() == 0, run.output
     assert "engine 1 was restarted" in log(tmp_path / "runs", "coordinator")
     assert "is brought back" in log(tmp_path / "runs", "explorer")
-    done = subprocess.run(
-        [sys.executable, str(runs.ROOT / "scripts" / "audit.py"), str(runs.folder(tmp_path / "runs")), "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["balanced"] and found["used_twice"] == 0, found
+    ok, found = runs.audit(runs.folder(tmp_path / "runs"))
+    assert ok and found["balanced"] and found["used_twice"] == 0, found
     assert found["used"] == STEPS * 4 * 4, found
     records = read(runs.folder(tmp_path / "runs") / "metrics.jsonl")
     assert sum(v for _, v in series(records, "rollout/failed")) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rft.monitor.read import read, series
-from rft.testing.command import Done, rft
+from tests.helpers.command import Done, rft
 
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
 REWARD = """

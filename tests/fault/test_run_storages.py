@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,11 +11,7 @@ import psutil
 import pytest
 
 from rft.testing.postgres import PostgresServer
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parents[1] / "integration" / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 BUFFER = "buffer.trainer_input.experience_buffer"
 STEPS = ("trainer.total_steps=12", "trainer.save_interval=3")

@@ -51,9 +51,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "I5 log-probs": (
         "unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",
         "unit/buffer/test_buffer_bad_input.py::test_rows_without_logprobs_say_so",
-        "unit/trainer/test_feed.py::test_rows_that_cannot_be_trained_on_are_refused_by_name",
-        "unit/trainer/test_feed.py::test_log_probs_that_are_all_zero_are_told",
-        "unit/trainer/test_feed.py::test_imitation_takes_rows_without_a_sampling_policy",
+        "unit/trainer/test_batch_builder.py::test_rows_that_cannot_be_trained_on_are_refused_by_name",
+        "unit/trainer/test_batch_builder.py::test_log_probs_that_are_all_zero_are_told",
+        "unit/trainer/test_batch_builder.py::test_imitation_takes_rows_without_a_sampling_policy",
     ),
     "I6 rewards": (
         "unit/buffer/test_buffer_bad_input.py::test_it_is_refused_and_counted",
@@ -62,8 +62,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "I8 equal rewards": (
         "golden/test_advantage_vectors.py::test_equal_rewards_give_exactly_zero",
-        "unit/trainer/test_feed.py::test_rows_of_equal_rewards_are_left_out_but_counted",
-        "unit/trainer/test_feed.py::test_all_rewards_equal_leaves_no_micro_batch",
+        "unit/trainer/test_batch_builder.py::test_rows_of_equal_rewards_are_left_out_but_counted",
+        "unit/trainer/test_batch_builder.py::test_all_rewards_equal_leaves_no_micro_batch",
         "unit/docs/test_metrics_page.py::test_what_is_documented_as_always_there_is_written",  # frac_reward_zero_std
     ),
     "I14 conflicting options": (

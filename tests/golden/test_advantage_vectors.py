@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.algorithm.args import ARGS, check_args
 from rft.algorithm.base import Advantages, StepInputs, StepRow
-from rft.algorithm.build import build, spread
+from rft.algorithm.catalog import check_args, shipped
+from rft.algorithm.composition import build, spread
 from rft.algorithm.pf_ppo import weights
 from rft.plugins import REGISTRY
 from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
 
-NAMES = sorted(name for kind, name in ARGS if kind == "advantage_fn")
+NAMES = sorted(name for kind, name in shipped() if kind == "advantage_fn")
 BY_TOKEN = ("ppo", "reinforceplusplus", "remax", "optimal_token_baseline", "on_policy_distill", "jsd", "clipb", "clipv")
 NO_REWARDS = ("none", "on_policy_distill", "jsd")
 
@@ -248,7 +248,7 @@ def test_reinforce_plus_plus_baseline_and_remax(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_optimal_token_baseline(seed: int) -> None:
     p = Padded(seed)
-    expected = np.zeros(p.mask.shape)
+    expected, tail = np.zeros(p.mask.shape), np.zeros(p.mask.shape)
     for of in p.groups():
         found: dict[int, list[tuple[int, int, float, float]]] = defaultdict(list)  # number of the token -> row, column, G, W
         for i in of:
@@ -260,7 +260,28 @@ def test_optimal_token_baseline(seed: int) -> None:
             b = sum(g * w for *_, g, w in same) / (sum(w for *_, w in same) + 1e-8) if len(of) > 1 else 0.0
             for i, t, g, _ in same:
                 expected[i, t] = g - b
-    p.agrees(advantages("optimal_token_baseline", p.x).values, expected)
+                tail[i, t] = g - (b if len(same) > 1 else 0.0)
+    p.agrees(advantages("optimal_token_baseline", p.x, handle_zero_tail=False).values, expected)
+    p.agrees(advantages("optimal_token_baseline", p.x).values, tail)
+
+
+def test_the_tail_of_the_longest_row_learns() -> None:
+    old, squares = np.log(np.full(4, 0.5, np.float32)), np.full(4, 0.5, np.float32)
+    rows = [row(float(i == 0), n, group="g", run=i, old=old[:n], sum_squares=squares[:n]) for i, n in enumerate((4, 2))]
+    long, short = advantages("optimal_token_baseline", step(rows)).values
+    assert long.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0]) and short.tolist() == pytest.approx([-0.5, -0.5])
+    tail = advantages("optimal_token_baseline", step(rows), handle_zero_tail=False).values[0][2:]
+    assert tail.tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_weights_of_the_correction_scale_the_variance() -> None:
+    """W counts with the squared weight: (1 x 1 + 0 x 4) / (1 + 4)."""
+    numbers = {"old": np.log(np.full(1, 0.5, np.float32)), "sum_squares": np.full(1, 0.5, np.float32)}
+    rows = [
+        row(float(i == 0), 1, group="g", run=i, **numbers, weights=np.full(1, w, np.float32)) for i, w in enumerate((1.0, 2.0))
+    ]
+    assert per_row("optimal_token_baseline", step(rows)) == pytest.approx([0.8, -0.2])
+    assert per_row("optimal_token_baseline", step(rows), rollout_weights=False) == pytest.approx([0.5, -0.5])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -375,10 +396,20 @@ def test_gigpo(rewards: bool, fnorm: str, omega: float) -> None:
         for i, run in enumerate(given)
         for s in range(len(run))
     }
-    same = [[(0, 0), (1, 0)], [(0, 1), (2, 0)], [(0, 2), (1, 1)]]  # a, b (across tasks), c
-    steps = {at: a for names in same for at, a in zip(names, normal([back[n] for n in names]), strict=True)}
-    expected = [episode[r.run] + omega * steps[r.run, r.step] for r in rows]
-    assert per_row("gigpo", step(rows), gamma=gamma, omega=omega, fnorm=fnorm) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    apart = [[(0, 0), (1, 0)], [(0, 1)], [(2, 0)], [(0, 2), (1, 1)]]  # a, b of either task, c
+    pooled = [apart[0], [(0, 1), (2, 0)], apart[3]]
+    for states_of, same in (("task", apart), ("batch", pooled)):
+        steps = {at: a for names in same for at, a in zip(names, normal([back[n] for n in names]), strict=True)}
+        expected = [episode[r.run] + omega * steps[r.run, r.step] for r in rows]
+        given_args = {"gamma": gamma, "omega": omega, "fnorm": fnorm, "states_of": states_of}
+        assert per_row("gigpo", step(rows), **given_args) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_how_hard_a_task_is_is_no_advantage_of_its_states() -> None:
+    """Two tasks that begin in the same state; all runs of one succeed, none of the other."""
+    rows = [row(float(g), 1, group="ab"[g], run=i, step=0, info={"env_state_hash": "start"}) for g in (0, 1) for i in (0, 1)]
+    assert per_row("gigpo", step(rows)) == [0.0] * 4
+    assert per_row("gigpo", step(rows), states_of="batch") == pytest.approx([-0.5, -0.5, 0.5, 0.5], rel=1e-5)
 
 
 def test_gigpo_says_what_is_missing() -> None:

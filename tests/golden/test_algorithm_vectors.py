@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from rft.algorithm.aggregate import aggregate
-from rft.algorithm.args import GrpoArgs, KlArgs, PpoArgs
 from rft.algorithm.base import Denominators, LossInputs, LossOutput, StepInputs, StepRow
-from rft.algorithm.grpo import grpo
-from rft.algorithm.kl import ESTIMATORS
-from rft.algorithm.ppo import ppo
+from rft.algorithm.grpo import GrpoArgs, grpo
+from rft.algorithm.kl import ESTIMATORS, KlArgs
+from rft.algorithm.ppo import PpoArgs, ppo
 from rft.plugins import REGISTRY
 from rft.types.ports import GroupStats
 

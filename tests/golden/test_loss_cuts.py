@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft.algorithm.args import AGG_MODES, ARGS, KL_NAMES
+from rft.algorithm.args import AGG_MODES
 from rft.algorithm.base import Denominators, LossInputs, LossOutput, StepInputs, StepRow
-from rft.algorithm.build import Algorithm, build
-from rft.algorithm.loss_args import LOSSES
+from rft.algorithm.catalog import losses, shipped
+from rft.algorithm.composition import Algorithm, build
+from rft.algorithm.kl import ESTIMATORS
 from rft.plugins import REGISTRY
 from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
@@ -110,11 +111,11 @@ def _extra(name: str, arrays: list[np.ndarray]) -> dict[str, torch.Tensor]:
         keep=[mask for *_, mask in rows],
     )
     part = REGISTRY.get("policy_extra", name).obj
-    made = part(x, [a for _, _, a, _ in rows], LOSSES[name].model_validate(ARGUMENTS.get(name, {})))
+    made = part(x, [a for _, _, a, _ in rows], losses()[name].model_validate(ARGUMENTS.get(name, {})))
     return {key: torch.from_numpy(np.concatenate(values)).double() for key, values in made.items()}
 
 
-ALL = [n for k, n in ARGS if k == "policy_loss_fn"]
+ALL = [n for k, n in shipped() if k == "policy_loss_fn"]
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
@@ -134,7 +135,7 @@ def test_same_data_many_other_cuts_same_gradient(name: str, data: st.DataObject)
 
 
 def _other_cut(name: str, mode: str, data: st.DataObject) -> None:
-    kl = data.draw(st.sampled_from(["none", *(n + plus for n in KL_NAMES for plus in ("", "+"))]))
+    kl = data.draw(st.sampled_from(["none", *(n + plus for n in (*ESTIMATORS, "corrected_k3") for plus in ("", "+"))]))
     algorithm = build(
         AlgorithmSettings(
             policy_loss_fn=name,
@@ -168,7 +169,7 @@ def _same_numbers(at_once: LossOutput, outs: list[LossOutput]) -> None:
         assert max(o.maxima[name] for o in outs) == value
 
 
-@pytest.mark.parametrize("entropy", [n for k, n in ARGS if k == "entropy_loss_fn"])
+@pytest.mark.parametrize("entropy", [n for k, n in shipped() if k == "entropy_loss_fn"])
 def test_entropy_of_own_rows(entropy: str) -> None:
     """`mix` is a mean over the rows that are not an expert's, `default` over all."""
     algorithm = build(

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.args import AGG_MODES, ARGS
+from rft.algorithm.args import AGG_MODES
 from rft.algorithm.base import Denominators, LossInputs, LossOutput, StepInputs, StepRow
-from rft.algorithm.build import build
-from rft.algorithm.loss_args import LOSSES, ClipCovArgs, KlCovArgs, M2poArgs, MixChordArgs
-from rft.algorithm.mix import mu_at
+from rft.algorithm.catalog import losses, shipped
+from rft.algorithm.composition import build
+from rft.algorithm.covariance import ClipCovArgs, KlCovArgs
+from rft.algorithm.expert_mix import MixChordArgs, mu_at
+from rft.algorithm.m2po import M2poArgs
 from rft.plugins import REGISTRY
 from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
@@ -324,12 +326,12 @@ CASES: list[tuple[str, dict[str, Any], Formula]] = [
 
 
 def test_every_loss_has_a_formula() -> None:
-    assert {name for name, _, _ in CASES} == set(LOSSES) == {n for k, n in ARGS if k == "policy_loss_fn"}
+    assert {name for name, _, _ in CASES} == set(losses()) == {n for k, n in shipped() if k == "policy_loss_fn"}
 
 
 def loss(name: str, x: LossInputs, args: dict[str, Any]) -> LossOutput:
     REGISTRY.scan_package("rft.algorithm")
-    out: LossOutput = REGISTRY.get("policy_loss_fn", name).obj(x, LOSSES[name].model_validate(args))
+    out: LossOutput = REGISTRY.get("policy_loss_fn", name).obj(x, losses()[name].model_validate(args))
     return out
 
 
@@ -337,7 +339,7 @@ def loss(name: str, x: LossInputs, args: dict[str, Any]) -> LossOutput:
 @pytest.mark.parametrize(("name", "args", "formula"), CASES, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(CASES)])
 def test_value_and_gradient(name: str, args: dict[str, Any], formula: Formula, mode: str) -> None:
     for seed in (1, 2):
-        s = step(seed, experts=LOSSES[name].samples == "own")
+        s = step(seed, experts=losses()[name].samples == "own")
         x = s.inputs(mode)
         out = loss(name, x, args)
         assert out.loss.item() == pytest.approx(formula(s, s.logprobs, s.logprobs, mode), rel=1e-9)
@@ -352,13 +354,13 @@ def test_value_and_gradient(name: str, args: dict[str, Any], formula: Formula, m
         assert not any(v.requires_grad or v.ndim for v in [*out.sums.values(), *out.maxima.values()])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", losses())
 def test_weights_multiply_token_losses(name: str) -> None:
     """Where a loss is a sum over tokens, twice the weight is twice the loss; imitation and preferences have no sampler to correct."""
-    s = step(3, experts=LOSSES[name].samples == "own")
+    s = step(3, experts=losses()[name].samples == "own")
     alone, twice = (loss(name, s.inputs(weights=w), {}).loss.item() for w in (None, torch.full((len(s.a),), 2.0)))
-    rated = LOSSES[name].samples == "all"
-    if LOSSES[name].samples != "own":
+    rated = losses()[name].samples == "all"
+    if losses()[name].samples != "own":
         assert twice == pytest.approx(alone * (2 if rated else 1))
     uneven = torch.tensor(np.random.default_rng(0).random(len(s.a)))
     if name == "ppo":
@@ -368,10 +370,10 @@ def test_weights_multiply_token_losses(name: str) -> None:
         assert loss(name, s.inputs(weights=uneven), {}).loss.item() == pytest.approx(aggregated(values, s.rows, "token-mean"))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", losses())
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_the_mask_hides_is_harmless(name: str, bad: float) -> None:
-    s = step(4, experts=LOSSES[name].samples == "own")
+    s = step(4, experts=losses()[name].samples == "own")
     hide = lambda values: np.where(s.mask, values, bad)  # noqa: E731
     dirty = replace(
         s,
@@ -386,24 +388,24 @@ def test_what_the_mask_hides_is_harmless(name: str, bad: float) -> None:
         torch.testing.assert_close(shown.sums[metric], value, msg=metric)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", losses())
 def test_rows_without_advantage_are_left_out_only_where_they_have_no_gradient(name: str) -> None:
-    s = step(5, experts=LOSSES[name].samples == "own")
+    s = step(5, experts=losses()[name].samples == "own")
     x = replace(s, a=np.zeros_like(s.a)).inputs()
     out = loss(name, x, {})
     (grad,) = torch.autograd.grad(out.loss, x.logprobs)
-    assert LOSSES[name].model_validate({}).zero_without_advantage == (out.loss.item() == 0 and not grad.any())
+    assert losses()[name].model_validate({}).zero_without_advantage == (out.loss.item() == 0 and not grad.any())
 
 
 def test_a_regulariser_needs_every_row() -> None:
-    of = LOSSES["rec"].model_validate
+    of = losses()["rec"].model_validate
     assert of({"regularizer": "k2"}).zero_without_advantage
     assert not of({"regularizer": "k2", "regularizer_coef": 0.1}).zero_without_advantage
 
 
 def test_float32_is_near_float64() -> None:
-    for name in LOSSES:
-        s = step(6, experts=LOSSES[name].samples == "own")
+    for name in losses():
+        s = step(6, experts=losses()[name].samples == "own")
         exact, near = (loss(name, s.inputs(dtype=d), {}).loss.item() for d in (torch.float64, torch.float32))
         assert near == pytest.approx(exact, rel=2e-5, abs=1e-6), name
 
@@ -427,7 +429,7 @@ def kl_token(name: str, live: float, ref: float, old: float) -> float:
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
-@pytest.mark.parametrize("name", [n for k, n in ARGS if k == "kl_loss_fn" and n != "none"])
+@pytest.mark.parametrize("name", [n for k, n in shipped() if k == "kl_loss_fn" and n != "none"])
 def test_kl_value_and_gradient(name: str, mode: str) -> None:
     """`name+` has the gradient of k2 and the value of `name`."""
     REGISTRY.scan_package("rft.algorithm")
@@ -438,7 +440,7 @@ def test_kl_value_and_gradient(name: str, mode: str) -> None:
         return 0.5 * aggregated([kl_token(name, *v) for v in zip(live, s.ref, s.old, strict=True)], s.rows, mode)
 
     x = s.inputs(mode)
-    out = REGISTRY.get("kl_loss_fn", name).obj(x, ARGS["kl_loss_fn", name].model_validate({"kl_coef": 0.5}))
+    out = REGISTRY.get("kl_loss_fn", name).obj(x, shipped()["kl_loss_fn", name].model_validate({"kl_coef": 0.5}))
     assert out.loss.item() == pytest.approx(formula(s.logprobs, name.rstrip("+")), rel=1e-9)
     (grad,) = torch.autograd.grad(out.loss, x.logprobs)
     pull = "k2" if name.endswith("+") else name
@@ -452,7 +454,7 @@ def test_kl_value_and_gradient(name: str, mode: str) -> None:
 
 def test_an_expert_has_no_old_policy_to_correct_for() -> None:
     s = replace(step(12), expert=np.ones(21, bool))
-    kl = lambda name: REGISTRY.get("kl_loss_fn", name).obj(s.inputs(), ARGS["kl_loss_fn", name].model_validate({})).loss  # noqa: E731
+    kl = lambda name: REGISTRY.get("kl_loss_fn", name).obj(s.inputs(), shipped()["kl_loss_fn", name].model_validate({})).loss  # noqa: E731
     assert kl("corrected_k3").item() == pytest.approx(kl("k3").item())
 
 
@@ -532,6 +534,20 @@ def replace_inputs(x: LossInputs, **changes: Any) -> LossInputs:
     return replace(x, **changes)
 
 
+def test_topr_clips_the_ratio_of_the_whole_answer_as_in_the_paper() -> None:
+    """20 tokens at -0.1 nats: 0.905 each, 0.135 together."""
+    tokens = torch.full((20,), -1.1, requires_grad=True)
+    x = LossInputs(
+        logprobs=tokens, old_logprobs=torch.full((20,), -1.0), advantages=torch.full((20,), -1.0), mask=torch.ones(20, dtype=torch.bool),
+        row=torch.zeros(20, dtype=torch.int64), num_rows=1, denominators=Denominators(20.0, 1.0, 20),
+    )  # fmt: skip
+    for ratio, weight in (("token", math.exp(-0.1)), ("sequence", math.exp(-2.0))):
+        out = loss("topr", x, {"ratio": ratio})
+        (grad,) = torch.autograd.grad(out.loss, tokens)
+        assert out.sums["avg_alpha"].item() / 20 == pytest.approx(weight, rel=1e-5)
+        assert grad.tolist() == pytest.approx([weight / 20] * 20, rel=1e-5)
+
+
 def test_metrics_divide_to_means() -> None:
     s = step(9)
     n = s.mask.sum()
@@ -556,9 +572,9 @@ def test_the_metrics_page_names_what_each_loss_tells() -> None:
     for names, metrics in re.findall(r"^\| ([a-z][^|]*) \| ([^|]*) \|", table, re.MULTILINE):
         for name in names.split(", "):
             told[name] = {m.removeprefix("actor/") for m in re.findall(r"`([^`]+)`", metrics)}
-    for name in LOSSES:
+    for name in losses():
         args = {"enable_sequence_masking": True} if name == "ppo" else {}
-        out = loss(name, step(10, experts=LOSSES[name].samples == "own").inputs(), args)
+        out = loss(name, step(10, experts=losses()[name].samples == "own").inputs(), args)
         assert (out.sums.keys() | out.maxima.keys()) - of_all == told.get(name, set()), name
 
 

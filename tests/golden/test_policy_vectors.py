@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from rft.algorithm.base import Denominators, StepInputs, StepRow
-from rft.algorithm.build import build
+from rft.algorithm.composition import build
 from rft.algorithm.controller import KlController
-from rft.algorithm.correction import correct, diagnostics
-from rft.algorithm.correction_args import CorrectionArgs
+from rft.algorithm.correction import CorrectionArgs, correct, diagnostics
 from rft.algorithm.value import ValueInputs, explained_variance, value_loss
 from rft.errors import ConfigErrors
 from rft.trainer.settings import AlgorithmSettings

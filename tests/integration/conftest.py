@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import socket
@@ -19,15 +18,12 @@ import pytest
 import yaml
 
 from rft.launch import leftovers
+from tests.helpers import runs
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).parent / "tiny_config.yaml"
 PORTS = (6379, 8265, 10001)  # where a Ray that nobody configured would listen
 
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
 
 ENVIRONMENT = {  # planted secrets; nothing may print or store them
     "WANDB_API_KEY": "c4a7enva" * 5,

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rft.config.check import check
+from rft.config.verify import check
 from rft.monitor.read import read, series
 from rft.testing import tiny
-from rft.testing.command import rft
+from tests.helpers.command import rft
 
 SCRIPTS = Path(__file__).parents[1] / "unit" / "convert" / "scripts"
 WINDOWS, INTERVAL = 2, 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rft.config.check import check
+from rft.config.verify import check
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
 from rft.testing import tiny

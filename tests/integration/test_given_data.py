@@ -15,11 +15,11 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
-from rft.config.check import check
+from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
-from rft.taskset.given import open_given, sides
+from rft.taskset.offline_data import open_offline_data, sides
 from rft.testing import tiny
 
 INPUT = "buffer.trainer_input.experience_buffer"
@@ -93,8 +93,8 @@ def test_the_first_loss_is_the_formula_on_the_rows_of_the_step(config: Callable[
     file = config(kind)
     run = execute(file, [], in_process=True).run_dir
     plan = check(file).plan
-    assert plan is not None and plan.trainer.given is not None
-    data = open_given(plan.trainer.given)
+    assert plan is not None and plan.trainer.offline_data is not None
+    data = open_offline_data(plan.trainer.offline_data)
     rows = [sides(data.records[at])[0] for at in data.batch(1, 8, plan.seed)]
     each = np.concatenate([logprobs(tiny_model, *row) for row in rows])
     assert len(each) == metric(run, "experience/response_tokens")[1] == (16 if kind == "sft" else 8 * 3)
@@ -114,7 +114,7 @@ def test_the_loss_of_pairs_is_the_formula(config: Callable[..., Path], tmp_path:
     plan = check(file).plan
     assert plan is not None and plan.trainer.held_out is not None
     margins, chosen = [], []
-    for record in open_given(plan.trainer.held_out).records:
+    for record in open_offline_data(plan.trainer.held_out).records:
         now, base = ([logprobs(m, *side).sum() for side in sides(record)] for m in (exported(run, 2), tiny_model))
         margins.append(0.1 * ((now[0] - base[0]) - (now[1] - base[1])))
         chosen.append(now[0])

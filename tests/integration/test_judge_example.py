@@ -15,9 +15,10 @@ from rft.buffer.query import open_run
 from rft.cli.main import make
 from rft.errors import ShortBatch
 from rft.launch.execute import execute
-from rft.reward.judge import meter
-from rft.reward.judge.desk import BudgetUsedUp
-from rft.testing.judge import FakeJudge, JudgeServer
+from rft.reward import judge_metrics
+from rft.reward.judge_costs import BudgetUsedUp
+from rft.testing.judge import FakeJudge
+from tests.helpers.judge_server import JudgeServer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "judge" / "config.yaml"
@@ -33,7 +34,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-key-of-the-example")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(meter, "_METERS", {})  # of this process, where other tests have judges of the same name
+    monkeypatch.setattr(judge_metrics, "_BY_NAME", {})  # of this process, where other tests have judges of the same name
     with JudgeServer(FakeJudge(variety), usage=(200, 20)) as made:
         monkeypatch.setenv("OPENAI_BASE_URL", made.url)
         yield made

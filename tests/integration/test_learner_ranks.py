@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from rft.testing import ranks
 from rft.trainer import shards
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
 from rft.types.ids import Version
+from tests.helpers import ranks
 
 
 def rows() -> list[TrainRow]:
@@ -133,16 +133,16 @@ def go_on(learner: Learner, rank: int, world: int, folder: Path) -> None:
 
 def load_big(rank: int, world: int, rendezvous: str, model: str, folder: Path, warm: Path) -> None:
     """Peak memory of loading, above what the process had before."""
-    from rft.trainer import model as models
+    from rft.trainer import policy as policies
     from rft.trainer import sharding
 
-    settings = LearnerSettings(model_path=model, cpu_threads=1, world_size=world, share_prompts=False)
+    settings = LearnerSettings(model_path=model, cpu_threads=1, world_size=world, row_layout="padded")
     sharding.join(settings, rank, rendezvous)
-    models.load(replace(settings, model_path=str(warm)))
+    policies.load(replace(settings, model_path=str(warm)))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
-    policy = models.load(settings)
+    policy = policies.load(settings)
     peak = resident("VmHWM") - before
     held = sum(p.to_local().nbytes for p in policy.parameters())
     (folder / f"memory{rank}.json").write_text(json.dumps({"peak": peak, "held": held}))

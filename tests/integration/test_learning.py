@@ -1,16 +1,10 @@
 """A random model learns the tiny task from scratch, in one process, whatever the seed of its weights, its data and its sampling."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from rft.monitor.read import read, series
 from rft.testing import tiny
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
+import learning
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "learning.py"
-spec = importlib.util.spec_from_file_location("learning", SCRIPT)
-assert spec is not None and spec.loader is not None
-learning: Any = importlib.util.module_from_spec(spec)
-sys.modules["learning"] = learning  # its dataclasses look themselves up there
-spec.loader.exec_module(learning)
 
 
 @pytest.mark.slow

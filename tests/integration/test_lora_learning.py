@@ -4,17 +4,14 @@ The random model's embedding is frozen and is its output layer too: its rows are
 likelier than about 0.05.  From 0.005 that is what there is to learn.
 """
 
-import importlib.util
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from rft.monitor.read import read, series
+from tests.helpers import runs
 
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
 STEPS = 60
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rft.cli.export import copy_model
+from rft.cli.export_command import copy_model
 from rft.errors import WeightSyncFailed
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
@@ -46,7 +46,7 @@ def test_a_rejected_adapter_leaves_the_one_before(tiny_model: Path, tmp_path: Pa
     given = [f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}", "algorithm.optimizer.lr=0.01"]
     given += ["model.lora_configs=[{lora_rank: 4}]"]
     monkeypatch.setenv("RFT_FAULT", "sync.stale_head:3-")
-    with pytest.raises(WeightSyncFailed, match=r"computes with other weights than published.* serve 1:1 again, proven"):
+    with pytest.raises(WeightSyncFailed, match=r"computes with other weights than published.* serve 1:1 again, verified"):
         execute(TINY, given, in_process=True)
     monkeypatch.delenv("RFT_FAULT")
     assert execute(TINY, given, in_process=True).version.step == 2

@@ -1,21 +1,12 @@
 """The main job with everything real: vLLM, Ray, FSDP2 on two ranks, the buffer, weights synchronised and proven after every step."""
 
-import importlib.util
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import psutil
 import pytest
 
 from rft.launch import leftovers
 from rft.monitor.read import read, series
 from rft.trainer import manifest as manifests
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 ACCURACY = "eval/copy_eval/mean@1"
 
@@ -82,14 +73,8 @@ def test_nothing_is_left(job):
 @pytest.mark.vllm
 def test_the_account_balances_from_files_alone(job):
     root, *_ = job
-    done = subprocess.run(
-        [sys.executable, str(runs.ROOT / "scripts" / "audit.py"), str(runs.folder(root))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"used 40960\b", done.stdout) or "40960" in done.stdout, done.stdout  # 80 steps x 64 tasks x 8 runs
+    ok, found = runs.audit(runs.folder(root))
+    assert ok and found["used"] == 40960, found  # 80 steps x 64 tasks x 8 runs
 
 
 @pytest.mark.vllm

@@ -1,12 +1,10 @@
-"""Several explorers of one run in simulated time: the real hub, explorers, buffer, synchronizer and trainer loop; processes are events."""
+"""Several explorers of one run in simulated time; processes are events, everything else but models and optimizer is real."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,23 +15,22 @@ import pytest
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
-from rft.config.check import load_plan
+from rft.config.verify import load_plan
 from rft.errors import DeadlineExceeded, EngineFailed, RunFailed, SetupError
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
 from rft.launch import drive
-from rft.launch.hub import Hub, Seat
-from rft.launch.parts import Start
+from rft.launch.coordinator import Coordinator, ExplorerClient
+from rft.launch.drive import Signals
+from rft.launch.start import Start
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
+from rft.sync.waits import cancel
 from rft.taskset.settings import TasksetSettings
 from rft.trainer.settings import TrainerSettings
 from rft.types.ports import WeightManifest
+from tests.helpers import simulated
 
-spec = importlib.util.spec_from_file_location("simulated_many", Path(__file__).parent / "simulated.py")
-simulated = importlib.util.module_from_spec(spec)
-sys.modules["simulated_many"] = simulated
-spec.loader.exec_module(simulated)
 now = simulated.now
 
 STYLES = (
@@ -60,7 +57,7 @@ class Player:
 
 @dataclass
 class Found(simulated.Run):
-    dealt: list[tuple[str, int, bool]] = field(default_factory=list)
+    assigned: list[tuple[str, int, bool]] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
 
 
@@ -101,7 +98,7 @@ class Engine(simulated.Engine):
 
 
 class Process:
-    """What the hub sees of an explorer's process."""
+    """What the coordinator sees of an explorer's process."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -114,47 +111,48 @@ class Process:
         self.ended.set()
 
 
-class Watched(Seat):
-    """The seat, which also tells what was dealt and dies on request."""
+class Watched(ExplorerClient):
+    """The client, which also tells what was assigned and dies on request."""
 
     player: Player
     found: Found
     process: Process
     world: Any
 
-    async def begin(self, lag: int | None, fingerprint: str) -> Any:
-        begun = await super().begin(lag, fingerprint)
+    async def next_batch(self, **order: Any) -> Any:
+        begun = await super().next_batch(**order)
         if not isinstance(begun, str):
-            self.found.dealt.append((self.player.name, begun.batch, begun.again))
+            self.found.assigned.append((self.player.name, begun.batch, begun.again))
             self.found.versions[begun.batch] = begun.version.step
             if self.player.dies_at is not None and begun.batch >= self.player.dies_at:
                 asyncio.get_running_loop().call_later(0.4, self.process.ended.set)
         return begun
 
 
-async def process(player: Player, hub: Hub, buffer: Buffer, world: Any, found: Found, tasks: ExplorerSettings) -> None:
+async def process(
+    player: Player, coordinator: Coordinator, buffer: Buffer, world: Any, found: Found, tasks: ExplorerSettings
+) -> None:
     """One `rft run` with mode: explore."""
     await asyncio.sleep(player.joins_at)
     engine, own = Engine(replace(world, explore_s=(player.explore_s,)), found), Process()
     engine.ended = own.ended
-    joined = await hub.join(player.name, ["here"], [engine], own, SyncSettings(backend=player.backend))
-    seat = Watched(hub, player.name, joined)
-    seat.player, seat.found, seat.process, seat.world = player, found, own, world
+    joined = await coordinator.join(player.name, ["here"], [engine], own, SyncSettings(backend=player.backend))
+    client = Watched(coordinator, player.name, joined)
+    client.player, client.found, client.process, client.world = player, found, own, world
     explorer = Explorer(
         replace(tasks, name=player.name, max_inflight=None),
-        model=simulated.EnginePool([engine], revive=seat.revive),
+        model=simulated.EnginePool([engine], revive=client.revive),
         buffer=buffer.writer(1),
-        gate=seat,
-        sink=hub,
+        gate=client,
+        sink=coordinator,
         lineage=1,
         cursor=joined.start.cursor,
-        dealer=seat,
     )
     playing, end = asyncio.ensure_future(explorer.run()), asyncio.ensure_future(own.ended.wait())
     await asyncio.wait({playing, end}, return_when=asyncio.FIRST_COMPLETED)
     if not end.done():
         await playing
-        await hub.leave(player.name, joined.seat, "")
+        await coordinator.leave(player.name, joined.member, "")
         found.outcomes[player.name] = "done"
         end.cancel()
         return
@@ -164,7 +162,7 @@ async def process(player: Player, hub: Hub, buffer: Buffer, world: Any, found: F
     found.outcomes[player.name] = "killed"
     if player.again is not None:
         await asyncio.sleep(player.again)
-        await process(replace(player, dies_at=None, joins_at=0.0), hub, buffer, world, found, tasks)
+        await process(replace(player, dies_at=None, joins_at=0.0), coordinator, buffer, world, found, tasks)
 
 
 def play(world: Any, players: list[Player], plan: Any, folder: Path, **sync: Any) -> Found:
@@ -200,25 +198,32 @@ async def _play(world: Any, players: list[Player], plan: Any, folder: Path, foun
     await buffer.open()
     await buffer.start_lineage(None, None)
     ranks = simulated.Ranks()
-    hub = Hub(plan, ranks, buffer.writer(1), Start(1), "here")
+    coordinator = Coordinator(plan, ranks, buffer.writer(1), Start(1), "here")
     trainer = simulated.SimTrainer(
         TrainerSettings(
             total_steps=world.steps, batch_groups=world.step_groups, batch_rows=None, checkpoint_dir=folder / "checkpoints",
             max_staleness=s.max_staleness, require_batches=world.require_batches,
         ),
-        ranks, buffer.reader(1), hub, hub, transport=simulated.Transport(), lineage=1, start_step=0, parent=None,
+        ranks, buffer.reader(1), coordinator, coordinator, transport=simulated.Transport(), lineage=1, start_step=0, parent=None,
         must_publish=s.must_publish, first_after=s.first_after, on_demand=s.on_demand,
     )  # fmt: skip
     trainer.world, trainer.found = world, found
-    others = [asyncio.ensure_future(process(p, hub, buffer, world, found, tasks)) for p in players]
+    others = [asyncio.ensure_future(process(p, coordinator, buffer, world, found, tasks)) for p in players]
     try:
-        await drive.work(trainer.run(), hub.play(), (trainer,), hub, lambda record: found.records.append(record), drive.Signals())
+        await drive.work(
+            trainer.run(),
+            coordinator.serve_explorers(),
+            (trainer,),
+            coordinator,
+            lambda record: found.records.append(record),
+            Signals(),
+        )
         await asyncio.gather(*others)
     finally:
-        await drive.cancel(others)
+        await cancel(others)
         found.end = now()
         found.audit = await buffer.audit()
-        await hub.close()
+        await coordinator.close()
         await buffer.close()
 
 
@@ -245,7 +250,7 @@ def check(world: Any, found: Found) -> None:
         assert found.oldest <= bound
     per_step = Counter(step for step, *_ in found.rows)
     assert set(per_step.values()) == {2 * world.step_groups}, "each step has each of its rows once"
-    first = [b for _, b, again in found.dealt if not again]
+    first = [b for _, b, again in found.assigned if not again]
     assert first == sorted(first) and len(set(first)) == len(first), "one order for all"
 
 
@@ -257,7 +262,7 @@ def test_two_explorers_share_one_order(schedule, partial, plan, tmp_path):
     check(world, found)
     assert found.outcomes == {"a": "done", "b": "done"}
     if schedule.staleness_bound:
-        assert {name for name, *_ in found.dealt} == {"a", "b"}
+        assert {name for name, *_ in found.assigned} == {"a", "b"}
 
 
 @pytest.mark.parametrize("schedule", STYLES, ids=lambda s: f"{s.style}-{s.interval}-{s.offset}")
@@ -269,8 +274,8 @@ def test_the_batches_of_an_explorer_that_is_killed_are_played_by_another(schedul
     check(world, found)
     assert found.outcomes["b"] == "done"
     assert found.outcomes["a"] in ("killed", "done")
-    for name, batch, again in found.dealt:
-        assert not again or (name == "b" and ("a", batch, False) in found.dealt)
+    for name, batch, again in found.assigned:
+        assert not again or (name == "b" and ("a", batch, False) in found.assigned)
 
 
 @pytest.mark.parametrize("schedule", STYLES, ids=lambda s: f"{s.style}-{s.interval}-{s.offset}")
@@ -279,7 +284,7 @@ def test_the_only_explorer_is_killed_and_comes_back(schedule, plan, tmp_path):
     found = play(world, [Player(name="a", dies_at=3, again=20.0)], plan, tmp_path)
     check(world, found)
     assert found.outcomes["a"] == "done" and found.end > 20
-    assert any(again for *_, again in found.dealt)
+    assert any(again for *_, again in found.assigned)
 
 
 def test_max_inflight_holds_over_all_explorers(plan, tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.check import check
 from rft.config.plan import Facts
+from rft.config.verify import check
 from rft.engine.environment import ALLOCATOR, library
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +24,9 @@ import json, sys
 from pathlib import Path
 import numpy as np
 import ray
-from rft.config.memory import micro_batch
+from rft.config.memory_estimate import micro_batch
 from rft.config.plan import Facts
-from rft.config.check import check
+from rft.config.verify import check
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 
@@ -44,7 +44,7 @@ for step in (1, 2):  # from the second on the moments are there
             rows.append(TrainRow(tokens=tokens, loss_mask=np.arange(len(tokens)) >= prompt, logprobs=-5 * ones, temperatures=ones,
                                  advantages=np.full(response, rng.normal(), np.float32), group=str(group)))
     s = made.learner
-    (cut,) = plan(rows, 1, Budget(s.max_token_len_per_gpu, s.share_prompts))
+    (cut,) = plan(rows, 1, Budget(s.max_token_len_per_gpu, s.row_layout))
     micros = tuple(tuple(rows[i] for i in micro) for micro in cut)
     learner.step(RankBatch(step=step, micro_batches=micros, tokens=float(len(rows) * response), rows=float(len(rows))))
 lines = Path("/proc/self/status").read_text().splitlines()

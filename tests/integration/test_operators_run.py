@@ -54,6 +54,6 @@ def test_dynamic_sampling_rejects_refills_and_trains(tmp_path: Path, tiny_model:
     assert [v["experience/groups"] for v in trained] == [4, 4]
     assert sum(v["experience/rows"] for v in trained) == started - dropped
     audit = audit_run(outcome.run_dir)
-    assert audit.ok and audit.acked == started and audit.used == started - dropped and audit.explained == {"filtered": dropped}
+    assert audit.ok and audit.acked == started and audit.used == started - dropped and audit.discarded == {"filtered": dropped}
     copy = [json.loads(line) for line in (outcome.run_dir / "buffer" / "explorer_output.jsonl").read_text().splitlines()]
     assert len({line["id"] for line in copy}) == started and all(not line["reason"] for line in copy)

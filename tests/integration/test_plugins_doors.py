@@ -18,21 +18,29 @@ from rft.taskset.settings import TasksetSettings
 from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.ids import Version
+from rft.types.ports import Assignment
 
 
 class OpenGate:
     """A trainer that is always ready."""
 
-    async def may_explore(self, batch):
-        return Version(1, 0)
+    def __init__(self):
+        self._next = 0
 
-    async def served(self, version):
-        return None
+    async def next_batch(self, *, lag, fingerprint, total):
+        self._next += 1
+        return Assignment(batch=self._next - 1, version=Version(1, 0)) if self._next <= total else "all are explored"
+
+    async def evaluates(self):
+        return True
+
+    async def wait_verified(self, version):
+        return True
 
     async def explored(self, batch):
         return None
 
-    async def final(self):
+    async def wait_final(self):
         return Version(1, 0)
 
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from rft.monitor.read import read, series
 from rft.testing import tiny
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,21 @@ from pathlib import Path
 
 import pytest
 
-from rft.compat.rewards import said
+from rft.compat.trinity_rewards import make_transcript
 from rft.plugins import load_all
-from rft.reward import pool
 from rft.reward.base import score
-from rft.reward.build import build
-from rft.testing.command import forget_plugins
+from rft.reward.build_reward import build
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import Task
-from rft.workflow.build import Recipes
+from rft.worker import job_pool
 from rft.workflow.group import run_group
-from rft.workflow.run import Limits
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
+from tests.helpers.command import forget_plugins
 
 pytestmark = pytest.mark.slow
-LIMITS = Limits(max_timeout_s=60.0)
+LIMITS = RunLimits(max_timeout_s=60.0)
 IMPORT = re.compile(r"^(\s*)from trinity\.[a-z_.]+ import", re.MULTILINE)
 KEPT = (
     "common/rewards/eval_utils",
@@ -76,7 +76,7 @@ def public(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     (root / "__init__.py").write_text("")
     yield take
-    pool.close_all()
+    job_pool.close_all()
     for name in [n for n in sys.modules if n.startswith("public_files")]:
         del sys.modules[name]
     forget_plugins(tmp_path)
@@ -187,7 +187,9 @@ async def test_frozen_lake_in_one_sequence(public):
 async def test_format_reward(public):
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
     file = public("common/rewards/format_reward")
-    found = await score(build(name(file, "FormatReward"), {}), task, said("<think>\na\n</think>\n<answer>\n2\n</answer>"))
+    found = await score(
+        build(name(file, "FormatReward"), {}), task, make_transcript("<think>\na\n</think>\n<answer>\n2\n</answer>")
+    )
     assert found.parts == {"format_score": 0.1}
 
 
@@ -195,7 +197,7 @@ async def test_countdown_reward(public):
     pytest.importorskip("word2number")  # what the public file's helpers import
     file = public("common/rewards/countdown_reward", "common/rewards/eval_utils", "common/rewards/qwen25_eval")
     task = Task(taskset="t", index=0, prompt="p", truth=json.dumps({"target": 5, "numbers": [2, 3]}), workflow="w")
-    found = await score(build(name(file, "CountDownRewardFn"), {}), task, said("Assistant: <answer>2+3</answer>"))
+    found = await score(build(name(file, "CountDownRewardFn"), {}), task, make_transcript("Assistant: <answer>2+3</answer>"))
     assert found.value == 1.0
 
 
@@ -203,4 +205,4 @@ async def test_dapo_reward(public):
     pytest.importorskip("pylatexenc")
     file = public("common/rewards/dapo_reward", "common/rewards/naive_dapo_score")
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
-    assert (await score(build(name(file, "MathDAPORewardFn"), {}), task, said("Answer: 2"))).value == 1.0
+    assert (await score(build(name(file, "MathDAPORewardFn"), {}), task, make_transcript("Answer: 2"))).value == 1.0

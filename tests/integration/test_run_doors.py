@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rft.monitor.read import read, series
-from rft.testing.command import rft
+from tests.helpers.command import rft
 
 
 def played(folder: Path) -> dict[str, set[tuple[str, float]]]:
@@ -68,4 +68,4 @@ def test_a_plugin_that_does_not_import_stops_the_run_before_it_starts(tiny_model
     assert done.code == 2
     for text in ("broken.py failed to import", "line 2, in helper", "RuntimeError: broken on import"):
         assert text in done.output
-    assert not (tmp_path / "project").exists() and done.seconds < 20
+    assert not (tmp_path / "project").exists() and done.cpu_s < 20

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from rft.logs import REDACTED
 from rft.monitor.read import read
-from rft.testing.command import rft
+from tests.helpers.command import rft
+from tests.helpers.trackers import tensorboard, wandb_values
 
 HERE = Path(__file__).parent
 
 
-def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
 def test_both_trackers_have_what_metrics_jsonl_has(ray_run: Any) -> None:
-    contract = module(HERE.parent / "contract" / "test_monitor_trackers.py")
     written = {(r.role, name, r.step): value for r in read(ray_run.folder / "metrics.jsonl") for name, value in r.values.items()}
     assert {role for role, _, _ in written} == {"explorer", "trainer", "synchronizer", "eval"}
     assert {step for role, _, step in written if role == "trainer"} == {1, 2}
-    boards, text = contract.tensorboard(ray_run.folder)
-    runs, run = contract.wandb_values(ray_run.folder)
+    boards, text = tensorboard(ray_run.folder)
+    runs, run = wandb_values(ray_run.folder)
     # In wandb two roles share a name: the one that came second has its role put first.
     runs = {
         (role, name if (role, name, step) in written else name.removeprefix(f"{role}/"), step): v

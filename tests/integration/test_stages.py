@@ -11,8 +11,8 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from rft.cli.export import copy_model
-from rft.cli.status import collect, lines
+from rft.cli.export_command import copy_model
+from rft.cli.status_command import collect, lines
 from rft.errors import CheckpointInvalid, ConfigError, ConfigErrors, RftError, SetupError
 from rft.launch.execute import execute
 

@@ -1,16 +1,10 @@
 """A weight sync that goes wrong inside a real vLLM worker stops the run, named; the engines are left with proven weights."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from rft.launch import leftovers
 from rft.monitor.read import read, series
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 FAULTS = {  # what the worker does at its third and later loads, and what must be said
     "sync.skip": "canary",

@@ -11,6 +11,7 @@ CODE = """
 import asyncio, sys
 from pathlib import Path
 from rft.launch.cluster import Cluster
+
 cluster = Cluster.connect(None, num_cpus=int(sys.argv[1]))
 try:
     import ray

@@ -5,7 +5,6 @@ The hosts are namespaces of Linux (network, mounts, host name), which takes root
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -18,10 +17,7 @@ from typing import Any
 
 import pytest
 
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 EXAMPLE = runs.ROOT / "examples" / "two_processes"
 NEEDED = ("ip", "unshare", "nsenter", "mount")

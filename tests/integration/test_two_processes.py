@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,7 @@ import pytest
 
 from rft.launch import leftovers
 from rft.monitor.read import read, series
-
-spec = importlib.util.spec_from_file_location("runs", Path(__file__).parent / "runs.py")
-assert spec is not None and spec.loader is not None
-runs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runs)
+from tests.helpers import runs
 
 EXAMPLE = runs.ROOT / "examples" / "two_processes"
 START_S = 400  # of three commands on a machine that does other things, too
@@ -55,6 +53,54 @@ def cluster() -> Iterator[Cluster]:
     cluster.end()
 
 
+class Gate:
+    """Runs of `gated_workflow` wait at its socket until it is open."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gate-", dir="/tmp")  # a short name
+        self.path = f"{self._folder.name}/socket"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen(4096)
+        self._thread = threading.Thread(target=self._let_in, daemon=True)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        given = "buffer.explorer_input"
+        args = f"workflow_args={{socket: {self.path}}}"
+        return (
+            f"{given}.default_workflow_type=gated_workflow",
+            f"{given}.taskset.{args}",
+            f"{given}.eval_tasksets.0.{args}",
+            f"--plugin-dir={runs.ROOT / 'scripts' / 'plugins'}",
+        )
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def _let_in(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                with connection:
+                    connection.send(b".")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._folder.cleanup()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
+
+
 class Job:
     """The commands of one run."""
 
@@ -82,6 +128,14 @@ class Job:
 
     def log(self, name: str = "coordinator") -> str:
         return (self.folder / "logs" / f"{name}.log").read_text()
+
+    def wait_for_explorers(self, *names: str) -> None:
+        """Until all of them have joined the trainer."""
+        wanted = [f"explorer {name} on" for name in names]
+        path, deadline = self.folder / "logs" / "coordinator.log", time.monotonic() + START_S
+        while not (path.exists() and all(text in self.log() for text in wanted)):
+            assert time.monotonic() < deadline, f"not all of {names} have joined within {START_S} s"
+            time.sleep(0.1)
 
     def balanced(self) -> str:
         done = subprocess.run(
@@ -111,17 +165,20 @@ def parts_left() -> list[str]:
     return found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("method", "engine"),
     [("memory", "transformers"), ("nccl", "transformers"), pytest.param("nccl", "vllm", marks=pytest.mark.slow)],
 )
-def test_an_explorer_before_and_one_after_the_trainer(method, engine, launch, cluster, tiny_model, tmp_path):
+def test_an_explorer_before_and_one_after_the_trainer(method, engine, launch, cluster, gate, tiny_model, tmp_path):
+    """No run is played before both explorers are there, however long one takes to start."""
     way = (f"synchronizer.sync_method={method}", f"explorer.rollout_model.engine_type={engine}")
-    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8", "explorer.eval_interval=4", *way)
+    job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8", "explorer.eval_interval=4", *way, *gate.overrides)
     early = job.explore("early")
     early.wait_for("view  rft status", START_S)
     trainer, late = job.train(), job.explore("late")
+    job.wait_for_explorers("early", "late")
+    gate.open()
     codes = [x.end(START_S) for x in (trainer, early, late)]
     assert codes == [0, 0, 0], f"{trainer.output}\n{early.output}\n{late.output}"
     assert "acked 512 = used 512" in job.balanced()  # 8 steps x 8 tasks x 8 runs
@@ -134,7 +191,7 @@ def test_an_explorer_before_and_one_after_the_trainer(method, engine, launch, cl
     assert parts_left() == []
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_another_configuration_is_refused_with_what_differs(launch, cluster, tiny_model, tmp_path):
     job = Job(launch, cluster, tiny_model, tmp_path, "trainer.total_steps=8")
     trainer = job.train()
@@ -162,7 +219,7 @@ def test_an_explorer_is_killed_and_started_again(launch, cluster, tiny_model, tm
     assert codes == [0, 0], f"{trainer.output}\n{again.output}"
     log = job.log()
     assert "explorer only is gone" in log and log.count("has joined") == 2
-    assert ("are dealt again" in log) == (", again" in log), "whether it had a batch when it was killed is chance"
+    assert ("are assigned again" in log) == (", again" in log), "whether it had a batch when it was killed is chance"
     assert "acked 1600 = used 1600" in job.balanced()  # 25 steps x 8 tasks x 8 runs
     job.within_bound(25)
     assert parts_left() == []

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import yaml
 
-from rft.config.check import load_plan
+from rft.config.verify import load_plan
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
-from rft.trainer import feed
+from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.ranks import Ranks
 from rft.types.block import decode
@@ -55,14 +55,14 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def leases(config: Path) -> list[Lease]:
     """What each train step of the run was given."""
     seen: list[Lease] = []
-    read = feed.read
+    read = batch_builder.read
 
-    def keep(lease: Lease, **needs: Any) -> feed.Read:
+    def keep(lease: Lease, **needs: Any) -> batch_builder.DecodedLease:
         seen.append(lease)
         return read(lease, **needs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feed, "read", keep)
+        patch.setattr(batch_builder, "read", keep)
         execute(config, [], in_process=True)
     return seen
 

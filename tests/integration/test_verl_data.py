@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rft.config.check import check, load_plan
 from rft.config.plan import Facts
+from rft.config.verify import check, load_plan
 from rft.errors import ConfigError, RunFailed
 from rft.launch.execute import execute
 from rft.monitor.read import read, series
-from rft.testing.command import rft
+from tests.helpers.command import rft
 
 INPUT = "buffer.explorer_input"
 CUSTOM = '''

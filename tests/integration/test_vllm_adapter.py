@@ -10,8 +10,8 @@ import pytest_asyncio
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
-from rft.testing.adapter_contract import RANK, Adapted, AdapterContract
 from rft.types.ports import LoadReport, ScoreRow, WeightManifest
+from tests.helpers.adapter_contract import RANK, Adapted, AdapterContract
 
 pytestmark = [
     pytest.mark.vllm,

@@ -15,11 +15,11 @@ from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.errors import EngineFailed
-from rft.testing.broadcast import Sending
 from rft.testing.engine_contract import ask, clean, shaken, stage
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import LoadReport, WeightManifest
+from tests.helpers.broadcast import Sending
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,12 +13,12 @@ from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
 from rft.errors import EngineFailed
 from rft.sync.settings import SyncSettings
-from rft.testing.broadcast import Sending
 from rft.testing.engine_contract import EngineContract, Subject, ask, clean, shaken, stage
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 from rft.types.task import SamplingArgs
+from tests.helpers.broadcast import Sending
 
 pytestmark = [
     pytest.mark.vllm,

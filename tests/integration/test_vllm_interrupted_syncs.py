@@ -177,7 +177,7 @@ async def look(sync: Synchronizer, model: Model, answer: asyncio.Task[list[Compl
     (made,) = await answer
     try:
         for span in made.version_spans:
-            await sync.served(span.version)
+            await sync.wait_verified(span.version)
     except WeightSyncFailed:
         checked["withheld"] += 1
         return

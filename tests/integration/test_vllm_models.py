@@ -15,9 +15,9 @@ from rft.config.resolve import resolve
 from rft.engine.base import make
 from rft.engine.chat import load_tokenizer
 from rft.engine.environment import cpu_environment
-from rft.engine.parsing import Parsers
+from rft.engine.local_engine import Parsers
 from rft.engine.settings import EngineSettings
-from rft.engine.vllm import engine_args, sampling_params
+from rft.engine.vllm_args import engine_args, sampling_params
 from rft.errors import ConfigError
 from rft.testing import tiny
 from rft.testing.engine_contract import ask
@@ -152,6 +152,7 @@ OTHERWISE = {  # what is not vLLM's to know, and who reads it
     **dict.fromkeys(("enable_history", "use_v1"), "no effect"),
     **dict.fromkeys(("fully_sharded_loras", "max_cpu_loras"), "not active: adapters come with LoRA"),
     "external_model_config": "models behind a server",
+    "router_replay": "of mixtures of experts: test_vllm_experts.py",
 }
 
 
@@ -179,7 +180,7 @@ def test_a_key_reaches_vllm(key: str, tiny_model: Path) -> None:
 
 
 def test_every_key_has_its_place() -> None:
-    from rft.config.schema.explorer import InferenceModelConfig
+    from rft.config.schema.explorer_section import InferenceModelConfig
 
     assert set(InferenceModelConfig.model_fields) == {*KEYS, *OTHERWISE}
 

@@ -15,7 +15,7 @@ from rft.launch.execute import execute
 from rft.testing import tiny
 
 STAIRS = """
-from rft.workflow.env import EnvWorkflow, Step
+from rft.workflow.turns import EnvWorkflow, Step
 
 
 class Stairs(EnvWorkflow):
@@ -59,7 +59,7 @@ def test_rows_of_steps(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stairs.py").write_text(STAIRS)
     taskset = {
-        "path": "rft.taskset.seeds:seeds",
+        "path": "rft.taskset.generated_tasks:seeds",
         "split": "train",
         "default_workflow_type": "stairs.py:Stairs",
         "workflow_args": {"layout": "steps", "credit": "run", "max_turn_tokens": 1},

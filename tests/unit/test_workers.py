@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
+
+from tests.conftest import ON_RAY, WHOLE_RUNS
 
 TESTS = Path(__file__).parents[1]
 ALONE = re.compile(r"mark\.vllm|\bray_run\b|^import ray$|\bruns\.Run\((?!.*--in-process)", re.MULTILINE)
 
 
+FILES = {path.name: path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py") if path != Path(__file__)}
+WHOLE = {name for name, text in FILES.items() if ALONE.search(text)}
+
+
 def test_every_file_with_runs_on_ray_is_listed() -> None:
-    spec = importlib.util.spec_from_file_location("tests_conftest", TESTS / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    files = {path.name: path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py") if path != Path(__file__)}
-    assert {name for name, text in files.items() if ALONE.search(text)} <= conftest.ON_RAY <= set(files)
+    assert WHOLE <= ON_RAY <= set(FILES)
+
+
+def test_whole_runs_are_end_to_end_tests_but_for_smoke_tests() -> None:
+    assert {file.parent.name for file in TESTS.rglob("test_*.py") if file.name in WHOLE} <= WHOLE_RUNS
+    assert {name for name, text in FILES.items() if "mark.smoke" in text} == {"test_smoke_run.py", "test_fault_matrix.py"}

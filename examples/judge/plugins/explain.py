@@ -1,10 +1,7 @@
-from rft.reward.base import reward
-from rft.reward.judge.base import Judge
-from rft.reward.judge.fence import Scale
-from rft.workflow.base import workflow
+from rft import Judge, Scale, register
 
 
-@workflow("explain_twice")
+@register.workflow("explain_twice")
 class ExplainTwice:
     async def run(self, task, ctx):
         messages = task.chat()
@@ -13,12 +10,12 @@ class ExplainTwice:
         return ctx.transcript()
 
 
-@reward("child_judge")
+@register.reward("child_judge")
 class ChildJudge(Judge):
     scale = Scale(1, 5)
 
-    def prompt(self, case, fence):
+    def prompt(self, case, delimit):
         return f"""Is this answer true, and would a child of ten understand it?
-{fence("question", case.question)}
-{fence("answer", case.answer)}
-{fence.ask(score=self.scale)}"""
+{delimit("question", case.question)}
+{delimit("answer", case.answer)}
+{delimit.ask(score=self.scale)}"""

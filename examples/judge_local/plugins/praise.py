@@ -1,6 +1,6 @@
 import re
 
-from rft.reward.base import reward
+from rft import register
 
 GOOD = """amazing awesome beautiful best breathtaking brilliant charming comfortable cozy delicious delightful enjoyable enjoyed excellent
 exciting fantastic fun good gorgeous great happy impressive incredible inspiring love loved lovely magical memorable nice outstanding
@@ -10,7 +10,7 @@ poor rude sad terrible tired uncomfortable unhappy unpleasant waste worse worst 
 GOOD, BAD = set(GOOD.split()), set(BAD.split())
 
 
-@reward("praise_words")
+@register.reward("praise_words")
 def praise_words(task, transcript):
     """A plain check beside the judge: 1 for an answer with a word of praise and none of blame or denial."""
     words = set(re.findall(r"[a-z]+", transcript.answer.lower()))

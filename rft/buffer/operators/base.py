@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict
 
-from rft.plugins import kind
+from rft.plugins import Provider, kind
 from rft.types.experience import Experience
 from rft.types.metrics import Metric
 from rft.types.ports import ChatModel
@@ -78,13 +78,13 @@ class Result(Struct, frozen=True):
     metrics: Sequence[Metric] = ()
 
 
-class Operator:
+class Operator(Provider):
     """Subclass it.  `__init__` takes the checked `args` as keyword arguments; one object serves the whole run.
 
     `process` may be `async`: then groups may overlap.  An ordinary function runs in a thread, one group after the other.
     """
 
-    stage: ClassVar[Stage]
+    stage: ClassVar[Stage] = ""  # type: ignore[assignment]  # every operator sets it
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         """Once, before the first group.  `models` may be asked, by name: "rollout_model", the policy, and the auxiliary models."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from rft.buffer.base import storage
-from rft.buffer.folder import OwnerLock, make_folder, sync_folder
 from rft.buffer.settings import BufferSettings
-from rft.buffer.storage.segment import read, write
+from rft.buffer.storage.segment import SegmentFolder, read, write
+from rft.disk import sync_path
 from rft.faults import fault
 
 MAGIC = b"RFTF"
@@ -26,22 +26,16 @@ _PER_FOLDER = 1000
 
 
 @storage("file")
-class FileStorage:
+class FileStorage(SegmentFolder):
     """A locator is "folder/number" of a segment; every process begins a new folder."""
 
-    durable = True
-
     def __init__(self, settings: BufferSettings) -> None:
-        path = settings.storage_path
-        self._folder = Path(path).expanduser() if path else settings.folder / f"{settings.name}.segments"
-        self._power = settings.durability == "power"
-        self._lock = OwnerLock(self._folder / "segments.lock")
+        super().__init__(settings)
         self._part = 0
         self._count = 0
 
     def open(self) -> None:
-        make_folder(self._folder, sync=self._power)
-        self._lock.acquire()
+        super().open()
         self._part = max((int(p.name) for p in self._folder.iterdir() if p.name.isdecimal()), default=0)
         for left in (self._folder / f"{self._part:06d}").glob(f"*{_ASIDE}"):  # of a process that was killed
             left.unlink()
@@ -58,7 +52,7 @@ class FileStorage:
                     self._count += 1
                     self._write(self._path(locators[-1]), block)
                 if self._power:
-                    sync_folder(self._folder / f"{self._part:06d}")
+                    sync_path(self._folder / f"{self._part:06d}")
         except BaseException:
             for locator in locators:  # nobody knows them, and the space may be what is missing
                 self._path(locator).unlink(missing_ok=True)
@@ -74,9 +68,6 @@ class FileStorage:
         for part in {self._path(x).parent for x in locators}:
             if part.name != f"{self._part:06d}" and part.is_dir() and not any(part.iterdir()):
                 part.rmdir()
-
-    def close(self) -> None:
-        self._lock.release()
 
     def _path(self, locator: str) -> Path:
         return self._folder / f"{locator}{SUFFIX}"
@@ -101,7 +92,7 @@ class FileStorage:
         self._part, self._count = self._part + 1, 0
         (self._folder / f"{self._part:06d}").mkdir(exist_ok=True)
         if self._power:
-            sync_folder(self._folder)
+            sync_path(self._folder)
 
 
 def blocks(folder: Path) -> Iterator[tuple[Path, bytes]]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from sqlalchemy import Connection, exists, select
 
 from rft.buffer.base import storage
-from rft.buffer.folder import OwnerLock, make_folder, sync_folder
 from rft.buffer.schema import groups
 from rft.buffer.settings import BufferSettings
-from rft.buffer.storage.segment import read, write
+from rft.buffer.storage.segment import SegmentFolder, read, write
+from rft.disk import sync_path
 from rft.errors import PayloadDamaged
 
 MEMORY_ONLY = "none"
@@ -29,17 +29,14 @@ CACHE_BYTES = 256 << 20
 
 
 @storage("queue")
-class QueueStorage:
+class QueueStorage(SegmentFolder):
     """A locator is "segment:offset" of a record, or "m:number" of a block that is in memory only."""
 
     def __init__(self, settings: BufferSettings) -> None:
         self.durable = settings.storage_path != MEMORY_ONLY
-        path = settings.storage_path if self.durable else None
-        self._folder = Path(path).expanduser() if path else settings.folder / f"{settings.name}.segments"
-        self._power = settings.durability == "power"
-        self._lock = OwnerLock(self._folder / "segments.lock")
+        super().__init__(settings)
         self._memory: OrderedDict[str, bytes] = OrderedDict()
-        self.held_bytes = 0  # of blocks in memory
+        self.resident_bytes = 0  # of blocks in memory
         self._file: int | None = None
         self._segment = 0
         self._offset = 0
@@ -48,14 +45,17 @@ class QueueStorage:
 
     def open(self) -> None:
         if self.durable:
-            make_folder(self._folder, sync=self._power)
-            self._lock.acquire()
+            super().open()
             self._segment = max((int(p.stem) for p in self._folder.glob(f"*{SUFFIX}")), default=0)
             self._next_segment()
 
     def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:
         if not self.durable:
-            return [self._remember(b) for b in blocks]
+            locators = [f"m:{self._process}-{self._count + i}" for i in range(len(blocks))]
+            self._count += len(blocks)
+            self._memory.update(zip(locators, blocks, strict=True))
+            self.resident_bytes += sum(map(len, blocks))
+            return locators
         if self._offset >= SEGMENT_BYTES:
             self._next_segment()
         assert self._file is not None, "put before open"
@@ -70,8 +70,10 @@ class QueueStorage:
             self._offset = began  # nobody knows these records, and the space may be what is missing
             os.ftruncate(self._file, began)
             raise
-        for locator, block in zip(locators, blocks, strict=True):
-            self._keep(locator, block)
+        self._memory.update(zip(locators, blocks, strict=True))
+        self.resident_bytes += sum(map(len, blocks))
+        while self.resident_bytes > CACHE_BYTES:
+            self.resident_bytes -= len(self._memory.popitem(last=False)[1])
         return locators
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
@@ -80,7 +82,7 @@ class QueueStorage:
     def drop(self, locators: Sequence[str], connection: Connection) -> None:
         """Frees memory at once, and a segment when no group refers to it any more."""
         for x in locators:
-            self.held_bytes -= len(self._memory.pop(x, b""))
+            self.resident_bytes -= len(self._memory.pop(x, b""))
         if self.durable:
             for segment in sorted({int(x.partition(":")[0]) for x in locators} - {self._segment}):
                 if not connection.scalar(select(exists().where(groups.c.locator.like(f"{segment}:%")))):
@@ -88,20 +90,7 @@ class QueueStorage:
 
     def close(self) -> None:
         self._end_segment()
-        self._lock.release()
-
-    def _remember(self, block: bytes) -> str:
-        self._count += 1
-        locator = f"m:{self._process}-{self._count}"
-        self._memory[locator] = block
-        self.held_bytes += len(block)
-        return locator
-
-    def _keep(self, locator: str, block: bytes) -> None:
-        self._memory[locator] = block
-        self.held_bytes += len(block)
-        while self.held_bytes > CACHE_BYTES:
-            self.held_bytes -= len(self._memory.popitem(last=False)[1])
+        super().close()
 
     def _read(self, locator: str) -> bytes:
         segment, _, offset = locator.partition(":")
@@ -125,4 +114,4 @@ class QueueStorage:
         self._offset = 0
         self._file = os.open(self._path(self._segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         if self._power:  # the name must survive too
-            sync_folder(self._folder)
+            sync_path(self._folder)

@@ -14,11 +14,30 @@ from pathlib import Path
 
 import xxhash
 
-from rft.buffer.base import REMEDY
+from rft.buffer.base import REMEDY, Storage
+from rft.buffer.location import OwnerLock, make_folder
+from rft.buffer.settings import BufferSettings
 from rft.errors import PayloadDamaged
 from rft.faults import fault, planned
 
 HEAD = struct.Struct("<4sQQ")
+
+
+class SegmentFolder(Storage):
+    """A storage that keeps segments in a folder of its own, which one process owns."""
+
+    def __init__(self, settings: BufferSettings) -> None:
+        path = settings.storage_path if self.durable else None
+        self._folder = Path(path).expanduser() if path else settings.folder / f"{settings.name}.segments"
+        self._power = settings.durability == "power"
+        self._lock = OwnerLock(self._folder / "segments.lock")
+
+    def open(self) -> None:
+        make_folder(self._folder, sync=self._power)
+        self._lock.acquire()
+
+    def close(self) -> None:
+        self._lock.release()
 
 
 def write(fd: int, magic: bytes, block: bytes, offset: int = 0) -> int:

@@ -1,16 +1,25 @@
 """What every section of the written configuration shares: strictness, documentation, enums that ignore case.
 
 Knows nothing about loading.  The invariant: each field carries its meaning, and its unit where it has one; the reference page, the
-JSON Schema and `rft explain` read them from here, so a key is described in one place.
+JSON Schema and `rft explain` read them from here, so a key is described in one place.  What keys of one section need of each other are
+its `rules`; what they need of other sections and of the machine is decided by `resolve`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Iterable
+from functools import partial
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Told(Protocol):
+    """Who hears what is wrong or worth saying."""
+
+    def error(self, key: str, message: str) -> None: ...
+    def warn(self, text: str) -> None: ...
+    def note(self, text: str) -> None: ...
 
 
 class Section(BaseModel):
@@ -18,50 +27,47 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
+    def rules(self, at: str, told: Told) -> None:
+        """What the keys of this section need of each other, and which of them do nothing beside others; `at` is the section's key."""
 
-@dataclass(frozen=True)
-class Later:
-    """Marks what is accepted and not active yet: a key, a whole section, or single values of a key.
+    def written(self, name: str) -> bool:
+        """Whether a key has another value than its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))
 
-    `instead` says what happens today or what to write.  A run whose configuration uses it is refused, unless it is `harmless`: then
-    the same weights come out, only speed, memory or an extra file differ, and the run starts with a warning.
-    """
-
-    instead: str
-    harmless: bool = False
-    values: tuple[Any, ...] = ()  # empty: every value that is not the default
-
-
-@dataclass(frozen=True)
-class Moot:
-    """Marks what files of related tools bring along and what can have no meaning here, now or later.
-
-    `instead` is the reason, or what to write.  A written value is refused; if it is `harmless`, a run starts with a warning instead.
-    """
-
-    instead: str
-    harmless: bool = False
-    values: tuple[Any, ...] = ()  # empty: every value that is not the default
+    def idle(self, at: str, names: Iterable[str], why: str, told: Told) -> None:
+        """Warns of those keys that are written although nothing reads them."""
+        for name in names:
+            if self.written(name):
+                told.warn(f"{at}.{name} has no effect: {why}")
 
 
-def key(
-    default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", later: Later | Moot | None = None, **constraints: Any
-) -> Any:
-    """A documented key.  `on_resume`: "safe" if it may change when a run is resumed, "refuse" if that would be another run."""
-    extra: dict[str, Any] = {k: v for k, v in (("unit", unit), ("on_resume", on_resume)) if v}
-    return Field(default, description=doc, json_schema_extra=extra | _marked(later), **constraints)
+def check_rules(section: Section, told: Told, at: str = "") -> None:
+    """The rules of a section and of all below it."""
+    section.rules(at, told)
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{at}.{name}".lstrip(".")
+        inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {}
+        if isinstance(value, Section):
+            check_rules(value, told, key)
+        for i, item in inner.items():
+            if isinstance(item, Section):
+                check_rules(item, told, f"{key}[{i}]" if isinstance(value, tuple) else f"{key}.{i}")
 
 
-def section(model: type[Section], doc: str, *, later: Later | Moot | None = None, **more: Any) -> Any:
+def key(default: Any, doc: str, *, unit: str = "", on_resume: str = "refuse", **constraints: Any) -> Any:
+    """A documented key, which may not change when a run is resumed: that would be another run."""
+    return Field(
+        default, description=doc, json_schema_extra={**({"unit": unit} if unit else {}), "on_resume": on_resume}, **constraints
+    )
+
+
+safe_key = partial(key, on_resume="safe")
+"""A key that may change when a run is resumed."""
+
+
+def section(model: type[Section], doc: str, **more: Any) -> Any:
     """A sub-section with all its defaults."""
-    return Field(default_factory=model, description=doc, json_schema_extra=_marked(later) or None, **more)
-
-
-def _marked(later: Later | Moot | None) -> dict[str, Any]:
-    if later is None:
-        return {}
-    mark = {k: v for k, v in dataclasses.asdict(later).items() if v}
-    return {"not_active": mark | ({"moot": True} if isinstance(later, Moot) else {})}
+    return Field(default_factory=model, description=doc, **more)
 
 
 def _lower(value: Any) -> Any:
@@ -72,14 +78,19 @@ IgnoreCase = BeforeValidator(_lower)
 """Put beside a Literal of lower-case names: `Annotated[Literal["a", "b"], IgnoreCase]`."""
 
 
+def shipped(*names: str) -> BeforeValidator:
+    """Put beside `str` where plugins may be named too: our own names are written in any case, others are left as they are."""
+    return BeforeValidator(lambda v: _lower(v) if _lower(v) in names else v)
+
+
 def renamed(**names: str) -> BeforeValidator:
     """Other spellings of an enum's values that people bring along, e.g. renamed(offline="checkpoint")."""
     return BeforeValidator(lambda v: names.get(_lower(v), _lower(v)) if isinstance(v, str) else v)
 
 
-NAME = r"^[^\W_.][^/\\\x00-\x1f]*$"
+NAME = r"^[^\W_.][^/\\\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]*$"
 Name = Annotated[str, Field(pattern=NAME, max_length=120)]
-"""A piece of a path: begins with a letter or digit, holds no slash."""
+"""A piece of a path: begins with a letter or digit, holds no slash, and nothing that is not seen or turns the text around it."""
 
 Args = dict[str, Any]
 """Arguments of a plugin; checked against the plugin's own `Args` model."""

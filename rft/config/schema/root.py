@@ -1,22 +1,109 @@
-"""The whole written configuration: `RunConfig`."""
+"""The whole written configuration, `RunConfig`, and its short sections: `cluster`, `monitor` and `log`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
-from rft.config.schema.algorithm import AlgorithmConfig
-from rft.config.schema.base import IgnoreCase, Later, Name, Section, key, section
-from rft.config.schema.buffer import BufferConfig
-from rft.config.schema.cluster import ClusterConfig
-from rft.config.schema.data_processor import DataProcessorConfig
-from rft.config.schema.explorer import ExplorerConfig
-from rft.config.schema.model import ModelConfig
-from rft.config.schema.monitor import LogConfig, MonitorConfig
-from rft.config.schema.synchronizer import SynchronizerConfig
-from rft.config.schema.trainer import TrainerConfig
-from rft.config.source import Source
+from rft.config.schema.algorithm_section import AlgorithmConfig
+from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
+from rft.config.schema.buffer_section import BufferConfig, DataProcessorConfig
+from rft.config.schema.explorer_section import ExplorerConfig
+from rft.config.schema.model_section import ModelConfig
+from rft.config.schema.source import Source, plain
+from rft.config.schema.synchronizer_section import SynchronizerConfig
+from rft.config.schema.trainer_section import TrainerConfig
+from rft.monitor.settings import MonitorSettings
+from rft.types.ids import SEED
+
+
+class RayInitConfig(Section):
+    """How a local Ray is started."""
+
+    num_cpus: int | None = safe_key(
+        None,
+        "CPUs that a local Ray is told of; a fixed number helps under SLURM.  Null: the machine's, at least 8.",
+        unit="CPUs",
+        ge=1,
+    )
+
+
+class ClusterConfig(Section):
+    """What is there.  Explorer engines take their GPUs first, the trainer gets the rest."""
+
+    ray_address: str | None = safe_key(
+        None,
+        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; where processes of mode: train "
+        "and mode: explore are to meet, auto.",
+    )
+    node_num: int = safe_key(0, "Machines; 0 = found when the run starts (one for a local Ray).", unit="nodes", ge=0)
+    gpu_per_node: int = safe_key(0, "GPUs on each machine; 0 = found when the run starts.", unit="GPUs", ge=0)
+    actor_start_timeout: float = safe_key(900, "Longest wait for one process of the run to be ready.", unit="s", gt=0)
+    stall_timeout: float | None = safe_key(
+        15.0,
+        "A process of the run that for so long answers nothing and does not use its processors (trainer, explorer, buffer, coordinator; "
+        "engines have a key of their own) counts as hung and ends the run.  Null: never.",
+        unit="s",
+        ge=1,
+    )
+    ray_init: RayInitConfig = section(RayInitConfig, "Starting a local Ray.")
+
+    def rules(self, at: str, told: Told) -> None:
+        if self.ray_address is not None:
+            self.ray_init.idle(f"{at}.ray_init", ("num_cpus",), f"{at}.ray_address joins a Ray that is there", told)
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+MonitorKind = Annotated[str, BeforeValidator(lambda v: v.lower() if isinstance(v, str) and ":" not in v else v)]
+
+
+def _listed(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none")):
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+class MonitorConfig(Section):
+    """Trackers beside metrics.jsonl, which is always written."""
+
+    monitor_type: Annotated[
+        tuple[MonitorKind, ...],
+        BeforeValidator(_listed, json_schema_input_type=MonitorKind | list[MonitorKind] | None),
+        Field(validate_default=True),
+    ] = safe_key(
+        (),
+        "One tracker or a list of them: tensorboard, wandb, mlflow, swanlab, or your own: its name, pkg.module:Name, "
+        "path/file.py:Name; none = metrics.jsonl alone.",
+    )
+    monitor_args: Args | None = safe_key(None, "Arguments of the tracker; with several, one mapping per tracker: {wandb: {...}}.")
+    log_eval_samples: int = safe_key(
+        MonitorSettings.num_samples,
+        "Answers of each evaluation that are shown in the trackers and kept in samples/; 0 = none.",
+        unit="runs",
+        ge=0,
+    )
+    eval_dump_dir: str | None = safe_key(
+        None, "Folder that gets every answer of every evaluation, a jsonl file each.  Null: none."
+    )
+    detailed_stats: bool = safe_key(
+        False,
+        "Percentiles 10, 50 and 90 of rewards, response lengths, prompt lengths and run times of every explore step, beside mean, least "
+        "and largest value.",
+    )
+    enable_ray_timeline: bool = safe_key(
+        False,
+        "Write Ray's timeline of the run's processes (Chrome trace format) to ray_timeline.json in the run folder at the end.",
+    )
+
+
+class LogConfig(Section):
+    """Log files in the run folder."""
+
+    level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(lambda v: v.upper() if isinstance(v, str) else v)
+    ] = safe_key("INFO", "Least severe line that is kept.")
+    group_by_node: bool = safe_key(False, "A folder below logs for each machine, with the files of its processes.")
 
 
 class RunConfig(Section):
@@ -28,40 +115,35 @@ class RunConfig(Section):
         "sample; explore: sample for the process of mode: train of the same project, group and name; bench: play eval_tasksets under the "
         "base model and the checkpoints of this folder or of resume_from_path; serve: answer requests and record them; colocate: both, "
         "strictly in turns, on the same cores.",
-        later=Later(
-            "use both",
-            values=("serve",),
-        ),
     )
-    project: Name = key("rft", "First part of the run's folder; project of the trackers.", on_resume="safe")
-    group: Name | Literal[""] = key("", "Second part of the run's folder; empty: none.", on_resume="safe")
-    name: Name = key("run", "Last part of the run's folder.", on_resume="safe")
-    checkpoint_root_dir: str = key(
-        "checkpoints", "Folder of all runs; the run lives in `root/project/group/name`.", on_resume="safe"
+    project: Name = safe_key(MonitorSettings.project, "First part of the run's folder; project of the trackers.")
+    group: Name | Literal[""] = safe_key("", "Second part of the run's folder; empty: none.")
+    name: Name = safe_key(MonitorSettings.name, "Last part of the run's folder.")
+    checkpoint_root_dir: str = safe_key(
+        "checkpoints", "Folder of all runs; the run lives in `root/project/group/name`."
     )  # these four say where a run is, so a run that was moved or renamed goes on
-    continue_from_checkpoint: bool = key(
-        True,
-        "Resume what is in the run's folder.  False: a folder that is not empty gets a sibling with a time stamp.",
-        on_resume="safe",
+    continue_from_checkpoint: bool = safe_key(
+        True, "Resume what is in the run's folder.  False: a folder that is not empty gets a sibling with a time stamp."
     )
-    resume_from_path: str | None = key(
+    resume_mode: Annotated[Literal["auto", "fresh"], IgnoreCase] = safe_key(
+        "auto",
+        "Where all checkpoints that a run has saved are gone: auto refuses to go on; fresh begins again from the model.  Checkpoints that "
+        "are there are gone on from.",
+    )
+    resume_from_path: str | None = safe_key(
         None,
         "Checkpoint (`global_step_N`) or folder of another run: where this run's folder has no checkpoint, it begins with those "
         "weights, that optimizer and that place in the data.",
-        on_resume="safe",
     )
-    ray_namespace: str = key(
+    ray_namespace: str = safe_key(
         "",
         "Namespace on the Ray cluster in which processes of mode: train and mode: explore find each other.  Empty: made from the run's "
         "folder.",
-        on_resume="safe",
     )
-    ignore_validator_suggestions: bool = key(
-        False, "Accepted, no effect: what is only a suggestion never stops a run.", on_resume="safe"
-    )
-    seed: int = key(42, "Seed of everything that draws.", ge=0, lt=2**32)
+    ignore_validator_suggestions: bool = safe_key(False, "Start although a suggestion is not followed.")
+    seed: int = key(SEED, "Seed of everything that draws.", ge=0, lt=2**32)
     deterministic: bool = key(False, "Same answers, same order, same weights on every repetition; slower.")
-    plugin_dirs: tuple[str, ...] = key((), "Folders whose *.py files hold plugins.", on_resume="safe")
+    plugin_dirs: tuple[str, ...] = safe_key((), "Folders whose *.py files hold plugins.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become gradients.")
     model: ModelConfig = section(ModelConfig, "The policy and its sampling.")
     cluster: ClusterConfig = section(ClusterConfig, "The machines.")
@@ -78,3 +160,7 @@ class RunConfig(Section):
     @property
     def source(self) -> Source:
         return self._source
+
+    def shown(self) -> dict[str, Any]:
+        """All keys with plain values, secrets replaced by ***."""
+        return {name: plain(value, (name,)) for name, value in self.model_dump(mode="json").items()}

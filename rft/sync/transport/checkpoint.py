@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rft.disk import sync_path
 from rft.errors import WeightSyncFailed
 from rft.sync.transport import blob
 from rft.types.ids import Version
@@ -45,7 +46,7 @@ class CheckpointTransport:
             finally:
                 os.close(fd)
             aside.replace(final)
-            _fsync_folder(self._folder)
+            sync_path(self._folder)
         except OSError as e:
             raise WeightSyncFailed(f"version {version}: writing the weights to {final} failed: {e}") from e
         finally:
@@ -72,11 +73,3 @@ class CheckpointTransport:
             for file in self._folder.glob(pattern):
                 file.unlink(missing_ok=True)
         self._swept = True
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,9 +1,9 @@
 """Weights through anonymous memory: no name in any folder, nothing left after a kill, not limited by the size of /dev/shm.
 
-Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node. Where that is refused the
-slots are files in /dev/shm (or in the run folder, when that has too little room); `place` says so. The one invariant
-is that of `Transport`: with releases two slots alternate, without them three rotate, and a slot that may be read is
-never written.
+Engines open `/proc/PID/fd/N` of the publisher, which needs the same user on the same node. Where that is refused, from the start or
+since the publisher hides its memory from programs that it judges, the slots are files in /dev/shm (or in the run folder, when that
+has too little room); `place` says so. The one invariant is that of `Transport`: with releases two slots alternate, without them three
+rotate, and a slot that may be read is never written.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class MemoryTransport:
         self._staged = 0
         self._layout: tuple[TensorSpec, ...] = ()
         self._closed = False
+        self._shared = shared
         self.place = "memory" if not shared or memory_is_readable() else ""
 
     def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
@@ -88,11 +89,17 @@ class MemoryTransport:
                 slot.file.unlink(missing_ok=True)
 
     def _free_slot(self) -> _Slot:
+        if self.place == "memory" and self._shared and _hidden():
+            self.place = ""
         free = [s for s in self._slots if s.version is None]
         if not free:
             used = sorted(self._slots, key=lambda s: s.order)
             free = used[: len(used) - _KEPT] if len(used) > _KEPT else [self._new_slot()]
         slot = free[0]
+        if slot.file is None and self.place != "memory":  # others cannot open it any more
+            os.close(slot.fd)
+            self._slots.remove(slot)
+            slot = self._new_slot()
         slot.version = None  # from here on its bytes are of no version
         return slot
 
@@ -114,7 +121,7 @@ class MemoryTransport:
         folder = Path(self.place)
         folder.mkdir(parents=True, exist_ok=True)
         # The name tells the leftover check whose file it is.
-        file = folder / f"rft-weights-{os.getpid()}-{id(self):x}-{len(self._slots)}.bin"
+        file = folder / f"rft-weights-{os.getpid()}-{id(self):x}-{self._staged}.bin"
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         return _Slot(fd, str(file), file)
 
@@ -131,6 +138,11 @@ def memory_is_readable() -> bool:
         return subprocess.run(["/bin/sh", "-c", ': < "$1"', "sh", path], stderr=subprocess.DEVNULL, timeout=30).returncode == 0
     finally:
         os.close(fd)
+
+
+def _hidden() -> bool:
+    """Whether this process has been made unreadable for others of its account: then its part of /proc is root's."""
+    return Path("/proc/self/fd").stat().st_uid != os.geteuid()
 
 
 def _room(folder: Path) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from msgspec.structs import replace
 
-from rft.broadcast import LOOPBACK, TIMEOUT_S, Trainer
+from rft.broadcast import LOOPBACK, TIMEOUT_S, TrainerEnd
 from rft.errors import WeightSyncFailed
 from rft.sync.settings import SyncSettings
 from rft.sync.transport.memory import MemoryTransport
@@ -26,7 +27,8 @@ class BroadcastTransport:
 
     def __init__(self, settings: SyncSettings, folder: Path, host: str = LOOPBACK) -> None:
         self._memory = MemoryTransport(folder, shared=False)
-        self._trainer = Trainer(host)
+        self._trainer = TrainerEnd(host)
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix="sending")
         self._open = Broadcast(
             host=host,
             port=self._trainer.port,
@@ -40,32 +42,23 @@ class BroadcastTransport:
     def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
         return replace(self._memory.stage(version, tensors, tied), transport="nccl", broadcast=self._open)
 
-    def send(self, manifest: WeightManifest) -> None:
-        """One round, see `Sender`.  From one thread at a time, which may be another than that of `stage`."""
+    async def send(self, manifest: WeightManifest) -> None:
+        """In a thread of its own, because an engine that comes back is sent its weights while steps go on."""
+        await asyncio.get_running_loop().run_in_executor(self._sending, self._send, manifest)
+
+    async def abandon(self, round: int, reason: str) -> None:
+        await asyncio.to_thread(self._trainer.abandon, round, reason)
+
+    def _send(self, manifest: WeightManifest) -> None:
         if manifest.broadcast is None or manifest.broadcast.token != self._open.token:
             raise WeightSyncFailed(f"version {manifest.version} was not staged by this start of the trainer; publish it again")
-        data = torch.frombuffer(self._memory.view(manifest.version), dtype=torch.uint8)
+        data = torch.frombuffer(self._memory.view(manifest.version.published), dtype=torch.uint8)
         self._trainer.send(manifest, data)
-
-    def abandon(self, round: int, reason: str) -> None:
-        self._trainer.abandon(round, reason)
 
     def release(self, version: Version) -> None:
         self._memory.release(version)
 
     def close(self) -> None:
+        self._sending.shutdown(wait=False)
         self._trainer.close()
         self._memory.close()
-
-
-class LocalSender:
-    """A `Sender` whose transport is in this process."""
-
-    def __init__(self, transport: BroadcastTransport) -> None:
-        self._transport = transport
-
-    async def send(self, manifest: WeightManifest) -> None:
-        await asyncio.to_thread(self._transport.send, manifest)
-
-    async def abandon(self, round: int, reason: str) -> None:
-        await asyncio.to_thread(self._transport.abandon, round, reason)

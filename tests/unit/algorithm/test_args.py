@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from rft.algorithm.args import ARGS, BUILT, KINDS, KlArgs, PpoArgs, check_args
-from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults, compares_in_groups, needs
+from rft.algorithm.catalog import BUILT, KINDS, algorithm_defaults, algorithms, check_args, compares_in_groups, shipped
+from rft.algorithm.kl import KlArgs
+from rft.algorithm.needs import needs
+from rft.algorithm.ppo import PpoArgs
 from rft.errors import ConfigError, ConfigErrors
 from rft.plugins import REGISTRY
 from rft.trainer.settings import AlgorithmSettings
@@ -58,7 +60,9 @@ def test_clip_bounds_default_to_clip_range() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    undocumented = [(n, f) for (_, n), model in ARGS.items() for f, info in model.model_fields.items() if not info.description]
+    undocumented = [
+        (n, f) for (_, n), model in shipped().items() for f, info in model.model_fields.items() if not info.description
+    ]
     assert not undocumented
 
 
@@ -67,14 +71,14 @@ def test_every_listed_part_is_registered_with_its_args_and_the_reverse() -> None
     registered = {
         (p.kind, p.name): p.args for p in REGISTRY.all() if p.kind in BUILT and Path(p.source).parent.name == "algorithm"
     }
-    assert registered == {k: model for k, model in ARGS.items() if k[0] in BUILT}
+    assert registered == {k: model for k, model in shipped().items() if k[0] in BUILT}
 
 
 def test_algorithms_pass_their_own_checks() -> None:
-    for d in ALGORITHMS.values():
+    for d in algorithms().values():
         for kind in KINDS:
             check_args(kind, getattr(d, kind), getattr(d, f"{kind}_args", {}))
-    assert all(d.repeat_times >= 2 for d in ALGORITHMS.values() if compares_in_groups(d.advantage_fn))
+    assert all(d.repeat_times >= 2 for d in algorithms().values() if compares_in_groups(d.advantage_fn))
 
 
 def test_algorithm_names() -> None:
@@ -122,7 +126,7 @@ def test_needs_nothing_that_is_not_used() -> None:
 
 def test_checking_loads_no_torch() -> None:
     code = (
-        "import sys; from rft.algorithm.catalog import algorithm_defaults; from rft.algorithm.args import check_args\n"
+        "import sys; from rft.algorithm.catalog import algorithm_defaults, check_args\n"
         "algorithm_defaults('grpo'); check_args('policy_loss_fn', 'ppo', {'clip_range': 0.1})\n"
         "sys.exit('torch' in sys.modules)"
     )

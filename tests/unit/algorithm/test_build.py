@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rft.algorithm.base import Advantages, Denominators, LossInputs, StepInputs, StepRow
-from rft.algorithm.build import build, spread
+from rft.algorithm.composition import build, spread
 from rft.errors import ConfigError
 from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rft.algorithm.advantage_args import GroupBestArgs
 from rft.algorithm.base import StepInputs, StepRow
-from rft.algorithm.group_best import group_best
+from rft.algorithm.group_best import GroupBestArgs, group_best
 from rft.types.ports import GroupStats
 
 

@@ -49,7 +49,7 @@ class Run:
         self.step = self.manifest[0].step if self.manifest else 0
         self.batch = started.cursor
         writer = self.buffer.writer(self.lineage)
-        held = await writer.held(started.cursor)
+        held = await writer.stored_groups(started.cursor)
         last = max((h.batch for h in held), default=started.cursor - 1)
         for batch in range(started.cursor, last + 1):  # what the explorer does on resume: re-close what is whole
             await self.explore(batch, {h.task for h in held if h.batch == batch})
@@ -91,7 +91,7 @@ class Run:
             self.leased = False
         elif action == "explain" and self.leased:
             self.step += 1
-            await reader.explain(self.step, "nonfinite")
+            await reader.discard(self.step, "nonfinite")
             self.leased = False
         elif action == "manifest" and not self.leased and self.step:
             self.manifest = (Version(self.lineage, self.step), await reader.consumption(self.step))

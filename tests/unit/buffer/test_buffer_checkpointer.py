@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rft.buffer import checkpointer
-from rft.buffer.checkpointer import Checkpointer
+from rft.buffer import database
+from rft.buffer.database import Checkpointer
 
 
 class Told(logging.Handler):
@@ -29,8 +29,8 @@ class Told(logging.Handler):
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setattr(checkpointer, "QUIET_S", 0.05)
-    logger, handler = logging.getLogger(checkpointer.__name__), Told()
+    monkeypatch.setattr(database, "QUIET_S", 0.05)
+    logger, handler = logging.getLogger(database.__name__), Told()
     before = logger.level
     logger.setLevel(logging.DEBUG)  # not the attribute: loggers remember what is enabled
     logger.addHandler(handler)
@@ -72,8 +72,8 @@ def test_a_failure_is_told_and_the_next_write_tries_again(tmp_path: Path, told: 
 def test_an_owner_that_is_never_quiet_is_not_put_off_for_ever(
     tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointer, "QUIET_S", 3600.0)
-    monkeypatch.setattr(checkpointer, "MUCH_BYTES", 1 << 20)
+    monkeypatch.setattr(database, "QUIET_S", 3600.0)
+    monkeypatch.setattr(database, "MUCH_BYTES", 1 << 20)
     moving = Checkpointer(tmp_path / "a.db")
     moving.written((1 << 20) - 1)
     assert not told.event.wait(0.1)

@@ -14,7 +14,7 @@ import pytest
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.folder import refuse_network
+from rft.buffer.location import refuse_network
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ConfigError, DiskFull, SetupError
 from rft.testing.storage_contract import fill, group, ids, take
@@ -115,7 +115,7 @@ async def test_keep_leaves_abandoned_rows_in_play(tmp_path: Path) -> None:
     await buffer.start_lineage(None, None)
     await fill(buffer, 1, 0)
     start = await buffer.start_lineage(None, None)
-    assert (start.orphaned, start.available, len(await buffer.writer(2).held(0))) == (0, 8, 2)
+    assert (start.orphaned, start.available, len(await buffer.writer(2).stored_groups(0))) == (0, 8, 2)
     await buffer.close()
 
 

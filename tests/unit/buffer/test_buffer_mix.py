@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -11,10 +10,9 @@ import pytest
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.mix import Mix, expert_rows
+from rft.buffer.mixing import Mix, demonstrations, expert_rows
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings, MixSettings
-from rft.buffer.sources import Demonstrations, StoredRows
 from rft.errors import BufferFailed, ConfigError
 from rft.testing.storage_contract import fill, group
 from rft.types.block import decode, encode
@@ -23,7 +21,7 @@ from rft.types.ids import ExperienceId, Version
 from rft.types.ports import Consumption
 
 
-def shown(count: int, *, first: int = 0) -> Demonstrations:
+def shown(count: int, *, first: int = 0) -> list[Experience]:
     rows = [
         Demonstration(
             id=ExperienceId(0, 0, 0, i, 0),
@@ -32,7 +30,7 @@ def shown(count: int, *, first: int = 0) -> Demonstrations:
         )
         for i in range(count)
     ]
-    return Demonstrations(rows, taskset="expert")
+    return demonstrations(rows, taskset="expert")
 
 
 async def opened(folder: Path, mix: Mix) -> Buffer:
@@ -81,7 +79,7 @@ async def test_every_batch_has_its_rows_and_a_resume_takes_the_same(tmp_path: Pa
 
     buffer = await opened(tmp_path, Mix(MixSettings(name="sft_dataset", rows=3), shown(5)))
     await buffer.start_lineage(Version(1, 2), consumption)
-    held = await buffer.writer(2).held(2)
+    held = await buffer.writer(2).stored_groups(2)
     assert [h.batch for h in held] == [2]
     await fill(buffer, 2, 2, groups=1, version=Version(2, 2))
     assert (await step(buffer, 2, 3))[1] == taken[3]
@@ -106,7 +104,7 @@ async def test_a_skipped_step_uses_none(tmp_path: Path) -> None:
     await fill(buffer, 1, 0, groups=2)
     reader = buffer.reader(1)
     await reader.lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
-    await reader.explain(1, "nonfinite")
+    await reader.discard(1, "nonfinite")
     assert (await step(buffer, 1, 2))[1] == [2, 3]
     assert (await reader.consumption(2)).mixed == {"sft_dataset": 2}
     await buffer.close()
@@ -145,7 +143,10 @@ async def test_rows_that_another_run_stored(tmp_path: Path) -> None:
     await fill(other, 1, 0)
     await other.writer(1).append(encode(group(1, 1, 0)), accepted=False, reason="zero_std")
     await other.close()
-    source = await asyncio.to_thread(StoredRows, tmp_path / "other")
+    with open_run(tmp_path / "other") as questions:
+        stored = [row["id"] for row in questions.page("state = 'available'", "", 100)]
+        found = questions.payload(stored)
+    source = [found[x] for x in stored]
     assert len(source) == 8  # those that were not dropped
     buffer = await opened(tmp_path, Mix(MixSettings(name="old_run", rows=5), source))
     await buffer.start_lineage(None, None)
@@ -159,9 +160,8 @@ async def test_rows_that_another_run_stored(tmp_path: Path) -> None:
     await buffer.close()
     with open_run(tmp_path) as questions, questions.ask("SELECT count(*), min(step) FROM mixed_uses") as answer:
         assert list(answer.rows) == [(5, 1)]
-    source.close()
 
 
 def test_a_demonstration_has_neither_reward_nor_version() -> None:
-    (row,) = shown(1).read([0])
+    (row,) = shown(1)
     assert (row.is_expert, row.has_logprobs, row.reward, row.oldest_version) == (True, False, None, None)

@@ -9,7 +9,7 @@ import pytest
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.place import connect, find, place, schema_name
+from rft.buffer.location import connect, find, ledger_location, schema_name
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, ConfigError, SetupError
 from rft.testing.storage_contract import fill
@@ -34,7 +34,7 @@ def test_schemas_are_identifiers(run: str, name: str, expected: str) -> None:
 
 
 def test_what_is_shown_names_the_server_and_nobody(tmp_path: Path) -> None:
-    found = place(BufferSettings(folder=tmp_path, run="p/g/n", ledger_url=URL))
+    found = ledger_location(BufferSettings(folder=tmp_path, run="p/g/n", ledger_url=URL))
     assert str(found) == "postgresql://db.example:5433/maths schema p_g_n_experience_buffer"
     assert "secret-word" not in repr(found)
 
@@ -49,14 +49,14 @@ def test_what_is_shown_names_the_server_and_nobody(tmp_path: Path) -> None:
 )
 def test_urls_that_are_refused(tmp_path: Path, url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as told:
-        place(BufferSettings(folder=tmp_path, ledger_url=url))
+        ledger_location(BufferSettings(folder=tmp_path, ledger_url=url))
     assert "secret-word" not in str(told.value)
 
 
 def test_a_missing_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(SetupError, match=r"needs the package psycopg: pip install"):
-        connect(place(BufferSettings(folder=tmp_path, ledger_url=URL)))
+        connect(ledger_location(BufferSettings(folder=tmp_path, ledger_url=URL)))
 
 
 async def test_a_file_elsewhere_is_found_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ async def test_what_was_used_often_makes_room(tmp_path: Path) -> None:
         await buffer.reader(1).use(step)
         assert buffer._order.num_groups == 0
     audit = await buffer.audit()
-    assert (audit.explained, audit.available, audit.ok) == ({"evicted": 8}, 12, True)
+    assert (audit.discarded, audit.available, audit.ok) == ({"evicted": 8}, 12, True)
     await buffer.close()
 
 
@@ -171,7 +171,7 @@ async def test_stale_rows_are_not_replayed(tmp_path: Path) -> None:
     clock.now += REST
     assert tasks(await read(buffer, 4, max_staleness=1)) == [(1, 0)]
     audit = await buffer.audit()
-    assert (audit.explained.get("stale", 0), audit.ok) in ((4, True), (0, True))
+    assert (audit.discarded.get("stale", 0), audit.ok) in ((4, True), (0, True))
     await buffer.close()
 
 
@@ -264,7 +264,7 @@ class Model:
             x.explained = x.explained if x.explained and self.counts(x.explained, parent) else None
             x.orphaned = not self.counts(x.version, parent)
             x.ready_at = self.clock.now + REST if x.uses else 0.0
-        held = await self.buffer.writer(self.lineage).held(start.cursor)
+        held = await self.buffer.writer(self.lineage).stored_groups(start.cursor)
         last = max((h.batch for h in held), default=start.cursor - 1)
         for b in range(start.cursor, last + 1):
             await self.explore(b, {h.task for h in held if h.batch == b})
@@ -313,7 +313,7 @@ class Model:
                     x.ready_at = self.clock.now + REST
                 else:
                     x.explained = Version(self.lineage, self.step)
-            await (reader.use(self.step) if action == "use" else reader.explain(self.step, "nonfinite"))
+            await (reader.use(self.step) if action == "use" else reader.discard(self.step, "nonfinite"))
             self.leased = []
         elif action == "manifest" and not self.leased and self.step:
             self.manifest = (Version(self.lineage, self.step), await reader.consumption(self.step))

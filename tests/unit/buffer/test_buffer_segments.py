@@ -180,15 +180,15 @@ def test_memory_is_bounded_and_freed(tmp_path: Path, tx: Connection, monkeypatch
     cached = opened("queue", tmp_path)
     locators = cached.put([os.urandom(3000) for _ in range(20)], tx)
     assert isinstance(cached, queues.QueueStorage)
-    assert cached.held_bytes <= 10_000
+    assert cached.resident_bytes <= 10_000
     assert len(cached.get(locators, tx)) == 20
     cached.close()
     memory = opened("queue", tmp_path / "m", storage_path="none")
     assert isinstance(memory, queues.QueueStorage)
     locators = memory.put([os.urandom(3000) for _ in range(20)], tx)
-    assert memory.held_bytes == 60_000
+    assert memory.resident_bytes == 60_000
     memory.drop(locators[:15], tx)
-    assert memory.held_bytes == 15_000
+    assert memory.resident_bytes == 15_000
     with pytest.raises(PayloadDamaged, match="was in memory only"):
         memory.get(locators[:1], tx)
     assert not (tmp_path / "m").exists()

@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, select, update
 
-from rft.buffer import ledger, standing
+from rft.buffer import derived_state, explorer_side, trainer_side
 from rft.buffer.buffer import Buffer
+from rft.buffer.derived_state import move
 from rft.buffer.schema import experiences
 from rft.buffer.settings import BufferSettings
-from rft.buffer.standing import TRANSITIONS, move
 from rft.errors import BufferFailed
 from rft.testing.storage_contract import fill
 
+TRANSITIONS: dict[str, frozenset[str]] = {
+    "available": frozenset({"leased", "explained"}),
+    "leased": frozenset({"available", "used", "explained"}),
+    "used": frozenset(),
+    "explained": frozenset(),
+}
+"""What may become of an experience inside a lineage.  A new lineage takes no transition: it derives every state from the facts."""
 STATES = tuple(TRANSITIONS)
 
 
@@ -35,7 +42,7 @@ async def test_a_stored_state_changes_only_as_the_table_says(state: str, to: str
         tx.execute(update(experiences).where(experiences.c.id == names[0]).values(state=state))
         move(tx, names, to, explained="why" if to == "explained" else None)
 
-    database = buffer._ledger._database
+    database = buffer._ledger.database
     if legal:
         await buffer._work(database.run, attempt)
     else:
@@ -53,9 +60,9 @@ def test_the_table_names_every_state() -> None:
 @pytest.mark.parametrize(
     ("sql", "index"),
     [
-        (standing._MOVE, "sqlite_autoindex_experiences_1 (id=?)"),
-        (ledger._HEADERS, "ix_experiences_group (group_id=?)"),
-        (ledger._COUNT_GOOD, "ix_groups_batch (batch=? AND explorer=?)"),
+        (derived_state._MOVE, "sqlite_autoindex_experiences_1 (id=?)"),
+        (trainer_side._HEADERS, "ix_experiences_group (group_id=?)"),
+        (explorer_side._COUNT_GOOD, "ix_groups_batch (batch=? AND explorer=?)"),
     ],
 )
 async def test_what_each_step_asks_reads_its_own_rows_only(sql: str, index: str, tmp_path: Path) -> None:

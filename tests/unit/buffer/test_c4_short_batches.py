@@ -100,7 +100,7 @@ async def play(folder: Path, policy: str, interval: int, offset: int, rows: int 
     await buffer.start_lineage(None, None)
     units = {"batch_units": GROUPS * RUNS, "step_units": rows} if rows else {}
     pair = Pair(buffer, Schedule(interval=interval, offset=offset, **units), rows, random.Random(seed))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(120):
         explorer = asyncio.create_task(pair.explore())
         await pair.train()
         explorer.cancel()  # "stop" ends the run while the explorer waits for its turn

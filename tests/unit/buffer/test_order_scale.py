@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from rft.buffer.buffer import Buffer
-from rft.buffer.order import Choice, Closed, Group, Order, Row, Wanted
-from rft.buffer.replay import make_selector
+from rft.buffer.lease_order import LeaseOrder
+from rft.buffer.row_selectors import ClosedBatch, LeaseRequest, Selection, WaitingGroup, WaitingRow
 from rft.buffer.settings import BufferSettings, ReplaySettings
 from rft.testing.storage_contract import group
 from rft.types.block import decode, encode
@@ -22,10 +22,12 @@ GROUPS, RUNS, BATCH = 12_500, 8, 8
 REPLAY = ReplaySettings(cooldown_s=1e-4)
 
 
-def waiting() -> Iterator[Group]:
+def waiting() -> Iterator[WaitingGroup]:
     for i in range(GROUPS):
         name = f"0001.00.{i // BATCH:08d}.{i % BATCH:06d}"
-        yield Group(name, i // BATCH, 0, i % BATCH, str(i), [Row(f"{name}.{r:04d}", r, i * 37 % 200) for r in range(RUNS)])
+        yield WaitingGroup(
+            name, i // BATCH, 0, i % BATCH, str(i), [WaitingRow(f"{name}.{r:04d}", r, i * 37 % 200) for r in range(RUNS)]
+        )
 
 
 @pytest.fixture
@@ -40,17 +42,17 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("replay", [None, REPLAY], ids=["fifo", "priority"])
 def test_a_lease_costs_what_it_takes_not_what_waits(replay: ReplaySettings | None, no_collector: None) -> None:
     settings = BufferSettings(folder=Path(), capacity=1 << 30, max_uses=3 if replay else 1, replay=replay)
-    order = Order(settings, 0, [], make_selector(settings))
+    order = LeaseOrder(settings, 0, [])
     for one in waiting():
         order.add(one.key, one)
         if one.task == BATCH - 1:
-            order.close(one.key, Closed(BATCH, BATCH, {}))
+            order.close(one.key, ClosedBatch(BATCH, BATCH, {}))
     assert order.num_waiting == GROUPS * RUNS
     began = time.process_time()
     for step in range(1, 201):
-        wanted = Wanted(step, None, 64, None)
+        wanted = LeaseRequest(step, None, 64, None)
         choice = order.lease(wanted)
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, Selection)
         assert choice.num_rows == 64
         order.missing(wanted)
         order.done(step, max_uses=settings.max_uses)

@@ -12,9 +12,10 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rft.cli.main import make
-from rft.convert import bench
+from rft.convert import verl_eval
 from rft.errors import ConfigError
-from rft.testing.judge import FakeJudge, JudgeServer
+from rft.testing.judge import FakeJudge
+from tests.helpers.judge_server import JudgeServer
 
 SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -141,4 +142,4 @@ def test_what_is_missing_is_named(stored: Path, tmp_path: Path) -> None:
 
 def test_the_converter_writes_options_that_exist() -> None:
     offered = {o for c in get_command(make("bench")).commands.values() for p in c.params for o in p.opts}  # type: ignore[attr-defined]
-    assert set(bench.OPTIONS.values()) <= offered
+    assert set(verl_eval.OPTIONS.values()) <= offered

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pyarrow.parquet as pq
@@ -16,19 +13,13 @@ import pytest
 from rft.buffer.query import open_run
 from rft.errors import ConfigError
 from rft.testing.postgres import PostgresServer
-
-_spec = importlib.util.spec_from_file_location("cli_buffer_cases", Path(__file__).with_name("test_cli_buffer.py"))
-assert _spec is not None and _spec.loader is not None
-cases: Any = importlib.util.module_from_spec(_spec)
-sys.modules["cli_buffer_cases"] = cases
-_spec.loader.exec_module(cases)
-said = cases.said
+from tests.helpers.asked_ledger import play, said
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, postgres: PostgresServer) -> Path:
     folder = tmp_path_factory.mktemp("asked_pg") / "run"
-    asyncio.run(cases.play(folder, ledger_url=postgres.url, run="asked/pg"))
+    asyncio.run(play(folder, ledger_url=postgres.url, run="asked/pg"))
     return folder
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rft.cli.skeletons import JUDGE
-from rft.launch import leftovers, solo
-from rft.testing.command import forget_plugins, rft
+from rft.cli.new_command import JUDGE
+from rft.launch import debug_session, leftovers
+from tests.helpers.command import forget_plugins, rft
 
 PLUGINS = """
 from rft.types.completion import Score
@@ -97,7 +97,7 @@ def test_a_run_that_fails_shows_the_authors_lines(folder: Path) -> None:
     done = debug("workflow", "--say", "break", "--judge", "scripted:1")
     assert done.code == 4
     assert "failed     ValueError: it broke here" in done.output and 'raise ValueError("it broke here")' in done.output
-    assert "rft/workflow/run.py" not in done.output and "assistant  break" in done.output
+    assert "rft/workflow/play_run.py" not in done.output and "assistant  break" in done.output
 
 
 def test_answers_are_scored(folder: Path) -> None:
@@ -205,7 +205,7 @@ def test_vllm_gets_its_environment(whose: str, folder: Path, monkeypatch: pytest
         started.append((command, env))
         return subprocess.CompletedProcess(command, 4)
 
-    monkeypatch.setattr("rft.launch.solo.subprocess.run", run)
+    monkeypatch.setattr("rft.launch.debug_session.subprocess.run", run)
     monkeypatch.setattr("sys.argv", ["rft", "debug", "workflow", "and", "so", "on"])
     more = ["--engine", "vllm"] if whose == "policy" else ["explorer.auxiliary_models[0].engine_type=vllm"]
     assert debug("workflow", *more).code == 4
@@ -227,6 +227,6 @@ def test_the_verdict_of_a_judge(folder: Path) -> None:
 
 
 def test_scripts() -> None:
-    assert solo.scripted(["a"], "gold", 2).unused == ["a", "a"]
-    assert solo.scripted([], 4, 1)._else([]) == "4"  # type: ignore[misc]
-    assert solo.scripted([], None, 1)._else([{"role": "user", "content": "hi"}]) == "hi"  # type: ignore[misc]
+    assert debug_session.scripted(["a"], "gold", 2).unused == ["a", "a"]
+    assert debug_session.scripted([], 4, 1)._else([]) == "4"  # type: ignore[misc]
+    assert debug_session.scripted([], None, 1)._else([{"role": "user", "content": "hi"}]) == "hi"  # type: ignore[misc]

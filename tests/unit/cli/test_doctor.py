@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli import doctor
-from rft.config.active import listed, meaningless
+from rft.cli import doctor_command
+from rft.config.inert import listed
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.launch import machine, machine_checks
 from rft.launch.machine import CHECKS, Line
+from rft.reward import sandbox
 
 
 @pytest.fixture
@@ -22,26 +23,42 @@ def lines() -> list[Line]:
 
 
 def test_keys_are_later_refused_or_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.doctor(keys=True, as_json=True)
+    doctor_command.doctor(keys=True, as_json=True)
     rows = json.loads(capsys.readouterr().out)
     states = {row["key"]: row["state"] for row in rows}
-    assert len(states) == len(listed()) + len(meaningless())
+    assert len(states) == len(listed())
     assert states["trainer.save_strategy"] == "has no effect"
     assert states["buffer.explorer_input.tasksets[i].format.chosen_key"] == "refused"
     assert states["explorer.proxy_port"] == "not active yet"
-    doctor.doctor(keys=True)
+    doctor_command.doctor(keys=True)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"{len(listed())} accepted, not active yet; {len(meaningless())} without meaning here")
+    later = sum(entry.level == "later" for _, entry in listed())
+    assert last.startswith(f"{later} accepted, not active yet; {len(listed()) - later} without meaning here")
+
+
+def test_the_level_of_the_sandbox_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strongest one, and why the stronger ones are not to be had; less than what rewards take by themselves is only a note."""
+    for works, state, text in [
+        ("namespaces", "ok", "run programs at sandbox_level namespaces"),
+        ("landlock", "ok", "run programs at sandbox_level landlock (namespaces: switched off)"),
+        ("seccomp", "note", "sandbox_level: seccomp is all that rewards can ask for here"),
+        ("none", "note", "rewards cannot run programs here"),
+    ]:
+        monkeypatch.setattr(sandbox, "_fault", lambda server, works=works: "" if server.level == works else "switched off")
+        (found,) = [f for f in doctor_command.examine() if f.topic == "sandbox"]
+        assert found.state == state and text in found.text
+        assert (state == "note") == ("max_user_namespaces" in found.text)
 
 
 def test_without_a_gpu_it_says_so_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SetupError, match=r"sees no GPU.*--gpu --device cpu") as caught:
-        doctor.doctor(gpu=True)
+        doctor_command.doctor(gpu=True)
     assert caught.value.exit_code == 3
     with pytest.raises(ConfigError, match="none of cuda, cpu"):
-        doctor.doctor(gpu=True, device="npu")
+        doctor_command.doctor(gpu=True, device="npu")
 
 
+@pytest.mark.e2e
 def test_checks_that_are_right(tiny_model: Path, lines: list[Line]) -> None:
     """Arithmetic, attention, two ranks of FSDP2, an engine with each transport: on the CPU, in processes of their own."""
     names = ("arithmetic", "attention", "collective", "training", "transformers")
@@ -83,7 +100,7 @@ def test_wrong_log_probs_are_found(tiny_model: Path, tmp_path: Path, monkeypatch
 
     def wrong(self: Learner, micro: object, *more: object) -> object:
         scored = score(self, micro, *more)  # type: ignore[arg-type]
-        if not self.settings.share_prompts:
+        if self.settings.row_layout == "padded":
             scored[0][0]["old"] = scored[0][0]["old"] + 0.01
         return scored
 

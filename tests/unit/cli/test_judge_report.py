@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from rft.cli.main import make
 from rft.errors import ConfigError
-from rft.testing.judge import FakeJudge, JudgeServer
+from rft.testing.judge import FakeJudge
+from tests.helpers.judge_server import JudgeServer
 
 CONFIG = """
 model: {{model_path: not-needed, max_prompt_tokens: 64, max_response_tokens: 64}}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,18 @@ def rft(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_is_quick_and_names_every_verb() -> None:
-    for _ in range(10):  # other tests may run beside this one
-        began = time.perf_counter()
+    """Seconds of computing; of several tries the best, because caches are shared with whatever else runs."""
+    took = []
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         said = rft("--help")
-        if (took := time.perf_counter() - began) <= 0.5:
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if took[-1] <= 0.5:
             break
     assert said.returncode == 0
     assert all(verb in said.stdout for verb in cli.VERBS)
-    assert took <= 0.5
+    assert min(took) <= 0.5, took
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -60,12 +64,12 @@ def test_wrong_usage_is_exit_2(arguments: tuple[str, ...]) -> None:
 def test_errors_are_messages(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rft.cli import status
+    from rft.cli import status_command
 
     def broken(run_dir: Path) -> dict[str, object]:
         raise error
 
-    monkeypatch.setattr(status, "collect", broken)
+    monkeypatch.setattr(status_command, "collect", broken)
     with pytest.raises(SystemExit) as e:
         cli.main(["status", "x"])
     assert e.value.code == code
@@ -76,12 +80,12 @@ def test_errors_are_messages(
 
 
 def test_a_bug_shows_its_traceback_without_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from rft.cli import status
+    from rft.cli import status_command
 
     def broken(run_dir: Path) -> dict[str, object]:
         raise ZeroDivisionError("with s3cr3t-value inside")
 
-    monkeypatch.setattr(status, "collect", broken)
+    monkeypatch.setattr(status_command, "collect", broken)
     monkeypatch.setenv("MY_API_KEY", "s3cr3t-value")
     with pytest.raises(SystemExit) as e:
         cli.main(["status", "x"])
@@ -102,7 +106,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     assert following.stdout is not None
     assert "first" in following.stdout.readline()
     following.send_signal(signal.SIGINT)
-    assert following.wait(20) == 130
+    assert following.wait(120) == 130
     assert "Traceback" not in following.communicate()[1]
 
 
@@ -135,10 +139,12 @@ def test_doctor() -> None:
 def test_doctor_ends_with_3_when_something_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rft.cli import doctor
+    from rft.cli import doctor_command
 
-    monkeypatch.setattr(doctor, "_installed", lambda name: None if name == "ray" else "0.0.1" if name == "transformers" else "9")
-    monkeypatch.setattr(doctor, "_windows", lambda: {"ray": ">=2.60,<3", "transformers": ">=5.17,<5.20"})
+    monkeypatch.setattr(
+        doctor_command, "_installed", lambda name: None if name == "ray" else "0.0.1" if name == "transformers" else "9"
+    )
+    monkeypatch.setattr(doctor_command, "_windows", lambda: {"ray": ">=2.60,<3", "transformers": ">=5.17,<5.20"})
     with pytest.raises(SystemExit) as e:
         cli.main(["doctor"])
     out = capsys.readouterr().out

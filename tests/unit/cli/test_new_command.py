@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli.skeletons import SKELETONS
-from rft.testing.command import forget_plugins, rft
+from rft.cli.new_command import SKELETONS
+from tests.helpers.command import forget_plugins, rft
 
 
 def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

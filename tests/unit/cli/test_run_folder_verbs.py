@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli import export, status
+from rft.cli import export_command, status_command
 from rft.cli import main as cli
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.launch.rundir import RunDir
@@ -68,9 +68,9 @@ def test_status(run_dir: Path) -> None:
 def test_status_of_a_run_that_goes_on(run_dir: Path) -> None:
     claimed = RunDir.claim(run_dir)
     claimed.state("running", waiting=["the trainer waits for rows"], parts={"trainer-0": os.getpid(), "engine-0": 2**22 - 1})
-    facts = status.collect(run_dir)
+    facts = status_command.collect(run_dir)
     assert (facts["phase"], facts["holder"]) == ("running", os.getpid())
-    text = "\n".join(status.lines(facts))
+    text = "\n".join(status_command.lines(facts))
     assert "waiting      the trainer waits for rows" in text and f"engine-0 {2**22 - 1} (gone)" in text
     claimed.release()
 
@@ -80,10 +80,10 @@ def test_status_of_a_run_that_was_killed(run_dir: Path) -> None:
     run = RunDir(run_dir)
     run.state("running")
     run.lock_file.write_text(child.stdout)
-    assert status.collect(run_dir)["phase"] == "died"
+    assert status_command.collect(run_dir)["phase"] == "died"
     run.lock_file.write_text("1")  # the number was given to another process since
     os.utime(run.lock_file, (1, 1))
-    assert status.collect(run_dir)["phase"] == "died"
+    assert status_command.collect(run_dir)["phase"] == "died"
 
 
 def test_status_json_and_nonsense(run_dir: Path, tmp_path: Path) -> None:
@@ -92,17 +92,17 @@ def test_status_json_and_nonsense(run_dir: Path, tmp_path: Path) -> None:
     assert said("status", str(tmp_path))[1] == 2
     (run_dir / "state.json").write_text("{")
     with pytest.raises(ConfigError, match=r"state\.json is damaged"):
-        status.collect(run_dir)
+        status_command.collect(run_dir)
     (run_dir / "checkpoints" / "global_step_5" / "manifest.json").write_text("{")
     (run_dir / "state.json").write_text('{"phase": "done"}')
-    assert "damaged" in "\n".join(status.lines(status.collect(run_dir)))
+    assert "damaged" in "\n".join(status_command.lines(status_command.collect(run_dir)))
 
 
 # ------------------------------------------------------------ export
 
 
 def test_export_copies_the_model_whole(run_dir: Path, tmp_path: Path) -> None:
-    out = export.copy_model(run_dir, tmp_path / "model", None)
+    out = export_command.copy_model(run_dir, tmp_path / "model", None)
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
     assert (out / "model.safetensors").read_bytes() == b"weights"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
@@ -110,15 +110,15 @@ def test_export_copies_the_model_whole(run_dir: Path, tmp_path: Path) -> None:
 
 def test_export_refuses(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"5 has no model.*there are 10"):
-        export.copy_model(run_dir, tmp_path / "model", 5)
+        export_command.copy_model(run_dir, tmp_path / "model", 5)
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists"):
-        export.copy_model(run_dir, tmp_path / "there", None)
+        export_command.copy_model(run_dir, tmp_path / "there", None)
     with pytest.raises(ConfigError, match="0 checkpoints"):
-        export.copy_model(tmp_path, tmp_path / "model", None)
+        export_command.copy_model(tmp_path, tmp_path / "model", None)
     (run_dir / "checkpoints/global_step_10/huggingface/model.safetensors").write_bytes(b"weighty")
     with pytest.raises(CheckpointInvalid, match=r"huggingface/model\.safetensors: sha256"):
-        export.copy_model(run_dir, tmp_path / "model", None)
+        export_command.copy_model(run_dir, tmp_path / "model", None)
     assert not (tmp_path / "model").exists()
 
 

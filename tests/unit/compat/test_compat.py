@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import rft.compat
-from rft.buffer.operators.pipeline import Pipeline
-from rft.buffer.operators.settings import OperatorSettings, PipelineSettings
+from rft.buffer.operators.experience_pipeline import ExperiencePipeline
+from rft.buffer.settings import OperatorSettings, PipelineSettings
 from rft.compat import (
     ADVANTAGE_FN,
     EXPERIENCE_OPERATORS,
@@ -35,13 +35,13 @@ from rft.compat import (
 )
 from rft.errors import ConfigError, PluginError
 from rft.plugins import REGISTRY, load_all
-from rft.reward import pool
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.build import Recipes
+from rft.worker import job_pool
 from rft.workflow.group import judge, run_group
-from rft.workflow.run import Limits
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
 
 ID = GroupId(1, 0, 3, 5)
 
@@ -50,7 +50,7 @@ ID = GroupId(1, 0, 3, 5)
 def plugins():
     load_all()
     yield
-    pool.close_all()
+    job_pool.close_all()
 
 
 def task(**changes):
@@ -63,7 +63,7 @@ async def play(engine, cls, *, models=None, **of_task):
         WORKFLOWS.register_module(name)(cls)
     recipes, of = Recipes(), task(workflow=name, **of_task)
     try:
-        return await run_group(of, await recipes.get(of), engine, ID, limits=Limits(max_timeout_s=20), models=models or {})
+        return await run_group(of, await recipes.get(of), engine, ID, limits=RunLimits(max_timeout_s=20), models=models or {})
     finally:
         await recipes.close()
 
@@ -212,7 +212,7 @@ async def test_what_comes_back_must_be_what_the_policy_wrote():
         (invented, "no call of this"),
         (nothing, "no experience"),
         (text, "returned str"),
-        (exits, "SystemExit: 3"),
+        (exits, "called sys.exit(3)"),
     ):
         (row,) = (await play(ScriptedEngine("abc"), returns(make))).rows
         assert row.status == "failed" and why in row.reason, make
@@ -273,7 +273,7 @@ async def test_flags_and_what_a_task_holds():
 
 
 async def pipeline(name, rows, of_task):
-    made = Pipeline(PipelineSettings(operators=(OperatorSettings(name=name, args={}, key="k"),)), judge, 20.0)
+    made = ExperiencePipeline(PipelineSettings(operators=(OperatorSettings(name=name, args={}, key="k"),)), judge, 20.0)
     await made.prepare({})
     try:
         return await made.process(of_task, rows)
@@ -320,7 +320,9 @@ def test_what_is_not_kept_says_what_to_do():
         rft.compat.Wrokflow  # noqa: B018
     for module, names in rft.compat.NAMES.items():
         for name in names:
-            assert getattr(rft.compat, name) is getattr(importlib.import_module(f"rft.compat.{module}"), name)
+            assert getattr(rft.compat, name) is getattr(
+                importlib.import_module(f"rft.compat.{module}"), rft.compat.CLASSES.get(name, name)
+            )
     for field in ("token_level_reward", "advantages", "chosen", "multi_modal_inputs", "routed_experts", "custom_fields"):
         with pytest.raises(ValueError, match=f"{field} of an Experience is not kept"):
             Experience(tokens=[1, 2], prompt_length=1, **{field: [1]})

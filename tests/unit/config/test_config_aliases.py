@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rft.config.check import check
+from rft.compat.keys.verl_keys import by_path, rows
 from rft.config.load import from_dict, load
-from rft.config.messages import all_keys, fields_at
-from rft.config.verlkeys import by_path, rows
+from rft.config.schema.walk import all_keys, fields_at
+from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
 
 GOOD = Path(__file__).parent / "data" / "good" / "short.yaml"

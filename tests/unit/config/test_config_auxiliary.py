@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rft.config.check import check
 from rft.config.load import from_dict
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
+from rft.config.verify import check
 from rft.errors import ConfigError
-from rft.launch.place import placement
+from rft.launch.cluster import placement
 from rft.testing import tiny
 
 

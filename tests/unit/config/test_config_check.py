@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rft.config.check import Report, check, load_plan
-from rft.config.modelfiles import look, read_header
+from rft.config.check_report import Report
+from rft.config.model_folder import look, read_header
 from rft.config.plan import Facts
+from rft.config.verify import check, load_plan
 from rft.errors import ConfigError, ConfigErrors
 
 GOOD = Path(__file__).parent / "data" / "good"
@@ -270,7 +271,7 @@ def test_too_long_for_the_model(model: Path) -> None:
 
 # ---------------------------------------------------------------- the command
 
-COMMAND = [sys.executable, "-X", "importtime", "-m", "rft.cli.check", "--config"]
+COMMAND = [sys.executable, "-X", "importtime", "-m", "rft.cli.check_command", "--config"]
 
 
 def command(*arguments: str) -> tuple[int, str, str, float]:
@@ -287,7 +288,7 @@ def test_command_on_a_wrong_file_is_quick_and_light() -> None:
     code, out, err, _ = runs[0]
     assert code == 2
     assert "buffer.batch_sise: unknown key.  Did you mean buffer.batch_size?" in out
-    for heavy in ("torch", "transformers", "ray", "datasets", "numpy"):
+    for heavy in ("numpy", "torch", "transformers", "ray", "datasets"):
         assert f" {heavy}\n" not in err, f"{heavy} was imported"
     assert min(r[3] for r in runs) < 1.5
 
@@ -383,3 +384,26 @@ def test_a_workflow_says_what_it_provides(model: Path, tmp_path: Path) -> None:
     assert run(model, flow, *gigpo).ok
     assert run(model, "algorithm.algorithm_type=gigpo", "algorithm.advantage_fn_args.omega=0.0").ok
     assert not run(model, *gigpo).ok
+
+
+def test_what_the_file_gets_wrong_does_not_hide_what_is_missing(tmp_path: Path) -> None:
+    """One round: a contradiction in the file, a model that is not there and a taskset that is not there."""
+    gone = tmp_path / "gone"
+    report = run(gone, "trainer.param_dtype=bfloat16", f"{TASKSET}.path={tmp_path / 'no.jsonl'}")
+    assert {"trainer.param_dtype", "model.model_path", f"{TASKSET}.path"} <= {e.key for e in report.errors}
+    alone = run(gone, "trainer.param_dtype=bfloat16", f"{TASKSET}.path={tmp_path / 'no.jsonl'}", schema_only=True)
+    assert [e.key for e in alone.errors] == ["trainer.param_dtype"]
+
+
+def test_what_is_wrong_in_the_file_is_not_complained_of_twice(model: Path) -> None:
+    report = run(model, "model.max_prompt_tokens=4000", "model.max_model_len=100")
+    assert {e.key for e in report.errors} == {"model.max_prompt_tokens"}
+
+
+def test_a_reward_that_is_never_used_is_refused(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "flows.py"
+    file.write_text("from rft import EnvWorkflow\n\nclass Game(EnvWorkflow):\n    scores_itself = True\n")
+    flow = f"buffer.explorer_input.default_workflow_type={file}:Game"
+    reward = "buffer.explorer_input.default_reward_fn_type=exact_answer"
+    (error,) = run(model, flow, reward).errors
+    assert "scores its runs itself, so this reward would never be used" in error.message and "default_reward_fn_type" in error.key

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.check import Report, check
+from rft.config.check_report import Report
 from rft.config.plan import Facts
+from rft.config.verify import check
 
 DATA = Path(__file__).parent / "data"
 EVAL = "buffer.explorer_input.eval_tasksets=[{path: rows.jsonl, name: held_out%s}]"

@@ -17,12 +17,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rft.config.load import from_dict
-from rft.config.messages import literals, models
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.config.schema.model import ExternalModelConfig
+from rft.config.schema.model_section import ExternalModelConfig
 from rft.config.schema.root import RunConfig
+from rft.config.schema.walk import literals, models
 from rft.errors import ConfigError, ConfigErrors
+from tests.helpers.rows import for_each
 
 IN = "buffer.explorer_input"
 REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer"
@@ -85,7 +86,7 @@ BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "model.prompt_truncation_side": {"model.enable_prompt_truncation": False},
     **{
         f"{t}.{n}": {f"{t}.reader_path": "rows.py", f"{t}.reader_name": "Rows"}
-        for t in TASKSETS
+        for t in (*TASKSETS, "data_processor.task_pipeline.output")
         for n in ("reader_path", "reader_name")
     },
     **{
@@ -139,6 +140,7 @@ DATA_SET = {"mode": "train", "algorithm.algorithm_type": "sft", f"{DATA}.storage
 VALUES: dict[str, Any] = {  # another valid value, where one made from the type would be refused or means the same
     f"{DATA}.data_selector.selector_type": "shuffle",
     "algorithm.algorithm_type": "dr_grpo",
+    "monitor.monitor_type": "tensorboard",
     "synchronizer.sync_method": "nccl",
     "model.rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "algorithm.advantage_fn_args": {"norm_by_std": False},
@@ -310,7 +312,7 @@ def fits(field: FieldInfo, value: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("key", FIELDS)
+@for_each("key", FIELDS)
 def test_a_bad_value_is_refused_with_its_path(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(written(key, bad(FIELDS[key])))
@@ -318,14 +320,14 @@ def test_a_bad_value_is_refused_with_its_path(key: str) -> None:
     assert any(e.key == key or e.key.startswith((f"{key}.", f"{key}[")) for e in found), [str(e) for e in found]
 
 
-@pytest.mark.parametrize("key", [k for k in FIELDS if k.startswith(f"{AUXILIARY}.")])
+@for_each("key", [k for k in FIELDS if k.startswith(f"{AUXILIARY}.")])
 def test_a_buffer_that_nothing_reads_is_refused(key: str) -> None:
     """What sample_strategy mix makes of one: tests/integration/test_expert_rows.py."""
     with pytest.raises(ConfigError, match=rf"{re.escape(AUXILIARY)}.*has no meaning here"):
         plan(written(key))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "key",
     [k for k, f in FIELDS.items() if not list(models(f.annotation)) and k not in SAME_PLAN and not k.startswith(f"{AUXILIARY}.")],
 )

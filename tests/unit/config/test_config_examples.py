@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.check import check
+from rft.config.verify import check
 from rft.testing import tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -32,6 +32,6 @@ def test_example(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert report.tasksets and all(t.rows for t in report.tasksets)
     sets = report.plan.explorer.tasksets
     worlds = all(t.reward is None and "gym:" not in t.path for t in sets)  # their workflow scores
-    unscored = report.plan.trainer.given is not None or path.parent.name in NO_GOLD or worlds
+    unscored = report.plan.trainer.offline_data is not None or path.parent.name in NO_GOLD or worlds
     gold = {None} if unscored else {1.0}  # what is imitated is not scored
     assert {row.gold_reward for t in report.tasksets for row in t.rows} == gold

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rft.cli.main import make
-from rft.config.describe import describe, trinity
-from rft.config.known import advice
-from rft.config.messages import all_keys
-from rft.config.verlkeys import rows
+from rft.compat.key_names import describe, trinity
+from rft.compat.keys.verl_keys import rows
+from rft.config.foreign import advice
+from rft.config.schema.walk import all_keys
 from rft.errors import ConfigError
 
 BEFORE_THE_SCHEMA = {"stages", "trainer.trainer_config"}

@@ -8,9 +8,9 @@ import pytest
 
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
-from rft.config.resolve import resolve, shown
+from rft.config.resolve import resolve
 from rft.errors import ConfigError
-from rft.launch.same import differences
+from rft.launch.membership import differences
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
 RAY = "cluster.ray_address=auto"
@@ -67,7 +67,7 @@ def test_the_process_that_trains_need_not_name_the_tasks():
     made, whole = plan(*alone, "trainer.total_steps=2"), plan("trainer.total_steps=2")
     assert (made.sync, made.trainer.batch_groups, made.trainer.batch_rows) == (whole.sync, whole.trainer.batch_groups, None)
     assert made.trainer.total_steps == 2 and made.explorer.total_batches == whole.explorer.total_batches
-    ours, theirs = (shown(load(FILE, (RAY, *more))) for more in (alone, ("mode=explore",)))
+    ours, theirs = (load(FILE, (RAY, *more)).shown() for more in (alone, ("mode=explore",)))
     assert differences(ours, theirs) == []
 
 
@@ -89,5 +89,5 @@ def test_the_process_that_trains_need_not_name_the_tasks():
     ],
 )
 def test_what_must_be_the_same(change, key):
-    ours, theirs = (shown(load(FILE, (RAY, f"mode={mode}", *more))) for mode, more in (("train", ()), ("explore", (change,))))
+    ours, theirs = (load(FILE, (RAY, f"mode={mode}", *more)).shown() for mode, more in (("train", ()), ("explore", (change,))))
     assert [k for k, *_ in differences(ours, theirs)] == ([key] if key else [])

@@ -10,21 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli import check as command
-from rft.config.active import meaningless
-from rft.config.check import load_plan
+from rft.cli import check_command as command
+from rft.config.inert import TABLE, listed
 from rft.config.load import load
-from rft.config.messages import all_keys
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.config.steps import _NO_EFFECT
+from rft.config.schema.walk import all_keys
+from rft.config.verify import load_plan
 from rft.engine.environment import cpu_environment
 from rft.errors import ConfigError
 from rft.testing import tiny
 
 HERE = Path(__file__).parent
 FILE = HERE / "data" / "good" / "short.yaml"
-KEYS_OF_VERL = Path(__file__).parents[3] / "rft" / "config" / "data" / "verl_keys.tsv"
+KEYS_OF_VERL = Path(__file__).parents[3] / "rft" / "compat" / "keys" / "data" / "verl_keys.tsv"
 BUFFER = "buffer.trainer_input.experience_buffer"
 ENGINE = "explorer.rollout_model"
 
@@ -52,7 +51,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", RUNS),
     ("buffer.total_tasks", "8", "0", RUNS),
-    (f"{BUFFER}.storage_type", "FILE", "parquet", RUNS),
+    (f"{BUFFER}.storage_type", "FILE", "[1]", RUNS),
     (f"{BUFFER}.replay_buffer.enable", "true", "maybe", RUNS),
     (f"{BUFFER}.replay_buffer.enable", "false", "maybe", RUNS),
     (f"{BUFFER}.replay_buffer.priority_fn", "decay_limit_randomization", "[1]", RUNS),
@@ -182,7 +181,7 @@ def test_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
-    names = {key for key, _, harmless in meaningless() if not harmless}
+    names = {key for key, entry in listed() if entry.level == "refused"}
     assert {"explorer.rollout_model.external_model_config", "buffer.trainer_input.auxiliary_buffers"} <= names
     used = messages("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
     assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
@@ -239,7 +238,7 @@ def test_engine_names() -> None:
 
 def test_vllm_takes_its_arguments(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from rft.engine.vllm import engine_args
+    from rft.engine.vllm_args import engine_args
 
     model = f"model.model_path={tiny.make(tmp_path / 'model')}"
     usual = engine_args(plan(model).engines[0])
@@ -267,7 +266,7 @@ def test_vllms_arguments_have_no_effect_on_transformers() -> None:
     assert sum("it is for engine_type vllm" in w for w in p.warnings) == 2
 
 
-@pytest.mark.parametrize("key", sorted(_NO_EFFECT))
+@pytest.mark.parametrize("key", sorted(key for key, entry in TABLE.items() if entry.level == "noted"))
 def test_what_has_no_effect_is_said(key: str) -> None:
     values = {k: v for k, v, _, _ in KEYS}
     noted = [n for n in plan(f"{key}={values[key]}").notes if n.startswith(f"{key} ")]

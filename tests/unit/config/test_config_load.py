@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rft.config import yamlfile
 from rft.config.load import from_dict, load
-from rft.config.source import dotted
+from rft.config.schema.source import dotted
 from rft.errors import ConfigError, ConfigErrors
 
 IN = "buffer.explorer_input"

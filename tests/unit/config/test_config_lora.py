@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rft.config import adapter
-from rft.config.check import Report, check
+from rft.config import lora_plan
+from rft.config.check_report import Report
+from rft.config.context import Problems
 from rft.config.load import load
-from rft.config.memory import RoleMemory, estimate
-from rft.config.modelfiles import look
-from rft.config.modelshape import shape
+from rft.config.memory_estimate import RoleMemory, estimate
+from rft.config.model_folder import look, shape
 from rft.config.plan import Facts, Plan
-from rft.config.problems import Problems
 from rft.config.resolve import resolve
+from rft.config.verify import check
 from rft.convert.launch import Argument, Launch
 from rft.convert.verl import Conversion, convert
 from rft.errors import ConfigError
@@ -127,7 +127,7 @@ def test_check_knows_the_models_layers(tiny_model: Path) -> None:
 def test_check_looks_into_an_adapters_folder(tiny_model: Path, tmp_path: Path) -> None:
     (error,) = checked(tiny_model, f"{{path: {tmp_path / 'nowhere'}}}").errors
     assert error.key == f"{KEY}[0].path" and "is not a folder; an adapter is a folder with adapter_config.json" in str(error)
-    linear = adapter.linear(look(str(tiny_model)).tensors)
+    linear = lora_plan.linear(look(str(tiny_model)).tensors)
     assert len(linear) == 14 and not any("embed" in n or "norm" in n or "lm_head" in n for n in linear)
     good = peft_folder(tmp_path / "good", linear)
     assert not checked(tiny_model, f"{{path: {good}}}").errors
@@ -153,9 +153,9 @@ def test_an_adapter_takes_no_moments_of_the_base(tiny_model: Path) -> None:
     files = look(str(tiny_model))
     sizes = shape(files.config, files.tensors)
     settings = LoraSettings(rank=4, target_modules="all-linear")
-    trained = adapter.parameters(settings, sizes, files.tensors)
-    assert trained == 4 * sum(o + i for o, i in adapter.linear(files.tensors).values())
-    assert trained == adapter.parameters(settings, sizes, None), "from the sizes alone too"
+    trained = lora_plan.parameters(settings, sizes, files.tensors)
+    assert trained == 4 * sum(o + i for o, i in lora_plan.linear(files.tensors).values())
+    assert trained == lora_plan.parameters(settings, sizes, None), "from the sizes alone too"
     kl = ("algorithm.kl_loss_fn=k2",)
     (_, whole, _) = estimate(plan(*kl), sizes)
     (_, rank, _) = estimate(plan(*kl, f"{KEY}=[{{lora_rank: 4}}]"), sizes, trained=trained)
@@ -170,9 +170,9 @@ def test_an_adapter_takes_no_moments_of_the_base(tiny_model: Path) -> None:
 def test_the_estimate_counts_an_adapter_that_is_there(tiny_model: Path, tmp_path: Path) -> None:
     files = look(str(tiny_model))
     sizes = shape(files.config, files.tensors)
-    modules = {n: s for n, s in adapter.linear(files.tensors).items() if n.endswith("q_proj")}
+    modules = {n: s for n, s in lora_plan.linear(files.tensors).items() if n.endswith("q_proj")}
     there = LoraSettings(path=str(peft_folder(tmp_path / "there", modules)))
-    trained = adapter.parameters(there, sizes, files.tensors)
+    trained = lora_plan.parameters(there, sizes, files.tensors)
     assert trained == 2 * sum(o + i for o, i in modules.values())
     made = plan("algorithm.kl_loss_fn=k2", f"{KEY}=[{{path: {there.path}}}]")
     assert term(estimate(made, sizes, trained=trained)[1], "reference model") == 4 * trained, "its first values are kept"
@@ -206,7 +206,7 @@ def test_verls_lora_keys_are_ours(program: str) -> None:
 )
 def test_rounding_of_the_adapter_is_told(dtype: str, merge: str, told: bool) -> None:
     problems = Problems()
-    adapter.rounding(plan(f"{KEY}=[{{merge: {merge}}}]", f"explorer.rollout_model.dtype={dtype}"), problems)
+    lora_plan.rounding(plan(f"{KEY}=[{{merge: {merge}}}]", f"explorer.rollout_model.dtype={dtype}"), problems)
     assert any("rounded to it" in w for w in problems.warnings) == told
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from rft.config import memory
-from rft.config.check import Report, check
+from rft.config import memory_estimate as memory
+from rft.config.check_report import Report
 from rft.config.load import load
-from rft.config.memory import GIB, MIB, RoleMemory, estimate, micro_batch, too_much, trainer
-from rft.config.modelshape import ModelShape, shape
+from rft.config.memory_estimate import GIB, MIB, RoleMemory, estimate, micro_batch, too_much, trainer
+from rft.config.model_folder import ModelShape, shape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
+from rft.config.verify import check
 
 GOOD = Path(__file__).parent / "data" / "good"
 CPU = Facts(cpus=2, gpus=0)
@@ -75,7 +76,7 @@ def test_other_families() -> None:
 
 @pytest.mark.parametrize("name", ["tiny_model", "tiny_untied"])
 def test_formula_and_header_agree(name: str, request: pytest.FixtureRequest) -> None:
-    from rft.config.modelfiles import look
+    from rft.config.model_folder import look
 
     files = look(str(request.getfixturevalue(name)))
     assert shape(files.config).parameters == shape(files.config, files.tensors).parameters

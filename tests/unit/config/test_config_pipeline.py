@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rft.buffer.operators.settings import OperatorSettings
-from rft.config.check import check
+from rft.buffer.settings import OperatorSettings
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
+from rft.config.verify import check
 from rft.errors import ConfigError
 
 FILE = Path(__file__).parent / "data" / "good" / "short.yaml"
@@ -124,7 +124,7 @@ def test_without_operators_their_code_is_not_imported() -> None:
     code = (
         "import sys; from rft.config.load import load; from rft.config.resolve import resolve\n"
         f"resolve(load({str(FILE)!r}, ()))\n"
-        "print([m for m in ('rft.buffer.operators.base', 'rft.buffer.operators.build') if m in sys.modules])"
+        "print([m for m in ('rft.buffer.operators.base', 'rft.buffer.operators.experience_pipeline') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

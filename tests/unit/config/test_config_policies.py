@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rft.algorithm.catalog import controllers, needs
-from rft.config import check
+from rft.algorithm.needs import controllers, needs
+from rft.config import verify as check
 from rft.config.load import load
-from rft.config.memory import estimate
-from rft.config.modelshape import ModelShape
+from rft.config.memory_estimate import estimate
+from rft.config.model_folder import ModelShape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
 from rft.errors import ConfigError

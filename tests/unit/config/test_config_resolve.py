@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from rft.config.load import load
-from rft.config.messages import all_keys, field_at, literals
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
+from rft.config.schema.walk import all_keys, field_at, literals
 from rft.errors import ConfigError, ConfigErrors
+from tests.helpers.rows import for_each
 
 GOOD = Path(__file__).parent / "data" / "good"
 CPU = Facts(cpus=4, gpus=0)
@@ -351,7 +352,7 @@ def another(key: str) -> str | None:
     return "other"
 
 
-@pytest.mark.parametrize("key", sorted(leaves()))
+@for_each("key", sorted(leaves()))
 def test_every_key_refuses_a_bad_value_and_reaches_the_plan(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan(f"{key}=[{{bad: [value]}}]")

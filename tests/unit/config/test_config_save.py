@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rft.config.check import check, plain
 from rft.config.load import load
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
 from rft.config.save import changes, refuse_changes, save
+from rft.config.schema.source import plain
+from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
 
 GOOD = Path(__file__).parent / "data" / "good"

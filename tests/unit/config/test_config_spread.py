@@ -134,7 +134,7 @@ def test_a_library_is_said_aloud() -> None:
         (("trainer.fsdp_size=0",), "trainer.fsdp_size"),
         (("trainer.ulysses_sequence_parallel_size=2",), "trainer.ulysses_sequence_parallel_size"),
         (
-            (*ON_GPUS, "trainer.ulysses_sequence_parallel_size=2", "trainer.share_prompts=false"),
+            (*ON_GPUS, "trainer.ulysses_sequence_parallel_size=2", "trainer.row_layout=padded"),
             "trainer.ulysses_sequence_parallel_size",
         ),
         (("trainer.enable_activation_offload=true",), "trainer.enable_activation_offload"),

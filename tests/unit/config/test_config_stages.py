@@ -11,8 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from rft.cli.main import make
-from rft.config.check import check
 from rft.config.load import load, stage_names
+from rft.config.verify import check
 from rft.errors import ConfigError, ConfigErrors
 
 BASE: dict[str, Any] = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.active import marked
-from rft.config.check import check
-from rft.config.messages import field_at
+from rft.compat.keys.verl_keys import rows
+from rft.config.inert import inert
 from rft.config.plan import Facts
-from rft.config.verlkeys import rows
+from rft.config.schema.walk import field_at
+from rft.config.verify import check
 from rft.launch.execute import execute
 from rft.testing import tiny
 
@@ -38,10 +38,10 @@ class Rows:
         return self.rows[i]
 """
 SELECTOR = """
-from rft.taskset.selectors import Selector
+from rft.taskset.selectors import TaskSelector
 
 
-class Mine(Selector):
+class Mine(TaskSelector):
     def rows(self, batch, first, count):
         return [0] * count
 """
@@ -241,5 +241,5 @@ def test_a_run_makes_the_file_once_and_goes_on_with_it(here, capsys):
 def test_every_target_of_the_data_section_is_active(target):
     parts = tuple(re.sub(r"\[\w*\]", "", target).split("."))
     for n in range(1, len(parts) + 1):
-        field = field_at(parts[:n])
-        assert field is not None and not marked(field), f"{'.'.join(parts[:n])} is not active yet"
+        field, path = field_at(parts[:n]), re.sub(r"\[\w*\]", "[]", ".".join(target.split(".")[:n]))
+        assert field is not None and not inert(path), f"{'.'.join(parts[:n])} is not active yet"

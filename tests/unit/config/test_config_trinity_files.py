@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli import check as command
-from rft.config.check import Report, check
+from rft.cli import check_command as command
+from rft.config.check_report import Report
+from rft.config.verify import check
 
 FILES = {p.stem: p for p in sorted((Path(__file__).parent / "data" / "trinity").glob("*.yaml"))}
 READY: dict[str, set[str]] = {"grpo_gsm8k": set()}

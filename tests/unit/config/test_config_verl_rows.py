@@ -1,4 +1,4 @@
-"""Every row of veRL's table is accounted for: its target exists, or stands in the list of what is not active yet."""
+"""Every row of veRL's table is accounted for: its target exists."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from rft.cli.main import VERBS
-from rft.config.active import listed
-from rft.config.describe import describe
-from rft.config.messages import all_keys
-from rft.config.outside import LATER_OUTSIDE
-from rft.config.verlkeys import Row, by_path, by_target, rows
+from rft.compat.key_names import describe
+from rft.compat.keys.verl_keys import Row, by_path, by_target, rows
+from rft.config.schema.walk import all_keys
+from tests.helpers.rows import for_each
 
 METRICS = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 COUNTS = {  # section: native, derived, n/a
@@ -36,7 +35,7 @@ def test_names_are_unique() -> None:
     assert by_path()["actor_rollout_ref.actor.optim.lr"].section == 4, "the FSDP form comes first"
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda r: r.name)
+@for_each("row", rows(), ids=lambda r: r.name)
 def test_native_rows_have_a_target_and_others_a_reason(row: Row) -> None:
     assert row.targets if row.kind == "native" else (row.note or row.targets)
     assert row.kind != "n/a" or (not row.targets and row.note)
@@ -57,12 +56,10 @@ def is_option(target: str) -> bool:
     return target.startswith("rft ") and target.split()[1] in VERBS
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_target_exists_or_is_listed_as_coming(target: str) -> None:
+@for_each("target", TARGETS)
+def test_every_target_exists(target: str) -> None:
     exists = is_key(target) or is_metric(target) or is_option(target)
-    assert exists or target in LATER_OUTSIDE, target
-    if not is_key(target):
-        assert exists != (target in LATER_OUTSIDE), f"{target} exists now: take it out of the list"
+    assert exists, target
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if re.search(r"_args\.\w+$", t)])
@@ -83,8 +80,3 @@ def said_key(target: str) -> str:
 def test_metrics_that_exist_are_found() -> None:
     names = {t for row in rows() if row.section == 21 for t in row.targets}
     assert {"actor/ppo_kl", "actor/pg_clipfrac"} <= {t for t in names if is_metric(t)}
-
-
-def test_what_comes_later_is_listed_by_doctor() -> None:
-    shown = {key for key, _ in listed()}
-    assert set(LATER_OUTSIDE) <= shown

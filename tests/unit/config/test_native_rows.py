@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from rft.config.active import listed
-from rft.config.verlkeys import rows
+from rft.compat.keys.verl_keys import rows
+from rft.config.inert import listed
+from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
 with (Path(__file__).parent / "data" / "native_rows.tsv").open(newline="", encoding="utf-8") as table:
     LINES = {line["target"]: line for line in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)}
 NATIVE = [row for row in rows() if row.kind == "native"]
-LATER = {key for key, _ in listed()}
+LATER = {key for key, entry in listed() if entry.level == "later"}
 
 
 @cache
@@ -32,13 +33,13 @@ def source(file: str) -> tuple[str, frozenset[str]]:
     return text, frozenset(n for n in found if n.startswith("test_"))
 
 
-@pytest.mark.parametrize("row", NATIVE, ids=lambda r: r.name)
+@for_each("row", NATIVE, ids=lambda r: r.name)
 def test_a_row_names_a_test(row) -> None:
     for target in row.targets:
         assert target in LINES, f"{row.name} became {target}, which has no line"
 
 
-@pytest.mark.parametrize("target", LINES)
+@for_each("target", LINES)
 def test_the_test_is_there_and_knows_the_key(target: str) -> None:
     if target in LATER:
         pytest.skip("comes later")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rft.cli.main import main
 from rft.config import yamlfile
-from rft.config.check import check
+from rft.config.verify import check
 from rft.convert import report
 from rft.convert.launch import Argument, Launch, read_launch
 from rft.convert.rules import KNOWN

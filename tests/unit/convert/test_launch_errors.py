@@ -115,9 +115,9 @@ MONSTERS = {
 
 @pytest.mark.parametrize("name", MONSTERS)
 def test_monsters_end_soon(tmp_path: Path, name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         read(tmp_path, MONSTERS[name])
     except ConfigError as e:
         assert "run.sh" in str(e)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rft.config import yamlfile
-from rft.config.check import check
-from rft.convert import report, yamlout
+from rft.config.verify import check
+from rft.convert import report
 from rft.convert.draft import leaves
 from rft.convert.launch import Argument, Launch
 from rft.convert.verl import Conversion, convert
@@ -341,7 +341,7 @@ def test_worked_example_key_by_key(example: str, profile: Any) -> None:
 def test_worked_example_passes_check_without_a_gpu(example: str, profile: Any, tmp_path: Any) -> None:
     done = convert(launch(EXAMPLES[example, profile][0]), profile=profile)
     file = tmp_path / "out.yaml"
-    file.write_text(yamlout.text(done.values, report.head(done)), encoding="utf-8")
+    file.write_text(report.yaml_text(done.values, report.head(done)), encoding="utf-8")
     found = check(file, schema_only=True)
     assert not found.errors
     assert not done.errors
@@ -392,6 +392,6 @@ def test_differences_are_told() -> None:
 
 def test_the_head_names_the_script_and_no_folder() -> None:
     source = replace(launch(GRPO), path="/somewhere/deep/run_grpo.sh")
-    text = yamlout.text(*(lambda c: (c.values, report.head(c)))(convert(source)))
+    text = report.yaml_text(*(lambda c: (c.values, report.head(c)))(convert(source)))
     assert "run_grpo.sh" in text and "/somewhere" not in text
     assert yamlfile.parse(text, "x")[0] == convert(source).values

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 from pydantic import AliasChoices
 
-from rft.config.messages import all_keys, fields_at
-from rft.config.verlkeys import Row, rows
-from rft.convert import bench, sft
+from rft.compat.keys.verl_keys import Row, rows
+from rft.config.schema.walk import all_keys, fields_at
+from rft.convert import verl_eval, verl_sft
 from rft.convert.defaults import DEFAULTS
 from rft.convert.draft import leaves
 from rft.convert.launch import Argument, Launch
 from rft.convert.rules import PATTERNS, RULES, rule_of
 from rft.convert.verl import Conversion, convert
+from tests.helpers.rows import for_each
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ROWS = [r for r in rows() if r.section <= 19]
@@ -100,7 +100,7 @@ def sample(row: Row) -> Any:
         return True if "enable" in row.path or "use_" in row.path or "offload" in row.path else 3
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name.replace(" ", ""))
+@for_each("row", ROWS, ids=lambda r: r.name.replace(" ", ""))
 def test_row_is_accounted_for(row: Row) -> None:
     """Not unknown; a native row's target is written, a derived or ignored one has a reason."""
     if row.path == "data.train_batch_size" and row.section == 19:
@@ -145,7 +145,7 @@ def _known() -> set[str]:
 
 
 def test_every_target_of_a_rule_is_a_key() -> None:
-    rules = [*RULES.values(), *sft.RULES.values(), *(r for _, r in PATTERNS)]
+    rules = [*RULES.values(), *verl_sft.RULES.values(), *(r for _, r in PATTERNS)]
     targets = {t for r in rules for t in r.targets} | {t for t, _, _ in DEFAULTS} | {t for row in ROWS for t in row.targets}
     known = _known()
     missing = {
@@ -158,7 +158,7 @@ def test_every_target_of_a_rule_is_a_key() -> None:
 
 def test_every_key_of_the_evaluation_is_an_option() -> None:
     known = {row.path for row in rows() if row.section == 17}
-    assert set(bench.OPTIONS) <= known
+    assert set(verl_eval.OPTIONS) <= known
 
 
 def test_patterns_do_not_hide_rows() -> None:
@@ -192,7 +192,7 @@ APPENDIX_B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", APPENDIX_B)
+@for_each("key", APPENDIX_B)
 def test_keys_that_launch_scripts_use_beside_the_table(key: str) -> None:
     c = convert(Launch("main_ppo", (Argument(key, APPENDIX_B[key], str(APPENDIX_B[key]), 1),), False, path="x.sh"))
     if not key.startswith("async_training"):

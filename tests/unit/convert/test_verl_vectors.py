@@ -52,6 +52,20 @@ def test_batches_that_do_not_fit_are_errors(batch: int, mini: int, text: str) ->
         made(f"data.train_batch_size={batch}", f"{A}.ppo_mini_batch_size={mini}")
 
 
+def test_a_launch_that_leaves_the_trainer_no_gpu_is_an_account_and_no_crash() -> None:
+    c = made(
+        "data.train_batch_size=580", f"{A}.ppo_mini_batch_size=580", f"{A}.ppo_micro_batch_size=116", f"{R}.n=1",
+        "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"{R}.tensor_model_parallel_size=2", f"{A}.ulysses_sequence_parallel_size=2",
+    )  # fmt: skip
+    assert "none is left for the trainer: lower --engine-num" in "\n".join(c.warnings)
+    assert "leave 0 for 1 trainer rank" in c.errors[0]
+
+
+def test_a_cluster_that_nobody_has_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="GPUs in all are more than"):
+        made("trainer.nnodes=1000000000000000")
+
+
 def test_asynchronous_recipe() -> None:
     c = made(
         "data.train_batch_size=0", "data.gen_batch_size=1", f"{A}.ppo_mini_batch_size=32", f"{R}.n=16",
@@ -134,7 +148,8 @@ def test_clip_range(arguments: tuple[str, ...], low: float, high: float, warned:
     ("trainer.test_freq=-1", "explorer.eval_interval", 0),
     ("trainer.total_training_steps=100", "buffer.total_steps", 400),
     (f"{A}.optim.lr_warmup_steps=10", "algorithm.optimizer.lr_warmup_steps", 40),
-    ("trainer.critic_warmup=5", "trainer.critic_warmup", 20),
+    ("trainer.critic_warmup=5", "trainer.critic_warmup", 16),
+    ("trainer.critic_warmup=1", "trainer.critic_warmup", 0),
     ("trainer.profile_steps=[2]", "trainer.profiler.steps", [5, 6, 7, 8]),
     ("trainer.default_local_dir=/ckpt/p/n", "checkpoint_root_dir", "/ckpt/p/n"),
     ("trainer.default_local_dir=/ckpt/verl_examples/gsm8k", "checkpoint_root_dir", "/ckpt"),

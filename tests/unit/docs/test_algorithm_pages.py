@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
+import algorithm_pages
 import pytest
 import yaml
 
-from rft.algorithm.args import ARGS
-from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults
-from rft.config.check import check
+from rft.algorithm.catalog import algorithm_defaults, algorithms, shipped
+from rft.config.verify import check
+from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docs" / "algorithms"
@@ -25,7 +23,7 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@for_each("name", algorithms())
 def test_every_algorithm_has_a_page(name: str) -> None:
     text = TEXTS[name]
     found = [s for s in re.findall(r"^## (.+)$", text, re.MULTILINE) if s in SECTIONS]
@@ -48,7 +46,7 @@ def test_example(page: str, i: int, body: str, tmp_path: Path, monkeypatch: pyte
     assert not report.errors and not report.warnings and not report.not_active
 
 
-@pytest.mark.parametrize("page", TEXTS)
+@for_each("page", TEXTS)
 def test_tests_that_are_named_are_there(page: str) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXTS[page])
     assert named
@@ -61,7 +59,7 @@ def test_tests_that_are_named_are_there(page: str) -> None:
 def test_every_part_is_described_once() -> None:
     titles = re.findall(r"^##+ (Advantage|Policy loss) (\w+)$", "\n".join(TEXTS.values()), re.MULTILINE)
     kinds = {"advantage_fn": "Advantage", "policy_loss_fn": "Policy loss"}
-    assert sorted(titles) == sorted((kinds[kind], part) for kind, part in ARGS if kind in kinds and part != "none")
+    assert sorted(titles) == sorted((kinds[kind], part) for kind, part in shipped() if kind in kinds and part != "none")
 
 
 def test_papers_are_those_that_the_code_names() -> None:
@@ -71,27 +69,17 @@ def test_papers_are_those_that_the_code_names() -> None:
         assert set(re.findall(r"\d{4}\.\d{5}", text)) <= known, page
 
 
-@pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("algorithm_pages", ROOT / "scripts" / "algorithm_pages.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "algorithm_pages", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_defaults_come_from_the_models(maker: Any, tmp_path: Path) -> None:
+def test_defaults_come_from_the_models(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- from the code: arguments gspo -->\nold\n<!-- end -->\nafter\n", encoding="utf-8")
-    text = maker.filled(page)
+    text = algorithm_pages.filled(page)
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
-    model = ARGS["policy_loss_fn", algorithm_defaults("gspo").policy_loss_fn]
+    model = shipped()["policy_loss_fn", algorithm_defaults("gspo").policy_loss_fn]
     assert all(f"| `{name}` |" in text for name in model.model_fields) and "| `0.0003` |" in text
 
 
-def test_docstrings_become_markdown(maker: Any) -> None:
-    text = maker.prose("""With *stars*, _lines_ and a_b (arXiv:1707.06347):
+def test_docstrings_become_markdown() -> None:
+    text = algorithm_pages.prose("""With *stars*, _lines_ and a_b (arXiv:1707.06347):
 
     loss = x * y
       more
@@ -103,8 +91,8 @@ Then `*this*`.""")
     )
 
 
-def test_every_part_has_a_docstring_with_its_formula(maker: Any) -> None:
-    maker.REGISTRY.scan_package("rft.algorithm")
-    for kind, part in ARGS:
+def test_every_part_has_a_docstring_with_its_formula() -> None:
+    algorithm_pages.REGISTRY.scan_package("rft.algorithm")
+    for kind, part in shipped():
         if kind in ("advantage_fn", "policy_loss_fn"):
-            assert len(maker._docstring(kind, part)) > 40, (kind, part)
+            assert len(algorithm_pages._docstring(kind, part)) > 40, (kind, part)

@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
+
 from rft.launch.execute import execute
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +30,7 @@ def answers(folder: Path, name: str) -> list[str]:
     return [json.loads(line)["answer"] for path in samples for line in path.read_text().splitlines()]
 
 
+@pytest.mark.e2e
 def test_repeated_and_resumed_runs_end_with_the_same_bytes(tmp_path: Path, tiny_model: Path) -> None:
     once = outcome(tmp_path, tiny_model, "once", 4)
     again = outcome(tmp_path, tiny_model, "again", 4)

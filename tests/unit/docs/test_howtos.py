@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from rft.testing.command import forget_plugins
-
-_spec = importlib.util.spec_from_file_location("docs_howto", Path(__file__).with_name("howto.py"))
-assert _spec is not None and _spec.loader is not None
-howto = importlib.util.module_from_spec(_spec)
-sys.modules["docs_howto"] = howto
-_spec.loader.exec_module(howto)
+from tests.helpers import howto
+from tests.helpers.command import forget_plugins
 
 PAGES = sorted((howto.ROOT / "docs" / "howto").glob("*.md"))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_howto(page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

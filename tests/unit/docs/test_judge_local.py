@@ -17,8 +17,8 @@ def rows(name: str) -> list[dict[str, object]]:
 
 def test_its_test_needs_no_model_and_no_time() -> None:
     assert len((EXAMPLE / "plugins" / "praise.py").read_text(encoding="utf-8").splitlines()) <= 30
-    timed = "import sys, time, test_praise as t; b = time.perf_counter(); t.test_the_judge_says_one_of_two_words()"
-    tell = "t.test_the_plain_check(); print(time.perf_counter() - b, 'torch' in sys.modules)"
+    timed = "import sys, time, test_praise as t; b = time.process_time(); t.test_the_judge_says_one_of_two_words()"
+    tell = "t.test_the_plain_check(); print(time.process_time() - b, 'torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), str(EXAMPLE.parents[1])])}
     done = subprocess.run(
         [sys.executable, "-c", f"{timed}; {tell}"], env=env, capture_output=True, text=True, timeout=120, check=False

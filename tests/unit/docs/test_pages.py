@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from sqlalchemy import create_engine
 
-from rft.buffer import views
+from rft.buffer import schema
 from rft.buffer.schema import experiences, metadata
-from rft.config.messages import all_keys
+from rft.config.schema.walk import all_keys
+from tests.helpers import howto
+from tests.helpers.rows import for_each
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -54,7 +54,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert there <= listed, f"not in mkdocs.yml: {sorted(there - listed)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+@for_each("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text(encoding="utf-8")):
         if "://" in target:
@@ -131,18 +131,14 @@ def test_every_table_and_column_of_the_ledger_is_named() -> None:
     engine = create_engine("sqlite://")
     with engine.begin() as tx:
         metadata.create_all(tx)
-        views.create(tx)
-        answers = [tx.exec_driver_sql(f"SELECT * FROM {view}") for view in views.VIEWS]
+        schema.create_views(tx)
+        answers = [tx.exec_driver_sql(f"SELECT * FROM {view}") for view in schema.VIEWS]
         columns = {name for answer in answers for name in [*answer.keys()]}
     assert columns <= named, columns - named
 
 
+@pytest.mark.e2e
 def test_quickstart(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("docs_howto", Path(__file__).with_name("howto.py"))
-    assert spec is not None and spec.loader is not None
-    howto = importlib.util.module_from_spec(spec)
-    sys.modules["docs_howto"] = howto
-    spec.loader.exec_module(howto)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     howto.play(DOCS / "quickstart.md", tmp_path, tiny_model)

@@ -11,7 +11,7 @@ import pytest
 from rft.engine.base import PromptTooLong, make, prompt_limit, worst
 from rft.engine.pool import EnginePool
 from rft.engine.settings import EngineSettings
-from rft.engine.vllm import check_installed
+from rft.engine.vllm_args import check_installed
 from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine

@@ -19,9 +19,9 @@ from rft.engine.settings import EngineSettings, ExternalSettings
 from rft.errors import EngineFailed, SetupError
 from rft.logs import redact
 from rft.testing.engine_contract import ask
-from rft.types.held import HELD
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs
+from rft.types.throttled import THROTTLED
 
 KEY = "sk-of-the-judge-1234567890"
 
@@ -176,7 +176,7 @@ async def test_limits(server: Server) -> None:
     server.hold = asyncio.Event()
     jobs = [asyncio.ensure_future(pool.generate(ask(str(i)))) for i in range(8)]
     began = time.monotonic()
-    await asyncio.wait_for(server.four.wait(), 10)
+    await asyncio.wait_for(server.four.wait(), 120)
     assert not any(j.done() for j in jobs)
     server.hold.set()
     await asyncio.gather(*jobs)
@@ -204,12 +204,12 @@ async def test_what_it_cannot_do(server: Server, monkeypatch: pytest.MonkeyPatch
 
 async def test_a_call_held_back_for_the_rate_is_told_to_who_waits(server: Server) -> None:
     engine, told = await make(settings(requests_per_minute=600)), list[float]()
-    before = HELD.set(told.append)
+    before = THROTTLED.set(told.append)
     try:
         await engine.generate(ask())
         assert told == [], "the first is sent at once"
         await engine.generate(ask())
     finally:
-        HELD.reset(before)
+        THROTTLED.reset(before)
     assert len(told) == 1 and 0 < told[0] <= 0.1
     await engine.close()

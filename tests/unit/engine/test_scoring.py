@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rft.engine import transformers as engine_module
+from rft.engine import rowbatch as engine_module
 from rft.engine.base import PromptTooLong, make
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, EngineFailed, SetupError

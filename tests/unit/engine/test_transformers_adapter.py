@@ -8,8 +8,8 @@ import pytest
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
 from rft.errors import WeightSyncFailed
-from rft.testing.adapter_contract import Adapted, AdapterContract
 from rft.testing.engine_contract import ask
+from tests.helpers.adapter_contract import Adapted, AdapterContract
 
 
 @pytest.fixture

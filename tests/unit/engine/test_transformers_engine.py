@@ -14,9 +14,11 @@ from transformers import AutoTokenizer
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
 from rft.errors import EngineFailed, SetupError
+from rft.testing import tiny
 from rft.testing.engine_contract import Subject, ask, clean, shaken
 from rft.types.completion import Completion
 from rft.types.ids import Version
+from tests.helpers import experts
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -205,3 +207,24 @@ async def test_a_closed_engine_fails_what_waits(subject: Subject) -> None:
 async def test_no_model_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no model could be loaded"):
         await TransformersEngine.start(EngineSettings(engine_type="transformers", model_path=str(tmp_path)))
+
+
+async def test_it_tells_the_experts_of_every_token(tmp_path: Path) -> None:
+    """Of prompts that are shared, rows that come and go, and a cache that is computed again."""
+    folder = tiny.make(tmp_path / "m", family="qwen3_moe", tied=False, initializer_range=0.1)
+    model = experts.model(folder)
+    settings = EngineSettings(
+        engine_type="transformers", model_path=str(folder), max_model_len=200, max_num_seqs=6, router_replay=True
+    )
+    engine = await TransformersEngine.start(settings)
+    try:
+        subject = Subject(engine, experts.weights(model), {}, tmp_path)
+        assert clean(await subject.publish())
+        requests = [ask("w" * (1 + 7 * i % 40), n=1 + i % 4, max_tokens=1 + 5 * i % 30) for i in range(8)]
+        running = asyncio.gather(*map(engine.generate, requests))
+        assert clean(await subject.publish())
+        for c in (c for answers in await running for c in answers):
+            error, same = experts.compare(model, c)
+            assert error < 1e-4 and same.all()
+    finally:
+        await engine.close()

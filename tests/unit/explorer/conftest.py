@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 
 from rft.errors import WeightSyncFailed
+from rft.explorer.assign import Assignments, BatchAssigner
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
+from rft.sync.waits import Waits
 from rft.taskset.settings import TasksetSettings
 from rft.testing.scripted import ScriptedEngine
 from rft.types.block import decode
 from rft.types.ids import Version
-from rft.types.ports import AppendResult, HeldGroup, TaskOutcome
+from rft.types.ports import AppendResult, Assignment, StoredGroup, TaskOutcome
 
 
 class MemoryBuffer:
-    def __init__(self, held: list[HeldGroup] | None = None) -> None:
+    def __init__(self, held: list[StoredGroup] | None = None) -> None:
         self.groups: list[tuple[list[Any], bool, str]] = []
         self.closed: list[tuple[int, int, int, dict[str, int]]] = []
         self.finished: str | None = None
@@ -43,7 +45,7 @@ class MemoryBuffer:
     async def close_batch(self, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int]) -> None:
         self.closed.append((batch, accepted, wanted, reasons))
 
-    async def held(self, first_batch: int) -> list[HeldGroup]:
+    async def stored_groups(self, first_batch: int) -> list[StoredGroup]:
         return [h for h in self._held if h.batch >= first_batch]
 
     async def outcomes(self, first_batch: int, end_batch: int) -> list[TaskOutcome]:
@@ -73,9 +75,18 @@ class Gate:
         self.trained_out = False
         self.explored_batches: list[int] = []
         self.unproven: set[Version] = set()
+        self.rejected: set[Version] = set()
         self.broken: str | None = None
         self.asked: list[Version] = []
         self._changed = asyncio.Condition()
+        self.assigner: BatchAssigner
+
+    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str:
+        self.assigner.assignments.total = total
+        return await self.assigner.next("explorer", lag)
+
+    async def evaluates(self) -> bool:
+        return True
 
     async def open(self, limit: int, *, finished: bool = False) -> None:
         async with self._changed:
@@ -92,14 +103,22 @@ class Gate:
             await self._changed.wait_for(lambda: batch < self.limit or self.trained_out)
         return Version(1, batch) if batch < self.limit else None
 
-    async def served(self, version: Version) -> None:
-        self.asked.append(version)
+    async def wait_verified(self, version: Version) -> bool:
+        async with self._changed:
+            self.asked.append(version)
+            self._changed.notify_all()
         if self.broken:
             raise WeightSyncFailed(self.broken)
         async with self._changed:
             await self._changed.wait_for(lambda: version not in self.unproven)
+        return version not in self.rejected
+
+    async def until_asked(self, version: Version) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: version in self.asked)
 
     async def explored(self, batch: int) -> None:
+        await self.assigner.close(batch)
         async with self._changed:
             self.explored_batches.append(batch)
             self._changed.notify_all()
@@ -108,7 +127,7 @@ class Gate:
         async with self._changed:
             await self._changed.wait_for(lambda: batch in self.explored_batches)
 
-    async def final(self) -> Version:
+    async def wait_final(self) -> Version:
         return Version(1, 99)
 
 
@@ -149,6 +168,8 @@ class World:
         )
 
     def explorer(self, *, lineage: int = 1, cursor: int = 0, models: Any = None, **changes: Any) -> Explorer:
+        assignments = Assignments(cursor, None, changes.get("max_inflight"))
+        self.gate.assigner = BatchAssigner(assignments, self.buffer.room, self.gate.may_explore, Waits(60.0))
         changes = {"tasksets": (self.taskset(),), "batch_size": 2, "total_batches": 3, "max_retry_times": 0, **changes}
         return Explorer(
             ExplorerSettings(**changes),

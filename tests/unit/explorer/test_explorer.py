@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from rft.errors import ConfigError, EngineFailed, FrameRejected, RunFailed, ShortBatch, WeightSyncFailed
+from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch
 from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine
@@ -13,11 +14,11 @@ from rft.types.block import decode, encode
 from rft.types.completion import Score
 from rft.types.experience import failed
 from rft.types.ids import GroupId, Version
-from rft.types.ports import HeldGroup
+from rft.types.ports import StoredGroup
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import Workflow, workflow
-from rft.workflow.group import Group
-from rft.workflow.run import Played
+from rft.workflow.group import PlayedGroup
+from rft.workflow.play_run import PlayedRun
 
 DEADLINE_S = 20
 
@@ -95,19 +96,38 @@ async def test_runs_in_flight_are_bounded(world):
 async def test_rows_wait_until_their_version_is_proven(world):
     world.gate.unproven = {Version(1, 0)}
     asked = asyncio.Event()
-    real = world.gate.served
+    real = world.gate.wait_verified
 
-    async def served(version):
+    async def wait_verified(version):
         asked.set()
-        await real(version)
+        return await real(version)
 
-    world.gate.served = served
+    world.gate.wait_verified = wait_verified
     job = asyncio.ensure_future(world.explorer(total_batches=1).run())
     await asked.wait()
     assert world.buffer.groups == []
     await world.gate.prove(Version(1, 0))
     await job
     assert len(world.buffer.groups) == 2
+
+
+async def test_rows_of_weights_that_failed_their_canary_never_train_and_are_replaced(world):
+    """The rows are kept as failed runs with the reason; the batch goes on with other tasks under the next attempt."""
+    failed, good = Version(1, 0), Version(1, 0, 1)
+    world.gate.rejected = {failed}
+    world.engine.version = failed
+    world.gate.unproven = {failed}
+    job = asyncio.ensure_future(world.explorer(total_batches=1, breaker=1).run())
+    await world.gate.until_asked(failed)
+    world.engine.version = good
+    await world.gate.prove(failed)
+    await job
+    kept = {accepted: [rows for rows, a, _ in world.buffer.groups if a is accepted] for accepted in (True, False)}
+    assert [len(groups) for groups in kept.values()] == [2, 2]
+    assert {s.version for rows in kept[True] for r in rows for s in r.version_spans} == {good}
+    assert {(r.status, r.reward) for rows in kept[False] for r in rows} == {("failed", None)}
+    assert all("1:0 failed their canary" in r.reason for rows in kept[False] for r in rows)
+    assert world.buffer.closed == [(0, 2, 2, {"rejected_weights": 2})]
 
 
 async def test_a_failed_weight_sync_stops_the_run(world):
@@ -171,11 +191,11 @@ async def test_a_workflow_that_raises_every_time_trips_the_breaker(world):
 
 async def test_resume_skips_what_the_buffer_holds(world):
     world.buffer._held = [
-        HeldGroup(1, 0, True),
-        HeldGroup(1, 1, False),  # rejected before; so was its first replacement
-        HeldGroup(1, 3, False),
-        HeldGroup(2, 0, True),
-        HeldGroup(2, 1, True),
+        StoredGroup(1, 0, True),
+        StoredGroup(1, 1, False),  # rejected before; so was its first replacement
+        StoredGroup(1, 3, False),
+        StoredGroup(2, 0, True),
+        StoredGroup(2, 1, True),
     ]
     await world.explorer(cursor=1, lineage=2).run()
     assert [str(rows[0].id.group) for rows, *_ in world.buffer.groups] == ["0002.00.00000001.000005"]
@@ -336,8 +356,8 @@ def test_a_refused_group_can_be_stored():
     header = failed(
         GroupId(1, 0, 0, 0).run(0), taskset="t", task_index=0, workflow="w", reason="\udc80", info={"traceback": "\udc80", "n": 1}
     )
-    runs = (Played((header,), None, 0.0, 0.0, 1),)
-    group = Group(
+    runs = (PlayedRun((header,), None, 0.0, 0.0, 1),)
+    group = PlayedGroup(
         GroupId(1, 0, 0, 0), Task(taskset="t", index=0, prompt="?", workflow="w"), runs, accepted=False, reason="failed"
     )
     (row,) = decode(encode(group.refused("why").rows))
@@ -361,6 +381,10 @@ async def test_math_rewards_leave_no_process_behind(world):
 
 
 def test_places_of_a_batch_take_fixed_candidates():
-    batch = Batch(0, 3, max_refill=2, held=[HeldGroup(0, 1, False), HeldGroup(0, 2, True)])
+    batch = Batch(
+        0,
+        ExplorerSettings(tasksets=(), batch_size=3, max_refill=2),
+        held=[StoredGroup(0, 1, False), StoredGroup(0, 2, True)],
+    )
     assert [batch.first(place) for place in range(3)] == [0, 4, None]
     assert (batch.after(4), batch.after(0), batch.accepted) == (7, None, 1)

@@ -44,14 +44,14 @@ async def test_a_restarted_explorer_goes_on_where_the_buffer_stands(world, tmp_p
         lineage = (await buffer.start_lineage(None, None)).lineage
         world.buffer = writer = Counting(buffer.writer(lineage), 6)
         settings = {"total_batches": 3, "batch_size": 4, "tasksets": (world.taskset(workflow="test_last_two_wait"),)}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             world.gate.limit = 2
             first = world.explorer(lineage=lineage, **settings)
             job = asyncio.ensure_future(first.run())
             await writer.reached.wait()  # batch 0 and half of batch 1
             await first.stop()
             await job
-            assert {(h.batch, h.task) for h in await writer.held(0)} == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)}
+            assert {(h.batch, h.task) for h in await writer.stored_groups(0)} == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)}
             world.engine.calls.clear()
             free.set()
             await world.gate.open(3)

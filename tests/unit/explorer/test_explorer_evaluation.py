@@ -19,7 +19,7 @@ from rft.types.task import SamplingArgs
 
 @pytest.fixture(autouse=True)
 async def deadline():
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         yield
 
 

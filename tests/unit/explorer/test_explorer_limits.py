@@ -8,22 +8,24 @@ from collections import Counter
 import pytest
 
 from rft.errors import RunFailed
+from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Breaker, RunTimes, Slots
+from rft.reward.base import reward
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.workflow.base import Workflow, workflow
-from rft.workflow.build import Recipes
 from rft.workflow.group import Ending, run_group
-from rft.workflow.run import Limits
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
 
 ID = GroupId(1, 0, 3, 5)
 
 
 @pytest.fixture(autouse=True)
 async def deadline():
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         yield
 
 
@@ -55,7 +57,7 @@ def ends(group):
 
 
 async def test_a_group_ends_at_its_deadline_and_is_trained_without_the_missing_runs():
-    group = await play(limits=Limits(600.0, max_group_s=0.4), stuck=[3])
+    group = await play(limits=RunLimits(600.0, max_group_s=0.4), stuck=[3])
     assert group.accepted and ends(group) == {"": 3, "group_timeout": 1}
     assert group.runs[3].experiences[0].reason == "ended: the runs of its task took longer than explorer.max_group_timeout"
     assert [r.experiences[0].id.run for r in group.runs] == [0, 1, 2, 3] and group.rewards == [0.0, 1.0, 2.0]
@@ -63,30 +65,30 @@ async def test_a_group_ends_at_its_deadline_and_is_trained_without_the_missing_r
 
 @pytest.mark.parametrize(("stuck", "whole", "accepted"), [([2, 3], False, True), ([1, 2, 3], False, False), ([3], True, False)])
 async def test_group_policies(stuck, whole, accepted):
-    group = await play(limits=Limits(600.0, max_group_s=0.4, whole_groups=whole), stuck=stuck)
+    group = await play(limits=RunLimits(600.0, max_group_s=0.4, whole_groups=whole), stuck=stuck)
     assert (group.accepted, group.reason) == ((True, "") if accepted else (False, "group_timeout"))
     assert len(group.rewards) == 4 - len(stuck)  # what was scored is kept as a record
 
 
 async def test_the_others_of_a_hopeless_group_are_ended():
-    group = await play(limits=Limits(600.0, stop_hopeless=True), broken=[0, 1, 2], stuck=[3])
+    group = await play(limits=RunLimits(600.0, stop_hopeless=True), broken=[0, 1, 2], stuck=[3])
     assert not group.accepted and ends(group) == {"": 3, "hopeless": 1} and group.reason == "failed"
-    group = await play(limits=Limits(600.0, stop_hopeless=True, whole_groups=True), broken=[0], stuck=[1, 2, 3])
+    group = await play(limits=RunLimits(600.0, stop_hopeless=True, whole_groups=True), broken=[0], stuck=[1, 2, 3])
     assert ends(group) == {"": 1, "hopeless": 3}
-    group = await play(limits=Limits(600.0, stop_hopeless=True), broken=[0, 1])
+    group = await play(limits=RunLimits(600.0, stop_hopeless=True), broken=[0, 1])
     assert group.accepted and ends(group) == {"": 4}
 
 
 @pytest.mark.parametrize("partial", [False, True])
 async def test_an_ending_cuts_what_is_under_way_and_what_has_not_begun(partial):
     ending = Ending(partial=partial)
-    job = asyncio.ensure_future(play(limits=Limits(600.0), stuck=[2, 3], ending=ending))
+    job = asyncio.ensure_future(play(limits=RunLimits(600.0), stuck=[2, 3], ending=ending))
     engine_said = asyncio.get_running_loop().call_later(0.4, ending.end, "over_rollout")
     group = await job
     engine_said.cancel()
     assert ends(group) == {"": 2, "over_rollout": 2}
     assert (group.accepted, group.reason) == ((True, "") if partial else (False, "over_rollout"))
-    late = await play(limits=Limits(600.0), ending=ending)
+    late = await play(limits=RunLimits(600.0), ending=ending)
     assert ends(late) == {"over_rollout": 4} and late.reason == "over_rollout" and not late.accepted
 
 
@@ -104,10 +106,20 @@ def slow_first(stuck_tasks):
     return "test_limits_slow"
 
 
+def at_once():
+    """A reward that needs no thread, so that runs which are played are also scored."""
+
+    @reward("test_limits_at_once")
+    async def zero(task, transcript):
+        return 0.0
+
+    return "test_limits_at_once"
+
+
 async def test_over_rollout_ends_the_slowest_tasks_and_the_step_is_short(world):
     name = slow_first({1})
     await world.explorer(
-        tasksets=(world.taskset(workflow=name),),
+        tasksets=(world.taskset(workflow=name, reward=at_once()),),
         batch_size=4,
         total_batches=2,
         over_rollout=0.25,
@@ -161,13 +173,13 @@ async def test_the_dynamic_timeout_follows_the_mean_after_the_warm_up(world):
 
 
 async def test_a_run_time_limit():
-    group = await play(limits=Limits(600.0))
+    group = await play(limits=RunLimits(600.0))
     times = RunTimes(100.0, 3.0, 1)
     assert times.limit_s == 100.0
     times.see([group])
     mean = sum(r.run_s + r.reward_s for r in group.runs) / 4
     assert times.limit_s == pytest.approx(3.0 * mean)
-    slow = await play(1, limits=Limits(0.05), stuck=[0])
+    slow = await play(1, limits=RunLimits(0.05), stuck=[0])
     times.see([slow])  # counts with its deadline
     assert times.limit_s > 3.0 * 0.05 / 5
     assert RunTimes(100.0, None, 0).limit_s == 100.0
@@ -209,8 +221,8 @@ async def test_background_evaluation_lets_training_runs_pass():
 async def test_slow_groups_do_not_trip_the_breaker():
     ending = Ending()
     ending.end("over_rollout")
-    Breaker(1).see(await play(limits=Limits(600.0), ending=ending))
-    batch = Batch(0, 4, 12, over_rollout=0.5)
+    Breaker(1).see(await play(limits=RunLimits(600.0), ending=ending))
+    batch = Batch(0, ExplorerSettings(tasksets=(), batch_size=4, over_rollout=0.5, wait_after_s=0.0))
     assert batch.after(0) == 4
     batch.ending.end("over_rollout")
     assert batch.after(4) is None
@@ -242,3 +254,11 @@ async def test_an_engine_that_answers_nothing_any_more_ends_the_run_with_its_rea
     with pytest.raises(RunFailed, match=r"2 groups in a row failed wholly.*took longer than 0\.05 s"):
         await world.explorer(total_batches=9, max_timeout_s=0.05, max_retry_times=0, breaker=2, batch_size=1).run()
     world.engine.release()
+
+
+async def test_the_stop_tells_the_cause_not_a_run_that_was_ended_for_it() -> None:
+    """Run 0 hangs until the others of its task have failed; their error is what a person needs."""
+    group = await play(limits=RunLimits(600.0, stop_hopeless=True), stuck=[0], broken=[1, 2, 3])
+    assert group.rows[0].reason.startswith("ended: "), group.rows[0].reason
+    with pytest.raises(RunFailed, match=r"(?s)1 groups in a row.*broken on purpose"):
+        Breaker(1).see(group)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
-import pytest
-
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+import bench_explorer
 
 
-def test_a_thousand_runs_in_flight_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location("bench_explorer_for_test", SCRIPTS / "bench_explorer.py")
-    assert spec is not None and spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, bench)
-    spec.loader.exec_module(bench)
-    runs, writer = 4000, bench.Writer()
-    taken = bench.play(runs, seed=0, writer=writer, own_clock=True)
-    assert writer.runs == runs and bench.ideal(runs, seed=0) / taken >= 0.85, "the benchmark asks for 0.95 of a quiet machine"
-    assert bench._growth(writer.rss) < 1.0  # MB per 1,000 runs
+def test_a_thousand_runs_in_flight_cost_little() -> None:
+    runs, writer = 4000, bench_explorer.Writer()
+    taken = bench_explorer.play(runs, seed=0, writer=writer, own_clock=True)
+    assert writer.runs == runs and bench_explorer.ideal(runs, seed=0) / taken >= 0.85, (
+        "the benchmark asks for 0.95 of a quiet machine"
+    )
+    assert bench_explorer._growth(writer.rss) < 1.0  # MB per 1,000 runs

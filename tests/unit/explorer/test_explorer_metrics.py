@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rft.engine.vllm_stats import Stats
-from rft.explorer.metrics import EngineMetrics, engine_metrics
+from rft.explorer.rollout_metrics import EngineMetrics, engine_metrics
 from rft.testing.scripted import ScriptedEngine, echo
 from rft.types.metrics import Metric
 

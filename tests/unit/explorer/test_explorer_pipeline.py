@@ -12,8 +12,7 @@ import pytest
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.operators.base import Operator, Result, operator
-from rft.buffer.operators.settings import OperatorSettings, PipelineSettings
-from rft.buffer.settings import BufferSettings
+from rft.buffer.settings import BufferSettings, OperatorSettings, PipelineSettings
 from rft.errors import RunFailed, ShortBatch
 from rft.plugins import REGISTRY
 from rft.testing.scripted import ScriptedEngine
@@ -24,7 +23,7 @@ from rft.types.ports import GenerateRequest
 
 @pytest.fixture(autouse=True)
 async def deadline():
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         yield
 
 
@@ -104,8 +103,8 @@ async def test_what_dapo_rejects_is_replaced_and_all_of_it_is_accounted_for(worl
     await reader.lease(2, groups=1, rows=None, deadline_s=10, max_staleness=None)
     audit = await buffer.audit()
     assert audit.ok and (audit.used, audit.leased, audit.available) == (8, 4, 4)
-    assert audit.explained == {"filtered": 4 * rejected}
-    assert audit.acked == started == audit.used + audit.leased + audit.available + sum(audit.explained.values())
+    assert audit.discarded == {"filtered": 4 * rejected}
+    assert audit.acked == started == audit.used + audit.leased + audit.available + sum(audit.discarded.values())
     assert len(copy.read_text().splitlines()) == started
     with sqlite3.connect(next((tmp_path / "buffer").glob("*.db"))) as db:
         found = db.execute(
@@ -143,7 +142,7 @@ async def test_rows_that_are_dropped_count_in_the_leased_statistics(world, buffe
     lease = await buffer.reader(lineage).lease(1, groups=2, rows=None, deadline_s=10, max_staleness=None)
     assert [r.reward for r in decode(lease.frame)] == [1.0] * 4
     assert [(g.mean, len(g.rewards)) for g in lease.groups] == [(0.5, 4)] * 2
-    assert (await buffer.audit()).explained == {"filtered": 4}
+    assert (await buffer.audit()).discarded == {"filtered": 4}
 
 
 async def test_a_row_without_a_trained_token_is_explained(world, buffer):
@@ -160,7 +159,7 @@ async def test_a_row_without_a_trained_token_is_explained(world, buffer):
         pipeline=pipeline("mask_response_truncated"),
     ).run()
     audit = await buffer.audit()
-    assert audit.ok and audit.explained == {"filtered": 4}
+    assert audit.ok and audit.discarded == {"filtered": 4}
     assert world.sink.of("explorer")[1]["experience_pipeline/masked_truncated_count"] == 4
 
 
@@ -195,7 +194,8 @@ async def test_a_group_that_breaks_an_operator_fails_with_the_traceback_and_is_r
 async def test_an_operator_that_always_breaks_stops_the_run(world):
     shaping = ("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "qualty", "op_type": "ADD"}]})
     with pytest.raises(
-        RunFailed, match=r"\d groups in a row failed wholly[\s\S]*has no 'qualty' to shape its reward by[\s\S]*rewards.py"
+        RunFailed,
+        match=r"\d groups in a row failed wholly[\s\S]*has no 'qualty' to shape its reward by[\s\S]*built_in_operators.py",
     ):
         await world.explorer(breaker=4, max_refill=20, pipeline=pipeline(shaping)).run()
 

@@ -75,7 +75,7 @@ async def test_other_rows_are_refused_where_a_run_goes_on(world, tmp_path):
     buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
     await buffer.open()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             lineage = (await buffer.start_lineage(None, None)).lineage
             world.buffer = buffer.writer(lineage)
             await world.explorer(lineage=lineage).run()

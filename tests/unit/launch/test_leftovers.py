@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rft.launch import leftovers
+from tests.helpers import leftovers_command
 
 SLEEPER = "import sys; print('up', flush=True); sys.stdin.read()"
 
@@ -65,11 +66,11 @@ def test_a_living_child_is_reported_and_an_ending_one_is_waited_for() -> None:
 
 def test_an_orphan_with_our_mark_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     before = leftovers.snapshot()
-    others = {p.pid for p in leftovers._our_processes(os.environ[leftovers.MARK])}  # below this process, e.g. a test's database
+    others = {p.pid for p in leftovers._our_processes()}  # below this process, e.g. a test's database
     code = f"import subprocess,sys; p=subprocess.Popen([sys.executable,'-I','-c',{SLEEPER!r}],stdin=subprocess.PIPE); "
     child = started(code + "print(p.pid, flush=True); sys.stdin.read()")
     try:
-        marked = [p.pid for p in leftovers._our_processes(os.environ[leftovers.MARK]) if p.pid not in others]
+        marked = [p.pid for p in leftovers._our_processes() if p.pid not in others]
         assert child.pid in marked and len(marked) == 2
         monkeypatch.setattr(leftovers.psutil.Process, "children", lambda self, recursive=False: [])
         assert len(leftovers.compare(before, grace_s=0)) == 2
@@ -97,6 +98,27 @@ def test_what_somebody_uses_is_not_left_over(monkeypatch: pytest.MonkeyPatch) ->
     folder.mkdir()
     monkeypatch.setattr(leftovers, "_open_paths", lambda pid: [f"{folder}/socket"] if pid == os.getpid() else [])
     assert leftovers.compare(before, grace_s=0) == []
+
+
+@pytest.mark.parametrize(("command", "uses"), [("python -m somebody", True), ("ssh-agent -s", False)])
+def test_a_python_of_this_account_that_cannot_be_looked_into_uses_everything(
+    monkeypatch: pytest.MonkeyPatch, command: str, uses: bool
+) -> None:
+    def open_paths(pid: int) -> list[str]:
+        if pid == os.getppid():
+            raise PermissionError(13, "Permission denied")
+        return []
+
+    real = leftovers._command
+    monkeypatch.setattr(leftovers, "_open_paths", open_paths)
+    monkeypatch.setattr(leftovers, "_command", lambda p: command if p.pid == os.getppid() else real(p))
+    monkeypatch.setattr(leftovers, "_name", lambda p: "")
+    file = leftovers.SHM / "psm_abc"
+    file.write_bytes(b"x")
+    os.utime(file, (1, 1))
+    assert leftovers.unused_shm() == ([] if uses else ["psm_abc"])
+    leftovers.clean("no such run")
+    assert file.exists() is uses
 
 
 def test_listeners_beyond_loopback() -> None:
@@ -151,7 +173,7 @@ def test_a_part_ends_what_it_was_before_has_left(monkeypatch: pytest.MonkeyPatch
         assert leftovers.end_former() == [] and ours.poll() is None  # it stands below this process
         monkeypatch.setattr(leftovers.psutil.Process, "children", lambda self, recursive=False: [])
         (line,) = leftovers.end_former()
-        assert line.startswith(f"ended process {ours.pid} ") and ours.wait(10) is not None
+        assert line.startswith(f"ended process {ours.pid} ") and ours.wait(120) is not None
         assert all(p.poll() is None for p in others)
     finally:
         for process in (ours, *others):
@@ -160,8 +182,8 @@ def test_a_part_ends_what_it_was_before_has_left(monkeypatch: pytest.MonkeyPatch
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "before.json"
-    assert leftovers.main(["--before", str(file)]) == 0
-    assert leftovers.main(["--after", str(file)]) == 0
+    assert leftovers_command.main(["--before", str(file)]) == 0
+    assert leftovers_command.main(["--after", str(file)]) == 0
     (leftovers.SHM / "psm_abc").write_bytes(b"x")
-    assert leftovers.main(["--after", str(file)]) == 1
+    assert leftovers_command.main(["--after", str(file)]) == 1
     assert "left over: shared memory" in capsys.readouterr().out

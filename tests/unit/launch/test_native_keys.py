@@ -228,7 +228,7 @@ def _learner(made: Plan) -> Any:
     """Settings where a learner is asked for nothing else."""
     from types import SimpleNamespace
 
-    from rft.algorithm.build import build
+    from rft.algorithm.composition import build
 
     return SimpleNamespace(settings=made.learner, algorithm=build(made.learner.algorithm))
 

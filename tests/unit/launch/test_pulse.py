@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from rft.errors import EngineFailed, EngineStalled
-from rft.launch.pulse import Pulse
-from rft.launch.remote import Proxy
+from rft.launch.remote import Proxy, Pulse
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import pytest
 
 from rft import logs
-from rft.errors import ConfigError, RunFailed, SetupError
-from rft.monitor import mirror
+from rft.errors import ConfigError, DiskFull, RunFailed, SetupError
+from rft.monitor import monitor as mirror
 from rft.monitor.base import OneRun, Row, Tracker, markdown, remembered_id
 from rft.monitor.monitor import ALARM, Monitor, check_available
 from rft.monitor.read import read, scan, series
@@ -159,7 +159,7 @@ async def test_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     m = monitor(tmp_path)
     m._file.close()
     m._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
-    with pytest.raises(RunFailed, match=r"cannot append to .*No space left"):
+    with pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written: No space left.*the same command then goes on"):
         await m.log(record(1, loss=1.0))
     with pytest.raises(OSError, match="No space left"):
         m._file.close()
@@ -290,7 +290,12 @@ def test_watching_loads_no_torch_and_no_tracker() -> None:
 
 
 def test_one_run_keeps_names_of_different_roles_apart() -> None:
-    names = OneRun()
+    class Names(OneRun):
+        def send(self, role: str, step: int, when: float, values: dict[str, Any]) -> None: ...
+        def table(self, name: str, step: int, rows: Sequence[Row]) -> None: ...
+        def close(self) -> None: ...
+
+    names = Names(MonitorSettings(folder=Path()), None)
     assert [names.name(r, "time/step") for r in ("trainer", "explorer", "trainer")] == [
         "time/step",
         "explorer/time/step",

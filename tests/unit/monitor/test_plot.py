@@ -8,7 +8,7 @@ import pytest
 
 from rft.errors import RunFailed
 from rft.monitor.monitor import Monitor
-from rft.monitor.plot import reward_curve, running_mean
+from rft.monitor.pictures import reward_curve, running_mean
 from rft.monitor.settings import MonitorSettings
 from rft.types.metrics import MetricRecord
 

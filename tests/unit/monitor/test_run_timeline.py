@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rft.cli.main import make
 from rft.errors import RunFailed
-from rft.monitor.timeline import Bar, bars, shares, svg
+from rft.monitor.pictures import Bar, bars, shares, svg
 from rft.types.metrics import MetricRecord
 
 SYNC = {"sync/stage_s": 0.5, "sync/pause_s": 0.25, "sync/load_s": 0.5, "sync/resume_s": 0.25, "sync/canary_s": 0.5}

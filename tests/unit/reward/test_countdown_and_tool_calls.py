@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from rft.reward.countdown import evaluated
+from rft.reward.countdown_reward import evaluated
 from rft.reward.tool_calls import matches, wanted
-from rft.taskset.countdown import countdown
+from rft.taskset.generated_tasks import countdown
 from rft.testing import ScriptedModel, run_workflow
 from rft.types.task import SamplingArgs, Task
 

@@ -10,8 +10,8 @@ import pytest
 
 from rft.errors import ConfigError
 from rft.plugins import load_all
-from rft.reward.build import build
-from rft.reward.judge import meter
+from rft.reward import judge_metrics
+from rft.reward.build_reward import build
 from rft.testing.judge import FakeJudge, judged, probes, score_with
 from rft.types.task import Task
 
@@ -72,7 +72,7 @@ async def test_a_verdict_is_remembered_with_its_probability(tmp_path: Path) -> N
     for _ in range(2):
         (found,) = await score_with(made(**args), model, ["The soup was cold."], task())
         assert found.value == pytest.approx(0.8, abs=1e-6)
-    assert len(model.calls) == 1 and meter.counts()["remembered/cache_hit"] == 1
+    assert len(model.calls) == 1 and judge_metrics.counts()["remembered/cache_hit"] == 1
     await score_with(made(**args, examples=EXAMPLES), model, ["The soup was cold."], task())
     assert len(model.calls) == 2  # another question
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from rft.plugins import load_all
-from rft.reward.build import build
-from rft.testing.judge import FakeJudge, Probe, probes, score_with
+from rft.reward.build_reward import build
+from rft.testing.judge import FakeJudge, JudgeProbe, probes, score_with
 from rft.types.task import Task
 
 load_all()
 TASK = Task(taskset="t", index=0, prompt="What is 17 + 25?", truth="42", workflow="w")
 
 
-def gullible(probe: Probe, honest: float = 1, **more: Any) -> FakeJudge:
+def gullible(probe: JudgeProbe, honest: float = 1, **more: Any) -> FakeJudge:
     return FakeJudge(honest, gullible=[probe.order] if probe.order else [], **more)
 
 
-def naive(probe: Probe, prompt: str, **more: Any) -> bool:
+def naive(probe: JudgeProbe, prompt: str, **more: Any) -> bool:
     """Whether a judge with a plain prompt and a loose parser is taken in."""
     reply = gullible(probe, **more).reply([{"role": "user", "content": prompt.format(probe.answer)}])
     found = re.findall(r"(?:score|quality|verdict)\W{1,4}(\d+)", reply, re.IGNORECASE)
@@ -50,7 +50,7 @@ def test_a_naive_prompt_is_taken_in(prompt: str, least: int) -> None:
 @pytest.mark.parametrize("judge", ["rubric_judge", "reference_judge"])
 @pytest.mark.parametrize("nature", [{}, {"sloppy": True}, {"copies": True}], ids=["gullible", "sloppy", "copies"])
 async def test_a_fenced_prompt_is_not(judge: str, nature: dict[str, bool]) -> None:
-    async def value(probe: Probe) -> float | None:
+    async def value(probe: JudgeProbe) -> float | None:
         made: Any = build(judge, {"cache": "off", "max_retries": 1})
         (score,) = await score_with(made, gullible(probe, **nature), [probe.answer], TASK)
         return score.value

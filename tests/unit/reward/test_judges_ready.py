@@ -11,10 +11,10 @@ from msgspec import structs
 
 from rft.errors import ConfigError
 from rft.plugins import load_all
+from rft.reward import judge_metrics
 from rft.reward.base import score
-from rft.reward.build import build
-from rft.reward.judge import meter
-from rft.testing.judge import FakeJudge, judged, said, score_with
+from rft.reward.build_reward import build
+from rft.testing.judge import FakeJudge, judged, make_transcript, score_with
 from rft.types.task import Task
 
 load_all()
@@ -111,7 +111,7 @@ async def test_pairs_are_judged_in_both_orders() -> None:
         model = FakeJudge(says)
         (found,) = await score_with(judge, model, ["a good answer"], TASK)
         assert found.value == expected and len(model.calls) == 2
-    told = meter.counts()
+    told = judge_metrics.counts()
     assert told["paired/pairs"] == 5 and told["paired/order_flips"] == 2, "one that always says first has flipped"
     (found,) = await score_with(made("pairwise_judge", max_retries=0), FakeJudge("tie", replies=["?"]), ["a good answer"], TASK)
     assert found.value is None, "half a comparison is none"
@@ -142,19 +142,19 @@ async def test_a_judge_may_be_one_part_of_a_reward_and_be_shaped() -> None:
     weighted: Any = build("weighted_reward", {"rewards": parts})
     await weighted.prepare({"j": FakeJudge(8)})
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
-    found = await score(weighted, task, said("2"))
+    found = await score(weighted, task, make_transcript("2"))
     await weighted.close()
     assert found.value == pytest.approx(1.4) and found.parts["judge/quality"] == 0.8
     shaped: Any = build(
         "rubric_judge", {"cache": "off", "enable_overlong_penalty": True, "cache_length": 1, "max_response_length": 3}
     )
     await shaped.prepare({"j": FakeJudge(8)})
-    assert (await score(shaped, task, said("two"))).value == pytest.approx(-0.2)
+    assert (await score(shaped, task, make_transcript("two"))).value == pytest.approx(-0.2)
     await shaped.close()
 
 
 def test_check_says_which_model_is_missing(tiny_model: Path, tmp_path: Path) -> None:
-    from rft.config.check import check
+    from rft.config.verify import check
     from rft.testing import tiny
 
     config = Path(__file__).parents[3] / "examples" / "tiny" / "config.yaml"

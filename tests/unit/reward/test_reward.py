@@ -7,19 +7,20 @@ import subprocess
 import sys
 from decimal import Decimal
 
+import psutil
 import pytest
 
 from rft.errors import ConfigError, PluginError
 from rft.plugins import load_all
 from rft.reward.base import score, score_group
-from rft.reward.boxed import last_boxed
-from rft.reward.build import build
+from rft.reward.build_reward import build
 from rft.reward.exact import last_number
-from rft.reward.pool import WorkerDied, WorkerError, WorkerPool, counts
-from rft.taskset.base import open_taskset
+from rft.reward.extract import last_boxed
+from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import TasksetSettings
-from rft.testing.rewards import said, task
 from rft.types.completion import Score
+from rft.worker.job_pool import WorkerDied, WorkerError, WorkerPool, counts
+from tests.helpers.answers import make_transcript, task
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,16 +59,18 @@ def test_last_number(text, number):
 
 async def test_exact_answer():
     fn = build("exact_answer", {})
-    assert (await score(fn, task("7"), said("3 + 4 = 7"))).value == 1.0
-    assert (await score(fn, task(7), said("The answer is 8"))).value == 0.0
-    assert (await score(fn, task("7"), said(""))).value == 0.0
+    assert (await score(fn, task("7"), make_transcript("3 + 4 = 7"))).value == 1.0
+    assert (await score(fn, task(7), make_transcript("The answer is 8"))).value == 0.0
+    assert (await score(fn, task("7"), make_transcript(""))).value == 0.0
     assert (
-        await score(build("exact_answer", {"compare": "text", "ignore_case": True, "wrong": -1}), task("Yes"), said(" yes "))
+        await score(
+            build("exact_answer", {"compare": "text", "ignore_case": True, "wrong": -1}), task("Yes"), make_transcript(" yes ")
+        )
     ).value == 1.0
     with pytest.raises(ValueError, match="has no truth"):
-        await score(fn, task(None), said("1"))
+        await score(fn, task(None), make_transcript("1"))
     with pytest.raises(ValueError, match="holds no number"):
-        await score(fn, task("seven"), said("1"))
+        await score(fn, task("seven"), make_transcript("1"))
 
 
 def test_arguments_are_checked():
@@ -86,21 +89,21 @@ def test_arguments_are_checked():
 )
 async def test_a_reward_must_be_a_finite_number(bad):
     with pytest.raises(ValueError, match="finite number"):
-        await score(lambda t, x: bad, task("1"), said("1"))
+        await score(lambda t, x: bad, task("1"), make_transcript("1"))
 
 
 async def test_parts_are_summed_and_unscored_stays_unscored():
-    got = await score(lambda t, x: {"a": 1, "b": -0.25}, task("1"), said("1"))
+    got = await score(lambda t, x: {"a": 1, "b": -0.25}, task("1"), make_transcript("1"))
     assert got.value == 0.75 and got.parts == {"a": 1.0, "b": -0.25}
-    assert (await score(lambda t, x: Score(value=None), task("1"), said("1"))).value is None
+    assert (await score(lambda t, x: Score(value=None), task("1"), make_transcript("1"))).value is None
 
 
 async def test_format_reward():
     good = "<think>\nhm\n</think>\n<answer>7</answer>"
     fn = build("format_reward", {})
-    assert (await score(fn, task("7"), said(good))).value == 0.1
+    assert (await score(fn, task("7"), make_transcript(good))).value == 0.1
     for bad in ("7", "<answer>7</answer>", good + "x", "<think>a</think><think>b</think><answer>7</answer>"):
-        assert (await score(fn, task("7"), said(bad))).value == -0.1
+        assert (await score(fn, task("7"), make_transcript(bad))).value == -0.1
 
 
 @pytest.mark.parametrize(
@@ -119,17 +122,17 @@ def test_last_boxed(text, inner):
 
 async def test_math_rewards(math_pool):
     fn = build("math_reward", {})
-    assert (await score(fn, task("0.5"), said("<think>half</think><answer>\\frac{1}{2}</answer>"))).parts == {
+    assert (await score(fn, task("0.5"), make_transcript("<think>half</think><answer>\\frac{1}{2}</answer>"))).parts == {
         "accuracy": 1.0,
         "format": 0.1,
     }
-    assert (await score(fn, task("0.5"), said("It is 1/3."))).parts == {"accuracy": 0.0, "format": -0.1}
+    assert (await score(fn, task("0.5"), make_transcript("It is 1/3."))).parts == {"accuracy": 0.0, "format": -0.1}
     boxed = build("math_boxed_reward", {})
-    assert (await score(boxed, task(r"\frac{1}{2}"), said(r"\boxed{0.5}"))).value == 1.0
-    assert (await score(boxed, task("2"), said("2"))).value == 0.0
+    assert (await score(boxed, task(r"\frac{1}{2}"), make_transcript(r"\boxed{0.5}"))).value == 1.0
+    assert (await score(boxed, task("2"), make_transcript("2"))).value == 0.0
     hits = math_pool.memo_hits
-    assert (await score(build("accuracy_reward", {}), task("2x+1"), said("$1+2x$"))).value == 1.0
-    assert (await score(build("accuracy_reward", {}), task("2x+1"), said("$1+2x$"))).value == 1.0
+    assert (await score(build("accuracy_reward", {}), task("2x+1"), make_transcript("$1+2x$"))).value == 1.0
+    assert (await score(build("accuracy_reward", {}), task("2x+1"), make_transcript("$1+2x$"))).value == 1.0
     assert math_pool.memo_hits == hits + 1 and counts()["math_verify/memo_hits"] == hits + 1
 
 
@@ -166,12 +169,15 @@ def worker(tmp_path, monkeypatch):
 
 TOY = """
 import os, subprocess, sys
-from rft.reward.pool import serve
+from rft.worker.process import serve
 def load():
     def answer(request):
         if request["do"] == "spin":
             while True: pass
         if request["do"] == "exit": os._exit(3)
+        if request["do"] == "sys.exit": sys.exit(0)
+        if request["do"] == "eat": return len(bytes(1 << 30))
+        if request["do"] == "unsendable": return object()
         if request["do"] == "print": print("noise" * 1000)
         return request["do"]
     return answer
@@ -196,6 +202,38 @@ async def test_worker_that_dies_on_a_request_raises(worker):
         await worker(TOY).call({"do": "exit"}, 30)
 
 
+@pytest.mark.parametrize(("what", "error"), [("sys.exit", "SystemExit: 0"), ("unsendable", "not JSON serializable")])
+async def test_what_a_worker_raises_is_named_and_it_goes_on(worker, what, error):
+    pool = worker(TOY)
+    with pytest.raises(WorkerError, match=error):
+        await pool.call({"do": what}, 30)
+    before = pool.pids()
+    assert await pool.call({"do": "again"}, 30) == "again" and pool.pids() == before and not pool.restarts
+
+
+async def test_a_worker_has_a_memory_limit(worker, math_pool):
+    pool = worker(TOY.replace("serve(load)", "serve(load, memory_mb=256)"))
+    with pytest.raises(WorkerError, match="MemoryError"):
+        await pool.call({"do": "eat"}, 30)
+    assert await pool.call({"do": "again"}, 30) == "again"
+    await math_pool.call({"answer": "5", "truth": "5"}, 30)
+    limits = [psutil.Process(pid).rlimit(psutil.RLIMIT_AS)[0] for pid in math_pool.pids()]
+    assert limits and all(0 < most < 8 << 30 for most in limits)
+
+
+def test_requests_are_mapped_in_order_over_several_workers(tmp_path, monkeypatch):
+    (tmp_path / "toy_worker.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = WorkerPool("toy", "toy_worker", size=2)
+    try:
+        assert list(pool.map({"do": i} for i in range(7))) == list(range(7))
+        assert len(pool.pids()) == 2
+        with pytest.raises(WorkerDied, match="exit status 3"):
+            list(pool.map([{"do": "exit"}, {"do": 1}, {"do": 2}, {"do": 3}]))
+    finally:
+        pool.close()
+
+
 async def test_worker_that_does_not_start_raises(worker):
     with pytest.raises(WorkerDied, match="did not start"):
         await worker("raise SystemExit(1)").call({"do": "x"}, 30)
@@ -218,10 +256,10 @@ def test_workers_die_with_a_killed_parent(tmp_path):
     )
     read, write = os.pipe()
     parent = (
-        "import asyncio, os, subprocess; from rft.reward import pool\n"
+        "import asyncio, os, subprocess; from rft.worker import job_pool, process\n"
         "real = subprocess.Popen\n"
-        f"pool.subprocess.Popen = lambda *a, **k: real(*a, pass_fds=({write},), **k)\n"
-        "p = pool.WorkerPool('toy', 'toy_worker', size=1)\n"
+        f"process.subprocess.Popen = lambda *a, **k: real(*a, pass_fds=({write},), **k)\n"
+        "p = job_pool.WorkerPool('toy', 'toy_worker', size=1)\n"
         "async def main():\n"
         "    await p.call({'do': 'warm'}, 60); job = asyncio.ensure_future(p.call({'do': 'spin'}, 60))\n"
         "    print('up', flush=True); await job\n"
@@ -243,7 +281,7 @@ async def test_a_function_may_score_the_whole_group(tmp_path):
     file.write_text(f"def ranks(task, transcripts, *, scale=1.0):\n    return {places}\n\nranks.whole_group = True\n")
     made = build(f"{file}:ranks", {"scale": 2.0})
     assert made.whole_group
-    assert [s.value for s in await score_group(made, task("1"), [said("a"), said("b")])] == [0.0, 2.0]
+    assert [s.value for s in await score_group(made, task("1"), [make_transcript("a"), make_transcript("b")])] == [0.0, 2.0]
 
 
 async def test_reasoning_gym_scores_its_own_rows():
@@ -251,6 +289,6 @@ async def test_reasoning_gym_scores_its_own_rows():
     first = made.task(0)
     assert first.reward == "reasoning_gym"
     fn = build("reasoning_gym", {})
-    assert (await score(fn, first, said(first.truth))).value == 1.0
-    assert (await score(fn, first, said(f"<think>x</think><answer>{first.truth}</answer>"))).value == 1.0
-    assert (await score(fn, first, said("no"))).value < 0.5
+    assert (await score(fn, first, make_transcript(first.truth))).value == 1.0
+    assert (await score(fn, first, make_transcript(f"<think>x</think><answer>{first.truth}</answer>"))).value == 1.0
+    assert (await score(fn, first, make_transcript("no"))).value < 0.5

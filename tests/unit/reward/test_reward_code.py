@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,14 +18,14 @@ from rft.errors import ConfigError
 from rft.plugins import load_all
 from rft.reward import code, sandbox
 from rft.reward.base import score
-from rft.reward.box.host import Limits, SandboxError
-from rft.reward.build import build
+from rft.reward.build_reward import build
 from rft.reward.code import CodeArgs, checks_of, program_of
 from rft.reward.sandbox import BrokenTests, Calls, Pairs, Tests
 from rft.reward.sandbox_remote import RemoteSandbox
-from rft.testing.rewards import said, task
+from rft.sandbox.processes import ProgramLimits, SandboxError
 from rft.types.completion import Score
 from rft.types.task import Task
+from tests.helpers.answers import make_transcript, task
 
 PROMPT = 'def shout(word: str) -> str:\n    """The word in capitals, with an exclamation mark."""\n'
 TEST = "def check(candidate):\n    assert candidate('a') == 'A!'\n    assert candidate('') == '!'\n"
@@ -47,7 +49,7 @@ def local() -> None:
 
 
 async def scored(name: str, given: Task, text: str, **args: Any) -> Score:
-    return await score(build(name, args), given, said(text))
+    return await score(build(name, args), given, make_transcript(text))
 
 
 # ---------------------------------------------------------------- reading answers and rows
@@ -135,10 +137,32 @@ async def test_what_is_not_the_programs_fault_is_not_scored(failure: Exception, 
 
 
 async def test_a_machine_that_cannot_is_refused_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "LOCAL", sandbox.Sandbox(levels=()))
+    monkeypatch.setattr(code, "LOCAL", sandbox.Sandbox(python="/bin/false"))
     with pytest.raises(sandbox.SandboxUnavailable, match="sandbox_url"):
         await build("code_reward", {"enable_overlong_penalty": True}).prepare({})  # type: ignore[attr-defined]
     assert build("code_reward", {}).gold_answer(task(**ROW)) == ROW["canonical_solution"]  # type: ignore[attr-defined]
+
+
+async def test_the_level_is_part_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level that this machine lacks is refused before the first run, and `rft check` says so."""
+    tried: list[str] = []
+    monkeypatch.setattr(sandbox, "_fault", lambda server: tried.append(server.level) or "no Landlock here")
+    demanding = build("code_reward", {"sandbox_level": "landlock"})
+    shaped = build("code_reward", {"sandbox_level": "landlock", "enable_overlong_penalty": True})
+    summed = build("weighted_reward", {"rewards": {"code": {"reward": "code_reward", "args": {"sandbox_level": "landlock"}}}})
+    with pytest.raises(sandbox.SandboxUnavailable, match="no Landlock here"):
+        await demanding.prepare({})  # type: ignore[attr-defined]
+    for one in (demanding, shaped, summed):
+        (line,) = one.remarks()  # type: ignore[attr-defined]
+        assert "landlock: no Landlock here" in line
+    assert set(tried) == {"landlock"}
+    monkeypatch.setattr(sandbox, "_fault", lambda _: "")
+    assert demanding.remarks() == ["programs run at sandbox_level landlock on this machine"]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="sandbox_level"):
+        build("code_reward", {"sandbox_level": "chroot"})
+    with pytest.raises(ConfigError, match="sandbox_url names another one"):
+        build("code_reward", {"sandbox_level": "landlock", "sandbox_url": "http://sandbox"})
+    assert build("codecontests", {"sandbox_url": "http://sandbox"}).remarks() == []  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- by a service
@@ -224,22 +248,22 @@ async def test_a_service_judges_pairs_and_calls(service: Service) -> None:
     with pytest.raises(ConfigError, match="leave sandbox_url away"):
         await scored("code_reward", task(**ROW), GOOD, **args)
     with pytest.raises(ConfigError, match="begins with http"):
-        build("code_reward", {"sandbox_url": "box:8080"})
+        build("code_reward", {"sandbox_url": "host:8080"})
 
 
 async def test_a_busy_service_is_asked_again(service: Service, remote: RemoteSandbox) -> None:
     broken = json.dumps({"status": "SandboxError", "message": "no worker"}).encode()
     service.script = [429, 503, broken, b"<html>"]
-    verdict = await remote.judge("print(1)", Pairs([("", "1")]), Limits(timeout_s=5))
+    verdict = await remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=5))
     assert verdict.right and len(service.requests) == 5
     service.script = [500] * 5
     with pytest.raises(SandboxError, match="gave no result: HTTP 500: busy"):
-        await remote.judge("print(1)", Pairs([("", "1")]), Limits(timeout_s=5))
+        await remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=5))
     service.script = [401]
     with pytest.raises(SandboxError, match="HTTP 401"):
-        await remote.judge("print(1)", Pairs([("", "1")]), Limits(timeout_s=5))
+        await remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=5))
     assert len(service.requests) == 11  # a refusal is not asked again
-    late = await remote.judge("while 1: pass", Pairs([("", "1")]), Limits(timeout_s=0.3))
+    late = await remote.judge("while 1: pass", Pairs([("", "1")]), ProgramLimits(timeout_s=0.3))
     assert late.reason == "timeout"
 
 
@@ -247,13 +271,48 @@ async def test_no_service_is_no_verdict(service: Service) -> None:
     service.server.shutdown()
     service.server.server_close()
     remote = RemoteSandbox(service.url, first_wait_s=0.001)
-    with pytest.raises(SandboxError, match=r"gave no result: .*refused"):
-        await remote.judge("print(1)", Pairs([("", "1")]), Limits(timeout_s=1))
+    with pytest.raises(SandboxError, match=r"gave no result: .*(Refused|Connect call failed)"):
+        await remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=1))
     remote.close()
 
 
-async def test_so_many_requests_at_a_time(service: Service, remote: RemoteSandbox) -> None:
-    import asyncio
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"], ids=["head", "body"])
+async def test_an_answer_has_one_deadline_and_closing_waits_for_none(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pieces its head or its body comes in."""
+    monkeypatch.setenv("no_proxy", "*")
+    asked, sent = asyncio.Event(), 0
 
-    many = [remote.judge("print(1)", Pairs([("", "1")]), Limits(timeout_s=10)) for _ in range(6)]
+    async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        asked.set()
+        writer.write(head)
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing():
+                writer.write(b"x" if head else b"HTTP/1.1 200 OK\r\nX: "[sent : sent + 1] or b"x")
+                sent += 1
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(drips, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/run_code"
+    quick = RemoteSandbox(url, grace_s=0.2, first_wait_s=0.001)
+    with pytest.raises(SandboxError, match=r"not complete within 0\.4 s"):
+        await quick.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=0.1))
+    assert sent > 10
+    asked.clear()
+    patient = RemoteSandbox(url)
+    job = asyncio.ensure_future(patient.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=1000)))
+    await asked.wait()
+    patient.close()
+    with pytest.raises(SandboxError, match="was closed"):
+        await job
+    server.close()
+    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)  # type: ignore[arg-type]
+
+
+async def test_so_many_requests_at_a_time(service: Service, remote: RemoteSandbox) -> None:
+    many = [remote.judge("print(1)", Pairs([("", "1")]), ProgramLimits(timeout_s=10)) for _ in range(6)]
     assert all(v.right for v in await asyncio.gather(*many)) and service.most <= 2

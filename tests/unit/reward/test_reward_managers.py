@@ -14,9 +14,9 @@ from rft.errors import ConfigError
 from rft.plugins import load_all
 from rft.reward import functions
 from rft.reward.base import score, score_group
-from rft.reward.build import build
-from rft.testing.rewards import said, task
+from rft.reward.build_reward import build
 from rft.types.completion import Score
+from tests.helpers.answers import make_transcript, task
 
 FILE = """
 import os, threading, time
@@ -75,44 +75,44 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_naive_and_dapo(file: Path) -> None:
     naive = build(f"{file}:compute_score", {"reward_manager": "naive", "bonus": 0.5})
-    assert await score(naive, task("yes"), said("yes")) == Score(value=1.5)
+    assert await score(naive, task("yes"), make_transcript("yes")) == Score(value=1.5)
     dapo = build(
         f"{file}:compute_score",
         {"reward_manager": "dapo", "enable_overlong_penalty": True, "cache_length": 20, "penalty_factor": 1.0},
     )
-    assert await score(dapo, task("yes"), said("yes", 80)) == Score(value=1.0, parts={"acc": 1.0, "overlong": 0.0})
-    assert await score(dapo, task("yes"), said("yes", 90)) == Score(value=0.5, parts={"acc": 1.0, "overlong": -0.5})
-    parts = await score(dapo, task("yes"), said("parts", 100))
+    assert await score(dapo, task("yes"), make_transcript("yes", 80)) == Score(value=1.0, parts={"acc": 1.0, "overlong": 0.0})
+    assert await score(dapo, task("yes"), make_transcript("yes", 90)) == Score(value=0.5, parts={"acc": 1.0, "overlong": -0.5})
+    parts = await score(dapo, task("yes"), make_transcript("parts", 100))
     assert parts.value == 0.0 and parts.parts["acc"] == 1.0
 
 
 async def test_prime_scores_in_processes_that_are_killed(file: Path) -> None:
     prime = build(f"{file}:compute_score", {"reward_manager": "prime", "reward_timeout_s": 30, "bonus": 1})
     texts = ["yes", "no", "parts"]
-    given = await asyncio.gather(*(score(prime, task("yes"), said(t)) for t in texts))
+    given = await asyncio.gather(*(score(prime, task("yes"), make_transcript(t)) for t in texts))
     assert [g.value for g in given] == [2.0, 1.0, 1.0] and given[2].parts["pid"] != os.getpid()
-    assert (await score(build(f"{file}:later", {"reward_manager": "prime"}), task("yes"), said("four"))).value == 4.0
+    assert (await score(build(f"{file}:later", {"reward_manager": "prime"}), task("yes"), make_transcript("four"))).value == 4.0
     with pytest.raises(RuntimeError, match="KeyError: 'no'"):
-        await score(prime, task("yes"), said("raise"))
+        await score(prime, task("yes"), make_transcript("raise"))
     with pytest.raises(RuntimeError, match="exit status 3"):
-        await score(prime, task("yes"), said("die"))
+        await score(prime, task("yes"), make_transcript("die"))
     short = build(f"{file}:compute_score", {"reward_manager": "prime", "reward_timeout_s": 0.2})
-    late = await score(short, task("yes"), said("hang"))
+    late = await score(short, task("yes"), make_transcript("hang"))
     assert late == Score(value=None, reason="timeout: the reward took longer than 0.2 s")
     assert functions.POOL.timeouts == 1 and functions.POOL.memo_hits == 0
 
 
 async def test_a_thread_that_hangs_leaves_its_run_unscored(file: Path) -> None:
     naive = build(f"{file}:compute_score", {"reward_timeout_s": 0.1})
-    assert (await score(naive, task("yes"), said("hang"))).value is None
+    assert (await score(naive, task("yes"), make_transcript("hang"))).value is None
 
 
 async def test_batch_gets_all_answers_of_a_task(file: Path) -> None:
     batch = build(f"{file}:together", {"reward_manager": "batch", "scale": 2.0})
-    given = await score_group(batch, task("yes"), [said("yes"), said("nobody")])
+    given = await score_group(batch, task("yes"), [make_transcript("yes"), make_transcript("nobody")])
     assert given == [Score(value=1.0, parts={"acc": 1.0}), Score(value=2.0, parts={"acc": 0.0})]
     shaped = build(f"{file}:together", {"enable_overlong_penalty": True, "cache_length": 20})
-    given = await score_group(shaped, task("yes"), [said("yes", 1), said("yes", 100)])
+    given = await score_group(shaped, task("yes"), [make_transcript("yes", 1), make_transcript("yes", 100)])
     assert [g.value for g in given] == [1.0, 0.0]
 
 
@@ -141,20 +141,22 @@ def test_a_manager_and_a_function_have_to_fit(file: Path) -> None:
 
 async def test_functions_written_for_trl(file: Path) -> None:
     fn = build(f"{file}:trl", {})
-    given = await score_group(fn, task(answer="yes"), [said("yes"), said("no"), said("skip")])
+    given = await score_group(fn, task(answer="yes"), [make_transcript("yes"), make_transcript("no"), make_transcript("skip")])
     assert [g.value for g in given] == [1.1, 0.1, None] and given[2].reason == "the function returned None"
     chats = build(f"{file}:trl_async", {})
     messages = ({"role": "user", "content": "?"},)
-    assert [g.value for g in await score_group(chats, task(level=3, messages=messages), [said("a"), said("b")])] == [1.0, 1.0]
-    assert [g.value for g in await score_group(chats, task(level=3), [said("a")])] == [0.0]
+    assert [
+        g.value for g in await score_group(chats, task(level=3, messages=messages), [make_transcript("a"), make_transcript("b")])
+    ] == [1.0, 1.0]
+    assert [g.value for g in await score_group(chats, task(level=3), [make_transcript("a")])] == [0.0]
     with pytest.raises(ValueError, match="returned 1 results for 2 answers"):
-        await score_group(build(f"{file}:trl_short", {}), task("yes"), [said("a"), said("b")])
+        await score_group(build(f"{file}:trl_short", {}), task("yes"), [make_transcript("a"), make_transcript("b")])
     with pytest.raises(ValueError, match="wants missing; the rows of t have answer"):
-        await score_group(build(f"{file}:trl_more", {}), task(answer="yes"), [said("a")])
+        await score_group(build(f"{file}:trl_more", {}), task(answer="yes"), [make_transcript("a")])
     with pytest.raises(ConfigError, match="unknown argument 'answr'"):
         build(f"{file}:trl_short", {"answr": 1})
     slow = build(f"{file}:trl_slow", {"reward_timeout_s": 0.1})
-    assert [g.value for g in await score_group(slow, task("yes"), [said("a"), said("b")])] == [None, None]
+    assert [g.value for g in await score_group(slow, task("yes"), [make_transcript("a"), make_transcript("b")])] == [None, None]
 
 
 # ---------------------------------------------------------------- weighted parts
@@ -166,10 +168,10 @@ async def test_weighted_parts_are_all_kept(file: Path) -> None:
         "short": {"reward": "length_reward", "weight": 0.5, "args": {"most": 4}},
     }
     both = build("weighted_reward", {"rewards": rewards})
-    assert await score(both, task("yes"), said("yes", 4)) == Score(
+    assert await score(both, task("yes"), make_transcript("yes", 4)) == Score(
         value=2.0, parts={"right": 1.0, "short": 0.0, "short/length": 0.0}
     )
-    assert (await score(both, task("yes"), said("yes", 6))).value == 2.0 - 0.25
+    assert (await score(both, task("yes"), make_transcript("yes", 6))).value == 2.0 - 0.25
     with pytest.raises(ConfigError, match=r"rewards.right.args: unknown argument 'compere'"):
         build("weighted_reward", {"rewards": {"right": {"reward": "exact_answer", "args": {"compere": 1}}}})
     with pytest.raises(ConfigError, match="at least 1"):
@@ -181,7 +183,7 @@ async def test_parts_that_are_unscored(file: Path) -> None:
         trl = {"reward": f"{file}:trl", "optional": optional}
         return {"rewards": {"trl": trl, "length": {"reward": "length_reward", "weight": 3, "args": {"least": 2}}}}
 
-    group = [said("yes"), said("skip")]
+    group = [make_transcript("yes"), make_transcript("skip")]
     strict = await score_group(build("weighted_reward", rewards(False)), task(answer="yes"), group)
     assert [s.value for s in strict] == [1.1 - 1.5, None] and strict[1].reason == "trl is unscored: the function returned None"
     loose = await score_group(build("weighted_reward", rewards(True)), task(answer="yes"), group)
@@ -190,6 +192,6 @@ async def test_parts_that_are_unscored(file: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, -1.0), (1, -0.5), (2, 0.0), (4, 0.0), (5, -0.25), (8, -1.0), (99, -1.0)])
 async def test_length(tokens: int, value: float) -> None:
-    assert await score(build("length_reward", {"least": 2, "most": 4}), task("yes"), said("x", tokens)) == Score(
+    assert await score(build("length_reward", {"least": 2, "most": 4}), task("yes"), make_transcript("x", tokens)) == Score(
         value=value, parts={"length": value}
     )

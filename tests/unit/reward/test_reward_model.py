@@ -8,7 +8,7 @@ import pytest
 
 from rft.errors import ConfigError
 from rft.plugins import load_all
-from rft.reward.build import build
+from rft.reward.build_reward import build
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Transcript, Turn
 from rft.types.ports import GenerateRequest
@@ -31,7 +31,7 @@ load_all()
 TASK = Task(taskset="t", index=0, prompt="hi", workflow="w")
 
 
-async def said() -> Transcript:
+async def make_transcript() -> Transcript:
     messages = ({"role": "user", "content": "hi"},)
     (c,) = await ScriptedEngine("there").generate(GenerateRequest(messages=messages))
     return Transcript(turns=(Turn(messages=messages, completion=c),))
@@ -40,7 +40,7 @@ async def said() -> Transcript:
 async def scored(args: dict[str, Any], models: dict[str, Any]) -> Any:
     made: Any = build("reward_model", args)
     await made.prepare(models)
-    return await made(TASK, await said())
+    return await made(TASK, await make_transcript())
 
 
 async def test_the_raw_number_is_the_reward() -> None:

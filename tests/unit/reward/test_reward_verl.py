@@ -12,10 +12,10 @@ import pytest
 from rft.errors import ConfigError, PluginError
 from rft.plugins import REGISTRY, load_all
 from rft.reward.base import score
-from rft.reward.build import build
-from rft.reward.sources import REWARDS, reward_of
-from rft.testing.rewards import said, task
+from rft.reward.build_reward import build
+from rft.reward.data_sources import REWARDS, reward_of
 from rft.types.completion import Score
+from tests.helpers.answers import make_transcript, task
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +28,7 @@ def plugins() -> Any:
 
 
 async def scored(name: str, truth: Any, text: str, **args: Any) -> Score:
-    return await score(build(name, args), task(truth), said(text))
+    return await score(build(name, args), task(truth), make_transcript(text))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ async def test_functions_with_verls_signature(functions: Path) -> None:
     assert given.value == 1.5 and given.parts["acc"] == 1.0 and "pred" not in given.parts
     assert given.parts["thread"] != threading.get_ident()
     row = task("4", data_source="my/data", extra_info={"index": 3})
-    assert (await score(build(f"{functions}:all_given", {"any": 1}), row, said("4"))).value == 1.0
+    assert (await score(build(f"{functions}:all_given", {"any": 1}), row, make_transcript("4"))).value == 1.0
     assert (await scored(f"{functions}:defaults", "4", "4")).value == 1.0
     assert (await scored(f"{functions}:slow", "4", "4")).value == 0.25
     assert (await scored(f"{functions}:needs", "4", "4", key="x")).value == 1.0
@@ -174,7 +174,7 @@ async def test_functions_with_verls_signature(functions: Path) -> None:
         ("nan_part", ValueError, "'acc' is nan"),
         ("text", ValueError, r"is 'good' \(str\); it must be a number"),
         ("nothing", ValueError, "a dict without 'score'; it has acc"),
-        ("leaves", RuntimeError, r"the reward raised SystemExit\(3\)"),
+        ("leaves", RuntimeError, r"called sys.exit\(3\)"),
     ],
 )
 async def test_functions_that_cannot_score_raise(functions: Path, name: str, error: type[Exception], message: str) -> None:
@@ -203,7 +203,7 @@ async def test_a_function_that_hangs_is_left_at_its_deadline(tmp_path: Path) -> 
     reward = build(f"{file}:f", {})
     try:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(score(reward, task("4"), said("4")), 0.1)
+            await asyncio.wait_for(score(reward, task("4"), make_transcript("4")), 0.1)
     finally:
         REGISTRY.get("reward", f"{file}:f").obj.__globals__["END"].set()
 
@@ -211,19 +211,27 @@ async def test_a_function_that_hangs_is_left_at_its_deadline(tmp_path: Path) -> 
 # ---------------------------------------------------------------- overlong
 
 
-@pytest.mark.parametrize(("length", "cost"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0)])
+@pytest.mark.parametrize(("length", "cost"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -1.0), (4000, -1.0)])
 async def test_overlong_penalty(length: int, cost: float) -> None:
     """90 tokens at most, the last 10 of them cost up to 1."""
     args = {"enable_overlong_penalty": True, "cache_length": 10, "penalty_factor": 1.0, "max_response_length": 90}
-    given = await score(build("math_dapo", args), task("34"), said("Answer: 34", length))
+    given = await score(build("math_dapo", args), task("34"), make_transcript("Answer: 34", length))
     assert given.value == pytest.approx(1.0 + cost) and given.parts == {"acc": 1.0, "overlong": pytest.approx(cost)}
+
+
+async def test_a_cache_longer_than_an_answer_is_refused() -> None:
+    on = {"enable_overlong_penalty": True, "cache_length": 10, "max_response_length": 9}
+    with pytest.raises(
+        ConfigError, match=r"cache_length: the overlong penalty's cache_length is longer than the longest answer \(9"
+    ):
+        await score(build("math_dapo", on), task("34"), make_transcript("", 0))
 
 
 async def test_overlong_penalty_of_any_reward(functions: Path) -> None:
     on = {"enable_overlong_penalty": True, "cache_length": 20, "penalty_factor": 0.5}
-    given = await score(build(f"{functions}:plain", on), task("4"), said("4", 90))  # the taskset's longest answer: 100
+    given = await score(build(f"{functions}:plain", on), task("4"), make_transcript("4", 90))  # the taskset's longest answer: 100
     assert given.value == pytest.approx(1 - 0.25)
     off = {**on, "enable_overlong_penalty": False}
-    assert (await score(build("exact_answer", off), task("4"), said("4", 90))).value == 1.0
+    assert (await score(build("exact_answer", off), task("4"), make_transcript("4", 90))).value == 1.0
     with pytest.raises(ConfigError, match=r"overlong penalty: cache_length: .* given 0"):
         build("exact_answer", {**on, "cache_length": 0}, key="k")

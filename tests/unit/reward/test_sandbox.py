@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,25 +12,14 @@ from typing import Any
 
 import pytest
 
-from rft.reward.box import jobs, wire
-from rft.reward.box.host import LEVELS, Box, Limits, SandboxError, Server
-from rft.reward.pool import counts
+from rft.reward import sandbox as sandbox_module
 from rft.reward.sandbox import BrokenTests, Calls, Pairs, Sandbox, SandboxUnavailable, Tests, open_server
+from rft.sandbox import jobs, wire
+from rft.sandbox.processes import LEVELS, ForkServer, ProgramLimits, SandboxedProcess, SandboxError
+from rft.worker.framing import BadMessage
+from rft.worker.job_pool import counts
 
-LIMITS = Limits(timeout_s=20)
-
-
-@pytest.fixture(scope="module", params=LEVELS)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    python = sys.executable
-    if request.param == "seccomp" and os.geteuid() == 0:
-        python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or python
-    try:
-        server = open_server([request.param], python)
-    except SandboxUnavailable as e:
-        pytest.skip(str(e))
-    yield server
-    server.close()
+LIMITS = ProgramLimits(timeout_s=20)
 
 
 PROGRAMS = {
@@ -52,7 +40,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_right_program(name: str, server: Server) -> None:
+def test_a_right_program(name: str, server: ForkServer) -> None:
     program, given, wanted = PROGRAMS[name]
     verdict = jobs.judge_pairs(server, program, [(given, wanted)], LIMITS)
     assert verdict.right, verdict
@@ -85,13 +73,13 @@ TESTS = {
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_right_functions(name: str, server: Server) -> None:
+def test_right_functions(name: str, server: ForkServer) -> None:
     program, test = TESTS[name]
     verdict = jobs.judge_tests(server, program, [test], LIMITS)
     assert verdict.right, verdict
 
 
-def test_helpers_of_the_question_are_the_questions(server: Server) -> None:
+def test_helpers_of_the_question_are_the_questions(server: ForkServer) -> None:
     prompt = "def double(x):\n    return 2 * x\n\ndef f(x):\n    '''f.'''\n"
     test = "def check(candidate):\n    assert candidate(2) == double(2) + 1"
     cheat = "def double(x): return 0\ndef f(x): return 1"
@@ -101,7 +89,7 @@ def test_helpers_of_the_question_are_the_questions(server: Server) -> None:
     assert wrong.reason == "wrong_answer" and "candidate(2) == double(2) + 1" in wrong.detail
 
 
-def test_calls_and_shares(server: Server) -> None:
+def test_calls_and_shares(server: ForkServer) -> None:
     cases = [([1], 1), ([2], 4), ([3], [9]), ([4], 0)]
     program = "class Solution:\n    def square(self, x): return x * x"
     assert jobs.judge_calls(server, program, "square", cases[:3], LIMITS).right
@@ -127,7 +115,7 @@ def test_equal_values(got: Any, wanted: Any, equal: bool) -> None:
     assert wire.same(got, wanted) is equal
 
 
-def test_tests_that_are_wrong_say_nothing_about_the_program(server: Server) -> None:
+def test_tests_that_are_wrong_say_nothing_about_the_program(server: ForkServer) -> None:
     for test, why in [
         ("assert f(1) == (", "SyntaxError"), ("import no_such_module", "No module named"), ("def check(c):\n    x += c(1)",
         "UnboundLocalError"),
@@ -139,7 +127,7 @@ def test_tests_that_are_wrong_say_nothing_about_the_program(server: Server) -> N
 @pytest.mark.parametrize(
     "raised", ["NameError", "ImportError", "SyntaxError", "RecursionError", "KeyboardInterrupt", "GeneratorExit"]
 )
-def test_a_program_cannot_make_the_tests_look_wrong(raised: str, server: Server) -> None:
+def test_a_program_cannot_make_the_tests_look_wrong(raised: str, server: ForkServer) -> None:
     verdict = jobs.judge_tests(server, f"def f(x): raise {raised}('no')", ["assert f(1) == 1"], LIMITS)
     assert verdict.reason == "error" and verdict.passed == 0
     assert jobs.judge_tests(server, "pass", ["assert f(1) == 1"], LIMITS).reason == "error"
@@ -152,7 +140,7 @@ def test_a_program_cannot_make_the_tests_look_wrong(raised: str, server: Server)
      b'["F", 1, 0]', b'["D", "x"]', b'["i", 3]'],
 )  # fmt: skip
 def test_what_no_honest_program_sends_is_unreadable(said: bytes) -> None:
-    with pytest.raises(wire.Unreadable):
+    with pytest.raises(BadMessage):
         wire.decode(wire.parse(said))
 
 
@@ -176,24 +164,24 @@ async def test_many_at_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -
         return (await sandbox.judge("print(int(input()) * 2)", pairs, LIMITS)).right
 
     at_once: list[int] = []
-    open_boxes, lock = [0], threading.Lock()
-    real_box, real_close = Server.box, Box.close
+    started, lock = [0], threading.Lock()
+    real_start, real_close = ForkServer.start, SandboxedProcess.close
 
     def count(step: int) -> None:
         with lock:
-            open_boxes[0] += step
-            at_once.append(open_boxes[0])
+            started[0] += step
+            at_once.append(started[0])
 
-    def box(*args: Any, **kwargs: Any) -> Box:
+    def start(*args: Any, **kwargs: Any) -> SandboxedProcess:
         count(1)
-        return real_box(*args, **kwargs)
+        return real_start(*args, **kwargs)
 
-    def close(self: Box) -> None:
+    def close(self: SandboxedProcess) -> None:
         real_close(self)
         count(-1)
 
-    monkeypatch.setattr(Server, "box", box)
-    monkeypatch.setattr(Box, "close", close)
+    monkeypatch.setattr(ForkServer, "start", start)
+    monkeypatch.setattr(SandboxedProcess, "close", close)
     assert await asyncio.gather(*map(one, range(24))) == [True] * 24
     assert max(at_once) == 2 and len(at_once) == 48
 
@@ -207,7 +195,7 @@ async def test_verdicts_are_remembered_but_timeouts_are_not(sandbox: Sandbox, mo
         assert (await sandbox.judge("print(1)", pairs, LIMITS)).right
     assert len(runs) == 1
     for _ in range(2):
-        assert (await sandbox.judge("while 1: pass", pairs, Limits(timeout_s=0.1))).reason == "timeout"
+        assert (await sandbox.judge("while 1: pass", pairs, ProgramLimits(timeout_s=0.1))).reason == "timeout"
     assert len(runs) == 3
 
 
@@ -236,23 +224,63 @@ def test_a_machine_without_protection_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
-    with pytest.raises(SandboxUnavailable, match=r"namespaces: it ended while starting.*seccomp: .*sandbox_url"):
+    with pytest.raises(SandboxUnavailable, match=r"namespaces: it ended while starting.*seccomp: .*Landlock.*sandbox_url"):
         open_server(LEVELS, str(broken))
-    with pytest.raises(SandboxUnavailable, match="no level is accepted"):
-        Sandbox(levels=()).level()
+    with pytest.raises(SandboxUnavailable, match=r"namespaces: it.*landlock: it") as refused:
+        Sandbox(python=str(broken)).level()
+    assert "seccomp: it" not in str(refused.value)  # which hides files by forbidding them all: it has to be named
+
+
+def test_a_level_is_a_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level that is named is the level that is used; nothing falls back to less than the two strongest."""
+    for level in LEVELS:
+        named = Sandbox(level=level)
+        with contextlib.suppress(SandboxUnavailable):
+            assert named.level() == level
+        named.close()
+    monkeypatch.setattr(sandbox_module, "_fault", lambda server: "" if server.level == "seccomp" else "not here")
+    with pytest.raises(
+        SandboxUnavailable, match=r"namespaces: not here; landlock: not here\).*user\.max_user_namespaces.*sandbox_level: seccomp"
+    ):
+        Sandbox().level()
+    assert Sandbox(level="seccomp").level() == "seccomp"
 
 
 def test_a_program_that_is_not_kept_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test believes what a program inside finds, not what was set up."""
-    monkeypatch.setattr(jobs, "run", lambda *_: jobs.Ran("", "", b"open\n"))
-    with pytest.raises(SandboxUnavailable, match="not kept from the network"):
+    monkeypatch.setattr(jobs, "run", lambda *_: jobs.Ran("", "", b"the network /etc/passwd\n"))
+    with pytest.raises(SandboxUnavailable, match="not kept from the network /etc/passwd"):
         open_server(LEVELS, sys.executable)
+
+
+@pytest.mark.parametrize("fd", [3, 4])
+async def test_closing_ends_a_program_that_goes_on(
+    fd: int, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also one that sends a byte now and then; it gets no verdict."""
+    monkeypatch.setattr(sandbox_module, "CLOSE_S", 0.01)
+    read, send = threading.Event(), wire.send
+
+    def sent(sock: Any, message: Any, **kwargs: Any) -> None:
+        send(sock, message, **kwargs)
+        read.set()
+
+    monkeypatch.setattr(wire, "send", sent)
+    program = (
+        f"import os, time\nos.write({fd}, bytes([0, 1, 0, 0]))\nwhile True:\n    os.write({fd}, b' ')\n    time.sleep(0.05)\n"
+    )
+    job = asyncio.create_task(sandbox.judge(program, Calls("f", [([1], 1)]), ProgramLimits(timeout_s=3600)))
+    await asyncio.to_thread(read.wait)
+    await asyncio.to_thread(sandbox.close)
+    with pytest.raises(SandboxError, match="closed while the program ran"):
+        await job
+    assert (await sandbox.judge("print(1)", Pairs([("", "1")]), LIMITS)).right
 
 
 async def test_a_sandbox_that_fails_raises(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise SandboxError("no more processes")
 
-    monkeypatch.setattr(Server, "box", broken)
+    monkeypatch.setattr(ForkServer, "start", broken)
     with pytest.raises(SandboxError, match="no more processes"):
         await sandbox.judge("print(3)", Pairs([("", "3")]), LIMITS)

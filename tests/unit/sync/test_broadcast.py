@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from rft import faults
 from rft.broadcast import Bucket, buckets
-from rft.engine.weights import Intake, Taken
+from rft.engine.weights import TakenWeights, WeightIntake
 from rft.errors import WeightSyncFailed
 from rft.sync.settings import SyncSettings
 from rft.sync.transport.nccl import BroadcastTransport
@@ -27,9 +27,9 @@ from rft.types.ports import TensorSpec, WeightManifest
 
 CHILD = """
 import sys, msgspec, torch.distributed
-from rft.engine.weights import Intake
+from rft.engine.weights import WeightIntake
 from rft.types.ports import WeightManifest
-intake = Intake(int(sys.argv[1]))
+intake = WeightIntake(int(sys.argv[1]))
 print("ready", flush=True)
 for line in sys.stdin.buffer:
     taken = intake.take(msgspec.json.decode(line, type=WeightManifest))
@@ -76,11 +76,11 @@ class Group:
 
     def __init__(self, transport: BroadcastTransport, pool: ThreadPoolExecutor, count: int) -> None:
         self.transport, self.pool = transport, pool
-        self.intakes = [Intake() for _ in range(count)]
+        self.intakes = [WeightIntake() for _ in range(count)]
 
-    def round(self, number: int, manifest: WeightManifest, **damage: bool) -> list[Taken]:
+    def round(self, number: int, manifest: WeightManifest, **damage: bool) -> list[TakenWeights]:
         workers = (1,) * len(self.intakes)
-        sent = self.pool.submit(self.transport.send, invited(manifest, number, workers))
+        sent = self.pool.submit(asyncio.run, self.transport.send(invited(manifest, number, workers)))
         asked = [
             self.pool.submit(intake.take, invited(manifest, number, workers, place), damage=damage.get(f"engine{place}", False))
             for place, intake in enumerate(self.intakes)
@@ -93,7 +93,7 @@ class Group:
         return {i._member._held for i in self.intakes if i._member is not None}
 
 
-def same(taken: Taken, step: int) -> bool:
+def same(taken: TakenWeights, step: int) -> bool:
     want = weights(step)
     return all(torch.equal(taken.weights.tensor(t), want[t.name]) for t in taken.weights.manifest.tensors)
 
@@ -136,7 +136,7 @@ def test_a_group_is_kept_until_its_members_change(transport: BroadcastTransport,
     (first,) = group.held
     group.round(2, manifest)
     assert group.held == {first}
-    group.intakes[1] = Intake()  # an engine that was restarted
+    group.intakes[1] = WeightIntake()  # an engine that was restarted
     group.round(3, manifest)
     (second,) = group.held
     assert second != first
@@ -151,9 +151,9 @@ def test_who_does_not_come_is_named_and_the_others_are_told(transport: Broadcast
     manifest = invited(stage(transport, 1), 1, (1, 2))
     assert manifest.broadcast is not None
     manifest = replace(manifest, broadcast=replace(manifest.broadcast, timeout_s=0.5))
-    here = threads.submit(Intake().take, manifest)
+    here = threads.submit(WeightIntake().take, manifest)
     with pytest.raises(WeightSyncFailed, match=r"worker 0 of engine 1, worker 1 of engine 1 did not come within 0\.5 s"):
-        transport.send(manifest)
+        asyncio.run(transport.send(manifest))
     assert "worker 0 of engine 1, worker 1 of engine 1 did not come" in here.result(30).report.failed
     again = Group(transport, threads, 2)
     assert all(same(t, 1) for t in again.round(2, manifest))
@@ -161,9 +161,9 @@ def test_who_does_not_come_is_named_and_the_others_are_told(transport: Broadcast
 
 def test_a_round_that_is_given_up_ends_at_once(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
     manifest = invited(stage(transport, 1), 4, (1, 1))
-    here = threads.submit(Intake().take, manifest)
-    sent = threads.submit(transport.send, manifest)
-    transport.abandon(4, "engine 1 died")
+    here = threads.submit(WeightIntake().take, manifest)
+    sent = threads.submit(asyncio.run, transport.send(manifest))
+    asyncio.run(transport.abandon(4, "engine 1 died"))
     with pytest.raises(WeightSyncFailed, match="given up: engine 1 died"):
         sent.result(10)
     assert "given up: engine 1 died" in here.result(10).report.failed
@@ -174,11 +174,11 @@ def test_only_what_is_held_is_sent(transport: BroadcastTransport, tmp_path: Path
     manifest = invited(stage(transport, 1), 1, (1,))
     transport.release(Version(1, 1))
     with pytest.raises(WeightSyncFailed, match=r"1:1 is not held here any more"):
-        transport.send(manifest)
+        asyncio.run(transport.send(manifest))
     other = BroadcastTransport(settings(), tmp_path)
     try:
         with pytest.raises(WeightSyncFailed, match="not staged by this start of the trainer"):
-            other.send(manifest)
+            asyncio.run(other.send(manifest))
     finally:
         other.close()
 
@@ -215,11 +215,11 @@ class Child:
 
 def test_a_worker_killed_between_two_buckets_costs_one_round(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
     """Engine 0 is here, engine 1 has two processes, of which one is killed (-9) when it has its second bucket."""
-    manifest, workers, here = stage(transport, 1), (1, 2), Intake()
+    manifest, workers, here = stage(transport, 1), (1, 2), WeightIntake()
     children = [Child(0), Child(1, **{faults.VARIABLE: "sync.received:2=kill"}), Child(1)]
 
-    def round(number: int, asked: list[Child]) -> tuple[Future[None], Taken]:
-        sending = threads.submit(transport.send, invited(manifest, number, workers))
+    def round(number: int, asked: list[Child]) -> tuple[Future[None], TakenWeights]:
+        sending = threads.submit(asyncio.run, transport.send(invited(manifest, number, workers)))
         for child in asked:
             child.ask(invited(manifest, number, workers, place=1))
         return sending, here.take(invited(manifest, number, workers, place=0))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rft.sync import synchronizer
-from rft.sync.synchronizer import _Gate
+from rft.sync import waits as module
+from rft.sync.waits import WaitShare
 
 
 @pytest.mark.parametrize(("waits", "ratio"), [((), 0.0), (((2.0, 4.0),), 0.25), (((0.0, 3.0), (5.0, 8.0)), 0.75)])
@@ -15,8 +15,8 @@ def test_the_share_of_a_window_in_which_the_explorer_waits(
     waits: tuple[tuple[float, float], ...], ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times: Iterator[float] = iter([0.0])
-    monkeypatch.setattr(synchronizer, "_now", lambda: next(times))
-    gate = _Gate()
+    monkeypatch.setattr(module, "_now", lambda: next(times))
+    gate = WaitShare()
     times = iter([0.0])
     gate.window()
     for begin, end in waits:

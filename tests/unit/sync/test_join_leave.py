@@ -100,7 +100,7 @@ async def test_one_that_does_not_serve_what_it_says_is_refused_and_the_others_go
 
 async def test_an_explorer_that_dies_in_a_publish_leaves_with_all_its_engines():
     trainer, told = Trainer(), []
-    sync = synchronizer(trainer, put_out=lambda owner, why: told.append((owner, why)))
+    sync = synchronizer(trainer, on_evicted=lambda owner, why: told.append((owner, why)))
     stays, partner = Mortal(), Mortal()
     await sync.join("a", [stays])
     await sync.join("b", [Mortal(dies_at=1), partner])

@@ -13,11 +13,10 @@ import torch
 
 from rft.engine.pool import EnginePool
 from rft.errors import EngineFailed, EngineStalled, WeightSyncFailed
-from rft.sync.base import make
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
-from rft.sync.transport.nccl import LocalSender
+from rft.sync.transport.choose import make
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.types.ids import Version
@@ -65,7 +64,7 @@ class World:
             PROMPTS,
             Version(1, 0),
             self.restart if can_restart else None,
-            LocalSender(self.transport),
+            self.transport,
         )
 
     async def restart(self, index: int) -> None:

@@ -9,7 +9,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.errors import ConfigError
 from rft.sync.schedule import Schedule
 
@@ -132,11 +134,11 @@ def test_a_bound_that_cannot_be_kept_is_refused(k: int, s: int, limit: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "key"), [({"interval": 0}, "sync_interval"), ({"offset": -1}, "sync_offset"), ({"style": "dynamic"}, "sync_style")]
+    ("key", "wrong"), [("sync_interval", 0), ("sync_offset", -1), ("sync_style", "dynamic"), ("staleness_threshold", -0.1)]
 )
-def test_nonsense_is_refused(wrong: dict[str, object], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"synchronizer.{key}"):
-        Schedule(**wrong)  # type: ignore[arg-type]
+def test_nonsense_is_refused(key: str, wrong: object) -> None:
+    with pytest.raises(ValidationError, match=key):
+        SynchronizerConfig.model_validate({key: wrong})
 
 
 @given(

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from rft.errors import ConfigError, DeadlineExceeded, EngineFailed, RunFailed, WeightSyncFailed
-from rft.sync.base import Transport, make
+from rft.sync.base import Transport
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
+from rft.sync.transport.choose import make
 from rft.types.completion import Completion, VersionSpan
 from rft.types.ids import Version
 from rft.types.metrics import Metric
@@ -34,8 +35,8 @@ def weights(step: int, scale: float = 1.0) -> Weights:
     return {n: torch.randn(V, H, generator=base) + scale * torch.randn(V, H, generator=g) for n in ("embed", "head")}
 
 
-def logprobs(w: Weights, last: int) -> np.ndarray:
-    return torch.log_softmax(w["head"].double() @ w["embed"][last].double(), 0).numpy()
+def logprobs(w: Weights, last: int, temperature: float = 1.0) -> np.ndarray:
+    return torch.log_softmax(w["head"].double() @ w["embed"][last].double() / temperature, 0).numpy()
 
 
 def staged_bytes(manifest: WeightManifest) -> bytes:
@@ -51,20 +52,31 @@ class TableEngine:
         self.go = asyncio.Event()
         self.go.set()
         self.trouble: Callable[[int, WeightManifest], str] = lambda n, m: ""
+        self.divisor: Callable[[float], float] = lambda temperature: temperature
         self.num_loads = 0
         self.hung = asyncio.Event()
+        self.jitter = (
+            0.0  # log-probs differ by it, one way where requests are answered together, the other way where one is alone
+        )
+        self.shift = 0.0  # all log-probs are off by it
+        self.under_way = 0
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         await self.go.wait()
         await asyncio.sleep(0)
         assert self.version is not None
+        self.under_way += 1
+        await asyncio.sleep(0)
+        noise = self.shift + (self.jitter if self.under_way > 1 else -self.jitter)
+        await asyncio.sleep(0)
+        self.under_way -= 1
         rng = np.random.default_rng(request.sampling.seed)
         tokens, logps, last = [], [], request.prompt_tokens[-1]
         for _ in range(request.sampling.max_tokens):
-            table = logprobs(self.weights, last)
+            table = logprobs(self.weights, last, self.divisor(request.sampling.temperature))
             last = int(rng.choice(V, p=np.exp(table) / np.exp(table).sum()))
             tokens.append(last)
-            logps.append(table[last])
+            logps.append(table[last] - noise)
         return [
             Completion(
                 prompt_tokens=np.array(request.prompt_tokens, np.int32),
@@ -153,7 +165,10 @@ class Trainer:
         for row in rows:
             t = row.tokens
             out.append(
-                np.array([logprobs(self.weights, int(t[i - 1]))[t[i]] for i in range(row.prompt_length, len(t))], np.float32)
+                np.array(
+                    [logprobs(self.weights, int(t[i - 1]), row.temperature)[t[i]] for i in range(row.prompt_length, len(t))],
+                    np.float32,
+                )
             )
         return out
 
@@ -171,7 +186,7 @@ class World:
         return {m.name: m.value for m in await self.sync.publish(self.trainer.stage(step, w))}
 
     def all_hold(self, step: int) -> bool:
-        return all(e.holds(weights(step)) and e.version == Version(1, step) for e in self.engines)
+        return all(e.holds(weights(step)) and e.version.published == Version(1, step) for e in self.engines)
 
 
 @pytest.fixture
@@ -201,7 +216,7 @@ async def test_versions_are_served_one_after_the_other(world: World) -> None:
     for step in range(4):
         said = await world.publish(step)
         assert world.all_hold(step)
-        await world.sync.served(Version(1, step))
+        await world.sync.wait_verified(Version(1, step))
         assert said["sync/canary_max_abs"] < 1e-5
         assert said["sync/below_noise"] == 0
         assert said["sync/version"] == step
@@ -238,9 +253,9 @@ async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None
         await go.wait()
 
     world.trainer.before_score = slow
-    publish, explore, rows = await begun(world.publish(1), world.sync.may_explore(1), world.sync.served(Version(1, 1)))
+    publish, explore, rows = await begun(world.publish(1), world.sync.may_explore(1), world.sync.wait_verified(Version(1, 1)))
     await scoring.wait()
-    assert await explore == Version(1, 1), "on probation: exploring may start"
+    assert await explore == Version(1, 1), "provisional: exploring may start"
     assert not rows.done() and not publish.done()
     assert world.sync.waiting == ["rows of version 1:1 waits for its canary"]
     go.set()
@@ -261,10 +276,10 @@ async def test_batches_wait_for_the_schedule(transport: Transport) -> None:
 
 async def test_the_end(world: World) -> None:
     await world.publish(0)
-    batch, final = await begun(world.sync.may_explore(5), world.sync.final())
-    await world.sync.trained(1)
+    batch, final = await begun(world.sync.may_explore(5), world.sync.wait_final())
+    await world.sync.step_finished(1)
     await world.publish(1)
-    await world.sync.trained(2, finished=True)
+    await world.sync.step_finished(2, finished=True)
     assert await batch is None
     await asyncio.sleep(0)
     assert not final.done(), "the last version is not served yet"
@@ -291,30 +306,36 @@ async def test_a_broken_sync_is_rejected_rolled_back_and_named(world: World, wha
     await world.publish(0)
     await world.publish(1)
     world.engines[-1].trouble = lambda n, m: what if m.version.step == 2 else ""
-    rows, final = await begun(world.sync.served(Version(1, 2)), world.sync.final())
+    rows, final = await begun(world.sync.wait_verified(Version(1, 2)), world.sync.wait_final())
     with pytest.raises(
         WeightSyncFailed, match=f"1:2.*engine {len(world.engines) - 1}.*{(BEFORE_RESUME | AFTER_RESUME)[what]}"
     ) as e:
         await world.publish(2)
-    assert "2 attempts" in str(e.value) and "serve 1:1 again, proven" in str(e.value)
+    assert "2 attempts" in str(e.value) and "serve 1:1 again, verified" in str(e.value)
     assert world.all_hold(1), "the old weights serve, under the old label"
-    for task in (rows, final):
+    if what in AFTER_RESUME:
+        assert await rows is False, "the first attempt may have written them"
+    else:
         with pytest.raises(WeightSyncFailed, match="1:2 are not served"):
-            await task
+            await rows
+    with pytest.raises(WeightSyncFailed, match="1:2 are not served"):
+        await final
     with pytest.raises(WeightSyncFailed):
         await world.sync.may_explore(9)
     with pytest.raises(WeightSyncFailed):
         await world.publish(3)
-    await world.sync.served(Version(1, 1))
+    await world.sync.wait_verified(Version(1, 1))
 
 
 @pytest.mark.parametrize("what", [*BEFORE_RESUME, *AFTER_RESUME])
 async def test_a_fault_that_passes_is_survived(world: World, what: str) -> None:
     await world.publish(0)
     world.engines[-1].trouble = lambda n, m: what if n == 2 else ""
-    await world.publish(1)
+    said = await world.publish(1)
     assert world.all_hold(1)
-    await world.sync.served(Version(1, 1))
+    label = Version(1, 1, 1 if what in AFTER_RESUME else 0)
+    assert world.sync.manifest is not None and world.sync.manifest.version == label
+    assert await world.sync.wait_verified(label) is True and said["sync/attempt"] == label.attempt
 
 
 @pytest.mark.parametrize("what", ["hash", "label", "raise", "missing"])
@@ -334,17 +355,39 @@ async def test_the_first_version_has_an_absolute_limit(world: World) -> None:
         await world.sync.publish(manifest)
 
 
-async def test_rows_begun_under_rejected_weights_cannot_be_made_good(world: World) -> None:
-    """After a failed canary with rollouts under way there is no second attempt: it would bless the rows of the first."""
+async def test_a_retry_while_batches_are_under_way_leaves_the_rows_of_the_failed_attempt_out(world: World) -> None:
+    """The failed attempt has a label of its own: the second one does not make its rows good."""
     await world.publish(0)
     world.engines[0].trouble = lambda n, m: "skip" if n == 2 else ""
-    explore, rows = await begun(world.sync.may_explore(1), world.sync.served(Version(1, 1)))
-    with pytest.raises(WeightSyncFailed, match="1 attempts"):
-        await world.publish(1)
-    with pytest.raises(WeightSyncFailed):
-        await rows
-    assert explore.done()
+    explore, rows = await begun(world.sync.may_explore(1), world.sync.wait_verified(Version(1, 1)))
+    said = await world.publish(1)
+    assert await explore == Version(1, 1), "begun while the first attempt was provisional"
+    assert await rows is False
+    assert world.all_hold(1) and said["sync/attempt"] == 1
+    assert await world.sync.wait_verified(Version(1, 1, 1)) is True
+    assert await world.sync.may_explore(2 - 1) == Version(1, 1, 1)
+    await world.publish(2)
+    assert await world.sync.wait_verified(Version(1, 1)) is False, "and it stays so"
+
+
+async def test_a_cancelled_publish_can_be_repeated(world: World) -> None:
+    await world.publish(0)
+    scoring = asyncio.Event()
+
+    async def slow() -> None:
+        scoring.set()
+        await asyncio.Event().wait()
+
+    world.trainer.before_score = slow
+    publish, rows = await begun(world.publish(1), world.sync.wait_verified(Version(1, 1)))
+    await scoring.wait()
+    publish.cancel()
+    await asyncio.wait({publish})
     assert world.all_hold(0)
+    world.trainer.before_score = lambda: None
+    world.trainer.transport.release(Version(1, 1))
+    await world.publish(1)
+    assert await rows is False and world.engines[0].version == Version(1, 1, 1)
 
 
 async def test_an_unproven_roll_back_says_so(world: World) -> None:
@@ -357,7 +400,7 @@ async def test_an_unproven_roll_back_says_so(world: World) -> None:
         return "hash" if m.version.step == 1 else "skip"
 
     world.engines[0].trouble = spoil
-    with pytest.raises(WeightSyncFailed, match=r"roll-back to 1:0 is not proven \(engine 0.*restart the engines"):
+    with pytest.raises(WeightSyncFailed, match=r"roll-back to 1:0 is not verified \(engine 0.*restart the engines"):
         await world.publish(1)
 
 
@@ -389,6 +432,7 @@ async def test_a_trainer_that_cannot_score_means_the_way_back(world: World) -> N
     assert world.all_hold(0)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engines", [1, 2])
 async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Transport, engines: int) -> None:
     """Cancelled or broken anywhere: all engines serve wholly the old or wholly the new weights, and the next sync works."""
@@ -429,7 +473,7 @@ async def test_two_hundred_interrupted_publishes_leave_no_mixture(transport: Tra
 
 async def test_fail_releases_everyone(world: World) -> None:
     await world.publish(0)
-    waits = await begun(world.sync.may_explore(7), world.sync.served(Version(1, 3)), world.sync.final())
+    waits = await begun(world.sync.may_explore(7), world.sync.wait_verified(Version(1, 3)), world.sync.wait_final())
     await world.sync.fail(RunFailed("the trainer died"))
     await world.sync.fail(RunFailed("something later"))
     for wait in waits:
@@ -447,10 +491,10 @@ async def test_a_wait_without_news_ends_and_names_who_waited_for_whom(transport:
 async def test_news_from_the_trainer_renews_the_deadline(transport: Transport) -> None:
     world = World(transport, timeout_s=0.3)
     await world.publish(0)
-    (final,) = await begun(world.sync.final())
+    (final,) = await begun(world.sync.wait_final())
     for step in range(1, 5):
         await asyncio.wait({final}, timeout=0.15)
-        await world.sync.trained(step, finished=step == 4)
+        await world.sync.step_finished(step, finished=step == 4)
     await world.publish(4)
     assert await final == Version(1, 4)
 
@@ -464,7 +508,7 @@ async def test_other_lineages_and_older_versions_are_refused(world: World) -> No
         await world.sync.publish(other)
     for never in (Version(1, 1), Version(9, 2)):
         with pytest.raises(WeightSyncFailed, match="never will be"):
-            await world.sync.served(never)
+            await world.sync.wait_verified(never)
 
 
 def test_too_few_probe_tokens_are_refused(transport: Transport) -> None:
@@ -472,10 +516,46 @@ def test_too_few_probe_tokens_are_refused(transport: Transport) -> None:
         World(transport, canary_tokens=7)
 
 
-async def test_bf16_engines_have_their_own_first_limit(transport: Transport) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "jitter", "limit"), [("bfloat16", 0.0, 0.02), ("float16", 0.0, 0.004), ("bfloat16", 0.01, 0.16)]
+)
+async def test_the_limit_of_short_types_follows_from_their_noise(
+    dtype: str, jitter: float, limit: float, transport: Transport
+) -> None:
+    world = World(transport, engine_dtype=dtype)
+    for engine in world.engines:
+        engine.jitter = jitter
+    said = await world.publish(0)
+    assert said["sync/canary_limit"] == pytest.approx(limit, rel=1e-3)
+    assert said["sync/canary_noise"] == pytest.approx(2 * jitter, rel=1e-3)
+    assert (await world.publish(1))["sync/canary_limit"] == pytest.approx(limit, rel=1e-3)
+
+
+async def test_a_model_without_noise_is_not_allowed_what_bf16_may_have_at_most(transport: Transport) -> None:
+    """0.05 nats, far below 0.25, are a wrong engine where the type's own noise is a hundred times smaller."""
     world = World(transport, engine_dtype="bfloat16")
-    manifest = world.trainer.stage(0)
-    world.trainer.weights = {n: t.bfloat16().float() for n, t in weights(0).items()}
-    said = {m.name: m.value for m in await world.sync.publish(manifest)}
-    assert 1e-3 < said["sync/canary_max_abs"] < 0.25 == said["sync/canary_limit"]
-    assert (await world.publish(1))["sync/canary_limit"] == pytest.approx(5 * said["sync/canary_max_abs"])
+    for engine in world.engines:
+        engine.jitter, engine.shift = 2.5e-4, 0.05
+    with pytest.raises(WeightSyncFailed, match=r"up to 5.0.e-02 nats, allowed are 2.00e-02"):
+        await world.publish(0)
+
+
+async def test_noise_allows_no_more_than_is_stated(transport: Transport) -> None:
+    world = World(transport, engine_dtype="bfloat16")
+    for engine in world.engines:
+        engine.jitter = 0.1
+    assert (await world.publish(0))["sync/canary_limit"] == 0.25
+
+
+async def test_float32_is_not_measured(transport: Transport) -> None:
+    assert "sync/canary_noise" not in await World(transport).publish(0)
+
+
+async def test_the_canary_probes_at_the_temperature_of_training(transport: Transport) -> None:
+    """An engine that divides by another temperature, here by one rounded to bfloat16, is right at temperature 1."""
+    world = World(transport, canary_temperature=0.9)
+    assert (await world.publish(0))["sync/canary_max_abs"] < 1e-5
+    world = World(transport, canary_temperature=0.9)
+    world.engines[0].divisor = lambda temperature: float(torch.tensor(temperature).bfloat16())
+    with pytest.raises(WeightSyncFailed, match="differ from the trainer's"):
+        await world.publish(0)

@@ -14,11 +14,10 @@ import torch
 from rft import faults
 from rft.engine.pool import EnginePool
 from rft.errors import WeightSyncFailed
-from rft.sync.base import make
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
-from rft.sync.transport.nccl import LocalSender
+from rft.sync.transport.choose import make
 from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
@@ -52,9 +51,7 @@ class Scorer:
 @pytest.mark.parametrize("point", faults.SYNC_POINTS)
 async def test_every_fault_point_stops_the_sync(point: str, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo) for _ in range(2)]
-    sync = Synchronizer(
-        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, LocalSender(transport)
-    )
+    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
 
     def stage(step: int) -> WeightManifest:
         manifest = transport.stage(Version(1, step), {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}.items(), {})
@@ -73,18 +70,16 @@ async def test_every_fault_point_stops_the_sync(point: str, transport: Any, monk
 
 async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Any) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo)]
-    sync = Synchronizer(
-        SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, LocalSender(transport)
-    )
+    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
     manifest = transport.stage(Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {})
     scorer.key = weights_key(manifest)
     early = asyncio.create_task(sync.may_explore(1))
-    await sync.explore_on(1)  # no weights yet: nothing may begin
+    await sync.allow_batch(1)  # no weights yet: nothing may begin
     assert not early.done()
     await sync.publish(manifest)
-    assert await asyncio.wait_for(early, 5) == Version(1, 0)
+    assert await asyncio.wait_for(early, 120) == Version(1, 0)
     late = asyncio.create_task(sync.may_explore(2))
     await asyncio.sleep(0)
     assert not late.done()
-    await sync.trained(1, finished=True)
-    assert await asyncio.wait_for(late, 5) is None
+    await sync.step_finished(1, finished=True)
+    assert await asyncio.wait_for(late, 120) is None

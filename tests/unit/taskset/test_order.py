@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft.errors import ConfigError
-from rft.taskset.base import RowTaskset
-from rft.taskset.order import Order, num_batches
+from rft.taskset.base import RowSource, Taskset
 from rft.taskset.settings import TasksetSettings
+from rft.taskset.task_order import TaskOrder, num_batches
 
 
 def rows(name: str, count: int, **changes):
     settings = TasksetSettings(name=name, path=name, workflow="w", **changes)
     made = [{"prompt": f"{name}{i}"} for i in range(count)]
-    return RowTaskset(settings, made, where=str, fingerprint=f"{name}{count}", check_all=False)
+    return Taskset(settings, RowSource(rows=made, where=str, fingerprint=f"{name}{count}", check_all=False))
 
 
 def names(tasks):
@@ -23,23 +23,23 @@ def names(tasks):
 
 
 def test_sequential_goes_round():
-    order = Order([rows("a", 5)], 2, 1)
+    order = TaskOrder([rows("a", 5)], 2, 1)
     assert [names(order.batch(b)) for b in range(4)] == [["a0", "a1"], ["a2", "a3"], ["a4", "a0"], ["a1", "a2"]]
     assert order.num_batches(1) == 2 and order.num_batches(2) == 5
 
 
 def test_shuffle_is_another_permutation_each_epoch():
-    order = Order([rows("a", 6, selector="shuffle")], 3, 1)
+    order = TaskOrder([rows("a", 6, selector="shuffle")], 3, 1)
     epochs = [names(order.batch(2 * e)) + names(order.batch(2 * e + 1)) for e in range(3)]
     assert all(sorted(e) == [f"a{i}" for i in range(6)] for e in epochs)
     assert len({tuple(e) for e in epochs}) == 3
 
 
 def test_random_does_not_repeat_inside_a_batch():
-    order = Order([rows("a", 5, selector="random")], 4, 1)
+    order = TaskOrder([rows("a", 5, selector="random")], 4, 1)
     batches = [names(order.batch(b)) for b in range(20)]
     assert all(len(set(b)) == 4 for b in batches) and len({tuple(b) for b in batches}) > 5
-    assert len(Order([rows("a", 2, selector="random")], 4, 1).batch(0)) == 4
+    assert len(TaskOrder([rows("a", 2, selector="random")], 4, 1).batch(0)) == 4
 
 
 @settings(deadline=None)  # a busy machine
@@ -49,7 +49,7 @@ def test_random_does_not_repeat_inside_a_batch():
 )  # fmt: skip
 def test_batches_do_not_depend_on_what_was_asked_before(seed, sizes, batch, selector, asked):
     def make():
-        return Order([rows(f"t{i}-", n, selector=selector) for i, n in enumerate(sizes)], batch, seed)
+        return TaskOrder([rows(f"t{i}-", n, selector=selector) for i, n in enumerate(sizes)], batch, seed)
 
     used = make()
     for b in asked:
@@ -63,7 +63,7 @@ def test_batches_do_not_depend_on_what_was_asked_before(seed, sizes, batch, sele
 
 
 def test_one_pass_over_several_tasksets_takes_every_row_once():
-    order = Order([rows("a", 6, selector="shuffle"), rows("b", 18)], 4, 7)
+    order = TaskOrder([rows("a", 6, selector="shuffle"), rows("b", 18)], 4, 7)
     seen = collections.Counter(p for b in range(order.num_batches(1)) for p in names(order.batch(b)))
     assert len(seen) == 24 and set(seen.values()) == {1}
 
@@ -72,7 +72,7 @@ def test_one_pass_over_several_tasksets_takes_every_row_once():
 @pytest.mark.parametrize("sizes", [(10, 1000, 7, 50), (400, 3, 2000, 1)])
 def test_weights_are_kept_after_any_number_of_tasks(weights, sizes):
     tasksets = [rows(f"t{i}", n, weight=w) for i, (w, n) in enumerate(zip(weights, sizes, strict=False))]
-    order = Order(tasksets, 4, 7)
+    order = TaskOrder(tasksets, 4, 7)
     seen = collections.Counter()
     for b in range(600):
         seen.update(t.taskset for t in order.batch(b))
@@ -81,12 +81,12 @@ def test_weights_are_kept_after_any_number_of_tasks(weights, sizes):
 
 
 def test_three_to_one_in_every_batch_of_four():
-    order = Order([rows("a", 10, weight=3.0), rows("b", 1000, weight=1.0)], 4, 7)
+    order = TaskOrder([rows("a", 10, weight=3.0), rows("b", 1000, weight=1.0)], 4, 7)
     assert all(collections.Counter(t.taskset for t in order.batch(b)) == {"a": 3, "b": 1} for b in range(300))
 
 
 def test_a_weighted_taskset_is_shuffled_anew_in_each_pass():
-    order = Order([rows("a", 6, weight=3.0, selector="shuffle"), rows("b", 50, weight=1.0)], 8, 1)
+    order = TaskOrder([rows("a", 6, weight=3.0, selector="shuffle"), rows("b", 50, weight=1.0)], 8, 1)
     drawn = [p for b in range(5) for p in names(order.batch(b)) if p.startswith("a")]
     passes = [drawn[i : i + 6] for i in range(0, len(drawn), 6)]
     assert len(passes) == 5 and all(sorted(p) == [f"a{i}" for i in range(6)] for p in passes)
@@ -95,14 +95,14 @@ def test_a_weighted_taskset_is_shuffled_anew_in_each_pass():
 
 def test_an_epoch_of_a_mixture_is_as_many_tasks_as_there_are_rows():
     tasksets = [rows("a", 10, weight=3.0), rows("b", 30, weight=1.0)]
-    assert Order(tasksets, 4, 1).num_batches(1) == num_batches([10, 30], 4, 1) == 10
-    taken = collections.Counter(t.taskset for b in range(10) for t in Order(tasksets, 4, 1).batch(b))
+    assert TaskOrder(tasksets, 4, 1).num_batches(1) == num_batches([10, 30], 4, 1) == 10
+    taken = collections.Counter(t.taskset for b in range(10) for t in TaskOrder(tasksets, 4, 1).batch(b))
     assert taken == {"a": 30, "b": 10}
 
 
 def test_a_resumed_mixture_goes_on_where_it_was():
     def make():
-        return Order([rows("a", 6, weight=2.0, selector="shuffle"), rows("b", 9, weight=1.0, selector="random")], 5, 3)
+        return TaskOrder([rows("a", 6, weight=2.0, selector="shuffle"), rows("b", 9, weight=1.0, selector="random")], 5, 3)
 
     whole, resumed = make(), make()
     for b in range(400):
@@ -112,20 +112,20 @@ def test_a_resumed_mixture_goes_on_where_it_was():
 
 
 def test_spares_are_other_rows():
-    order = Order([rows("a", 10)], 4, 1)
+    order = TaskOrder([rows("a", 10)], 4, 1)
     batch = set(names(order.batch(0)))
     spares = [order.spare(0, j).prompt for j in range(12)]
     assert not batch & set(spares) and len(set(spares)) == 6
-    assert Order([rows("a", 2)], 4, 1).spare(0, 0).prompt in {"a0", "a1"}
+    assert TaskOrder([rows("a", 2)], 4, 1).spare(0, 0).prompt in {"a0", "a1"}
 
 
 def test_fingerprint_tells_what_changed():
     prints = {
-        Order([rows("a", 5)], 2, 1).fingerprint,
-        Order([rows("a", 6)], 2, 1).fingerprint,
-        Order([rows("a", 5)], 3, 1).fingerprint,
-        Order([rows("a", 5)], 2, 2).fingerprint,
-        Order([rows("a", 5, selector="shuffle")], 2, 1).fingerprint,
+        TaskOrder([rows("a", 5)], 2, 1).fingerprint,
+        TaskOrder([rows("a", 6)], 2, 1).fingerprint,
+        TaskOrder([rows("a", 5)], 3, 1).fingerprint,
+        TaskOrder([rows("a", 5)], 2, 2).fingerprint,
+        TaskOrder([rows("a", 5, selector="shuffle")], 2, 1).fingerprint,
     }
     assert len(prints) == 5
 
@@ -143,9 +143,9 @@ def test_fingerprint_tells_what_changed():
 )
 def test_refused(tasksets, batch, message):
     with pytest.raises(ConfigError, match=message):
-        Order(tasksets, batch, 1)
+        TaskOrder(tasksets, batch, 1)
 
 
 def test_too_few_rows_for_one_batch_are_refused():
     with pytest.raises(ConfigError, match="3 rows and 1 epochs do not fill one batch of 4 tasks"):
-        Order([rows("a", 3)], 4, 1).num_batches(1)
+        TaskOrder([rows("a", 3)], 4, 1).num_batches(1)

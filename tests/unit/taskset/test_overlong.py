@@ -11,7 +11,7 @@ from rft.engine.chat import Chat, cut
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.taskset import parallel
-from rft.taskset.base import open_taskset
+from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.types.ports import GenerateRequest
 from rft.workflow.base import RunContext

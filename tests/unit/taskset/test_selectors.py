@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rft.errors import ConfigError
-from rft.taskset.base import RowTaskset
-from rft.taskset.order import Order, evaluation_order, generator
-from rft.taskset.selectors import DifficultyBased, Selector, View, selector
+from rft.taskset.base import RowSource, Taskset
+from rft.taskset.selectors import DifficultyBased, TaskSelector, View, selector
 from rft.taskset.settings import TasksetSettings
+from rft.taskset.task_order import TaskOrder, evaluation_order, generator
 from rft.types.ports import TaskOutcome
 
 FEATURES = np.array([[0.0, 0.5], [0.2, 0.6], [0.5, 1.0], [0.9, 1.0]])
@@ -18,7 +18,7 @@ FEATURES = np.array([[0.0, 0.5], [0.2, 0.6], [0.5, 1.0], [0.9, 1.0]])
 def taskset(name: str = "a", count: int = 8, **changes):
     rows = [{"prompt": f"{name}{i}", "level": i % 3, "weak": i / count / 2, "strong": i / count} for i in range(count)]
     settings = TasksetSettings(name=name, path=name, workflow="w", **changes)
-    return RowTaskset(settings, rows, where=lambda i: f"row {i}", fingerprint=f"{name}{count}", check_all=False)
+    return Taskset(settings, RowSource(rows=rows, where=lambda i: f"row {i}", fingerprint=f"{name}{count}", check_all=False))
 
 
 def difficulty(seed: int = 0, features=FEATURES, **args) -> DifficultyBased:
@@ -108,19 +108,19 @@ def test_it_finds_the_rows_of_the_wanted_pass_rate():
 
 
 def test_easy_to_hard_sorts_once_and_goes_round():
-    order = Order([taskset(count=6, selector="offline_easy2hard", feature_keys=("level", "weak"))], 4, 1)
+    order = TaskOrder([taskset(count=6, selector="offline_easy2hard", feature_keys=("level", "weak"))], 4, 1)
     assert [t.index for b in range(3) for t in order.batch(b)] == [5, 2, 4, 1, 3, 0, 5, 2, 4, 1, 3, 0]
 
 
 # ---------------------------------------------------------------- learning inside an order
 
 
-def learning(lag: int = 0, **more) -> Order:
+def learning(lag: int = 0, **more) -> TaskOrder:
     settings = {"selector": "difficulty_based", "feature_keys": ("weak", "strong"), "selector_args": {"tau": 0.3, **more}}
-    return Order([taskset(count=40, **settings), taskset("b", 20, selector="shuffle")], 6, 5, lag=lag)
+    return TaskOrder([taskset(count=40, **settings), taskset("b", 20, selector="shuffle")], 6, 5, lag=lag)
 
 
-def played(order: Order, b: int) -> list[TaskOutcome]:
+def played(order: TaskOrder, b: int) -> list[TaskOutcome]:
     """What becomes of a batch: a pass rate that depends on the row alone."""
     return [outcome(b, i, t.index, (t.index * 7 % 11) / 10, t.taskset) for i, t in enumerate(order.batch(b))]
 
@@ -156,7 +156,7 @@ def test_an_order_that_learns_refuses_to_choose_too_early_or_too_late():
         order.learn(1, [])
     order.learn(0, [])
     assert len(order.batch(2)) == 6
-    assert Order([taskset()], 2, 1).horizon(9) == 0, "nothing to learn"
+    assert TaskOrder([taskset()], 2, 1).horizon(9) == 0, "nothing to learn"
 
 
 def test_rows_tried_twice_count_with_their_mean_and_rewards_outside_are_clipped():
@@ -171,10 +171,10 @@ def test_rows_that_were_left_out_do_not_shift_what_is_learnt():
         name="a", path="a", workflow="w", skip_bad_rows=True, selector="difficulty_based", feature_keys=("weak", "strong")
     )
     rows = [{"response": "x", **({"prompt": str(i)} if i % 2 else {}), "weak": i / 20, "strong": i / 10} for i in range(10)]
-    made = RowTaskset(settings, rows, where=str, fingerprint="f", check_all=False)
+    made = Taskset(settings, RowSource(rows=rows, where=str, fingerprint="f", check_all=False))
     assert [made.place(i) for i in range(10)] == [None, 0, None, 1, None, 2, None, 3, None, 4]
     np.testing.assert_allclose(made.features(("weak",))[:, 0], [0.05, 0.15, 0.25, 0.35, 0.45])
-    order = Order([made], 2, 1)
+    order = TaskOrder([made], 2, 1)
     order.learn(0, [outcome(0, 0, 7, 1.0), outcome(0, 1, 8, 1.0)])
     (chooser,) = order._selectors
     assert int(np.argmax(chooser.alpha)) == 3
@@ -213,24 +213,24 @@ BOTS = {"selector": "difficulty_based", "feature_keys": ("weak", "strong")}
 )  # fmt: skip
 def test_refused(changes, key, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        Order([taskset(**changes)], 2, 1)
+        TaskOrder([taskset(**changes)], 2, 1)
     assert caught.value.key == f"taskset a.data_selector.{key}"
 
 
 def test_a_selector_of_ones_own(tmp_path):
     @selector("test_backwards")
-    class Backwards(Selector):
+    class Backwards(TaskSelector):
         def rows(self, batch, first, count):
             return [self.view.length - 1 - n % self.view.length for n in range(first, first + count)]
 
-    assert [t.index for t in Order([taskset(selector="test_backwards")], 3, 1).batch(0)] == [7, 6, 5]
+    assert [t.index for t in TaskOrder([taskset(selector="test_backwards")], 3, 1).batch(0)] == [7, 6, 5]
     path = tmp_path / "mine.py"
     path.write_text(
-        "from rft.taskset.selectors import Selector\n"
-        "class Even(Selector):\n"
+        "from rft.taskset.selectors import TaskSelector\n"
+        "class Even(TaskSelector):\n"
         "    def __init__(self, view, *, step: int = 2):\n        super().__init__(view)\n        self.step = step\n"
         "    def rows(self, batch, first, count):\n        return [self.step * n % self.view.length for n in range(first, first + count)]\n"
     )
-    assert [t.index for t in Order([taskset(selector=f"{path}:Even", selector_args={"step": 3})], 3, 1).batch(0)] == [0, 3, 6]
+    assert [t.index for t in TaskOrder([taskset(selector=f"{path}:Even", selector_args={"step": 3})], 3, 1).batch(0)] == [0, 3, 6]
     with pytest.raises(ConfigError, match="unknown argument 'stp'"):
-        Order([taskset(selector=f"{path}:Even", selector_args={"stp": 3})], 3, 1)
+        TaskOrder([taskset(selector=f"{path}:Even", selector_args={"stp": 3})], 3, 1)

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from rft.errors import ConfigError
-from rft.taskset import parallel, pipeline
-from rft.taskset.base import open_taskset
-from rft.taskset.operators import RowOperator, SetOperator, task_operator
-from rft.taskset.pipeline import prepare, write
+from rft.taskset import parallel
+from rft.taskset import task_pipeline as pipeline
+from rft.taskset.base import Taskset
+from rft.taskset.open_source import open_taskset
+from rft.taskset.row_operators import RowOperator, SetOperator, task_operator
 from rft.taskset.settings import TaskOperatorSettings, TaskPipelineSettings, TasksetSettings
+from rft.taskset.task_pipeline import prepare, write
 
 KEY = "data_processor.task_pipeline"
 ROWS = [
@@ -168,7 +170,7 @@ def test_the_result_is_written_once_and_reused(make, tmp_path):
     assert again.reused and again.rows == made.rows and (out / "result.jsonl").stat().st_mtime_ns == before
     assert "2 rows, made before from the same inputs and operators" in str(again)
     tasks = open_taskset(TasksetSettings(name="t", path=settings.output, workflow="w"))
-    in_memory = made.source(settings).taskset(TasksetSettings(name="t", path=settings.output, workflow="w"))
+    in_memory = Taskset(TasksetSettings(name="t", path=settings.output, workflow="w"), made.source(settings))
     assert (
         [tasks.task(i).prompt for i in range(2)] == [in_memory.task(i).prompt for i in range(2)] == ["What is 1+1?", "Prove it."]
     )
@@ -205,9 +207,7 @@ def test_what_was_made_from_something_else_is_never_overwritten(make, tmp_path):
 
 def test_an_own_operator_that_changes_makes_another_result(make, tmp_path):
     path = tmp_path / "mine.py"
-    source = (
-        "from rft.taskset.operators import RowOperator\nclass Cut(RowOperator):\n    def apply(self, row):\n        return row\n"
-    )
+    source = "from rft.taskset.row_operators import RowOperator\nclass Cut(RowOperator):\n    def apply(self, row):\n        return row\n"
     path.write_text(source)
     settings = make((f"{path}:Cut", {}))
     first = prepare(settings).fingerprint
@@ -219,7 +219,7 @@ def test_several_processes_give_the_same(make, tmp_path, monkeypatch):
     monkeypatch.setattr(parallel, "AT_ONCE", 3)
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "mine.py").write_text(
-        "from rft.taskset.operators import RowOperator, task_operator\n"
+        "from rft.taskset.row_operators import RowOperator, task_operator\n"
         "@task_operator('test_in_a_process')\n"
         "class Tag(RowOperator):\n"
         "    def apply(self, row):\n"

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rft.errors import ConfigError, PluginError
-from rft.taskset.arithmetic import digit_sums
-from rft.taskset.base import open_taskset
+from rft.taskset.generated_tasks import digit_sums
+from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import FormatSettings, TasksetSettings
 from rft.types.task import SamplingArgs
 
@@ -186,3 +186,10 @@ def test_digit_sums_hold_out_whole_pairs(seed):
     unordered = {tuple(sorted(p)) for p in test}
     assert (n_train, n_test, len(train | test), len(unordered)) == (72, 28, 100, 15)
     assert all((b, a) in test for a, b in test) and not any(tuple(sorted(p)) in unordered for p in train)
+
+
+@pytest.mark.parametrize("path", ["rft.taskset.arithmetic:digit_sums", "rft.taskset.countdown:countdown",
+                                  "rft.taskset.lakes:lakes", "rft.taskset.seeds:seeds"])  # fmt: skip
+def test_paths_of_earlier_versions_are_read(path):
+    taskset = open_taskset(settings(path, split="test"))
+    assert len(taskset) and taskset.fingerprint

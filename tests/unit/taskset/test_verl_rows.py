@@ -15,8 +15,8 @@ from rft.config.load import from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
 from rft.errors import ConfigError, ConfigErrors
-from rft.taskset.base import open_taskset
 from rft.taskset.chatfiles import open_chat
+from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import FormatSettings, PromptLimit, TasksetSettings
 
 VERL = FormatSettings(

@@ -16,13 +16,12 @@ import pytest
 from rft.errors import ConfigError, EngineFailed, PluginError
 from rft.reward.base import reward
 from rft.testing import FlakyModel, ScriptedModel, run_workflow, run_workflow_async, task_of, tool_call
-from rft.testing.invariants import InvariantBroken, check, history
-from rft.testing.play import WorkflowResult
+from rft.testing.play import InvariantBroken, WorkflowResult, check, history
 from rft.types.completion import Score, Transcript
 from rft.types.ports import GenerateRequest, ScoreRow
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import RunContext, Workflow
-from rft.workflow.run import RunError
+from rft.workflow.play_run import RunError
 
 ROW = {"prompt": "Guess a digit.", "truth": "7"}
 

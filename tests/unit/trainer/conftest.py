@@ -71,7 +71,7 @@ def rows() -> list[TrainRow]:
 
 def batch(rows: list[TrainRow], settings: LearnerSettings, *, step: int = 1) -> RankBatch:
     """All rows for one rank."""
-    budget = Budget(settings.max_token_len_per_gpu, settings.share_prompts)
+    budget = Budget(settings.max_token_len_per_gpu, settings.row_layout)
     (cut,) = plan(rows, 1, budget)
     return RankBatch(
         step=step,

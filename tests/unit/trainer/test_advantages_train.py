@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rft.algorithm.catalog import algorithm_defaults
-from rft.trainer import feed
+from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings
@@ -100,12 +100,12 @@ def of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("parts", [*CASES, *map(of, (*NAMES, *MORE))], ids=lambda p: "-".join(map(str, p.values()))[:50])
 async def test_one_step(parts: dict[str, Any], settings: Callable[..., LearnerSettings]) -> None:
     learner = Learner(settings(algorithm=AlgorithmSettings(**parts)))
-    ranks, given = Ranks(learner), feed.read(lease())
+    ranks, given = Ranks(learner), batch_builder.read(lease())
     before = {n: p.detach().clone() for n, p in learner.policy.names().items()}
     needed = sorted(ranks.algorithm.needs.before)
     computed = await ranks.compute(given.rows, needed) if needed else ()
     assert not needed or set(computed[0]) == set(needed)
-    made = feed.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1)
+    made = batch_builder.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1)
     report = await ranks.step(made.shares)
     assert report.finite and np.isfinite(report.sums["loss"]) and report.grad_norm > 0
     assert all(np.isfinite(v) for v in made.metrics.values())

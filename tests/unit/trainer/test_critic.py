@@ -14,11 +14,12 @@ import torch
 
 from rft.algorithm.base import Denominators
 from rft.errors import ConfigError
-from rft.trainer import model as models
-from rft.trainer.learner import Learner, StepResult
+from rft.trainer import policy as policies
+from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
+from rft.trainer.step_result import StepResult
 
 Settings = Callable[..., LearnerSettings]
 Made = Callable[..., Learner]
@@ -42,7 +43,7 @@ def valued(rows: list[TrainRow], learner: Learner, seed: int = 0) -> list[TrainR
 
 
 def batch(rows: list[TrainRow], learner: Learner, *, step: int = 1, tokens: int = 16384) -> RankBatch:
-    (cut,) = plan(rows, 1, Budget(tokens, learner.settings.share_prompts))
+    (cut,) = plan(rows, 1, Budget(tokens, learner.settings.row_layout))
     micro = tuple(tuple(rows[i] for i in m) for m in cut)
     return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.loss_mask.sum() for r in rows)), rows=float(len(rows)))
 
@@ -83,12 +84,12 @@ def test_a_value_is_of_the_state_before_its_token(made: Made, rows: list[TrainRo
     assert learner.critic is not None
     lm, head = learner.critic.model.lm, learner.critic.model.value_head
     assert learner.settings.critic is not None
-    plain = Learner(replace(learner.settings, share_prompts=False, critic=replace(learner.settings.critic, share_prompts=False)))
+    plain = Learner(replace(learner.settings, row_layout="padded", critic=replace(learner.settings.critic, row_layout="padded")))
     randomise(plain)
     for found, other, row in zip(learner.score([rows], ("values",))[0], plain.score([rows], ("values",))[0], rows, strict=True):
         at = np.flatnonzero(row.loss_mask)
         # the plain model reads the row alone, up to the last token that predicts one
-        alone = models.Policy.hidden(plain.critic.model, plain._micro_batch([row]))  # type: ignore[union-attr]
+        alone = policies.Policy.hidden(plain.critic.model, plain._micro_batch([row]))  # type: ignore[union-attr]
         expected = head(alone)[:, 0].detach().numpy()
         assert len(at) == len(expected) and np.abs(found["values"] - expected).max() < 1e-4
         assert np.abs(found["values"] - other["values"]).max() < 1e-4
@@ -120,7 +121,7 @@ def gradient(learner: Learner, given: RankBatch) -> tuple[float, dict[str, torch
 
 
 def test_any_cut_gives_the_same_gradient(made: Made, rows: list[TrainRow]) -> None:
-    plain = made(share_prompts=False)
+    plain = made(row_layout="padded")
     randomise(plain)
     given = valued(rows, plain)
     expected_loss, expected = gradient(plain, batch(given, plain))
@@ -204,7 +205,6 @@ def test_another_model_with_other_heads_reads_the_same_rows(
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     learner = made(critic={"model_path": str(tmp_path)})
-    assert learner.critic is not None and learner.critic.heads_per_key == 4 != learner._heads_per_key
     result = learn(learner, rows, 1)
     assert result.critic is not None and result.critic.updates == 1 and result.critic.grad_norm > 0
 
@@ -215,14 +215,14 @@ async def test_values_are_computed_in_micro_batches_of_their_own(size: int, coun
     randomise(learner)
     ranks = Ranks(learner)
     budget = ranks.forward_budget("values")
-    assert budget == Budget(16384, True, size) and ranks.forward_budget("old") == Budget(16384)
+    assert budget == Budget(16384, "shared", size) and ranks.forward_budget("old") == Budget(16384, "shared")
     (cut,) = spread(len(rows), 1, size)
     assert [len(m) for m in cut] == [size] * (len(rows) // size) + ([len(rows) % size] if len(rows) % size else [])
     assert len(cut) == count
     found = await ranks.prepare(rows)
     (expected,) = learner.score([rows], ("values",))
     assert all(np.abs(f["values"] - e["values"]).max() < 1e-5 for f, e in zip(found, expected, strict=True))
-    assert ranks.critic_budget == Budget(16384, True, 4)
+    assert ranks.critic_budget == Budget(16384, "shared", 4)
     without = Ranks(made(critic={"use_dynamic_bsz": False}))
     with pytest.raises(ConfigError, match=r"trainer.critic.micro_batch_size_per_gpu: is needed"):
         _ = without.critic_budget

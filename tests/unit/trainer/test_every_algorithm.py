@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.catalog import ALGORITHMS
+from rft.algorithm.catalog import algorithms
 from rft.config.load import from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
-from rft.trainer import feed
+from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import LearnerSettings
@@ -41,14 +41,14 @@ STEPS = {0: [[0.0, 1.0], [0.5, 0.0], [0.0]], 1: [[1.0], [0.0, 0.0], [0.0, 2.0]]}
 
 def configured(name: str, model: Path) -> LearnerSettings:
     """What the trainer gets of a configuration that names the algorithm and nothing of it else."""
-    data, rows = ALGORITHMS[name].data, {"path": "rft.testing.tiny:copy_tasks", "storage_type": "file"}
+    data, rows = algorithms()[name].data, {"path": "rft.testing.tiny:copy_tasks", "storage_type": "file"}
     tasks = {"taskset": {"path": "rft.testing.tiny:copy_tasks"}, "default_workflow_type": "simple_workflow"}
     buffer: dict[str, Any] = {"batch_size": 3, "total_steps": 10}
     if data is not None:
         buffer["trainer_input"] = {"experience_buffer": rows}
     else:
         buffer["explorer_input"] = {**tasks, "default_reward_fn_type": "exact_answer"}
-    if ALGORITHMS[name].sample_strategy == "mix":
+    if algorithms()[name].sample_strategy == "mix":
         buffer["trainer_input"] = {"auxiliary_buffers": {"sft_dataset": rows}}
     written = {
         "mode": "both" if data is None else "train",
@@ -117,7 +117,7 @@ def experience(name: str, folder: Path, task: int, run: int, step: int, reward: 
     if run == 1:
         mask[6] = False  # a tool's token
     lp = plain(folder, tokens, mask)
-    given, expert = ALGORITHMS[name].data is not None, ALGORITHMS[name].sample_strategy == "mix" and (task + run) % 3 == 0
+    given, expert = algorithms()[name].data is not None, algorithms()[name].sample_strategy == "mix" and (task + run) % 3 == 0
     logprobs, teacher = np.zeros(count, np.float32), np.zeros(count, np.float32)
     if not (given or expert):
         logprobs[mask] = np.minimum(lp + rng.normal(0, 0.3, len(lp)), -0.01)  # of a policy a few steps ago
@@ -226,7 +226,8 @@ def gigpo(rows: list[Row]) -> list[Array]:
     to_come = np.array([last[row.x.id.task][row.x.id.run] for row in rows])  # not discounted
     found = []
     for row, value in zip(rows, to_come, strict=True):
-        same = to_come[[other.x.id.step == row.x.id.step for other in rows]]  # the state is the step's number
+        state = (row.x.id.task, row.x.id.step)  # told apart by the step's number inside of its task, as in the paper
+        same = to_come[[(other.x.id.task, other.x.id.step) == state for other in rows]]
         of_task = last[row.x.id.task]
         episode = (of_task[row.x.id.run] - of_task.mean()) / (1 + 1e-6)
         found.append(np.full(row.n, episode + (value - same.mean()) / (1 + 1e-6)))
@@ -389,7 +390,7 @@ MODES = {"dr_grpo": "seq-mean-token-sum-norm"} | dict.fromkeys(("gspo", "sapo", 
 
 
 def expected(name: str, rows: list[Row]) -> list[float]:
-    d = ALGORITHMS[name]
+    d = algorithms()[name]
     own = [row for row in rows if not row.x.is_expert]
     made = iter(ADVANTAGES[name if name in ADVANTAGES else d.advantage_fn](own))
     a = [np.zeros(row.n) if row.x.is_expert else next(made) for row in rows]
@@ -416,7 +417,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 async def test_the_first_step_is_the_formula(name: str, model: Path) -> None:
     learner = Learner(configured(name, model))
     if learner.reference is not None:
@@ -425,8 +426,8 @@ async def test_the_first_step_is_the_formula(name: str, model: Path) -> None:
                 p.mul_(1.05)
     ranks, rows = Ranks(learner), stored(name, model)
     needs = ranks.algorithm.needs
-    given = feed.read(leased(rows), samples=needs.samples, pairs=needs.pairs)
-    made = feed.make(
+    given = batch_builder.read(leased(rows), samples=needs.samples, pairs=needs.pairs)
+    made = batch_builder.make(
         given,
         ranks.algorithm,
         ranks.budget,

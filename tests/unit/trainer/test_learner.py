@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rft.algorithm.argbase import Computed
+from rft.algorithm.args import Computed
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.trainer import optim
 from rft.trainer.learner import Learner
@@ -55,13 +54,13 @@ def test_shared_prompts_and_any_cut_give_the_plain_gradient(
     model: str, request: pytest.FixtureRequest, settings: Settings, rows: list[TrainRow], make_batch: Batch
 ) -> None:
     path = str(request.getfixturevalue(model))
-    plain = settings(model_path=path, share_prompts=False)
+    plain = settings(model_path=path, row_layout="padded")
     expected_loss, expected = gradient(Learner(plain), make_batch(rows, plain))
     for changes in (
         {},
         {"max_token_len_per_gpu": 30},
         {"logprob_chunk_tokens": 5},
-        {"share_prompts": False, "max_token_len_per_gpu": 50},
+        {"row_layout": "padded", "max_token_len_per_gpu": 50},
     ):
         shared = settings(model_path=path, **changes)
         batch = make_batch(rows, shared)
@@ -73,7 +72,7 @@ def test_shared_prompts_and_any_cut_give_the_plain_gradient(
 
 def test_a_row_that_stands_twice_has_twice_the_gradient(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
     drawn = [rows[0], rows[0], rows[0], rows[4], rows[1]]
-    plain, shared = settings(share_prompts=False), settings()
+    plain, shared = settings(row_layout="padded"), settings()
     expected_loss, expected = gradient(Learner(plain), make_batch(drawn, plain))
     loss, found = gradient(Learner(shared), make_batch(drawn, shared))
     assert loss == pytest.approx(expected_loss, abs=1e-6)
@@ -258,15 +257,18 @@ def test_stage_gives_every_tensor_once_and_the_tied_names(settings: Settings, tm
 
 
 def test_wrong_settings_say_what_to_do(settings: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.share_prompts: needs attn_implementation sdpa, not eager"):
-        Learner(settings(attn_implementation="eager"))
+    with pytest.raises(
+        ConfigError, match=r"trainer.row_layout: needs attn_implementation auto, sdpa or flash_attention_2, not eager"
+    ):
+        Learner(settings(attn_implementation="eager", row_layout="shared"))
+    assert Learner(settings(attn_implementation="eager")).settings.row_layout == "padded"
     with pytest.raises(SetupError, match="not a folder"):
         Learner(settings(model_path="some/hub-id"))
     with pytest.raises(SetupError, match="2 ranks need a rendezvous file"):
         Learner(settings(world_size=2))
 
 
-def test_a_sliding_window_is_refused_when_sharing(
+def test_a_sliding_window_is_the_same_in_shared_and_padded_rows(
     tiny_model: Path, tmp_path: Path, settings: Settings, rows: list[TrainRow]
 ) -> None:
     from transformers import MistralConfig, MistralForCausalLM
@@ -281,11 +283,11 @@ def test_a_sliding_window_is_refused_when_sharing(
         sliding_window=4,
     )
     MistralForCausalLM(config).save_pretrained(tmp_path)
-    learner = Learner(settings(model_path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"trainer.share_prompts: MistralAttention uses a sliding window"):
-        learner.score([rows])
-    plain = Learner(replace(learner.settings, share_prompts=False))
-    assert len(plain.score([rows])[0]) == len(rows)
+    scored = {
+        layout: Learner(settings(model_path=str(tmp_path), row_layout=layout)).score([rows])[0] for layout in ("shared", "padded")
+    }
+    for shared, padded in zip(*scored.values(), strict=True):
+        np.testing.assert_allclose(shared["old"], padded["old"], atol=1e-5)
 
 
 def test_state_file_is_readable_json(settings: Settings, tmp_path: Path) -> None:

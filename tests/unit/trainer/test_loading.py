@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
-from rft.launch import drive
-from rft.trainer import attention, loading, ulysses
+from rft.launch import start as starts
+from rft.trainer import attention, ulysses
 from rft.trainer import manifest as manifests
-from rft.trainer import model as models
-from rft.trainer.assemble import assemble
+from rft.trainer import policy as policies
+from rft.trainer.hf_folder import assemble
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, ProfilerSettings
@@ -47,7 +47,7 @@ def test_parameters_buffers_and_ties_are_those_of_transformers(
     from transformers import AutoModelForCausalLM
 
     folder = request.getfixturevalue(model)
-    policy = models.load(settings(model_path=str(folder)))
+    policy = policies.load(settings(model_path=str(folder)))
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert all(torch.equal(p, policy.names()[n]) for n, p in expected.named_parameters())
     buffers = policy.buffer_names()
@@ -71,7 +71,7 @@ def test_scaled_rotary_embeddings_are_right(copied: Path, settings: Settings) ->
         "original_max_position_embeddings": 32,
     }
     (copied / "config.json").write_text(json.dumps(config))
-    found = models.load(settings(model_path=str(copied))).buffer_names()
+    found = policies.load(settings(model_path=str(copied))).buffer_names()
     expected = dict(AutoModelForCausalLM.from_pretrained(copied, dtype=torch.float32).named_buffers())
     assert all(torch.equal(b, found[n]) for n, b in expected.items())
 
@@ -85,7 +85,7 @@ def test_written_rotary_embeddings_reach_model_and_export(settings: Settings, tm
     found = learner.policy.buffer_names()["model.rotary_emb.inv_freq"]
     exponents = torch.arange(0, 2 * len(found), 2) / (2 * len(found))
     torch.testing.assert_close(found, 500.0**-exponents / 2)
-    assert not torch.equal(found, models.load(plain).buffer_names()["model.rotary_emb.inv_freq"])
+    assert not torch.equal(found, policies.load(plain).buffer_names()["model.rotary_emb.inv_freq"])
     learner.export(str(tmp_path / "out"))
     for model_path, given in ((tmp_path / "out", {}), (plain.model_path, override)):
         engine = _load_model(EngineSettings(engine_type="transformers", model_path=str(model_path), extra_engine_args=given))
@@ -100,8 +100,8 @@ def test_weights_in_several_files_and_other_dtypes(copied: Path, settings: Setti
     for name, names in files.items():
         save_file({n: weights[n].bfloat16() for n in names}, copied / name)
     index = {"weight_map": {n: f for f, names in files.items() for n in names}}
-    (copied / loading.INDEX).write_text(json.dumps(index))
-    found = models.load(settings(model_path=str(copied))).names()
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = policies.load(settings(model_path=str(copied))).names()
     assert all(torch.equal(found[n], w.bfloat16().float()) for n, w in weights.items())
 
 
@@ -110,10 +110,10 @@ def test_missing_weights_are_refused_by_name(copied: Path, settings: Settings) -
     lost = "model.layers.0.mlp.up_proj.weight"
     save_file({n: w for n, w in weights.items() if n != lost}, copied / "model.safetensors")
     with pytest.raises(SetupError, match=f"has no weights for {lost}"):
-        models.load(settings(model_path=str(copied)))
+        policies.load(settings(model_path=str(copied)))
     (copied / "model.safetensors").unlink()
     with pytest.raises(SetupError, match="has no safetensors files"):
-        models.load(settings(model_path=str(copied)))
+        policies.load(settings(model_path=str(copied)))
 
 
 def test_entries_of_the_config_can_be_replaced(settings: Settings, tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_entries_of_the_config_can_be_replaced(settings: Settings, tmp_path: Pat
     learner.export(str(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == 0.5
     with pytest.raises(ConfigError, match=r"model.override_config: .*has no entry rms_eps"):
-        models.load(settings(override_config={"rms_eps": 0.5}))
+        policies.load(settings(override_config={"rms_eps": 0.5}))
     with pytest.raises(SetupError, match="does not fit the weights"):
-        models.load(settings(override_config={"intermediate_size": 24}))
+        policies.load(settings(override_config={"intermediate_size": 24}))
 
 
 def test_a_library_is_imported_and_said(
@@ -134,23 +134,23 @@ def test_a_library_is_imported_and_said(
     (tmp_path / "rft_test_library.py").write_text("loaded = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        models.load(settings(external_lib="rft_test_library"))
+        policies.load(settings(external_lib="rft_test_library"))
     assert sys.modules.pop("rft_test_library").loaded and "importing rft_test_library" in caplog.text
     with pytest.raises(ConfigError, match=r"model.external_lib: cannot be imported"):
-        models.load(settings(external_lib="rft_no_such_library"))
+        policies.load(settings(external_lib="rft_no_such_library"))
 
 
 def test_what_is_not_installed_is_refused(settings: Settings) -> None:
-    plain = settings(share_prompts=False)
-    assert models.attention_name(replace(plain, attn_implementation="auto")) == "sdpa"
+    plain = settings(row_layout="padded")
+    assert policies.attention_name(replace(plain, attn_implementation="auto")) == "sdpa"
     with pytest.raises(ConfigError, match=r"trainer.attn_implementation: it does not compute float32 on cpu"):
-        models.attention_name(replace(plain, attn_implementation="flash_attention_2"))
+        policies.attention_name(replace(plain, attn_implementation="flash_attention_2"))
     with pytest.raises(ConfigError, match=r"trainer.attn_implementation: flash_attn is not installed"):
         attention.installed("flash_attention_2", "cuda", "bfloat16")
     with pytest.raises(ConfigError, match=r"trainer.use_liger: its kernels run on GPUs"):
-        models.load(settings(use_liger=True))
-    with pytest.raises(ConfigError, match=r"trainer.share_prompts: ranks share packed positions"):
-        models.attention_name(replace(plain, sequence_parallel=2))
+        policies.load(settings(use_liger=True))
+    with pytest.raises(ConfigError, match=r"trainer.row_layout: ranks that share a micro-batch share packed positions"):
+        policies.attention_name(replace(plain, sequence_parallel=2))
 
 
 @pytest.mark.parametrize(
@@ -202,14 +202,14 @@ async def test_a_checkpoint_of_another_run_is_where_a_run_begins(tmp_path: Path)
             return type("Lineage", (), {"lineage": 1})()
 
     for path in (folder, folder.parent, folder.parent.parent):
-        found = drive.origin(path)
+        found = starts.origin(path)
         assert found is not None and found.version == Version(2, 7)
-        start = await drive.begin(Empty(), None, found)
+        start = await starts.begin(Empty(), None, found)
         assert (start.lineage, start.step, start.parent, start.cursor, start.checkpoint) == (1, 7, None, 4, str(folder))
     with pytest.raises(ConfigError, match=r"resume_from_path: holds no checkpoint"):
-        drive.origin(tmp_path)
+        starts.origin(tmp_path)
     with pytest.raises(CheckpointInvalid, match="was never committed"):
-        drive.origin(tmp_path / "global_step_3")
+        starts.origin(tmp_path / "global_step_3")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rft.trainer import logprobs as module
 from rft.trainer.logprobs import token_logprobs, token_statistics
+from rft.types.row_layout import Head
 
 TILES = [(2, 4), (5, 3), (100, 11), (100, 100)]  # tokens, entries of the vocabulary; 7 tokens and 11 entries there are
 
@@ -54,6 +55,34 @@ def test_values_and_gradients_are_those_of_plain_log_softmax(
         assert found_entropy is None
     for mine, theirs in zip(torch.autograd.grad(loss, inputs), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+@pytest.mark.parametrize("head", [Head(scale=0.125), Head(cap=3.0), Head(0.7, 2.0)])
+@pytest.mark.parametrize("tempered", [False, True])
+def test_logits_are_scaled_and_capped_before_the_temperature(
+    head: Head, tempered: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles(monkeypatch, 4, kept)
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (7, 11))
+    targets, temperatures = torch.randint(0, 11, (7,)), torch.rand(7, dtype=torch.float64) + 0.5 if tempered else None
+    z = head.scale * (hidden @ weight.t())
+    if head.cap is not None:
+        z = head.cap * torch.tanh(z / head.cap)
+    logp = (z if temperatures is None else z / temperatures[:, None]).log_softmax(-1)
+    expected = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    found = token_logprobs(hidden, weight, targets, temperatures, chunk_tokens=3, entropy=True, head=head)
+    statistics = token_statistics(hidden, weight, targets, temperatures, chunk_tokens=3, head=head)
+    pull = torch.randn(2, 7, dtype=torch.float64)
+    grads = []
+    for pair in (expected, found):
+        assert pair[1] is not None
+        loss = (pair[0] * pull[0] + pair[1] * pull[1]).sum()
+        grads.append(torch.autograd.grad(loss, (hidden, weight)))
+    for mine, theirs in zip([*found, *statistics[:2], *grads[1]], [*expected, *expected, *grads[0]], strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -162,3 +191,22 @@ def test_compiled_tiles_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append((found, entropy, *torch.autograd.grad(found.sum() + entropy.sum(), (hidden, weight))))
     for plain, compiled in zip(*made, strict=True):
         torch.testing.assert_close(compiled, plain, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.9, 1.0, 0.7])
+def test_half_precision_divides_float32_logits_by_the_temperature(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As engines do: dividing bfloat16 hidden states by a bfloat16 temperature moves log-probs by up to 0.25 nats."""
+    tiles(monkeypatch, 5, 7 * 5 * 4)
+    torch.manual_seed(0)
+    hidden = (3 * torch.randn(7, 16)).bfloat16().requires_grad_()
+    weight, targets = torch.randn(11, 16).bfloat16(), torch.randint(0, 11, (7,))
+    asked = None if temperature == 1.0 else torch.full((7,), temperature)
+    found, _ = token_logprobs(hidden, weight, targets, asked, chunk_tokens=3)
+    logits = (hidden.detach() @ weight.t()).float().requires_grad_()
+    wanted = (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    (mine,) = torch.autograd.grad(found.sum(), hidden)
+    (pull,) = torch.autograd.grad(wanted.sum(), logits)
+    torch.testing.assert_close(mine.float(), pull @ weight.float(), atol=2e-2, rtol=2e-2)
+    squares = token_statistics(hidden, weight, targets, asked, chunk_tokens=3)
+    torch.testing.assert_close(squares[0], wanted, atol=2e-5, rtol=0)

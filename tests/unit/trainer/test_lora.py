@@ -19,13 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rft.cli.export import copy_model
+from rft.cli.export_command import copy_model
 from rft.errors import CheckpointInvalid, ConfigError
-from rft.testing import ranks
 from rft.trainer import adapterfiles, saving, shards, tensors
 from rft.trainer.adapterfiles import Form, choose
-from rft.trainer.assemble import assemble
-from rft.trainer.checkpoint import Checkpoints
+from rft.trainer.checkpoints import Checkpoints
+from rft.trainer.hf_folder import assemble
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.ranks import Ranks
@@ -34,6 +33,7 @@ from rft.types.adapter import key
 from rft.types.ids import Version
 from rft.types.modelfiles import fingerprint
 from rft.types.ports import Consumption, ScoreRow, WeightManifest
+from tests.helpers import ranks
 
 Settings = Callable[..., LearnerSettings]
 Batch = Callable[..., RankBatch]
@@ -119,7 +119,7 @@ def test_a_new_adapter_changes_nothing_and_is_the_seeds(settings: Settings, rows
 
 def test_the_gradient_is_the_same_however_the_step_is_cut(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
     """Sharing prompts or not, in one micro-batch or many, with activations computed again."""
-    ways = ({}, {"max_token_len_per_gpu": 40}, {"share_prompts": False}, {"gradient_checkpointing": True})
+    ways = ({}, {"max_token_len_per_gpu": 40}, {"row_layout": "padded"}, {"gradient_checkpointing": True})
     found = []
     for way in ways:
         learner = Learner(settings(lora=LORA, algorithm=KL, optim=replace(QUICK, optimizer_type="sgd", clip_grad=1e9), **way))
@@ -147,7 +147,8 @@ def test_a_proximal_window_keeps_the_adapter_only(trained: Learner, rows: list[T
     trained.step(make_batch(rows, trained.settings, step=3))
     (kept,) = trained.score([rows], ("old",), True)
     assert apart(np.concatenate([k["old"] for k in kept]), before) == 0.0 and apart(scores(trained, rows), before) > 0.01
-    assert trained._window is not None and set(trained._window) == set(trained.policy.trainable())
+    kept = trained._proximal._kept
+    assert kept is not None and set(kept) == set(trained.policy.trainable())
 
 
 # ---------------------------------------------------------------- what is published
@@ -401,8 +402,8 @@ def test_adapters_that_do_not_fit_are_refused(
 
 
 def LINEAR(model: Path) -> dict[str, tuple[int, int]]:
-    from rft.config.adapter import linear
-    from rft.config.modelfiles import look
+    from rft.config.lora_plan import linear
+    from rft.config.model_folder import look
 
     return linear(look(str(model)).tensors)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rft.algorithm.build import build
-from rft.algorithm.loss_args import LOSSES
+from rft.algorithm.catalog import losses
+from rft.algorithm.composition import build
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings
@@ -42,10 +42,10 @@ def step_of(rows: list[TrainRow], budget: Budget) -> RankBatch:
     )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", losses())
 def test_any_cut_gives_the_same_gradient(name: str, learner: Learner, rows: list[TrainRow]) -> None:
     rng = np.random.default_rng(3)
-    model = LOSSES[name]
+    model = losses()[name]
     made = []
     for i, row in enumerate(rows):
         extra = {key: (rng.random(int(row.loss_mask.sum())) < 0.5).astype(np.float32) for key in ("m2po_kept", "cov_chosen")}

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rft.algorithm.base import Denominators, LossInputs
-from rft.algorithm.catalog import ALGORITHMS, algorithm_defaults
-from rft.trainer import feed
+from rft.algorithm.catalog import algorithm_defaults, algorithms
+from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.pack import TrainRow
 from rft.trainer.ranks import Ranks
@@ -27,7 +27,7 @@ from rft.types.ids import ExperienceId, Version
 from rft.types.ports import GroupStats, Lease
 from rft.types.task import SamplingArgs
 
-NAMES = [n for n in ALGORITHMS if algorithm_defaults(n).policy_loss_fn != "ppo"]
+NAMES = [n for n in algorithms() if algorithm_defaults(n).policy_loss_fn != "ppo"]
 
 
 def experience(task: int, run: int, reward: float, logprobs: np.ndarray | None, **changes: Any) -> Experience:
@@ -80,15 +80,15 @@ async def test_one_step(name: str, settings: Callable[..., LearnerSettings]) -> 
     rewards = [(1.0, 0.0)] * 4 if needs.pairs else [(1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 0.0), (1.0, 1.0, 1.0, 1.0)]
     every = [(task, run, r) for task, of in enumerate(rewards) for run, r in enumerate(of)]
     bare = [experience(*row, None) for row in every]
-    now = await ranks.compute(feed.read(lease(bare), samples="none").rows, ("old",))
+    now = await ranks.compute(batch_builder.read(lease(bare), samples="none").rows, ("old",))
     of_experts = {0, 5} if needs.samples == "own" else set()
     rows = [
         experience(*row, None if needs.samples == "none" or i in of_experts else now[i]["old"], is_expert=i in of_experts)
         for i, row in enumerate(every)
     ]
-    given = feed.read(lease(rows), samples=needs.samples, pairs=needs.pairs)
+    given = batch_builder.read(lease(rows), samples=needs.samples, pairs=needs.pairs)
     computed = await ranks.compute(given.rows, sorted(needs.before)) if needs.before else ()
-    made = feed.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1)
+    made = batch_builder.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1)
     (share,) = made.shares
     trained = [row for micro in share.micro_batches for row in micro]
     assert len(share.micro_batches) > 1 and len(trained) + made.skipped_rows == len(rows)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rft.trainer.schedule import learning_rate
+from rft.trainer.lr_schedule import learning_rate
 from rft.trainer.settings import OptimSettings
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rft.errors import CheckpointInvalid
 from rft.trainer import manifest as manifests
-from rft.trainer.checkpoint import Checkpoints
+from rft.trainer.checkpoints import Checkpoints
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
@@ -165,7 +165,7 @@ def test_reading_a_manifest_loads_no_torch() -> None:
 SAVE_AGAIN = """
 import asyncio, sys
 from pathlib import Path
-from rft.trainer.checkpoint import Checkpoints
+from rft.trainer.checkpoints import Checkpoints
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 

@@ -9,19 +9,22 @@ from msgspec.structs import replace
 
 from rft.errors import ConfigError
 from rft.trainer.pack import Budget, TrainRow, plan
+from rft.types.row_layout import AskedLayout
+
+LAYOUTS: list[AskedLayout] = ["shared", "packed", "padded"]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture is a pure function
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(2, 9)), min_size=1, max_size=12),
     world_size=st.integers(1, 3),
-    share=st.booleans(),
+    layout=st.sampled_from(LAYOUTS),
 )
 def test_each_row_once_within_budget_and_equal_counts(
-    make_row: Callable[..., TrainRow], lengths: list[tuple[int, int]], world_size: int, share: bool
+    make_row: Callable[..., TrainRow], lengths: list[tuple[int, int]], world_size: int, layout: AskedLayout
 ) -> None:
     made = [make_row([group] * group, list(range(length)), group=str(group)) for group, length in lengths]
-    budget = Budget(tokens=20, share_prompts=share)
+    budget = Budget(tokens=20, layout=layout)
     ranks = plan(made, world_size, budget)
     assert sorted(i for mine in ranks for micro in mine for i in micro) == list(range(len(made)))
     assert len({len(mine) for mine in ranks}) == 1
@@ -30,7 +33,7 @@ def test_each_row_once_within_budget_and_equal_counts(
 
 def test_dynamic_batching_is_a_hard_limit(make_row: Callable[..., TrainRow]) -> None:
     rows = [make_row([1], [2] * 6) for _ in range(3)]  # each reads 6 tokens
-    (mine,) = plan(rows, 1, Budget(tokens=10, share_prompts=False))
+    (mine,) = plan(rows, 1, Budget(tokens=10, layout="padded"))
     assert mine == [[0], [1], [2]]
 
 
@@ -60,13 +63,15 @@ def test_fixed_micro_batches_must_divide(make_row: Callable[..., TrainRow]) -> N
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture is a pure function
-@given(lengths=st.lists(st.integers(2, 9), min_size=1, max_size=8), world_size=st.integers(1, 3), share=st.booleans())
-def test_a_pair_is_never_split(make_row: Callable[..., TrainRow], lengths: list[int], world_size: int, share: bool) -> None:
+@given(lengths=st.lists(st.integers(2, 9), min_size=1, max_size=8), world_size=st.integers(1, 3), layout=st.sampled_from(LAYOUTS))
+def test_a_pair_is_never_split(
+    make_row: Callable[..., TrainRow], lengths: list[int], world_size: int, layout: AskedLayout
+) -> None:
     made = []
     for i, length in enumerate(lengths):
         group = str(i % 2)  # several pairs of one prompt
         made += [replace(make_row([1, 2], list(range(n)), group=group), pair=str(i)) for n in (length, length + 1)]
-    budget = Budget(tokens=24, share_prompts=share)
+    budget = Budget(tokens=24, layout=layout)
     ranks = plan(made, world_size, budget)
     micros = [micro for mine in ranks for micro in mine if micro]
     assert sorted(i for micro in micros for i in micro) == list(range(len(made)))
@@ -77,7 +82,7 @@ def test_a_pair_is_never_split(make_row: Callable[..., TrainRow], lengths: list[
 def test_pairs_that_do_not_fit_are_refused(make_row: Callable[..., TrainRow]) -> None:
     pair = [replace(make_row([1], [2] * 6), pair="a") for _ in range(2)]
     with pytest.raises(ConfigError, match="one pair alone has 12 tokens, more than the 10"):
-        plan(pair, 1, Budget(tokens=10, share_prompts=False))
+        plan(pair, 1, Budget(tokens=10, layout="padded"))
     with pytest.raises(ConfigError, match="odd number of rows"):
         plan(pair * 3, 1, Budget(tokens=10, rows=3))
     assert plan([*pair, *(replace(r, pair="b") for r in pair)], 1, Budget(tokens=10, rows=2)) == [[[0, 1], [2, 3]]]

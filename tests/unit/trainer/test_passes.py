@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rft.errors import CheckpointInvalid, RunFailed
-from rft.trainer import feed as feeds
+from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.numbers import numbers
 from rft.trainer.pack import RankBatch, TrainRow
@@ -68,10 +68,10 @@ def lease(step: int = 1, *, rewards: tuple[float, ...] = (0.0, 1.0, 1.0), shift:
     return Lease(step=step, frame=encode(rows), groups=tuple(groups))
 
 
-async def train(ranks: Ranks, given: Lease) -> tuple[feeds.Feed, Any]:
+async def train(ranks: Ranks, given: Lease) -> tuple[batch_builder.StepBatch, Any]:
     """One step as the trainer makes it, without a buffer."""
-    read = feeds.read(given)
-    feed = feeds.make(
+    read = batch_builder.read(given)
+    feed = batch_builder.make(
         read,
         ranks.algorithm,
         ranks.budget,
@@ -178,7 +178,7 @@ def test_the_proximal_policy_is_the_windows_first(settings: Settings, rows: list
 async def test_mismatch_is_of_the_weights_before_the_step(settings: Settings) -> None:
     ranks = Ranks(Learner(settings(ppo_epochs=3, algorithm=AlgorithmSettings(kl_loss_fn="k2"))))  # every row is computed
     given = lease(shift=0.1)
-    read = feeds.read(given)
+    read = batch_builder.read(given)
     old = [s["old"] for s in await ranks.compute(read.rows, ("old",))]
     feed, report = await train(ranks, given)
     found = numbers(feed, report, ranks.kl_coefs)
@@ -195,7 +195,7 @@ async def test_weights_and_rejection_reach_the_loss(settings: Settings) -> None:
     correction = {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.15}
     ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction))))
     feed, report = await train(ranks, given := lease(shift=0.1))
-    read = feeds.read(given)
+    read = batch_builder.read(given)
     (old,) = Learner(ranks.settings).score([read.rows])
     deltas = [s["old"].astype(np.float64) - r.logprobs[r.loss_mask] for s, r in zip(old, read.rows, strict=True)]
     kept = [abs(d.mean()) <= np.log(1.15) for d in deltas]
@@ -211,8 +211,8 @@ async def test_weights_and_rejection_reach_the_loss(settings: Settings) -> None:
 async def test_a_step_of_which_nothing_is_left_computes_nothing(settings: Settings) -> None:
     correction = {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-9}
     ranks = Ranks(Learner(settings(algorithm=AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction))))
-    read = feeds.read(lease(shift=1.0))
-    feed = feeds.make(read, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(read.rows))
+    read = batch_builder.read(lease(shift=1.0))
+    feed = batch_builder.make(read, ranks.algorithm, ranks.budget, world_size=1, computed=await ranks.prepare(read.rows))
     assert feed.tokens == 0 and feed.shares[0].micro_batches == ()
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from rft.errors import CheckpointInvalid
 from rft.trainer import manifest as manifests
 from rft.trainer import shards, tensors
-from rft.trainer.checkpoint import Checkpoints, best_step
+from rft.trainer.checkpoints import Checkpoints, best_step
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.settings import LearnerSettings, OptimSettings

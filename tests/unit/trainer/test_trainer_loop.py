@@ -57,7 +57,7 @@ class Sync:
         self.published.append(manifest.version)
         return []
 
-    async def trained(self, step: int, *, finished: bool = False) -> None:
+    async def step_finished(self, step: int, *, finished: bool = False) -> None:
         if finished:
             self.finished = step
         else:
@@ -192,7 +192,7 @@ async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
     stage = Stage(buffer, tmp_path, learner(), second, found, total_steps=4)
     await stage.ranks.load(found.folder)
     writer = buffer.writer(second)
-    held = {h.batch for h in await writer.held(found.consumption.cursor)}
+    held = {h.batch for h in await writer.stored_groups(found.consumption.cursor)}
     for batch in range(found.consumption.cursor, 4):
         if batch not in held:
             await writer.append(group(second, batch), accepted=True)
@@ -244,7 +244,7 @@ async def test_a_step_whose_tokens_are_all_rejected_is_explained_and_the_run_goe
     assert all(torch.equal(before[n], p) for n, p in made.policy.names().items())
     last = manifests.latest(stage.settings.checkpoint_dir)
     assert last is not None and last.version.step == 3 and last.consumption.num_uses == 0
-    assert (await buffer.audit()).explained == {"rejected": 6}
+    assert (await buffer.audit()).discarded == {"rejected": 6}
     for record in stage.sink.records:
         assert record.values["rollout_corr/rollout_rs_masked_fraction"] == 1.0 and "actor/loss" not in record.values
 
@@ -286,7 +286,7 @@ async def test_ppo_goes_on_from_its_checkpoint(buffer: Buffer, tmp_path: Path, l
     stage = Stage(buffer, tmp_path, learner(algorithm=ppo), second, found, total_steps=4)
     await stage.ranks.load(found.folder)
     writer = buffer.writer(second)
-    held = {h.batch for h in await writer.held(found.consumption.cursor)}
+    held = {h.batch for h in await writer.stored_groups(found.consumption.cursor)}
     for batch in range(found.consumption.cursor, 4):
         if batch not in held:
             await writer.append(group(second, batch), accepted=True)
@@ -304,7 +304,7 @@ async def test_stop_ends_a_wait_and_saves(buffer: Buffer, tmp_path: Path, learne
     await fill(buffer, lineage, range(1))
     stage = Stage(buffer, tmp_path, learner(), lineage)
     running = asyncio.ensure_future(stage.trainer.run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await stage.sink.logged.wait()
         await stage.trainer.stop()
         await running

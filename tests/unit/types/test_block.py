@@ -123,3 +123,34 @@ def test_a_wrong_value_is_told_by_its_field() -> None:
     frame = b"RFT2" + len(head).to_bytes(8, "little") + head + bytes(-(12 + len(head)) % 8) + encode(ROWS)[end + -end % 8 :]
     with pytest.raises(msgspec.ValidationError, match=r"\$\.reward"):
         decode(frame)
+
+
+def test_the_attempt_that_wrote_a_token_is_kept() -> None:
+    spans = (VersionSpan(Version(1, 30), 0, 1), VersionSpan(Version(1, 30, 2), 1, len(ROWS[0].tokens)))
+    row = msgspec.structs.replace(ROWS[0], version_spans=spans)
+    assert decode(encode([row]))[0].version_spans == spans
+
+
+def test_experts_come_back_as_small_as_they_are() -> None:
+    for kind in (np.uint8, np.uint16):
+        given = np.arange(4 * 3 * 2).reshape(4, 3, 2).astype(kind)
+        rows = [msgspec.structs.replace(row(0, 5), routed_experts=given), row(1, 7)]
+        frame = encode(rows)
+        back = decode(frame)
+        assert back[0].routed_experts is not None and back[0].routed_experts.dtype == kind
+        assert np.array_equal(back[0].routed_experts, given) and back[1].routed_experts is None
+        assert len(frame) - len(encode([row(0, 5), row(1, 7)])) < given.nbytes + 64
+    assert contents(encode([row(1, 7)])) == contents(encode(rows), [1]), "rows without experts are what they were"
+
+
+def test_experts_that_do_not_fit_are_refused() -> None:
+    for given, why in (
+        (np.zeros((4, 2), np.uint8), "must be uint8 or uint16"),
+        (np.zeros((4, 2, 2), np.int32), "must be uint8 or uint16"),
+        (np.zeros((6, 2, 2), np.uint8), "of 6 positions, but there are 5 tokens"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            msgspec.structs.replace(row(0, 5), routed_experts=given)
+    frame = encode([msgspec.structs.replace(row(0, 5), routed_experts=np.zeros((4, 2, 2), np.uint8))])
+    with pytest.raises(ValueError, match="cut short"):
+        decode(frame.replace(b"\x93\x04\x02\x02", b"\x93\x7f\x02\x02"))

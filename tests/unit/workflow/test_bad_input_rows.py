@@ -13,9 +13,9 @@ from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.workflow.base import Workflow, workflow
-from rft.workflow.build import Recipes
 from rft.workflow.group import run_group
-from rft.workflow.run import Limits
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
 
 TESTS = Path(__file__).parents[2]
 TABLE = {
@@ -67,9 +67,9 @@ TABLE = {
         "unit/workflow/test_bad_input_rows.py::test_a_run_that_changes_its_task_changes_nothing_for_others",
     ),
     "I28 programs as answers": (
-        "unit/reward/test_sandbox_attacks.py::test_attack",
-        "unit/reward/test_sandbox_attacks.py::test_a_daemon_dies_with_its_space",
-        "unit/reward/test_sandbox_attacks.py::test_a_box_dies_with_its_caller",
+        "attacks/test_sandbox.py::test_attack",
+        "attacks/test_sandbox.py::test_a_daemon_dies_with_its_space",
+        "attacks/test_sandbox.py::test_a_box_dies_with_its_caller",
     ),
     "F3 engine killed": (
         "fault/test_run_engine_kill.py::test_engines_that_are_killed_come_back",
@@ -98,7 +98,7 @@ TABLE = {
         "unit/engine/test_external_engine.py::test_it_asks_again_where_the_server_was_busy_or_gone",
         "unit/engine/test_external_engine.py::test_it_gives_up_with_the_reason",
         "unit/workflow/test_bad_tools_and_servers.py::test_a_server_that_breaks_off_is_asked_again",
-        "unit/workflow/test_endpoint.py::test_onlookers_ask_without_being_recorded",
+        "unit/workflow/test_endpoint.py::test_observers_ask_without_being_recorded",
     ),
     "F25 crash loop": (
         "unit/explorer/test_explorer.py::test_a_workflow_that_raises_every_time_trips_the_breaker",
@@ -135,6 +135,6 @@ async def test_a_run_that_changes_its_task_changes_nothing_for_others() -> None:
         num_runs=3,
     )
     engine = ScriptedEngine(answer=lambda m: "4")
-    group = await run_group(task, Recipes().of(task), engine, GroupId(1, 0, 0, 0), limits=Limits(20.0))
+    group = await run_group(task, Recipes().of(task), engine, GroupId(1, 0, 0, 0), limits=RunLimits(20.0))
     assert group.rewards == [2.0, 2.0, 2.0] and task.row == {"choices": ["a", "b"], "other": 1}
     assert {c.messages[0]["content"] for c in engine.calls} == {"2+2?"}

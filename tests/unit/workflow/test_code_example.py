@@ -12,14 +12,14 @@ import yaml
 
 from rft.plugins import load_all
 from rft.reward import code, sandbox
-from rft.taskset.base import open_taskset
+from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import FormatSettings, TasksetSettings
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.build import Recipes
 from rft.workflow.group import run_group
-from rft.workflow.run import Limits
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
 
 LONG = SamplingArgs(max_tokens=4096)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "code"
@@ -59,7 +59,9 @@ async def test_each_solution_passes_and_an_empty_one_does_not(tasks: list[Task])
         good, lazy = (f"So:\n```python\n{row['prompt']}{body}```" for body in (row["canonical_solution"], "    return None\n"))
         engine = ScriptedEngine(good, lazy, "no idea", "```python\nimport os\nos._exit(0)\n```")
         four = Task(**{f: getattr(task, f) for f in task.__struct_fields__} | {"num_runs": 4, "sampling": LONG})
-        group = await run_group(four, Recipes().of(four), engine, GroupId(1, 0, 1, task.index), limits=Limits(max_timeout_s=60.0))
+        group = await run_group(
+            four, Recipes().of(four), engine, GroupId(1, 0, 1, task.index), limits=RunLimits(max_timeout_s=60.0)
+        )
         assert [r.reward_parts["right"] for r in group.rows] == [1.0, 0.0, 0.0, 0.0], [r.info for r in group.rows]
         first = group.rows[0]
         assert first.reward == pytest.approx(1.0 + 0.1 * first.reward_parts["short"]) and "short/length" in first.reward_parts

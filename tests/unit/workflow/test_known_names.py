@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rft.buffer.operators.build import REFUSED
+from rft.buffer.operators.experience_pipeline import REFUSED
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, load_all
-from rft.reward import known as rewards
-from rft.reward.build import build
+from rft.reward import build_reward as rewards
+from rft.reward.build_reward import build
 from rft.types.task import Task
-from rft.workflow import known
-from rft.workflow.build import Recipes
+from rft.workflow import recipes
+from rft.workflow.recipes import Recipes
 
 TRINITY = {
     "workflow": """simple_workflow async_simple_workflow math_workflow async_math_workflow math_boxed_workflow
@@ -42,16 +42,15 @@ def plugins() -> None:
 @pytest.mark.parametrize(("kind", "name"), ROWS)
 def test_every_name_is_there_or_has_a_reason(kind: str, name: str) -> None:
     there = name in REGISTRY.names(kind)
-    reasons = {"workflow": known.INSTEAD, "reward": rewards.INSTEAD, "operator": REFUSED}.get(kind, {})
+    reasons = {"workflow": recipes.INSTEAD, "reward": rewards.INSTEAD, "operator": REFUSED}.get(kind, {})
     assert there != (name in reasons)
 
 
 def test_the_reasons_are_what_a_configuration_is_told() -> None:
-    for name, why in known.INSTEAD.items():
+    for name, why in recipes.INSTEAD.items():
         with pytest.raises(ConfigError) as e:
             Recipes().of(Task(taskset="t", index=0, prompt="x", workflow=name))
         assert why in str(e.value) and len(why) > 20
     for name in rewards.INSTEAD:
         with pytest.raises(ConfigError, match="not offered"):
             build(name, {})
-    assert set(known.OURS.values()) <= set(REGISTRY.names("workflow"))

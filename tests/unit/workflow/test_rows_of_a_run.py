@@ -13,12 +13,12 @@ from rft.types.completion import Score
 from rft.types.ids import GroupId
 from rft.types.task import Task
 from rft.workflow.base import Workflow, workflow
-from rft.workflow.build import Recipes
 from rft.workflow.group import run_group
-from rft.workflow.run import Limits
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
 
 ID = GroupId(1, 0, 3, 5)
-LIMITS = Limits(max_timeout_s=20.0)
+LIMITS = RunLimits(max_timeout_s=20.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,12 +97,12 @@ async def test_chains_join_the_calls_that_go_on_from_each_other():
 
 
 async def test_joined_calls_that_do_not_go_on_are_refused():
-    async def broken(self, task, ctx):
+    async def disjoint(self, task, ctx):
         await ctx.chat(task.chat())
         await ctx.chat([{"role": "user", "content": "another talk"}])
         return ctx.transcript(score=Score(value=1.0))
 
-    (row,) = (await play(ScriptedEngine("5", "x"), task(workflow=custom(broken)))).rows
+    (row,) = (await play(ScriptedEngine("5", "x"), task(workflow=custom(disjoint)))).rows
     assert row.status == "failed" and "does not continue" in row.reason
 
 

@@ -14,14 +14,13 @@ from rft.types.block import decode, encode
 from rft.types.completion import Score
 from rft.types.ids import GroupId, Version
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.base import Workflow, workflow
-from rft.workflow.build import Recipes
+from rft.workflow.base import Workflow, seed_for, workflow
 from rft.workflow.group import run_group
-from rft.workflow.run import Limits
-from rft.workflow.seeds import seed_for
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
 
 ID = GroupId(1, 0, 3, 5)
-LIMITS = Limits(max_timeout_s=20.0, max_retry_times=0)
+LIMITS = RunLimits(max_timeout_s=20.0, max_retry_times=0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +84,7 @@ async def test_what_user_code_raises_becomes_a_record_with_its_traceback():
 
     custom(broken)
     engine = ScriptedEngine(answer=lambda m: "4")
-    group = await play(engine, task(workflow="test_broken", num_runs=2), limits=Limits(20.0, max_retry_times=2))
+    group = await play(engine, task(workflow="test_broken", num_runs=2), limits=RunLimits(20.0, max_retry_times=2))
     assert not group.accepted and group.reason == "failed" and group.wholly_failed
     row = group.rows[1]
     assert (row.status, row.reason, row.reward, row.num_tokens) == ("failed", "KeyError: 'no such thing'", None, 0)
@@ -104,7 +103,7 @@ async def test_a_retry_can_succeed():
         return ctx.transcript()
 
     custom(flaky)
-    group = await play(ScriptedEngine("4"), task(workflow="test_flaky"), limits=Limits(20.0, max_retry_times=1))
+    group = await play(ScriptedEngine("4"), task(workflow="test_flaky"), limits=RunLimits(20.0, max_retry_times=1))
     assert group.accepted and group.rows[0].id.attempt == 1 and group.runs[0].attempts == 2
 
 
@@ -183,7 +182,7 @@ async def test_a_reward_that_raises_leaves_the_run_unscored_and_is_not_played_ag
         raise ConnectionError("judge is gone")
 
     engine = ScriptedEngine(answer=lambda m: "4")
-    group = await play(engine, task(reward="test_broken_judge", num_runs=2), limits=Limits(20.0, max_retry_times=3))
+    group = await play(engine, task(reward="test_broken_judge", num_runs=2), limits=RunLimits(20.0, max_retry_times=3))
     assert [r.reward for r in group.rows] == [None, None] and group.rows[0].reason == "ConnectionError: judge is gone"
     assert len(engine.calls) == 2
 
@@ -216,10 +215,10 @@ async def test_deadline():
 
     custom(stuck)
     custom(stubborn)
-    (row,) = (await play(ScriptedEngine(), task(workflow="test_stuck"), limits=Limits(0.05))).rows
+    (row,) = (await play(ScriptedEngine(), task(workflow="test_stuck"), limits=RunLimits(0.05))).rows
     assert row.reason == "timeout: workflow test_stuck took longer than 0.05 s"
     began = asyncio.get_running_loop().time()
-    (row,) = (await play(ScriptedEngine(), task(workflow="test_stubborn"), limits=Limits(0.05))).rows
+    (row,) = (await play(ScriptedEngine(), task(workflow="test_stubborn"), limits=RunLimits(0.05))).rows
     assert row.reason.startswith("timeout") and asyncio.get_running_loop().time() - began < 2.0
     forever.set()
 
@@ -243,7 +242,7 @@ async def test_blocking_workflows_play_in_threads_of_their_own():
     group = await play(ScriptedEngine("4", "5"), task(workflow="test_blocking", num_runs=2))
     assert sorted(r.reward for r in group.rows) == [0.0, 1.0]
     engine = ScriptedEngine("4")
-    (row,) = (await play(engine, task(workflow="test_hangs"), limits=Limits(0.05))).rows
+    (row,) = (await play(engine, task(workflow="test_hangs"), limits=RunLimits(0.05))).rows
     (thread,) = [t for t in threading.enumerate() if t.name == f"run-{row.id}"]
     free.set()
     await asyncio.to_thread(thread.join, 10)
@@ -254,12 +253,12 @@ async def test_a_dead_engine_is_no_failed_run():
     engine = ScriptedEngine()
     engine.die()
     with pytest.raises(EngineFailed, match="killed by the test"):
-        await play(engine, task(num_runs=4), limits=Limits(20.0, max_retry_times=5))
+        await play(engine, task(num_runs=4), limits=RunLimits(20.0, max_retry_times=5))
 
 
 async def test_a_prompt_that_is_too_long_is_not_tried_again():
     engine = ScriptedEngine()
-    (row,) = (await play(engine, task(prompt="x" * 5000), limits=Limits(20.0, max_retry_times=5))).rows
+    (row,) = (await play(engine, task(prompt="x" * 5000), limits=RunLimits(20.0, max_retry_times=5))).rows
     assert row.reason.startswith("PromptTooLong: ") and row.id.attempt == 0
 
 

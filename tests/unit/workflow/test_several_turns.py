@@ -8,15 +8,14 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from rft.algorithm.advantage_args import GigpoArgs
+from rft.algorithm.gigpo import GigpoArgs
 from rft.engine.base import PromptTooLong
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.testing import ScriptedModel, run_workflow
 from rft.testing.scripted import ScriptedEngine
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.env import EnvWorkflow, Step
-from rft.workflow.turns import MultiTurnWorkflow, Reply, RewardPropagationWorkflow, StepWiseWorkflow, TurnArgs
+from rft.workflow.turns import EnvWorkflow, MultiTurnWorkflow, Reply, RewardPropagationWorkflow, Step, StepWiseWorkflow, TurnArgs
 
 LONG = SamplingArgs(max_tokens=4000)
 
@@ -177,3 +176,34 @@ def test_what_react_returns_is_checked():
 
 def test_defaults_say_what_they_are():
     assert all(f.description for f in TurnArgs.model_fields.values())
+
+
+class Silent(EnvWorkflow):
+    """Two steps, of which none, or the second, has a reward."""
+
+    last: ClassVar[float | None] = None
+
+    def reset(self, task):
+        self.at = 0
+        return "Go."
+
+    def step(self, action):
+        self.at += 1
+        return Step("on", reward=self.last if self.at == 2 else None, done=self.at == 2)
+
+
+def says_b(task, transcript):
+    return 0.25 if transcript.answer == "b" else 0.0
+
+
+@pytest.mark.parametrize("layout", ["joined", "steps"])
+def test_steps_without_a_reward_leave_the_score_to_the_taskset(layout):
+    result = run_workflow(Silent, task(), ScriptedModel("a", "b"), reward=says_b, workflow_args={"layout": layout})
+    assert {row.reward for row in result.group.rows} == {0.25}
+
+
+def test_a_step_with_a_reward_scores_the_run(monkeypatch):
+    monkeypatch.setattr(Silent, "last", 1.0)
+    assert run_workflow(Silent, task(), ScriptedModel("a", "b"), reward=says_b).reward == 1.0
+    monkeypatch.setattr(Silent, "last", None)
+    assert run_workflow(Silent, task(), ScriptedModel("a", "b")).reward == 0.0, "no other reward is named"

@@ -13,10 +13,9 @@ from pydantic import Field
 from rft.errors import ConfigError
 from rft.testing import ScriptedModel, run_workflow, run_workflow_async
 from rft.types.task import SamplingArgs, Task
-from rft.workflow import mcp, toolfile
-from rft.workflow.toolcalls import in_text
+from rft.workflow import toolrun
 from rft.workflow.toolrun import ToolWorkflow
-from rft.workflow.tools import FunctionTool, Toolbox
+from rft.workflow.tools import FunctionTool, Toolbox, in_text
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:
@@ -250,7 +249,7 @@ def test_a_tool_file(folder: Path) -> None:
 async def test_wrong_tool_files(folder: Path, text: str, says: str) -> None:
     (folder / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
-        await toolfile.load(str(folder / "bad.yaml"))
+        await toolrun.load_tool_file(str(folder / "bad.yaml"))
 
 
 async def test_a_server_in_this_process() -> None:
@@ -262,7 +261,7 @@ async def test_a_server_in_this_process() -> None:
         """Twice as much."""
         return str(2 * n)
 
-    (tool,) = await mcp._Server("demo", app).tools()
+    (tool,) = await toolrun._McpServer("demo", app).tools()
     assert tool.schema["function"]["name"] == "double" and tool.schema["function"]["description"] == "Twice as much."
     box = Toolbox([tool])
     results = await box.run([*in_text(call("double", n=4)), *in_text("<tool_call>{</tool_call>")])
@@ -280,14 +279,14 @@ async def test_an_mcp_server(folder: Path) -> None:
     said = [m["content"] for m in row.messages if m["role"] == "tool"]
     assert said[0] == "8" and said[1].startswith("Error: ") and row.metrics["tool_errors"] == 1.0
     with pytest.raises(ConfigError, match="no MCP server has the tool 'triple'; they have double"):
-        await mcp.tools(where, ("triple",))
+        await toolrun.mcp_tools(where, ("triple",))
 
 
 async def test_mcp_servers_that_cannot_be_started(folder: Path) -> None:
     pytest.importorskip("mcp")
     (folder / "servers.json").write_text('{"mcpServers": {"none": {"command": "/no/such/program"}}}')
     with pytest.raises(ConfigError, match="MCP server 'none' cannot be used"):
-        await mcp.tools(str(folder / "servers.json"))
+        await toolrun.mcp_tools(str(folder / "servers.json"))
     (folder / "servers.json").write_text('{"servers": []}')
     with pytest.raises(ConfigError, match="it must be"):
-        await mcp.tools(str(folder / "servers.json"))
+        await toolrun.mcp_tools(str(folder / "servers.json"))

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from rft.taskset.lakes import lakes, moves
-from rft.taskset.seeds import seeds
+from rft.taskset.generated_tasks import frozen_lake_maps, moves, seeds
 from rft.testing import ScriptedModel, run_workflow
 from rft.types.task import SamplingArgs, Task
-from rft.workflow.adapters import verifiers
-from rft.workflow.adapters.gymnasium import chosen
+from rft.workflow import adapters
+from rft.workflow.adapters import chosen
 
 LONG = SamplingArgs(max_tokens=20_000)
 
@@ -75,11 +74,11 @@ def test_lakes_of_rows_with_a_seed_and_wrong_ones():
 
 
 def test_no_lake_is_in_both_splits_and_all_can_be_crossed():
-    train, test = ({tuple(r["desc"]) for r in lakes(split=s, size=3, holes=2, distance=2)} for s in ("train", "test"))
+    train, test = ({tuple(r["desc"]) for r in frozen_lake_maps(split=s, size=3, holes=2, distance=2)} for s in ("train", "test"))
     assert not train & test and len(test) > 100
     assert all(1 <= (moves(lake) or 0) <= 2 for lake in train | test)
     assert {r["seed"] % 2 for r in seeds(split="train", count=5)} == {0} != {r["seed"] % 2 for r in seeds(split="test", count=5)}
-    assert all(r["desc"][0][0] == "S" for r in lakes(split="test", size=4, holes=3, corners=True, count=5))
+    assert all(r["desc"][0][0] == "S" for r in frozen_lake_maps(split="test", size=4, holes=3, corners=True, count=5))
 
 
 def test_a_taxi_ride():
@@ -240,7 +239,7 @@ def test_environments_of_verifiers() -> None:
     old = {**args, "env_args": {"old": True}}
     assert run_workflow("verifiers_workflow", asked, ScriptedModel("4"), workflow_args=old).runs[0].reward == 0.5
     with pytest.raises(Exception, match=r"has no rubric\.score_rollout"):
-        verifiers.environment(f"{__file__}:Guess", "{}")
+        adapters.environment(f"{__file__}:Guess", "{}")
 
 
 @dataclass

@@ -1,0 +1,251 @@
+"""Which facts count for a version, what state they put each experience in, and that state as it is written down and counted.
+
+A version (lineage, step) descends from every step of its own lineage up to `step`, from its lineage's parent up to the parent's step, and
+so on.  `states` is the only definition of an experience's state: `derive_states` stores its result when a lineage starts (with `held` and
+`leases`), `count` computes it anew for an audit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+import xxhash
+from sqlalchemy import (
+    CTE,
+    BigInteger,
+    Column,
+    Connection,
+    Exists,
+    Integer,
+    Select,
+    Text,
+    and_,
+    case,
+    cast,
+    column,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    not_,
+    null,
+    or_,
+    select,
+    update,
+    values,
+)
+
+from rft.buffer.base import Audit
+from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
+from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, uses
+from rft.errors import BufferFailed
+from rft.types.ids import Version
+
+NO_LIMIT = 2**62  # newest step of the lineage that is being trained
+
+_PART = 500  # bound values of one IN (...)
+# by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
+_MOVE = "UPDATE experiences SET state = ?, explained = ? WHERE id IN (??) AND (state = 'available') IS TRUE"
+
+
+def chain(tx: Connection, version: Version | None, *, whole: bool = False) -> dict[int, int]:
+    """{lineage: newest step that counts} for `version`; `whole` = all steps of its own lineage, known and to come."""
+    if version is None:
+        return {}
+    known = {r.lineage: r for r in tx.execute(select(lineages))}
+    found = {version.lineage: NO_LIMIT if whole else version.step}
+    row = known.get(version.lineage)
+    while row is not None and row.parent_lineage is not None and row.parent_lineage not in found:
+        found[row.parent_lineage] = row.parent_step
+        row = known.get(row.parent_lineage)
+    return found
+
+
+def ancestors(ancestry: dict[int, int]) -> CTE:
+    """The chain as a table; it is as long as a run has been resumed, so it goes in as rows, not as a long condition."""
+    rows = list(ancestry.items()) or [(0, -1)]  # VALUES needs a row; no step is -1
+    return values(column("lineage", Integer), column("step", BigInteger), name="ancestry").data(rows).cte("ancestry")
+
+
+def counted_uses(ancestry: dict[int, int]) -> Select[tuple[str, int, int]]:
+    """Every use that counts: (experience, lineage, step)."""
+    a = ancestors(ancestry)
+    return select(uses.c.experience, uses.c.lineage, uses.c.step).join(
+        a, and_(uses.c.lineage == a.c.lineage, uses.c.step <= a.c.step)
+    )
+
+
+def uses_of(tx: Connection, ancestry: dict[int, int]) -> list[tuple[str, int, int]]:
+    """`counted_uses`, read."""
+    return [(u.experience, u.lineage, u.step) for u in tx.execute(counted_uses(ancestry))]
+
+
+def digest(counted: Iterable[tuple[str, int, int]]) -> str:
+    """xxh3-128, as hex, of the counted uses: ASCII lines "id@lineage:step", sorted, joined by a newline (none at the end).
+
+    Example: digest([("0001.00.00000000.000000.0000.00.0000", 1, 1)]); no uses = digest of the empty string.
+    """
+    return xxhash.xxh3_128_hexdigest("\n".join(sorted(f"{e}@{line}:{step}" for e, line, step in counted)).encode("ascii"))
+
+
+def states(ancestry: dict[int, int], *, max_uses: int, resume_rows: str) -> Select[tuple[str, str, str | None]]:
+    """(id, state, explained) of every experience, as `ancestry` sees it.
+
+    In this order: used `max_uses` times; dropped when it came; orphaned (its group was written by weights outside the ancestry);
+    explained by a counted step; else available.
+    """
+    a = ancestors(ancestry)
+    count = (
+        select(uses.c.experience, func.count().label("n"))
+        .join(a, and_(uses.c.lineage == a.c.lineage, uses.c.step <= a.c.step))
+        .group_by(uses.c.experience)
+        .subquery("counted")
+    )
+    reasons = (
+        select(explanations.c.experience, func.min(explanations.c.reason).label("reason"))
+        .join(a, and_(explanations.c.lineage == a.c.lineage, explanations.c.step <= a.c.step))
+        .group_by(explanations.c.experience)
+        .subquery("reasons")
+    )
+    e = experiences
+    outside = _outside(a).subquery("outside")
+    used = count.c.n >= max_uses
+    orphaned = outside.c.group_id.is_not(None) if resume_rows == "orphan" else literal(False)
+    reason = case(
+        (used, null()),
+        (e.c.dropped.is_not(None), e.c.dropped),
+        (orphaned, literal("orphaned", Text)),
+        else_=reasons.c.reason,
+    )
+    state = case(
+        (used, literal("used", Text)), (reason.is_not(None), literal("explained", Text)), else_=literal("available", Text)
+    )
+    return (
+        select(e.c.id, state.label("state"), cast(reason, Text).label("explained"))
+        .outerjoin(count, count.c.experience == e.c.id)
+        .outerjoin(reasons, reasons.c.experience == e.c.id)
+        .outerjoin(outside, outside.c.group_id == e.c.group_id)
+    )
+
+
+def _outside(a: CTE) -> Select[tuple[str]]:
+    """Groups with a row that weights outside the ancestry wrote.  Rows without a version (demonstrations) are never orphaned."""
+    e = experiences
+
+    def inside(lineage: Column[int], step: Column[int]) -> Exists:
+        return exists().where(and_(a.c.lineage == lineage, a.c.step >= step))
+
+    return (
+        select(e.c.group_id)
+        .where(
+            e.c.newest_lineage.is_not(None),
+            or_(~inside(e.c.newest_lineage, e.c.newest_step), ~inside(e.c.oldest_lineage, e.c.oldest_step)),
+        )
+        .distinct()
+    )
+
+
+def orphaned_groups(ancestry: dict[int, int]) -> Select[tuple[str]]:
+    """Ids of the groups that `states` calls orphaned."""
+    return _outside(ancestors(ancestry))
+
+
+def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None = None) -> None:
+    """Write the state of rows that wait or are leased.  Repeating it is a no-op.
+
+    Raises BufferFailed, and so stores nothing, for a row whose state must not become `to`.
+    """
+    e = experiences.c
+    for part in parts(ids):
+        if ask(tx, _MOVE, (to, explained), many=part).rowcount == len(part):
+            continue
+        found = {r.id: r.state for r in tx.execute(select(e.id, e.state).where(e.id.in_(part)))}
+        wrong = [x for x in part if found.get(x) != to]
+        if wrong:
+            raise BufferFailed(
+                f"experience {wrong[0]} is {found.get(wrong[0], 'not stored')} and cannot become {to} ({len(wrong)} such rows); "
+                "the buffer and what asks it disagree: end the run and resume it"
+            )
+
+
+def derive_states(tx: Connection, ancestry: dict[int, int], max_uses: int, resume_rows: str) -> None:
+    """Write `state` and `explained` of every row, and `held` of every group, as `ancestry` sees them."""
+    now = states(ancestry, max_uses=max_uses, resume_rows=resume_rows).subquery("now")
+    e = experiences.c
+    changed = or_(e.state != now.c.state, e.explained.is_distinct_from(now.c.explained))
+    tx.execute(update(experiences).where(e.id == now.c.id, changed).values(state=now.c.state, explained=now.c.explained))
+    unwritten = not_(exists().where(and_(e.group_id == groups.c.id, e.newest_lineage.is_not(None))))
+    gone = and_(groups.c.num_eligible == 0, unwritten)  # every run failed: a new lineage tries the task again
+    given_up = groups.c.id.in_(select(e.group_id).where(e.dropped == DAMAGED))
+    gone = or_(gone, and_(given_up, ~has_used_rows()))  # see Ledger._given_up
+    if resume_rows == "orphan":
+        gone = or_(gone, groups.c.id.in_(orphaned_groups(ancestry)))
+    tx.execute(update(groups).values(held=not_(gone)))
+    tx.execute(delete(leases))
+    counted = counted_uses(ancestry).with_only_columns(
+        uses.c.experience, func.max(uses.c.lineage), func.max(uses.c.step), func.max(uses.c.created)
+    )
+    tx.execute(insert(leases).from_select(["experience", "lineage", "step", "created"], counted.group_by(uses.c.experience)))
+
+
+def has_used_rows() -> Exists:
+    """Of a group: it was trained on in part, so its task must not be explored again."""
+    return exists().where(and_(experiences.c.group_id == groups.c.id, experiences.c.state == "used"))
+
+
+def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> list[WaitingGroup]:
+    """Groups with rows that can be leased."""
+    e, g = experiences.c, groups.c
+    counts: Counter[str] = Counter()
+    if max_uses > 1:
+        counts.update(u.experience for u in tx.execute(counted_uses(ancestry)))
+    rows = tx.execute(
+        select(e.id, e.group_id, e.position, e.oldest_step, e.reward, g.batch, g.explorer, g.task, g.locator, g.num_bytes)
+        .join(groups, g.id == e.group_id)
+        .where(e.state == "available")
+        .order_by(e.group_id, e.id)
+    )
+    found = []
+    for name, members in groupby(rows, key=lambda r: r.group_id):
+        first, *rest = members
+        waiting = [WaitingRow(r.id, r.position, r.oldest_step, counts[r.id], r.reward) for r in (first, *rest)]
+        found.append(
+            WaitingGroup(name, first.batch, first.explorer, first.task, first.locator, waiting, num_bytes=first.num_bytes)
+        )
+    return found
+
+
+def parts(values: Sequence[str]) -> Iterator[Sequence[str]]:
+    """`values` in pieces that fit into one statement."""
+    for start in range(0, len(values), _PART):
+        yield values[start : start + _PART]
+
+
+def count(
+    tx: Connection, ancestry: dict[int, int], *, max_uses: int, resume_rows: str, version: str
+) -> tuple[Audit, dict[str, tuple[str, str | None]]]:
+    """The audit of what is stored, with nothing leased, and the derived (state, explained) of each row."""
+    derived = {r.id: (r.state, r.explained) for r in tx.execute(states(ancestry, max_uses=max_uses, resume_rows=resume_rows))}
+    counted = uses_of(tx, ancestry)
+    times = Counter(u[0] for u in counted)
+    by_state = Counter(state for state, _ in derived.values())
+    problems = [f"{n} uses are of experiences that are not stored" for n in [sum(x not in derived for x in times)] if n]
+    stored: dict[str, int] = dict(tx.execute(select(experiences.c.group_id, func.count()).group_by(experiences.c.group_id)).all())
+    short = [g.id for g in tx.execute(select(groups.c.id, groups.c.num_rows)) if stored.get(g.id) != g.num_rows]
+    problems += [f"group {short[0]} has not the rows it was acknowledged with ({len(short)} such groups)"] if short else []
+    audit = Audit(
+        acked=tx.scalar(select(func.sum(groups.c.num_rows))) or 0,
+        used=by_state["used"],
+        leased=0,
+        available=by_state["available"],
+        discarded=dict(sorted(Counter(reason or "" for state, reason in derived.values() if state == "explained").items())),
+        used_twice=sum(n > max_uses for n in times.values()),
+        num_uses=len(counted),
+        digest=digest(counted),
+        version=version,
+        problems=tuple(problems),
+    )
+    return audit, derived

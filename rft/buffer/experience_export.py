@@ -1,0 +1,166 @@
+"""Experiences as a file: Parquet or JSON lines, with bounded memory, while the run goes on or after it.
+
+It knows the columns' types and no other program's format.  The one invariant: the file appears whole or not at all, and nothing that was
+there is overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sqlalchemy import Boolean, Float, Integer
+from sqlalchemy.types import TypeEngine
+
+from rft.buffer.query import Questions
+from rft.buffer.schema import experiences, texts
+from rft.errors import ConfigError
+from rft.types.experience import Experience
+
+_Write = Callable[[list[dict[str, Any]]], None]
+PAGE = 256  # experiences that are asked for at once
+GROUP_ROWS = 2048  # largest row group
+GROUP_BYTES = 32 << 20  # it is also ended when its tokens and texts take so much
+SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+PAYLOAD = pa.schema(
+    [
+        ("tokens", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("token_rewards", pa.list_(pa.float32())),
+        ("teacher_logprobs", pa.list_(pa.float32())),
+        ("version_spans", pa.list_(SPAN)),
+        ("messages", pa.string()),
+        ("tools", pa.string()),
+        ("metrics", pa.string()),
+        ("info", pa.string()),
+    ]
+)
+
+
+def export(
+    questions: Questions, to: Path, *, where: str = "", tokens: bool = False, told: Callable[[int], None] = lambda n: None
+) -> int:
+    """Write the experiences that fulfil `where`, a condition on v_experiences, to `to`; how many they are.
+
+    They come in the order of their ids, a page at a time, each page as it is at its moment: a long export neither keeps the database's
+    log from being cut nor sees two states of one experience.  `told` hears how many are written.  Raises ConfigError.
+    """
+    if to.suffix not in _WRITERS:
+        raise ConfigError(f"{to.name!r} must end in {' or '.join(_WRITERS)}", key="--to", given=str(to))
+    if to.exists():
+        raise ConfigError(f"{to} exists and is not overwritten; name another file", key="--to", given=str(to))
+    if tokens and not questions.storage.durable:
+        raise ConfigError("the payload was kept in memory only (path: none), there are no tokens to export", key="--tokens")
+    header = schema(questions)
+    if tokens:
+        header = pa.schema([*(field for field in header if field.name not in PAYLOAD.names), *PAYLOAD])
+    aside = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        with _WRITERS[to.suffix](aside, header) as write:
+            count = 0
+            for rows in pages(questions, where):
+                if tokens:
+                    found = questions.payload([row["id"] for row in rows])
+                    rows = [{**row, **unpacked(found[row["id"]])} for row in rows]
+                write(rows)
+                told(count := count + len(rows))
+        if to.exists():
+            raise ConfigError(f"{to} appeared meanwhile and is not overwritten", key="--to", given=str(to))
+        aside.rename(to)
+    except OSError as e:
+        raise ConfigError(f"{to} cannot be written: {e.strerror or e}; name another file", key="--to", given=str(to)) from e
+    finally:
+        aside.unlink(missing_ok=True)
+    return count
+
+
+def pages(questions: Questions, where: str) -> Iterator[list[dict[str, Any]]]:
+    """Rows of v_experiences that fulfil `where`, by id, PAGE at a time."""
+    last = ""
+    while True:
+        rows = questions.page(where, last, PAGE)
+        if rows:
+            yield rows
+            last = rows[-1]["id"]
+        if len(rows) < PAGE:
+            return
+
+
+def schema(questions: Questions) -> pa.Schema:
+    """Columns of v_experiences with the types of the ledger's columns; those of no table are steps and times, or texts."""
+    kinds = {name: column.type for table in (texts, experiences) for name, column in table.c.items()}
+    kinds |= {"leased_step": Integer(), "used_step": Integer(), "leased": Float(), "used": Float()}
+    return pa.schema([(name, _arrow(kinds.get(name))) for name in questions.columns("v_experiences")])
+
+
+def _arrow(kind: TypeEngine[Any] | None) -> pa.DataType:
+    if isinstance(kind, Boolean):
+        return pa.bool_()
+    return pa.int64() if isinstance(kind, Integer) else pa.float64() if isinstance(kind, Float) else pa.string()
+
+
+def unpacked(x: Experience) -> dict[str, Any]:
+    """What the payload adds to the columns; arrays as they are, the rest as JSON."""
+    return {
+        "tokens": x.tokens,
+        "loss_mask": x.loss_mask,
+        "logprobs": x.logprobs if x.has_logprobs else None,
+        "token_rewards": x.token_rewards,
+        "teacher_logprobs": x.teacher_logprobs,
+        "version_spans": [{"version": str(s.version), "start": s.start, "end": s.end} for s in x.version_spans],
+        **{name: msgspec.json.encode(getattr(x, name)).decode() for name in ("messages", "tools", "metrics", "info")},
+    }
+
+
+@contextmanager
+def _parquet(path: Path, columns: pa.Schema) -> Iterator[_Write]:
+    """Rows are collected until a row group is full."""
+    tables: list[pa.Table] = []
+
+    def flush() -> None:
+        if tables:
+            whole = pa.concat_tables(tables)
+            writer.write_table(whole, row_group_size=whole.num_rows)
+            tables.clear()
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        arrays = [pa.array(_typed([row[f.name] for row in rows], f.type), f.type) for f in columns]
+        tables.append(pa.Table.from_arrays(arrays, schema=columns))
+        if sum(t.num_rows for t in tables) >= GROUP_ROWS or sum(t.nbytes for t in tables) >= GROUP_BYTES:
+            flush()
+
+    with pq.ParquetWriter(path, columns, compression="zstd") as writer:
+        yield write
+        flush()
+
+
+@contextmanager
+def _lines(path: Path, columns: pa.Schema) -> Iterator[_Write]:
+    """One JSON object a line, with the columns of the schema."""
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        values = [_typed([row[f.name] for row in rows], f.type) for f in columns]
+        for row in zip(*values, strict=True):
+            file.write(
+                msgspec.json.encode(dict(zip(columns.names, row, strict=True)), enc_hook=lambda array: array.tolist()) + b"\n"
+            )
+
+    with path.open("xb") as file:
+        yield write
+
+
+def _typed(values: list[Any], kind: pa.DataType) -> list[Any]:
+    """A column; SQLite keeps truth values as numbers and may give whole floats as integers."""
+    if pa.types.is_boolean(kind):
+        return [None if v is None else bool(v) for v in values]
+    return [None if v is None else float(v) for v in values] if pa.types.is_floating(kind) else values
+
+
+_WRITERS: dict[str, Any] = {".parquet": _parquet, ".jsonl": _lines}

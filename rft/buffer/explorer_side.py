@@ -1,0 +1,296 @@
+"""The explorer's side of the buffer, see `rft.types.ports.BufferWriter`: groups are stored together, in one transaction after the other.
+
+It knows no lease.  The one invariant: an append returns when its group is durable, and is then known to the order in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, and_, delete, func, insert, select
+
+from rft.buffer.core import BufferCore
+from rft.buffer.derived_state import parts
+from rft.buffer.intake import IncomingGroup, batch_of, read
+from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
+from rft.buffer.schema import ask, batches, experiences, groups, lineages, meta, put_many, rejections, texts
+from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
+from rft.faults import fault
+from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
+
+_GROUP_COMMIT = 64  # appends that share a transaction
+_COUNT_GOOD = "SELECT count(*) FROM groups WHERE batch = ? AND explorer = ? AND accepted AND num_eligible > 0 AND held"
+
+
+class Offer(msgspec.Struct):
+    """A frame that wants to be stored."""
+
+    lineage: int
+    frame: bytes
+    accepted: bool
+    reason: str
+    explorer: int
+
+
+class Stored(msgspec.Struct):
+    """What became of an offer; `group` is None when it has nothing to train or was there already."""
+
+    result: AppendResult
+    key: tuple[int, int] | None = None  # (batch, explorer), None for a repeated append
+    group: WaitingGroup | None = None
+
+
+class ExplorerSide(BufferCore):
+    """Every method names the lineage and the explorer that call it; it raises Fenced for another lineage than the newest."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._offers: list[tuple[Offer, asyncio.Future[AppendResult]]] = []
+        self._flusher: asyncio.Task[None] | None = None
+
+    async def append(self, lineage: int, frame: bytes, *, accepted: bool, reason: str = "", explorer: int = 0) -> AppendResult:
+        """Store one group; one that is to be trained waits for room.  Raises IdConflict, Fenced, FrameRejected (counted by reason)."""
+        self._check_explorer(explorer)
+        self._check_open()
+        if accepted:
+            await self._admit(lineage, frame, explorer)
+        answer: asyncio.Future[AppendResult] = asyncio.get_running_loop().create_future()
+        self._offers.append((Offer(lineage, frame, accepted, reason, explorer), answer))
+        if self._flusher is None or self._flusher.done():
+            self._flusher = asyncio.create_task(self._flush(), name="buffer-append")
+        return await answer
+
+    async def room(self, lineage: int, batch: int, *, explorer: int = 0) -> None:
+        """Wait until less than `capacity` and `capacity_bytes` wait to be trained, or a lease needs this batch."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._has_room(lineage, (batch, explorer)))
+        self._fence(lineage)
+
+    async def close_batch(
+        self, lineage: int, batch: int, *, accepted: int, wanted: int, reasons: dict[str, int], explorer: int = 0
+    ) -> None:
+        """All groups of the batch are stored; may be repeated."""
+        self._check_explorer(explorer)
+        self._fence(lineage)
+        order = self._order
+
+        def work(tx: Connection) -> int:
+            row = (lineage, explorer, batch, accepted, wanted, json.dumps(reasons, sort_keys=True))
+            put_many(tx, batches, [row], replace=True)
+            return int(ask(tx, _COUNT_GOOD, (batch, explorer)).scalar_one())
+
+        def close() -> int:
+            found = self._ledger.run_for(lineage, work, "buffer.close_batch")
+            self._ledger.closed.add((batch, explorer))
+            return found
+
+        good = await self._work(close)  # groups that can be (or were) trained, as the ledger knows it
+        if good < accepted:  # accepted by the explorer, but without a row that can be trained
+            reasons = {**reasons, "nothing_to_train": accepted - good}
+        order.close((batch, explorer), ClosedBatch(good, wanted, reasons))
+        await self._notify()
+
+    async def stored_groups(self, lineage: int, first_batch: int, *, explorer: int = 0) -> list[StoredGroup]:
+        """Stored groups from `first_batch` on that are not to be explored again."""
+        return await self._fenced(lineage, lambda tx: stored_groups(tx, explorer, first_batch))
+
+    async def outcomes(self, lineage: int, first_batch: int, end_batch: int, *, explorer: int = 0) -> list[TaskOutcome]:
+        """Pass rates of the tasks of batches [first_batch, end_batch), for selectors that learn."""
+        return await self._fenced(lineage, lambda tx: outcomes(tx, explorer, first_batch, end_batch))
+
+    async def same_tasksets(self, lineage: int, fingerprints: dict[str, str], *, explorer: int = 0) -> None:
+        """Remember the rows that are explored; raises ConfigError when a run that goes on had others before."""
+        await self._fenced(lineage, lambda tx: same_tasksets(tx, lineage, explorer, fingerprints))
+
+    async def finish(self, lineage: int, reason: str, *, explorer: int = 0) -> None:
+        """This explorer appends nothing more."""
+        self._check_explorer(explorer)
+        self._fence(lineage)
+        self._order.finish(explorer, reason)
+        await self._notify()
+
+    async def _flush(self) -> None:
+        """Group commit: all appends that came while the last transaction ran share the next one."""
+        while self._offers:
+            now, self._offers = self._offers[:_GROUP_COMMIT], self._offers[_GROUP_COMMIT:]
+            self._no_append.clear()
+            try:
+                await self._store(now)
+            finally:
+                self._no_append.set()
+            await asyncio.sleep(0)  # whoever waits for no append has a turn
+
+    async def _store(self, now: list[tuple[Offer, asyncio.Future[AppendResult]]]) -> None:
+        answers: Sequence[Stored | BaseException]
+        order = self._order
+        try:
+            answers = await self._repeat(functools.partial(self._append, [offer for offer, _ in now]), appends=True)
+        except Exception as e:  # belongs to every append of the transaction
+            answers = [e] * len(now)
+        for (offer, _), answer in zip(now, answers, strict=True):
+            if isinstance(answer, Stored) and answer.key is not None:
+                order.add(answer.key, answer.group)
+            if offer.accepted:
+                self._limiter.settle(len(offer.frame))
+        for (_, future), answer in zip(now, answers, strict=True):
+            if future.done():  # the caller gave up waiting; stored is stored
+                continue
+            if isinstance(answer, Stored):
+                future.set_result(answer.result)
+            else:
+                future.set_exception(answer)
+        await self._notify()
+
+    def _append(self, offers: Sequence[Offer]) -> list[Stored | BufferFailed]:
+        """On the ledger's thread: all offers in one transaction; each is stored, a repetition, or refused by itself."""
+        self._reserve.fill()
+        ledger = self._ledger
+        ready: list[IncomingGroup | BufferFailed] = [self._read(offer) for offer in offers]
+        names = [x.id for x in ready if isinstance(x, IncomingGroup)]
+
+        def work(tx: Connection) -> tuple[list[IncomingGroup | Stored | BufferFailed], list[str]]:
+            fault("buffer.append.before")
+            known: dict[str, str] = {}
+            for part in parts(names):
+                known.update(
+                    (x, content) for x, content in ask(tx, "SELECT id, content_hash FROM groups WHERE id IN (??)", many=part)
+                )
+            answers = [x if isinstance(x, BufferFailed) else self._new(x, known) for x in ready]
+            new = [x for x in answers if isinstance(x, IncomingGroup)]
+            ledger.storage.drop(ledger.garbage, tx)
+            ledger.garbage = locators = ledger.storage.put([x.frame for x in new], tx) if new else []
+            put_many(tx, groups, [x.header(at) for x, at in zip(new, locators, strict=True)])
+            put_many(tx, experiences, [row for x in new for row in x.rows])
+            put_many(tx, texts, [row for x in new for row in x.texts])
+            self._count_rejections(tx, answers)
+            fault("buffer.append.stored")
+            return answers, locators
+
+        answers, locators = ledger.run(work, size=sum(len(x.frame) for x in ready if isinstance(x, IncomingGroup)))
+        ledger.garbage = []
+        fault("buffer.append.after")
+        if not ledger.storage.durable:
+            ledger.blocks.update(locators)
+            new = [x for x in answers if isinstance(x, IncomingGroup)]
+            ledger.forget([at for x, at in zip(new, locators, strict=True) if not x.waiting])
+        places = iter(locators)
+        return [_stored(x, next(places)) if isinstance(x, IncomingGroup) else x for x in answers]
+
+    def _read(self, offer: Offer) -> IncomingGroup | BufferFailed:
+        try:
+            self._ledger.fence(offer.lineage)
+            ancestry = {**self._ledger.ancestry, offer.lineage: self._ledger.newest_step}
+            intake = read(offer.frame, self._settings, offer.lineage, ancestry, accepted=offer.accepted, reason=offer.reason)
+            if intake.numbers.explorer != offer.explorer:
+                raise FrameRejected(f"foreign_explorer: group {intake.id} was appended by explorer {offer.explorer}")
+        except BufferFailed as e:
+            return e
+        return intake
+
+    def _new(self, x: IncomingGroup, known: dict[str, str]) -> IncomingGroup | Stored | BufferFailed:
+        name, content = x.id, x.content_hash
+        if (old := known.get(name)) is not None:
+            if old == content:
+                return Stored(AppendResult(appended=0, duplicates=len(x.rows)))
+            return IdConflict(f"group {name} is stored with other content ({old}, now {content}); ids are never used again")
+        if x.key in self._ledger.closed:
+            return FrameRejected(f"closed_batch: group {name} came after its batch was closed")
+        known[name] = content
+        return x
+
+    def _count_rejections(self, tx: Connection, answers: Sequence[object]) -> None:
+        counts = Counter(str(x).split(":")[0] for x in answers if isinstance(x, FrameRejected))
+        counts.update("id_conflict" for x in answers if isinstance(x, IdConflict))
+        counts.update("fenced" for x in answers if isinstance(x, Fenced))
+        put_many(
+            tx,
+            rejections,
+            [(self._ledger.lineage, reason, n) for reason, n in counts.items()],
+            again='ON CONFLICT (lineage, reason) DO UPDATE SET "count" = rejections."count" + excluded."count"',
+        )
+
+    async def _admit(self, lineage: int, frame: bytes, explorer: int) -> None:
+        """Wait for room for a group.  A frame that cannot be read is let through: the ledger refuses and counts it."""
+        if not self._has_room(lineage, None) and (batch := batch_of(frame)) is not None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._has_room(lineage, (batch, explorer)))
+            self._check_open()
+        self._limiter.admit(len(frame))
+
+    def _has_room(self, lineage: int, key: tuple[int, int] | None) -> bool:
+        """Also true for a lineage that was replaced, so that its waits end (and fail)."""
+        return lineage != self._lineage or self._closed or self._limiter.room(self._order, key)
+
+    def _check_explorer(self, explorer: int) -> None:
+        if not 0 <= explorer < self._settings.num_explorers:
+            raise BufferFailed(
+                f"explorer {explorer}: this buffer was opened for {self._settings.num_explorers} explorers, from 0"
+            )
+
+
+def _stored(x: IncomingGroup, locator: str) -> Stored:
+    group = None
+    if x.waiting:
+        group = WaitingGroup(x.id, *x.key, x.numbers.task, locator, x.waiting, num_bytes=len(x.frame))
+    return Stored(AppendResult(appended=len(x.rows), duplicates=0), x.key, group)
+
+
+def stored_groups(tx: Connection, explorer: int, first_batch: int) -> list[StoredGroup]:
+    g = groups.c
+    rows = tx.execute(
+        select(g.batch, g.task, and_(g.accepted, g.num_eligible > 0).label("good"))
+        .where(g.batch >= first_batch, g.explorer == explorer, g.held)
+        .order_by(g.batch, g.task)
+    )
+    return [StoredGroup(r.batch, r.task, bool(r.good)) for r in rows]
+
+
+def outcomes(tx: Connection, explorer: int, first_batch: int, end_batch: int) -> list[TaskOutcome]:
+    """Of every scored group of `explorer` in batches [first_batch, end_batch) that stands, accepted or not, by batch and task."""
+    e, g = experiences.c, groups.c
+    rows = tx.execute(
+        select(g.id, g.batch, g.task, e.taskset, e.task_index, e.reward)
+        .join(experiences, e.group_id == g.id)
+        .where(g.explorer == explorer, g.batch >= first_batch, g.batch < end_batch, g.held, e.reward.is_not(None))
+        .order_by(g.batch, g.task, g.id, e.id)
+    )
+    found = []
+    for _, members in groupby(rows, key=lambda r: r.id):
+        first, *rest = members
+        rewards = [r.reward for r in (first, *rest)]
+        rate = sum(rewards) / len(rewards)
+        found.append(TaskOutcome(first.batch, first.task, first.taskset, first.task_index, rate, len(rewards)))
+    return found
+
+
+def same_tasksets(tx: Connection, lineage: int, explorer: int, fingerprints: Mapping[str, str]) -> None:
+    """Write down the rows that `explorer` explores.  Raises ConfigError when `lineage` goes on from a checkpoint and had others."""
+    prefix = f"taskset:{explorer}:"
+    mine = meta.c.key.startswith(prefix, autoescape=True)
+    before = {r.key.removeprefix(prefix): r.value for r in tx.execute(select(meta).where(mine))}
+    goes_on = tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage)) is not None
+    if goes_on and before and before != dict(fingerprints):
+        changed = sorted(n for n in {*before, *fingerprints} if before.get(n) != fingerprints.get(n))
+        raise ConfigError(
+            f"the rows of {', '.join(changed)} are not those that the checkpoint was trained on (another file, filter or function result), "
+            "so the run cannot go on where it was.  Bring the old rows back, or give the run another name to begin anew",
+            key="buffer.explorer_input.tasksets",
+            given=changed,
+        )
+    tx.execute(delete(meta).where(mine))
+    if fingerprints:
+        tx.execute(insert(meta), [{"key": prefix + name, "value": value} for name, value in sorted(fingerprints.items())])
+
+
+def count_rejected(tx: Connection) -> dict[str, int]:
+    """Refused frames by reason, over all lineages."""
+    r = rejections.c
+    query = select(r.reason, func.sum(r["count"])).group_by(r.reason).order_by(r.reason)
+    return {k: int(n) for k, n in tx.execute(query)}

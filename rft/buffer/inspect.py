@@ -1,0 +1,130 @@
+"""What people want to know of a buffer: what it holds, counted; and single experiences with their lineage.
+
+It does not know terminals.  The one invariant: what it says of lineage is the ledger's view v_lineage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection
+
+from rft.buffer.query import Questions
+from rft.errors import ConfigError, PayloadDamaged
+from rft.types.experience import Experience
+from rft.types.ids import Version
+
+_AVAILABLE = "CAST(sum(CASE WHEN state = 'available' THEN 1 ELSE 0 END) AS BIGINT) AS available"
+_REWARD = "CAST(avg(reward) AS DOUBLE PRECISION) AS reward"
+_TOTAL = """
+    SELECT count(*) AS experiences, count(DISTINCT group_id) AS groups, min(created) AS first, max(created) AS newest
+    FROM v_experiences"""
+_STATES = "SELECT state, count(*) FROM v_experiences GROUP BY state ORDER BY state"
+_REASONS = "SELECT explained, count(*) FROM v_experiences WHERE state = 'explained' GROUP BY explained ORDER BY 2 DESC, 1"
+_TASKSETS = f"""
+    SELECT taskset, count(*) AS experiences, count(DISTINCT task_index) AS tasks, {_REWARD},
+           CAST(avg(num_response_tokens) AS DOUBLE PRECISION) AS response_tokens, {_AVAILABLE}
+    FROM v_experiences GROUP BY taskset ORDER BY taskset"""
+_VERSIONS = f"""
+    SELECT oldest_lineage || ':' || oldest_step AS version, count(*) AS experiences, {_REWARD}, {_AVAILABLE}
+    FROM v_experiences GROUP BY oldest_lineage, oldest_step ORDER BY oldest_lineage, oldest_step"""
+_WAITING = """
+    SELECT count(DISTINCT group_id) AS groups, count(*) AS experiences, CAST(coalesce(sum(num_tokens), 0) AS BIGINT) AS tokens,
+           min(batch) AS first_batch, max(batch) AS last_batch
+    FROM v_experiences WHERE state = 'available'"""
+_USES = """
+    SELECT count(*) AS uses, count(DISTINCT experience) AS experiences,
+           (SELECT lineage || ':' || max(step) FROM uses WHERE lineage = (SELECT max(lineage) FROM uses) GROUP BY lineage) AS last
+    FROM uses"""
+_REJECTED = "SELECT reason, CAST(sum(count) AS BIGINT) FROM rejections GROUP BY reason ORDER BY reason"
+_EDITS = "SELECT count(*) FROM reward_edits"
+_PAYLOAD = "SELECT CAST(coalesce(sum(num_bytes), 0) AS BIGINT) FROM groups"
+_TABLES = """
+    SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = current_schema() AND c.relkind = 'r'"""
+
+
+def collect(questions: Questions) -> dict[str, Any]:
+    """What a buffer holds, counted, as plain values of one moment.  Raises ConfigError where the ledger cannot be read."""
+    with questions.errors("RUN"), questions.reading() as tx:
+
+        def rows(sql: str) -> list[dict[str, Any]]:
+            return [dict(r) for r in tx.exec_driver_sql(sql).mappings()]
+
+        def counts(sql: str) -> dict[str, int]:
+            return dict(tx.exec_driver_sql(sql).all())
+
+        return {
+            "run_dir": str(questions.run_dir),
+            "buffer": questions.where.name,
+            "ledger": str(questions.where),
+            "storage": questions.about["storage_type"],
+            **rows(_TOTAL)[0],
+            "states": counts(_STATES),
+            "reasons": counts(_REASONS),
+            "tasksets": rows(_TASKSETS),
+            "versions": rows(_VERSIONS),
+            "waiting": rows(_WAITING)[0],
+            "uses": rows(_USES)[0],
+            "rejected": counts(_REJECTED),
+            "edits": tx.exec_driver_sql(_EDITS).scalar(),
+            "bytes": {"payload": tx.exec_driver_sql(_PAYLOAD).scalar(), **_sizes(questions, tx)},
+        }
+
+
+def _sizes(questions: Questions, tx: Connection) -> dict[str, int]:
+    """Bytes of the database; of SQLite also of its write-ahead log, which grows while a reader is slow."""
+    path = questions.where.path
+    if path is None:
+        return {"database": int(tx.exec_driver_sql(_TABLES).scalar() or 0)}
+    log = path.with_name(path.name + "-wal")
+    return {"database": path.stat().st_size, "log": log.stat().st_size if log.exists() else 0}
+
+
+class Use(msgspec.Struct, frozen=True):
+    """One optimizer step that trained an experience."""
+
+    version: Version  # lineage and step
+    counts: bool  # False: the run went on from a checkpoint before it, no weights rest on this use any more
+    checkpoint: str | None  # folder of the first checkpoint that rests on it; None: none does yet
+    there: bool  # whether that folder is still there
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """One experience: its row of v_experiences, its payload (None where it is gone, `gone` says why) and its uses."""
+
+    row: dict[str, Any]
+    payload: Experience | None
+    gone: str
+    uses: tuple[Use, ...]
+
+
+def look(questions: Questions, *, num: int = 3, id: str | None = None, where: str = "") -> list[Shown]:
+    """The experience `id`, or `num` that fulfil `where`, drawn at random.  Raises ConfigError where there is no such id."""
+    rows = questions.draw(where, num) if id is None else questions.row(id)
+    if id is not None and not rows:
+        raise ConfigError(
+            f'{id!r} is not in {questions.where}; `rft buffer query RUN "SELECT id FROM v_experiences LIMIT 5"` shows some ids',
+            key="--id",
+            given=id,
+        )
+    return [Shown(row, *_payload(questions, row["id"]), _uses(questions, row["id"])) for row in rows]
+
+
+def _payload(questions: Questions, id: str) -> tuple[Experience | None, str]:
+    if not questions.storage.durable:
+        return None, "kept in memory only (path: none)"
+    try:
+        return questions.payload([id])[id], ""
+    except PayloadDamaged as e:
+        return None, str(e)
+
+
+def _uses(questions: Questions, id: str) -> tuple[Use, ...]:
+    found = []
+    for row in questions.lineage(id):
+        name = None if row["checkpoint_step"] is None else f"global_step_{row['checkpoint_step']}"
+        there = name is not None and (questions.run_dir / "checkpoints" / name / "manifest.json").is_file()
+        found.append(Use(Version(row["train_lineage"], row["train_step"]), bool(row["counts"]), name, there))
+    return tuple(found)

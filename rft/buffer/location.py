@@ -1,0 +1,328 @@
+"""Where a ledger is: an SQLite file on a local disk, or a schema of a PostgreSQL database; how it is reached, and which process owns it.
+
+It knows no tables.  The one invariant: what is shown or written down of a location holds no password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from sqlalchemy import URL, Connection, NullPool, create_engine, event, make_url
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import ArgumentError
+
+from rft.buffer.settings import BufferSettings
+from rft.disk import sync_path
+from rft.errors import BufferFailed, ConfigError, SetupError
+from rft.logs import learn_secrets
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    "nfs nfs4 cifs smb smb2 smb3 smbfs afs ncpfs lustre gpfs beegfs panfs pvfs2 orangefs weka wekafs ceph "
+    "fuse.ceph fuse.glusterfs fuse.sshfs fuse.s3fs fuse.gcsfuse fuse.rclone".split()
+)
+
+KEY = "buffer.trainer_input.experience_buffer.path"
+OUR_TABLES = {"meta", "lineages", "groups", "experiences"}  # of every format
+LEDGER_SUFFIX = ".db"
+POINTER_SUFFIX = ".ledger.json"
+LOG_BYTES = 256 << 20  # of SQLite's write-ahead log, at which a commit moves it into the file
+LOCK_WAIT_S = 30  # how long a statement waits for somebody else's transaction
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+_DRIVER = "postgresql+psycopg"
+_SECRET_PARTS = frozenset({"password", "sslpassword", "passfile", "sslkey"})
+_POWER = ("fsync", "full_page_writes")
+
+
+def refuse_network(folder: Path, mounts: str | None = None) -> None:
+    """Raises SetupError when `folder` is on a network file system, where SQLite's locks and shared memory do not hold.
+
+    `mounts` is text in the form of /proc/self/mounts; None reads that file (nothing is known, and nothing refused, without it).
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return
+    path = str(folder.resolve())
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[2]
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise SetupError(
+            f"the buffer's folder {folder} is on a network file system ({kind}, mounted at {best}), where SQLite can lose data. "
+            "Put the run on a local disk (checkpoint_root_dir), or keep the ledger in PostgreSQL "
+            "(buffer.trainer_input.experience_buffer.path: postgresql://...)."
+        )
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raises ConfigError for a file that another program has made; it is opened for reading alone, and stays as it is."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.Error as e:
+        if e.sqlite_errorcode not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            return  # locked, or out of reach: opening it says so
+        tables, what = {"?"}, f"is no database that can be read ({e})"
+    else:
+        what = f"is a database of another program, with the tables {', '.join(sorted(tables)[:5])}"
+    if tables and not tables >= OUR_TABLES:
+        raise ConfigError(f"{path} {what}; name another file", key=KEY, given=str(path))
+
+
+def make_folder(path: Path, *, sync: bool) -> None:
+    """The folder and its parents; `sync`: their names survive a power loss."""
+    path.mkdir(parents=True, exist_ok=True)
+    if sync:
+        device = path.stat().st_dev
+        for folder in (path, *path.absolute().parents):
+            if folder.stat().st_dev != device:
+                break
+            with contextlib.suppress(PermissionError):  # not ours: it was there long before
+                sync_path(folder)
+
+
+class OwnerLock:
+    """One process owns the ledger; the lock ends with the process, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self) -> None:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise BufferFailed(
+                f"the buffer {self._path.with_suffix('')} is open in process {holder}; a buffer has one owner. "
+                "End that run first, or give this one another name."
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._fd = fd
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+@dataclass(frozen=True)
+class Location:
+    """`name` is the buffer's.  Either `path` (SQLite) or `url` and `schema` (PostgreSQL) is given."""
+
+    name: str
+    path: Path | None = None
+    url: URL | None = None
+    schema: str = ""
+
+    def __str__(self) -> str:
+        if self.url is None:
+            return str(self.path)
+        port = f":{self.url.port}" if self.url.port else ""
+        host = self.url.host or self.url.query.get("host", "localhost")
+        return f"postgresql://{host}{port}/{self.url.database or ''} schema {self.schema}"
+
+
+class _Pointer(msgspec.Struct):
+    """What a run's folder says about a ledger that is not in it."""
+
+    name: str
+    url: str
+    schema: str = ""
+
+
+def ledger_location(settings: BufferSettings) -> Location:
+    """Where these settings put the ledger.  Raises ConfigError for a name or URL that cannot be used."""
+    if not _IDENTIFIER.fullmatch(settings.name):
+        raise ConfigError(f"{settings.name!r} is no name for a buffer; letters, digits and _, at most 63", key="buffer.name")
+    if settings.ledger_url is None:
+        return Location(settings.name, settings.folder / f"{settings.name}{LEDGER_SUFFIX}")
+    return _at(settings.ledger_url, settings.name, schema_name(settings.run, settings.name))
+
+
+def schema_name(run: str, name: str) -> str:
+    """The schema of buffer `name` of `run` ("project/group/name"): both joined by _, shortened to 63 characters from the left.
+
+    Two runs that come out alike are told apart when the ledger is opened: it belongs to the run that made it.
+    """
+    joined = re.sub(r"[^A-Za-z0-9_]", "_", f"{run}/{name}" if run else name).lower()
+    joined = joined if joined[0].isalpha() or joined[0] == "_" else f"_{joined}"
+    short = joined if len(joined) <= 63 else f"_{joined[-62:]}"
+    return f"run_{short}"[:63] if short.startswith("pg_") else short  # PostgreSQL keeps pg_ for itself
+
+
+def find(run_dir: Path | str, ledger_url: str | None = None) -> Location:
+    """Where the ledger of a run folder is, without its configuration.
+
+    `ledger_url` replaces what the folder says about the server (address, user, password); so does the variable RFT_LEDGER_URL.
+    Passwords are not kept in a run's folder: without either, libpq finds them as for psql (PGPASSWORD, ~/.pgpass).
+    Raises BufferFailed when there is none, or more than one.
+    """
+    folder = Path(run_dir) / "buffer"
+    found = {p.name.removesuffix(LEDGER_SUFFIX): p for p in folder.glob(f"*{LEDGER_SUFFIX}")}
+    found |= {p.name.removesuffix(POINTER_SUFFIX): p for p in folder.glob(f"*{POINTER_SUFFIX}")}
+    if len(found) != 1:
+        names = ", ".join(sorted(p.name for p in found.values())) or "none"
+        raise BufferFailed(
+            f"{folder} must hold one buffer (*{LEDGER_SUFFIX} or *{POINTER_SUFFIX}); found {names}. "
+            "Give the folder of a run that has begun."
+        )
+    ((name, path),) = found.items()
+    if path.name.endswith(LEDGER_SUFFIX):
+        return Location(name, path)
+    try:
+        pointer = msgspec.json.decode(path.read_bytes(), type=_Pointer)
+    except (msgspec.MsgspecError, OSError) as e:
+        raise BufferFailed(f"{path} is damaged ({e}); name the database with RFT_LEDGER_URL") from e
+    if pointer.schema and not _IDENTIFIER.fullmatch(pointer.schema):
+        raise BufferFailed(f"{path} names schema {pointer.schema!r}, which is no identifier; the file was changed")
+    return _at(ledger_url or os.environ.get("RFT_LEDGER_URL") or pointer.url, name, pointer.schema)
+
+
+def leave_pointer(where: Location, folder: Path) -> None:
+    """Say in the run's folder where its ledger is, unless it is there itself."""
+    file = folder / f"{where.name}{POINTER_SUFFIX}"
+    if where.path is not None and where.path.parent == folder:
+        file.unlink(missing_ok=True)  # of an earlier run of this name
+        return
+    url = f"sqlite:///{where.path}" if where.url is None else _without_secrets(where.url)
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(".tmp")
+    aside.write_bytes(msgspec.json.encode(_Pointer(where.name, url, where.schema)))
+    aside.replace(file)
+
+
+def connect(where: Location, *, durability: str = "process", read_only: bool = False) -> Engine:
+    """An engine for one connection at a time.  Raises SetupError when the driver is not installed."""
+    return _sqlite(where, durability, read_only) if where.url is None else _postgres(where, durability, read_only)
+
+
+def _at(text: str, name: str, schema: str) -> Location:
+    if text.startswith("sqlite:///"):
+        return Location(name, Path(text.removeprefix("sqlite:///")).expanduser())
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):  # the text may hold a password, so it is not repeated
+        raise ConfigError(
+            "is no database URL; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:///FILE", key="buffer.ledger_url"
+        ) from None
+    if url.get_backend_name() not in ("postgresql", "postgres"):
+        raise ConfigError(
+            f"is a database of {url.get_backend_name()}; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE, sqlite:///FILE, or leave it "
+            "out (SQLite in the run folder)",
+            key="buffer.ledger_url",
+        )
+    secrets = [url.password, *(url.query.get(k) for k in _SECRET_PARTS)]
+    learn_secrets(str(s) for s in secrets if s)
+    return Location(name, url=url.set(drivername=_DRIVER), schema=schema)
+
+
+def _without_secrets(url: URL) -> str:
+    query = {k: v for k, v in url.query.items() if k not in _SECRET_PARTS}
+    return URL.create("postgresql", url.username, None, url.host, url.port, url.database, query).render_as_string()
+
+
+def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
+    """WAL, foreign writers waited for, every transaction of the owner begun as a writing one."""
+    query = {"mode": "ro", "uri": "true"} if read_only else {}
+    database = f"file:{quote(str(where.path))}" if read_only else str(where.path)
+    engine = create_engine(
+        URL.create("sqlite", database=database, query=query),
+        connect_args={"timeout": float(LOCK_WAIT_S), "check_same_thread": False},
+        hide_parameters=True,
+    )
+
+    @event.listens_for(engine, "connect")
+    def prepare(raw: Any, _: object) -> None:
+        raw.isolation_level = None  # transactions are begun below, not by the driver
+        if not read_only:
+            raw.execute("PRAGMA page_size = 16384")  # of a new file; the least is written with it
+            raw.execute("PRAGMA journal_mode = WAL")
+            raw.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
+            pages = LOG_BYTES // raw.execute("PRAGMA page_size").fetchone()[0]
+            raw.execute(f"PRAGMA wal_autocheckpoint = {pages}")  # before that the `Checkpointer` has done it
+            raw.execute("PRAGMA cache_size = -16384")  # KiB; a transaction that does not fit is written twice
+            raw.execute("PRAGMA temp_store = MEMORY")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _postgres(where: Location, durability: str, read_only: bool) -> Engine:
+    """The schema is the search path; a server that is gone is noticed within seconds, on both sides.
+
+    A commit returns when the server has flushed it (`synchronous_commit` local): with `off` a kill -9 of the server would lose
+    acknowledged rows, so there is nothing weaker to choose.  `power` also waits for synchronous standbys, and refuses a server that
+    does not flush.
+    """
+    assert where.url is not None
+    try:
+        engine = create_engine(
+            where.url,
+            poolclass=NullPool,
+            hide_parameters=True,
+            isolation_level="REPEATABLE READ" if read_only else "READ COMMITTED",
+            connect_args={
+                "connect_timeout": 5,
+                "application_name": f"rft {socket.gethostname()[:32]} process {os.getpid()}",
+                "keepalives_idle": 5,
+                "keepalives_interval": 2,
+                "keepalives_count": 2,
+                "tcp_user_timeout": 10000,
+            },
+        )
+    except ModuleNotFoundError as e:
+        raise SetupError(
+            f'the ledger {where} needs the package psycopg: pip install "rft-platform[postgres]", or leave the path out '
+            "(SQLite in the run folder)"
+        ) from e
+
+    @event.listens_for(engine, "connect")
+    def prepare(raw: Any, _: object) -> None:
+        raw.autocommit = True
+        raw.execute(f'SET search_path TO "{where.schema}"')
+        if read_only:
+            raw.execute("SET default_transaction_read_only = on")
+        else:
+            raw.execute(f"SET synchronous_commit = {'on' if durability == 'power' else 'local'}")
+            raw.execute(f"SET lock_timeout = '{LOCK_WAIT_S}s'")
+            raw.execute("SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 2")
+            if durability == "power":
+                _refuse_unflushed(raw, where)
+        raw.autocommit = False
+
+    return engine
+
+
+def _refuse_unflushed(raw: Any, where: Location) -> None:
+    for name in _POWER:
+        (value,) = raw.execute("SELECT current_setting(%s)", (name,)).fetchone()
+        if value != "on":
+            raise SetupError(
+                f"durability: power needs {name} = on, the server of {where} has {value}; change the server, or use durability: process"
+            )

@@ -1,0 +1,121 @@
+"""Rows of another source than the explorer in each train batch, e.g. an expert's demonstrations.
+
+Which rows go into a step follows from the step's number alone, so a resumed run takes the same ones; the ledger writes down which
+step used which row, and which source it was.  The one invariant: every train batch has exactly `rows` of them, no row twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import msgspec
+import numpy as np
+import xxhash
+from sqlalchemy import Connection, and_, func, select
+
+from rft.buffer.derived_state import ancestors
+from rft.buffer.schema import lineages, meta, mixed_uses, put_meta
+from rft.buffer.settings import MixSettings
+from rft.errors import ConfigError
+from rft.types.block import contents, encode
+from rft.types.experience import Demonstration, Experience
+from rft.types.ids import ExperienceId
+
+KEY = "buffer.trainer_input.auxiliary_buffers"
+
+
+def expert_rows(ratio: float, batch_rows: int) -> int:
+    """How many of `batch_rows` come from the other source: `ratio` of them, rounded up.  Example: expert_rows(0.3, 32) == 10"""
+    return math.ceil(Fraction(str(ratio)) * batch_rows)
+
+
+class Mix:
+    """The rows of `source` in each train batch."""
+
+    def __init__(self, settings: MixSettings, source: Sequence[Experience]) -> None:
+        if settings.rows > len(source):
+            raise ConfigError(
+                f"has {len(source)} rows, and each train batch takes {settings.rows} different ones; lower expert_data_ratio, or add rows",
+                key=f"{KEY}.{settings.name}",
+                given=len(source),
+            )
+        self.settings, self._source = settings, source
+        self.name = settings.name
+        hashes = "\n".join(c.hash for c in contents(encode(source)))
+        self.fingerprint = xxhash.xxh3_128_hexdigest(hashes.encode())  # changes when the rows change; compared on resume
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+    def indices(self, step: int) -> list[int]:
+        """Rows of train step `step` (from 1).
+
+        Sequential: on from where the step before ended, around the end.  Shuffled: another permutation in each pass; what is left of a
+        pass and too little for a batch is left out of it.
+        """
+        n, k = len(self._source), self.settings.rows
+        if not self.settings.shuffle:
+            return [((step - 1) * k + i) % n for i in range(k)]
+        epoch, batch = divmod(step - 1, n // k)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.settings.seed, epoch]).permutation(n)
+        return [int(i) for i in self._order[batch * k : (batch + 1) * k]]
+
+    def ids(self, step: int) -> list[str]:
+        return [str(row_id(i)) for i in self.indices(step)]
+
+    def block(self, step: int) -> tuple[bytes, list[float | None]]:
+        """The rows of `step` as a block, and their rewards."""
+        indices = self.indices(step)
+        rows = [msgspec.structs.replace(self._source[i], id=row_id(i)) for i in indices]
+        return encode(rows), [x.reward for x in rows]
+
+
+def remember(tx: Connection, lineage: int, name: str, fingerprint: str) -> None:
+    """Write down which rows are mixed in.  Raises ConfigError when `lineage` goes on from a checkpoint and had others."""
+    before = tx.scalar(select(meta.c.value).where(meta.c.key == f"mixed:{name}"))
+    goes_on = tx.scalar(select(lineages.c.parent_lineage).where(lineages.c.lineage == lineage)) is not None
+    if goes_on and before not in (None, fingerprint):
+        raise ConfigError(
+            "its rows are not those that the checkpoint was trained on.  Bring the old ones back, or give the run another name",
+            key=f"{KEY}.{name}",
+        )
+    put_meta(tx, f"mixed:{name}", fingerprint)
+
+
+def counted(tx: Connection, ancestry: Mapping[int, int]) -> dict[str, int]:
+    """Uses of mixed-in rows that count, by source."""
+    a, u = ancestors(dict(ancestry)), mixed_uses.c
+    rows = tx.execute(
+        select(u.source, func.count())
+        .join(a, and_(u.lineage == a.c.lineage, u.step <= a.c.step))
+        .group_by(u.source)
+        .order_by(u.source)
+    )
+    return {name: int(n) for name, n in rows}
+
+
+def row_id(index: int) -> ExperienceId:
+    """Lineage 0 is no trainer's: these ids are never those of an explored row."""
+    return ExperienceId(0, 0, 0, index, 0)
+
+
+def demonstrations(rows: Sequence[Demonstration], *, taskset: str) -> list[Experience]:
+    """Token sequences to imitate, see `rft.taskset.offline_data`.  They have no reward and no log-probs of a sampling policy."""
+    return [_expert(x, i, taskset) for i, x in enumerate(rows)]
+
+
+def _expert(x: Demonstration, index: int, taskset: str) -> Experience:
+    return Experience(
+        id=row_id(index),
+        taskset=taskset,
+        task_index=x.id.task,
+        workflow="",
+        status="complete",
+        tokens=x.tokens,
+        loss_mask=x.loss_mask,
+        logprobs=np.zeros(len(x.tokens), np.float32),
+        has_logprobs=False,
+        is_expert=True,
+        messages=x.messages,
+    )

@@ -1,0 +1,244 @@
+"""Operators that leave rows out (by reward, by group, by length, by likeness), give other rewards, or report them.
+
+They know only the group they are given.  Rows left out are stored as `explained: filtered` and still count in the group's statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field, field_validator
+
+from rft.buffer.operators.base import GroupView, Operator, OperatorArgs, Result, names_of, number_of, operator, untrained
+from rft.types.experience import Experience
+from rft.types.metrics import Metric
+
+ACCURACY = "accuracy"
+
+
+class _CheckedOperator(Operator):
+    """An operator whose arguments are `args`."""
+
+    Args: ClassVar[type[OperatorArgs]]
+
+    def __init__(self, **args: Any) -> None:
+        self.args: Any = self.Args(**args)
+
+
+class RewardFilterArgs(OperatorArgs):
+    threshold: float = 0.0
+
+
+@operator("reward_filter", args=RewardFilterArgs)
+class RewardFilter(_CheckedOperator):
+    """Keeps rows with a reward of at least `threshold`.  Rows that are not scored are left to be explained as unscored."""
+
+    stage = "drop"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        return Result([r for r in rows if r.reward is None or r.reward >= self.args.threshold])
+
+
+class StdArgs(OperatorArgs):
+    threshold: float = Field(0.0, ge=0)
+
+
+@operator("reward_std_filter", args=StdArgs)
+class RewardStdFilter(_CheckedOperator):
+    """Drops groups whose rewards have an unbiased standard deviation of at most `threshold`, and groups of one."""
+
+    stage = "drop"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        kept = list(rows) if group.std > self.args.threshold else []
+        metrics = [Metric("operator_filtered_count", len(rows) - len(kept), "sum")]
+        if len(group.rewards) > 1:
+            for name, value in (("reward_mean", group.mean), ("reward_std", group.std)):
+                at = f"origin_group_advantages/{name}"
+                metrics += [Metric(f"{at}/mean", value), Metric(f"{at}/max", value, "max"), Metric(f"{at}/min", value, "min")]
+        return Result(kept, metrics)
+
+
+class DapoArgs(OperatorArgs):
+    metric_key: str = Field(ACCURACY, min_length=1)
+    correct_threshold: float = 0.0
+
+
+@operator("dapo_dynamic_sampling", args=DapoArgs)
+class DapoDynamicSampling(_CheckedOperator):
+    """Keeps groups in which some scored runs, not all, are correct: `metric_key` above `correct_threshold`.
+
+    arXiv:2503.14476, section 3.2.  The key is looked for in the rows' info, metrics and parts of the reward.  Where no row has
+    `accuracy`, the reward stands for it; another key that is missing is an error.  The explorer replaces dropped groups, up to
+    buffer.max_refill of them in a step.
+    """
+
+    stage = "drop"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        scored = [m for m in group.members if m.reward is not None]
+        correct = sum(score > self.args.correct_threshold for score in self._scores(scored))
+        if 0 < correct < len(scored):
+            return Result(rows, [Metric("dropped_all_correct", 0, "sum"), Metric("dropped_all_wrong", 0, "sum")])
+        wrong, right = (len(rows), 0) if correct == 0 else (0, len(rows))
+        return Result([], [Metric("dropped_all_correct", right, "sum"), Metric("dropped_all_wrong", wrong, "sum")])
+
+    def _scores(self, rows: Sequence[Experience]) -> list[float]:
+        found = [number_of(r, self.args.metric_key) for r in rows]
+        if self.args.metric_key == ACCURACY and all(f is None for f in found):
+            return [r.reward for r in rows if r.reward is not None]
+        for row, value in zip(rows, found, strict=True):
+            if value is None:
+                raise ValueError(
+                    f"{row.id} has no {self.args.metric_key!r}; it has {names_of(row)}.  Let the reward or the workflow report it, "
+                    "or name another metric_key"
+                )
+        return [value for value in found if value is not None]
+
+
+class NoOperatorArgs(OperatorArgs):
+    pass
+
+
+@operator("invalid_reward_filter", args=NoOperatorArgs)
+class InvalidRewardFilter(Operator):
+    """Drops rows without a reward.  (A reward that is not a finite number never gets this far: its run has failed.)"""
+
+    stage = "drop"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        return Result([r for r in rows if r.reward is not None])
+
+
+@operator("mask_response_truncated", args=NoOperatorArgs)
+class MaskResponseTruncated(Operator):
+    """Trains no token of an answer that ended at a length limit.  arXiv:2503.14476, section 3.4
+
+    The finish reason of the last model call decides, and the whole row is masked.
+    """
+
+    stage = "drop"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        cut = [r.finish_reason == "length" for r in rows]
+        kept = [untrained(r) if c else r for r, c in zip(rows, cut, strict=True)]
+        return Result(kept, [Metric("masked_truncated_count", sum(cut), "sum")])
+
+
+class DeduplicateRunsArgs(OperatorArgs):
+    by: Literal["tokens", "text"] = "tokens"
+    ignore_case: bool = False
+    ignore_space: bool = False
+    max_copies: int = Field(1, ge=1)
+
+
+@operator("deduplicate", args=DeduplicateRunsArgs)
+class DeduplicateRuns(_CheckedOperator):
+    """Keeps the first `max_copies` runs of a group that gave the same answer.
+
+    `by: tokens` compares the trained tokens; `by: text` the text of the last answer, with `ignore_case` and `ignore_space` without
+    regard to case and to where white space stands and how much of it.
+    """
+
+    stage = "drop"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        seen: Counter[str | bytes] = Counter()
+        kept = []
+        for row in rows:
+            answer = self._answer(row)
+            seen[answer] += 1
+            if seen[answer] <= self.args.max_copies:
+                kept.append(row)
+        return Result(kept, [Metric("duplicate_count", len(rows) - len(kept), "sum")])
+
+    def _answer(self, row: Experience) -> str | bytes:
+        if self.args.by == "tokens":
+            return bytes(row.tokens[row.loss_mask].tobytes())
+        text = row.response_text.casefold() if self.args.ignore_case else row.response_text
+        return " ".join(text.split()) if self.args.ignore_space else text
+
+
+class Shaping(OperatorArgs):
+    """reward `op_type` (`weight` x the row's `stats_key`)."""
+
+    stats_key: str = Field(min_length=1)
+    op_type: Literal["ADD", "SUB", "MUL", "DIV"] = "ADD"
+    weight: float = 1.0
+
+    @field_validator("op_type", mode="before")
+    @classmethod
+    def _upper(cls, value: Any) -> Any:
+        return value.upper() if isinstance(value, str) else value
+
+
+class ShapingArgs(OperatorArgs):
+    reward_shaping_configs: list[Shaping] = Field(min_length=1)
+
+
+@operator("reward_shaping_mapper", args=ShapingArgs)
+class RewardShapingMapper(_CheckedOperator):
+    """Changes each scored row's reward by numbers that the row carries, one configuration after the other.
+
+    A `stats_key` is looked for in the row's info, metrics and parts of the reward.  One that is missing or no number, a division by
+    zero, and a result that is not finite are errors: the group fails with the reason.  Unscored rows stay unscored.
+    """
+
+    stage = "reward"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        shaped = [r if r.reward is None else msgspec.structs.replace(r, reward=self._shaped(r, r.reward)) for r in rows]
+        moved = [
+            new.reward - old.reward
+            for old, new in zip(rows, shaped, strict=True)
+            if old.reward is not None and new.reward is not None
+        ]
+        metrics = [m for d in moved for m in _spread("reward_diff", d)]
+        return Result(shaped, metrics)
+
+    def _shaped(self, row: Experience, reward: float) -> float:
+        for step in self.args.reward_shaping_configs:
+            stat = number_of(row, step.stats_key)
+            if stat is None:
+                raise ValueError(f"{row.id} has no {step.stats_key!r} to shape its reward by; it has {names_of(row)}")
+            by = step.weight * stat
+            if step.op_type == "DIV" and by == 0:
+                raise ValueError(
+                    f"{row.id}: its reward {reward} cannot be divided by weight {step.weight} x {step.stats_key} {stat}"
+                )
+            reward = {"ADD": reward + by, "SUB": reward - by, "MUL": reward * by, "DIV": reward / (by or 1.0)}[step.op_type]
+            if not math.isfinite(reward):
+                raise ValueError(f"{row.id}: {step.op_type} {step.weight} x {step.stats_key} {stat} makes its reward {reward}")
+        return reward
+
+
+def _spread(name: str, value: float) -> list[Metric]:
+    return [Metric(f"{name}/mean", value), Metric(f"{name}/min", value, "min"), Metric(f"{name}/max", value, "max")]
+
+
+@operator("pass_rate_calculator", args=NoOperatorArgs)
+class PassRateCalculator(Operator):
+    """Reports which share of the groups has a pass rate (mean reward of its scored runs) that is worth training on.
+
+    The pass rates themselves are in the ledger; selectors of tasks learn from there, also without this operator.
+    """
+
+    stage = "statistics"
+
+    async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        if not group.rewards:
+            return Result(rows)
+        rate, low, high = group.mean, 1 / 16 + 1e-3, 15 / 16 - 1e-3
+        shares = {
+            "valid_ratio": 0 < rate < 1,
+            "strict_valid_ratio": low < rate < high,
+            "<1_ratio": rate < 1,
+            ">0_ratio": rate > 0,
+            "<15_16_ratio": rate < high,
+            ">1_16_ratio": rate > low,
+        }
+        return Result(rows, [Metric(f"selection/{name}", float(yes)) for name, yes in shares.items()])

@@ -1,0 +1,462 @@
+"""Runs operators over one group at a time, between the explorer and the buffer.
+
+    copy of the input ─> reward operators ─> can the group be trained? ─> statistics operators ─> drop operators ─> still a row to train?
+
+It knows neither tasksets nor the ledger.  Invariant: out come the rows that went in, each once, with the same tokens; what an operator
+left out has its name as `reason` and is never trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from rft.buffer.operators.base import STAGES, GroupView, Operator, Result, Stage, engines_named
+from rft.buffer.settings import OperatorSettings, PipelineSettings
+from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFailed
+from rft.logs import redact
+from rft.plugins import REGISTRY, checked_args
+from rft.threads import contained, in_thread
+from rft.types.experience import Experience, check
+from rft.types.metrics import Metric, Reduction
+from rft.types.ports import ChatModel
+from rft.types.task import Task
+
+KEY = "data_processor.experience_pipeline.input_save_path"
+_PIECE = 1 << 20
+
+_ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
+REFUSED = dict.fromkeys(
+    ("data_juicer", "data-juicer", "datajuicer", "DataJuicerOperator"),
+    "Data-Juicer is not offered.  Use reward_shaping_mapper with numbers that the reward or the workflow reports, deduplicate, or an "
+    "operator of your own (docs/howto/operator.md)",
+)
+log = logging.getLogger(__name__)
+Judge = Callable[[list[Experience], int], tuple[bool, str]]
+FILTERED = "filtered"
+_TRACEBACK_LINES = 12
+
+
+class InputCopy:
+    """A copy of every experience as it was played, as lines of JSON for people and other programs; no part of the accounting.
+
+    Lines are made and written in a thread; a group waits for its own lines, so nothing piles up.  A line cut off by a crash is taken away
+    when the file is opened again, and a later lineage adds to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="experience-copy")  # jobs in order, also when a caller gives up
+
+    async def open(self) -> None:
+        """Raises RunFailed where the file cannot be written."""
+        await self._work(self._open)
+
+    async def write(self, rows: Sequence[Experience]) -> None:
+        await self._work(lambda: self._write(rows))
+
+    async def close(self) -> None:
+        """May be repeated."""
+        if self._file is not None:
+            await self._work(self._close)
+        self._thread.shutdown()
+
+    async def _work(self, job: Callable[[], None]) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, job)
+        except OSError as e:
+            raise RunFailed(f"{self._path} cannot be written: {e}.  Make room, or set {KEY} or save_input: false") from e
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+b", buffering=0)
+        whole = _whole_lines(self._file)
+        if whole != self._file.seek(0, os.SEEK_END):
+            os.ftruncate(self._file.fileno(), whole)
+
+    def _write(self, rows: Sequence[Experience]) -> None:
+        assert self._file is not None, "write after open"
+        rest = memoryview(b"".join(msgspec.json.encode(as_line(r)) + b"\n" for r in rows))
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def as_line(row: Experience) -> dict[str, Any]:
+    """One experience as JSON values: all its fields, arrays as lists, its id as text."""
+    line: dict[str, Any] = {"id": str(row.id), "group": str(row.group)}
+    for name in row.__struct_fields__:
+        if name != "id":
+            value = getattr(row, name)
+            line[name] = value.tolist() if hasattr(value, "tolist") else value
+    line["version_spans"] = [{"version": str(s.version), "start": s.start, "end": s.end} for s in row.version_spans]
+    return line
+
+
+def _whole_lines(file: FileIO) -> int:
+    """Bytes up to and with the last end of a line."""
+    at = file.seek(0, os.SEEK_END)
+    while at > 0:
+        start = max(0, at - _PIECE)
+        file.seek(start)
+        if (found := file.read(at - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        at = start
+    return 0
+
+
+_MAY_CHANGE: dict[Stage, set[str]] = {
+    "reward": {"info", "metrics", "reward", "reward_parts", "token_rewards"},
+    "statistics": {"info", "metrics"},
+    "drop": {"info", "metrics", "loss_mask", "logprobs"},
+}
+
+
+def freeze(row: Experience) -> None:
+    """Writing into the row's arrays raises from now on."""
+    for name in _ARRAYS:
+        if (array := getattr(row, name)) is not None:
+            array.setflags(write=False)
+
+
+def mark(row: Experience) -> tuple[Any, ...]:
+    """Changes when what no operator may change in place is changed (a record's own fields cannot be)."""
+    arrays = [getattr(row, name) for name in _ARRAYS]
+    return (*(a is not None and a.flags.writeable for a in arrays), *row.reward_parts.items())
+
+
+def broken(stage: Stage, before: Sequence[Experience], marks: Sequence[tuple[Any, ...]], result: Any) -> str:
+    """What is wrong with `result`, as the rest of a sentence about the operator; "" if nothing.
+
+    An operator never makes, copies, renames or rewrites an experience; it only judges those it was given.
+    `before` are the rows it was given, `marks` what `mark` said of them then.
+    """
+    if not isinstance(result, Result):
+        return f"returned {type(result).__name__}; it must return Result(rows, metrics) of rft.buffer.operators.base"
+    for row, then in zip(before, marks, strict=True):
+        if mark(row) != then:
+            return f"changed {row.id} in place; use msgspec.structs.replace(row, ...)"
+    given = {r.id: r for r in before}
+    seen = set()
+    for row in _listed(result.rows):
+        if not isinstance(row, Experience):
+            return f"returned a {type(row).__name__} among its rows; they must be the experiences it was given"
+        if row.id not in given:
+            return f"returned {row.id}, which it was not given in this call; operators neither make nor rename experiences"
+        if row.id in seen:
+            return f"returned {row.id} twice; rows are never copied (see max_uses for training them more often)"
+        seen.add(row.id)
+        if fault := _changed(stage, given[row.id], row) or _invalid(row):
+            return fault
+    if stage != "drop" and len(seen) < len(given):
+        missing = next(i for i in given if i not in seen)
+        return f"left out {missing}; only operators of stage drop may, and its stage is {stage}"
+    return _numbers(result)
+
+
+def _listed(rows: Any) -> Sequence[Any]:
+    return rows if isinstance(rows, list | tuple) else [rows]
+
+
+def _changed(stage: Stage, old: Experience, new: Experience) -> str:
+    if new is old:
+        return ""
+    may = _MAY_CHANGE[stage]
+    for name in old.__struct_fields__:
+        was, now = getattr(old, name), getattr(new, name)
+        if was is now or name in may:
+            continue
+        same = np.array_equal(was, now) if name in _ARRAYS and was is not None and now is not None else was == now
+        if not bool(same):
+            return f"changed {name} of {old.id}; an operator of stage {stage} may change {', '.join(sorted(may))}"
+    if bool(np.any(new.loss_mask & ~old.loss_mask)):
+        return f"trains tokens of {old.id} that were not to be trained; a loss_mask may only be cleared"
+    if not np.array_equal(new.logprobs[new.loss_mask], old.logprobs[new.loss_mask]):
+        return f"changed log-probs of {old.id}; they are the sampling policy's"
+    return ""
+
+
+def _invalid(row: Experience) -> str:
+    """Rows check themselves when they are made; `info` and `metrics` may also be written in place."""
+    if not row.info and not row.metrics:
+        return ""
+    try:
+        check(row)
+        msgspec.convert(row.metrics, dict[str, float], strict=True)
+    except (ValueError, TypeError, RecursionError) as e:
+        return f"made {row.id} invalid: {e}"
+    wild = [name for name, value in row.metrics.items() if not math.isfinite(value)]
+    return f"made {row.id} invalid: metrics {', '.join(wild)} are not finite" if wild else ""
+
+
+def _numbers(result: Result) -> str:
+    for m in _listed(result.metrics):
+        if not (
+            isinstance(m, Metric)
+            and isinstance(m.name, str)
+            and isinstance(m.value, int | float)
+            and math.isfinite(m.value)
+            and m.reduction in get_args(Reduction)
+        ):
+            return f"reported {m!r}; metrics are Metric(name, finite number, {' or '.join(get_args(Reduction))})"
+    return ""
+
+
+def build(settings: Sequence[OperatorSettings], engines: Collection[str] | None = None) -> list[Operator]:
+    """The operators, made with their checked arguments.  Plugins must be loaded.  `engines`: those that arguments may name; None = any.
+
+    Raises ConfigError for arguments and for an order that differs from STAGES, PluginError for an unknown name.
+    """
+    made = [_build(s, engines) for s in settings]
+    for before, after, where in zip(made, made[1:], settings[1:], strict=False):
+        if STAGES.index(before.stage) > STAGES.index(after.stage):
+            raise ConfigError(
+                f"{where.name} ({after.stage}) stands behind an operator of stage {before.stage}; operators run in the order "
+                f"{', '.join(STAGES)}.  Write them so: {', '.join(_sorted(settings, made))}",
+                key=where.key,
+                given=where.name,
+            )
+    return made
+
+
+def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Operator:
+    name, key = settings.name, settings.key
+    if name in REFUSED:
+        raise ConfigError(REFUSED[name], key=f"{key}.name", given=name)
+    try:
+        plugin = REGISTRY.get("operator", name)
+    except PluginError as e:
+        raise ConfigError(e.message, key=f"{key}.name", given=name) from None
+    cls: Any = plugin.obj
+    if not inspect.isclass(cls) or not issubclass(cls, Operator) or cls.stage not in STAGES:
+        raise ConfigError(
+            f"operator {name!r} must be a class X(Operator) of rft.buffer.operators.base with `stage`, one of {', '.join(STAGES)}",
+            key=f"{key}.name",
+            given=name,
+        )
+    args = checked_args(plugin, settings.args, key=f"{key}.args")
+    if engines is not None and plugin.args is not None:
+        for argument, engine in engines_named(plugin.args, args).items():
+            if engine not in engines:
+                raise ConfigError(
+                    f"no engine has this name; there is {', '.join(engines)} (explorer.auxiliary_models)",
+                    key=f"{key}.args.{argument}",
+                    given=engine,
+                )
+    made: Operator = cls(**args)
+    return made
+
+
+def _sorted(settings: Sequence[OperatorSettings], made: Sequence[Operator]) -> list[str]:
+    pairs = sorted(zip(settings, made, strict=True), key=lambda pair: STAGES.index(pair[1].stage))
+    return [s.name for s, _ in pairs]
+
+
+class OperatorFailed(Exception):
+    """An operator raised, or passed its deadline; the group cannot be used.  `traceback` is the user's."""
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+@dataclass
+class Processed:
+    """A group after all operators: every row that went in, in the same order.
+
+    `reason` says why it is not accepted; `dropped` counts the rows that operators left out, by operator.
+    """
+
+    rows: list[Experience]
+    accepted: bool
+    reason: str = ""
+    dropped: dict[str, int] = field(default_factory=dict)
+    metrics: list[Metric] = field(default_factory=list)
+
+
+class ExperiencePipeline:
+    """The operators of a run.  `judge(rows, num_runs)` says whether a group can be trained, and if not why."""
+
+    def __init__(self, settings: PipelineSettings, judge: Judge, deadline_s: float) -> None:
+        """`deadline_s` is how long an operator may take over one group.  Raises ConfigError; plugins must be loaded."""
+        made = zip(settings.operators, build(settings.operators), strict=True)
+        self._operators = [_Running(s.name, i, o, deadline_s) for i, (s, o) in enumerate(made)]
+        self._copy = InputCopy(settings.input_path) if settings.input_path is not None else None
+        self._judge = judge
+        self._prepared: list[_Running] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._operators) or self._copy is not None
+
+    async def prepare(self, models: Mapping[str, ChatModel]) -> None:
+        """Raises RunFailed, with the traceback, when an operator cannot get ready or the copy's file cannot be written."""
+        if self._copy is not None:
+            await self._copy.open()
+        for one in self._operators:
+            await one.life("prepare", models)
+            self._prepared.append(one)
+
+    async def close(self) -> None:
+        """Closes what was prepared, last first.  Raises the first RunFailed, after all had their turn; the others are logged."""
+        errors: list[RunFailed] = []
+        while self._prepared:
+            try:
+                await self._prepared.pop().life("close")
+            except RunFailed as e:
+                log.error("%s", e)
+                errors.append(e)
+        if self._copy is not None:
+            await self._copy.close()
+        if errors:
+            raise errors[0]
+
+    async def process(self, task: Task, rows: Sequence[Experience]) -> Processed:
+        """The group's rows after all operators.
+
+        Raises OperatorFailed when one raises or is too slow; RunFailed when one returns what it must not; RftError from an engine.
+        """
+        began = time.monotonic()
+        if self._copy is not None:
+            await self._copy.write(rows)
+        group = _Group(task, rows)
+        if group.members:
+            await self._run("reward", group)
+        accepted, reason = self._judge(group.rows, task.num_runs)
+        if any(m.reward is not None for m in group.members):
+            await self._run("statistics", group)
+        if accepted:
+            await self._run("drop", group)
+            if not any(r.trainable for r in group.rows):
+                accepted, reason = False, FILTERED
+        done = Processed(group.rows, accepted, reason, group.dropped, group.metrics)
+        done.metrics += [
+            Metric("failed_count", 0, "sum"),
+            Metric("filtered_count", sum(group.dropped.values()), "sum"),
+            Metric("experience_count", sum(r.trainable for r in group.rows) if accepted else 0, "sum"),
+            Metric("time/total", time.monotonic() - began, "sum"),
+        ]
+        return done
+
+    async def _run(self, stage: Stage, group: _Group) -> None:
+        for one in self._operators:
+            if one.operator.stage == stage and group.alive:
+                await one.run(group)
+
+
+class _Group:
+    """The rows of one group while operators work on them."""
+
+    def __init__(self, task: Task, rows: Sequence[Experience]) -> None:
+        self.task = task
+        self.rows = list(rows)
+        self.dropped: dict[str, int] = {}
+        self.metrics: list[Metric] = []
+        for row in rows:
+            freeze(row)
+
+    @property
+    def members(self) -> tuple[Experience, ...]:
+        return tuple(r for r in self.rows if r.status != "failed")
+
+    @property
+    def alive(self) -> list[Experience]:
+        """What the next operator gets."""
+        return [r for r in self.rows if r.status != "failed" and not r.reason]
+
+    def take(self, name: str, before: Sequence[Experience], result: Result) -> None:
+        """Puts what came back in its place; what did not, or has no token left to train, gets the operator's name as reason."""
+        given, back = {r.id for r in before}, {r.id: r for r in result.rows}
+        gone = 0
+        for i, row in enumerate(self.rows):
+            if row.id not in given:
+                continue
+            now = back.get(row.id)
+            if now is None or (row.loss_mask.any() and not now.loss_mask.any()):
+                now = msgspec.structs.replace(row if now is None else now, reason=name)
+                gone += 1
+            self.rows[i] = now
+        if gone:
+            self.dropped[name] = self.dropped.get(name, 0) + gone
+        self.metrics += result.metrics
+
+
+class _Running:
+    """One operator with its name, its place and its turns."""
+
+    def __init__(self, name: str, index: int, operator: Operator, deadline_s: float) -> None:
+        self.name, self.index, self.operator = name, index, operator
+        self._deadline_s = deadline_s
+        self._blocking = not inspect.iscoroutinefunction(operator.process)
+        self._turn = asyncio.Lock()  # an ordinary function sees one group after the other
+
+    async def run(self, group: _Group) -> None:
+        before, view = group.alive, GroupView(task=group.task, members=group.members)
+        marks = [mark(r) for r in before]
+        began = time.monotonic()
+        result = await self._call(before, view)
+        if fault := broken(self.operator.stage, before, marks, result):
+            raise RunFailed(
+                f"operator {self.name} {fault}.  Its result cannot be trusted, so the run stops; correct the operator"
+            )
+        group.take(self.name, before, result)
+        group.metrics.append(Metric(f"time/operator/{self.index}_{self.name}", time.monotonic() - began, "sum"))
+
+    async def _call(self, rows: list[Experience], view: GroupView) -> Any:
+        limit = asyncio.timeout(self._deadline_s)
+        try:
+            if not self._blocking:
+                async with limit:
+                    with contained(f"operator {self.name}"):
+                        return await self.operator.process(list(rows), view)  # type: ignore[misc]
+            async with self._turn:
+                limit = asyncio.timeout(self._deadline_s)
+                async with limit:
+                    return await in_thread(lambda: self.operator.process(list(rows), view), f"operator {self.name}")
+        except RftError:
+            raise
+        except Exception as e:  # user code may raise anything; the group becomes failed records
+            late = isinstance(e, TimeoutError) and limit.expired()
+            what = f"took longer than {self._deadline_s:g} s" if late else f"raised {type(e).__name__}: {e}"
+            if isinstance(e, PluginStopped):
+                what = str(e).removeprefix(f"operator {self.name} ")
+            raise self._failed(e, what) from e
+
+    def _failed(self, error: BaseException, what: str) -> OperatorFailed:
+        lines = redact("".join(traceback.format_exception(error))).splitlines()[-_TRACEBACK_LINES:]
+        return OperatorFailed(redact(f"operator {self.name} {what}"), "\n".join(lines))
+
+    async def life(self, method: str, *args: Any) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                call = getattr(self.operator, method)
+                if inspect.iscoroutinefunction(call):
+                    with contained(f"operator {self.name}"):
+                        await call(*args)
+                else:
+                    await in_thread(lambda: call(*args), f"operator {self.name}")
+        except RftError:
+            raise
+        except Exception as e:  # user code may raise anything
+            text = redact("".join(traceback.format_exception(e)))
+            raise RunFailed(f"operator {self.name} failed to {method}:\n{text}") from e

@@ -1,0 +1,43 @@
+"""Payload in the ledger's own database: one transaction covers header and block, so neither exists without the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete, insert
+
+from rft.buffer.base import REMEDY, Storage, storage
+from rft.buffer.schema import ask, payloads, put_many
+from rft.errors import PayloadDamaged
+from rft.faults import fault
+
+_PART = 500  # SQLite allows a limited number of bound values
+
+
+@storage("sql")
+class SqlStorage(Storage):
+    """Blocks are blobs of table `payloads`; a locator is the row's number.  The ledger's connection is all it needs."""
+
+    def put(self, blocks: Sequence[bytes], connection: Connection) -> list[str]:
+        fault("storage.put")
+        if connection.dialect.name != "sqlite":
+            statement = insert(payloads).returning(payloads.c.id, sort_by_parameter_order=True)
+            return [str(x) for x in connection.scalars(statement, [{"block": b} for b in blocks])]
+        last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # nobody else writes
+        numbers = range(last + 1, last + 1 + len(blocks))
+        put_many(connection, payloads, list(zip(numbers, blocks, strict=True)))
+        return [str(n) for n in numbers]
+
+    def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
+        found: dict[str, bytes] = {}
+        for start in range(0, len(locators), _PART):
+            part = [int(x) for x in locators[start : start + _PART]]
+            for number, block in ask(connection, "SELECT id, block FROM payloads WHERE id IN (??)", many=part).all():
+                found[str(number)] = block
+        if missing := [x for x in locators if x not in found]:
+            raise PayloadDamaged(f"payload {missing[0]} is not in table payloads ({len(missing)} missing). {REMEDY}")
+        return [found[x] for x in locators]
+
+    def drop(self, locators: Sequence[str], connection: Connection) -> None:
+        for start in range(0, len(locators), _PART):
+            connection.execute(delete(payloads).where(payloads.c.id.in_([int(x) for x in locators[start : start + _PART]])))

@@ -1,0 +1,334 @@
+"""The trainer's side of the buffer, see `rft.types.ports.BufferReader`: rows are leased to a step, then used or discarded.
+
+It knows no explorer.  The one invariant: a step has at most one lease, and a repeated call about it is a no-op.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+from sqlalchemy import Connection, and_, func, or_, select
+
+from rft.buffer.core import BufferCore
+from rft.buffer.derived_state import chain, counted_uses, digest, move, parts, uses_of
+from rft.buffer.intake import clean
+from rft.buffer.lease_order import LeaseOrder
+from rft.buffer.ledger import Ledger, note_checkpoint, verify
+from rft.buffer.mixing import counted as counted_mixed
+from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, Selection, WaitingGroup
+from rft.buffer.schema import ask, batches, experiences, explanations, leases, mixed_uses, put_many, uses
+from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatch
+from rft.faults import fault
+from rft.types.block import bundle
+from rft.types.ids import Version
+from rft.types.ports import Consumption, GroupStats, Lease
+
+_HEADERS = "SELECT id, group_id, reward, content_hash, run, step, num_response_tokens FROM experiences WHERE group_id IN (??) ORDER BY id"
+_Member = tuple[float, int, int, int]  # reward, run, step, response tokens
+_id = attrgetter("id")
+SAY_EVERY_S = 30.0  # a trainer that waits says for whom
+log = logging.getLogger(__name__)
+
+_Header = tuple[bytes, list[int], list[float | None]]  # a block, positions of rows in it, their rewards
+
+
+class TrainerSide(BufferCore):
+    """Every method names the lineage that calls it, and raises Fenced for another one than the newest: the trainer was replaced."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._turns: dict[int, tuple[asyncio.Lock, int]] = {}  # by step: calls about it that run or wait
+
+    async def lease(
+        self,
+        lineage: int,
+        step: int,
+        *,
+        groups: int | None,
+        rows: int | None,
+        deadline_s: float,
+        max_staleness: int | None,
+        until: int | None = None,
+    ) -> Lease:
+        """The rows of `step`.  Asked again before `use` or `discard`, it gives the same rows.  It waits for events."""
+        self._fence(lineage)
+        wanted = LeaseRequest(step, groups, rows, max_staleness, until)
+        if groups is not None and groups > self._settings.capacity:
+            raise BufferFailed(
+                f"a train batch of {groups} groups can never be filled: buffer.capacity is {self._settings.capacity}"
+            )
+        async with self._about(step):
+            return await self._lease(lineage, wanted, deadline_s)
+
+    async def _lease(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Lease:
+        self._fence(lineage)
+        step, began = wanted.step, asyncio.get_running_loop().time()
+        choice = self._order.leases.get(step) or await self._wait(lineage, wanted, deadline_s)
+        waited = asyncio.get_running_loop().time() - began
+        order = self._order
+        try:
+            try:
+                frame, statistics = await self._leased_rows(lineage, step, choice)
+            except PayloadDamaged:
+                if self._settings.on_damaged_payload == "stop":
+                    raise
+                await self._leave_out(order, wanted, choice)
+                frame, statistics = await self._leased_rows(lineage, step, choice)
+        except BaseException:
+            if step in order.leases:
+                order.give_back(step)
+                await self._notify()
+            raise
+        over = [group for group, _ in choice.dropped_rows if not group.waiting and not group.leased]
+        choice.dropped.clear()  # discarded; a repeated lease must not do so again
+        await self._free(over)
+        if choice.missing:
+            log.warning("step %d trains with %d %s fewer than asked for", step, choice.missing, wanted.unit)
+        return Lease(
+            step=step,
+            frame=frame,
+            groups=statistics,
+            waited_s=waited,
+            available_after=order.num_waiting,
+            missing=choice.missing,
+        )
+
+    async def _leased_rows(self, lineage: int, step: int, choice: Selection) -> tuple[bytes, tuple[GroupStats, ...]]:
+        """The chosen rows as a frame, behind them those of another source, and the groups' frozen statistics."""
+
+        def work(tx: Connection) -> tuple[bytes, dict[str, list[_Member]]]:
+            chosen, scored = lease_rows(tx, self._ledger, step, choice)
+            return bundle([*chosen, *further]), scored
+
+        mixed = [self._mix.block(step)] if self._mix else []
+        further = [(block, range(len(rewards)), rewards) for block, rewards in mixed]
+        frame, scored = await self._fenced(lineage, work, "buffer.lease")
+        for group, _ in choice.picked:
+            group.frozen = group.frozen or _statistics(group.id, scored[group.id])
+        return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
+
+    async def use(self, lineage: int, step: int) -> None:
+        """The lease of `step` was trained on.  Repeating it is a no-op."""
+        async with self._about(step):
+            order, choice = await self._leased(lineage, step)
+            if choice is None:
+                return
+            most = self._settings.max_uses
+            rows = [row for _, part in choice.picked for row in part]
+            used = [r.id for r in rows if r.uses + 1 >= most]
+
+            def work(tx: Connection) -> None:
+                now = time.time()
+                put_many(tx, uses, [(r.id, lineage, step, now) for r in rows])
+                if (mix := self._mix) is not None:
+                    put_many(tx, mixed_uses, [(mix.name, x, lineage, step) for x in mix.ids(step)])
+                move(tx, used, "used")
+
+            await self._fenced(lineage, work, "buffer.use.before")
+            fault("buffer.use.after")
+            await self._done(order, step, most)
+
+    async def discard(self, lineage: int, step: int, reason: str) -> None:
+        """The lease of `step` will never be trained on, e.g. "nonfinite".  Repeating it is a no-op."""
+        if not reason:
+            raise BufferFailed(f"discard of step {step} needs a reason")
+        async with self._about(step):
+            order, choice = await self._leased(lineage, step)
+            if choice is None:
+                return
+            ids = [r.id for _, part in choice.picked for r in part]
+            await self._fenced(lineage, lambda tx: discard(tx, lineage, step, ids, reason), "buffer.explain")
+            await self._done(order, step, None)
+
+    async def consumption(self, lineage: int, step: int) -> Consumption:
+        """What a manifest of `step` has to state; the digest's exact form is in `rft.buffer.derived_state.digest`."""
+
+        def work() -> Consumption:
+            found = self._ledger.run_for(lineage, lambda tx: consumed(tx, self._ledger, step))
+            self._ledger.database.sync()  # a manifest must not outlive the uses that it rests on
+            return found
+
+        return await self._work(work)
+
+    async def _wait(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Selection:
+        now = asyncio.get_running_loop().time
+        deadline, say = now() + deadline_s, now() + SAY_EVERY_S
+        async with contextlib.AsyncExitStack() as held:
+            await held.enter_async_context(self._changed)
+            starving = False
+            while True:
+                self._fence(lineage)
+                found = self._order.lease(wanted)
+                if isinstance(found, Selection):
+                    self._ledger.newest_step = max(self._ledger.newest_step, wanted.step)
+                    return found
+                if now() >= deadline:
+                    raise DeadlineExceeded(
+                        f"the trainer waited {deadline_s:g} s for the explorer: {self._order.missing(wanted)}. "
+                        "Raise buffer.trainer_input.experience_buffer.max_read_timeout if the explorer is merely slow."
+                    )
+                if now() >= say:
+                    waited = deadline_s - (deadline - now())
+                    log.warning("the trainer has waited %.0f s for the explorer: %s", waited, self._order.missing(wanted))
+                    say = now() + SAY_EVERY_S
+                if not starving:
+                    starving = True
+                    held.enter_context(self._limiter.starving())
+                    self._changed.notify_all()  # groups of the open batch may come beyond the bounds now
+                until = min(deadline, say)
+                if found.until is not None:  # something that rests may be used again then
+                    until = min(until, now() + max(0.0, found.until - self._clock()))
+                with contextlib.suppress(TimeoutError):  # one of these three is due: looked at above
+                    async with asyncio.timeout_at(until):
+                        await self._changed.wait()
+
+    @contextlib.asynccontextmanager
+    async def _about(self, step: int) -> AsyncIterator[None]:
+        """One call about a step at a time, so that a message that comes twice is a repetition, not a second lease."""
+        lock, calls = self._turns.get(step) or (asyncio.Lock(), 0)
+        self._turns[step] = (lock, calls + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, calls = self._turns.pop(step)
+            if calls > 1:
+                self._turns[step] = (lock, calls - 1)
+
+    async def _leased(self, lineage: int, step: int) -> tuple[LeaseOrder, Selection | None]:
+        """The lease of `step`; None when it was settled before."""
+        self._fence(lineage)
+        order = self._order
+        choice = order.leases.get(step)
+        if choice is None and await self._fenced(lineage, lambda tx: settled(tx, lineage, step)) is None:
+            raise BufferFailed(f"step {step} of lineage {lineage} has no lease")
+        return order, choice
+
+    async def _done(self, order: LeaseOrder, step: int, max_uses: int | None) -> None:
+        over = order.done(step, max_uses=max_uses)
+        await self._notify()
+        await self._free(over)
+
+    async def _free(self, over: Sequence[WaitingGroup]) -> None:
+        """These groups are done with: frees what only memory holds.  Durable payload stays."""
+        locators = [g.locator for g in over]
+
+        def drop() -> None:
+            self._ledger.run(lambda tx: self._storage.drop(locators, tx))
+            self._ledger.blocks.difference_update(locators)
+
+        if over and not self._storage.durable:
+            await self._work(drop)
+
+    async def _leave_out(self, order: LeaseOrder, wanted: LeaseRequest, choice: Selection) -> None:
+        """A lease goes on without the groups whose payload is gone; they are discarded."""
+        ledger, lineage = self._ledger, self._lineage
+        why = await self._work(ledger.run, lambda tx: {g.id: ledger.damage(tx, g, rows) for g, rows in choice.picked})
+        damaged = {name: what for name, what in why.items() if what is not None}
+        lost = [(group, rows) for group, rows in choice.picked if group.id in damaged]
+        ids = [r.id for _, rows in lost for r in rows]
+        await self._fenced(lineage, lambda tx: discard(tx, lineage, wanted.step, ids, DAMAGED), "buffer.explain")
+        order.lose(wanted.step, set(damaged))
+        choice.missing += len(lost) if wanted.rows is None else sum(len(rows) for _, rows in lost)
+        for group, _ in lost:
+            log.error("group %s is left out (%s): %s", group.id, DAMAGED, damaged[group.id])
+        if not choice.picked:
+            raise ShortBatch(f"step {wanted.step}: the payload of all its groups is damaged, e.g. {next(iter(damaged.values()))}")
+
+
+def lease_rows(tx: Connection, ledger: Ledger, step: int, choice: Selection) -> tuple[list[_Header], dict[str, list[_Member]]]:
+    """Payload of the chosen rows, and the scored members of each of their groups; rows left out for good are explained."""
+    lineage = ledger.lineage
+    for reason, dropped in choice.dropped.items():
+        discard(tx, lineage, step, [r.id for _, rows in dropped for r in rows], reason)
+    blocks = ledger.storage.get([g.locator for g, _ in choice.picked], tx)
+    # locked, where the database locks rows: an edit of a reward comes before this lease or is refused
+    locked = _HEADERS if tx.dialect.name == "sqlite" else f"{_HEADERS} FOR UPDATE"
+    rewards: dict[str, float | None] = {}
+    hashes: dict[str, str] = {}
+    scored: dict[str, list[_Member]] = {}
+    for part in parts([g.id for g, _ in choice.picked]):
+        for name, of, reward, content, run, turn, length in ask(tx, locked, many=part).all():
+            rewards[name], hashes[name] = reward, content
+            if reward is not None:
+                scored.setdefault(of, []).append((reward, run, turn, length))
+    chosen = []
+    for (group, rows), block in sorted(
+        zip(choice.picked, blocks, strict=True), key=lambda part: (part[0][0].key, part[0][0].task)
+    ):
+        rows = sorted(rows, key=_id)
+        verify(group, rows, block, hashes)
+        # the ledger's rewards hold, so that a row and its group's statistics never disagree
+        chosen.append((block, [r.position for r in rows], [rewards[r.id] for r in rows]))
+    now = time.time()
+    leased = [(r.id, lineage, step, now) for _, rows in choice.picked for r in rows]
+    put_many(tx, leases, leased, replace=True)  # from here on their rewards stand
+    return chosen, scored
+
+
+def discard(tx: Connection, lineage: int, step: int, ids: Sequence[str], reason: str) -> None:
+    """These rows are not trained, by `step`.  Repeating it is a no-op."""
+    reason = clean(reason)
+    rows = [(x, lineage, step, reason) for x in ids]
+    put_many(tx, explanations, rows, again="ON CONFLICT DO NOTHING")
+    move(tx, ids, "explained", explained=reason)
+
+
+def settled(tx: Connection, lineage: int, step: int) -> str | None:
+    """What became of the lease of `step`: "used", the reason it was explained by, or None."""
+    if tx.scalar(select(uses.c.step).where(uses.c.lineage == lineage, uses.c.step == step).limit(1)) is not None:
+        return "used"
+    x = explanations.c
+    of_step = and_(x.lineage == lineage, x.step == step, x.reason.not_in(DROPPED))
+    found: str | None = tx.scalar(select(x.reason).where(of_step).limit(1))
+    return found
+
+
+def consumed(tx: Connection, ledger: Ledger, step: int) -> Consumption:
+    """What the manifest of `step` has to say; it is also written down here, for `v_lineage`."""
+    version = Version(ledger.lineage, step)
+    ancestry = chain(tx, version)
+    counted = uses_of(tx, ancestry)
+    found = Consumption(
+        num_uses=len(counted),
+        digest=digest(counted),
+        cursor=_cursor(tx, ledger, step),
+        mixed=counted_mixed(tx, ancestry),
+    )
+    note_checkpoint(tx, version, found)
+    return found
+
+
+def _cursor(tx: Connection, ledger: Ledger, step: int) -> int:
+    e = experiences.c
+    later = [e.id.in_(select(t.c.experience).where(t.c.lineage == ledger.lineage, t.c.step > step)) for t in (uses, explanations)]
+    waiting = e.state == "available"
+    if ledger.settings.max_uses > 1:  # rows that wait for another use do not hold the cursor back
+        used = counted_uses(ledger.ancestry).subquery("used")
+        waiting = and_(waiting, e.id.not_in(select(used.c.experience)))
+    first = tx.scalar(select(func.min(e.batch)).where(or_(waiting, *later)))
+    found = [_first_open(tx, ledger, explorer) for explorer in range(ledger.settings.num_explorers)]
+    return int(min([*found, *([] if first is None else [first])]))
+
+
+def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
+    b = batches.c
+    mine = select(b.batch).where(b.lineage == ledger.lineage, b.explorer == explorer, b.batch >= ledger.cursor).order_by(b.batch)
+    for expected, closed in enumerate(tx.scalars(mine), start=ledger.cursor):
+        if closed != expected:
+            return expected
+    return ledger.cursor + (tx.scalar(select(func.count()).select_from(mine.subquery())) or 0)
+
+
+def _statistics(name: str, members: Sequence[_Member]) -> GroupStats:
+    rewards, runs, steps, lengths = zip(*members, strict=True)
+    n = len(rewards)
+    mean = sum(rewards) / n
+    std = (sum((r - mean) ** 2 for r in rewards) / (n - 1)) ** 0.5 if n > 1 else 0.0
+    return GroupStats(group=name, rewards=rewards, mean=mean, std=std, runs=runs, steps=steps, lengths=lengths)

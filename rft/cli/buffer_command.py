@@ -1,0 +1,180 @@
+"""`rft buffer`: ask a run's experience buffer, while the run goes on or after it; needs no running program.
+
+Every verb takes the run's folder, or with --config the file that the run was started with.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rft.cli.options import Json
+from rft.errors import BufferFailed, ConfigError, ConfigErrors
+
+if TYPE_CHECKING:
+    from rft.buffer.query import Questions
+
+buffer = typer.Typer(no_args_is_help=True, help="Look into a run's experience buffer.")
+Run = Annotated[Path | None, typer.Argument(help="folder of the run", show_default=False)]
+Config = Annotated[
+    Path | None, typer.Option("--config", "-c", help="the run's YAML file, instead of its folder", show_default=False)
+]
+Where = Annotated[str, typer.Option(help="SQL condition on the columns of v_experiences", show_default=False)]
+
+
+@buffer.callback()
+def _buffer() -> None:
+    """Look into a run's experience buffer."""
+
+
+def _told(count: int) -> None:
+    """How far an export is, for somebody who watches."""
+    if sys.stderr.isatty():
+        print(f"\r{count} experiences", end="\r", file=sys.stderr, flush=True)
+
+
+def _opened(run: Path | None, config: Path | None) -> AbstractContextManager[Questions]:
+    from rft.buffer.query import open_run
+
+    return open_run(*_place(run, config))
+
+
+def _place(run: Path | None, config: Path | None) -> tuple[Path, str | None]:
+    """The run's folder, and the ledger's address where the configuration gives one."""
+    if config is None:
+        if run is None:
+            raise ConfigError("give the folder of a run, or --config with the file that it was started with", key="RUN")
+        if not run.is_dir():
+            raise ConfigError(f"{run} is no folder; give the folder of a run", key="RUN", given=str(run))
+        return run, None
+    from rft.config.load import stage_names
+    from rft.config.verify import check
+
+    if (stages := stage_names(config, ())) and run is None:
+        raise ConfigError(f"{config} has the stages {', '.join(stages)}, a run each; give the folder of one", key="--config")
+    report = check(config, schema_only=True, stage=stages[0] if stages else "")
+    if report.plan is None or report.errors:
+        raise ConfigErrors(list(report.errors))
+    return run or report.plan.run_dir, report.plan.buffer.ledger_url
+
+
+@buffer.command()
+def stats(run: Run = None, config: Config = None, as_json: Json = False) -> None:
+    """How many experiences there are: by state, reason, taskset and weight version; bytes, what waits, edits."""
+    from rft.buffer.inspect import collect
+    from rft.cli import show
+
+    with _opened(run, config) as questions:
+        facts = collect(questions)
+    for line in [show.as_json(facts)] if as_json else show.stats(facts):
+        print(line)
+
+
+@buffer.command()
+def query(
+    run: Annotated[str | None, typer.Argument(help="folder of the run", show_default=False)] = None,
+    sql: Annotated[
+        str | None, typer.Argument(metavar="SQL", help="one SELECT; without it: the views and their columns", show_default=False)
+    ] = None,
+    config: Config = None,
+    output: Annotated[str, typer.Option("--format", "-f", help="table, csv or json")] = "table",
+    limit: Annotated[int, typer.Option(min=0, help="most rows that are printed; 0: all")] = 1000,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds after which the question is given up")] = 60.0,
+) -> None:
+    """Ask one SQL question; nothing can be changed, and the run is not held up."""
+    from rft.cli import show
+
+    if output not in show.FORMATS:
+        raise ConfigError(f"{output!r} is none of {', '.join(show.FORMATS)}", key="--format", given=output)
+    if config is not None and sql is None:
+        run, sql = None, run
+    with _opened(None if run is None else Path(run), config) as questions:
+        if sql is None:
+            for line in show.views(questions):
+                print(line)
+            return
+        with questions.ask(sql, timeout_s=timeout) as answer:
+            if show.answer(answer, output, limit):
+                print(f"the first {limit} rows; --limit 0 prints all", file=sys.stderr)
+
+
+@buffer.command()
+def export(
+    run: Run = None,
+    to: Annotated[Path, typer.Option(help="new file, .parquet or .jsonl", show_default=False)] = ...,  # type: ignore[assignment]
+    where: Where = "",
+    tokens: Annotated[bool, typer.Option("--tokens", help="also tokens, masks, log-probs, version spans, messages")] = False,
+    config: Config = None,
+) -> None:
+    """Write experiences to a new Parquet or JSON lines file."""
+    from rft.buffer.experience_export import export as write
+    from rft.cli.show import human
+
+    with _opened(run, config) as questions:
+        count = write(questions, to, where=where, tokens=tokens, told=_told)
+    print(f"{to}  {count} experiences, {human(to.stat().st_size)}")
+
+
+@buffer.command()
+def sample(
+    run: Run = None,
+    num: Annotated[int, typer.Option("-n", "--n", min=1, max=1000, help="how many, drawn at random")] = 3,
+    id: Annotated[str | None, typer.Option("--id", help="this experience", show_default=False)] = None,
+    where: Where = "",
+    tokens: Annotated[bool, typer.Option("--tokens", help="also every token: trained ones with their log-prob")] = False,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Show experiences whole: prompt, response, reward and its parts, the weights that wrote it and the steps that trained it."""
+    from rft.buffer.inspect import look
+    from rft.cli import show
+
+    if id is not None and where:
+        raise ConfigError("cannot stand beside --id; give one of them", key="--where")
+    with _opened(run, config) as questions:
+        found = look(questions, num=num, id=id, where=where)
+        if as_json:
+            print(show.as_json([show.plain(x, tokens=tokens) for x in found]))
+            return
+        words = show.Words(questions.run_dir) if tokens else None
+        for x in found:
+            for line in show.experience(x, words, colour=show.in_colour()):
+                print(line)
+    if not found:
+        print("no experience fulfils the condition", file=sys.stderr)
+
+
+@buffer.command()
+def audit(
+    run: Run = None,
+    as_json: Json = False,
+    payload: Annotated[bool, typer.Option("--payload/--no-payload", help="also read every available experience back")] = True,
+    config: Config = None,
+) -> None:
+    """Check by files alone that nothing was lost and nothing trained twice.  Exit code 4 if something was."""
+    from rft.buffer import audit as audits
+    from rft.buffer.query import locate
+
+    run_dir, url = _place(run, config)
+    locate(run_dir, url)  # a wrong path is no failed audit
+    try:
+        found = audits.audit_run(run_dir, payload=payload, ledger_url=url)
+    except BufferFailed as e:  # there is nothing to count
+        raise ConfigError(str(e), key="RUN") from e
+    if as_json:
+        print(audits.as_json(found))
+    else:
+        explained = ", ".join(f"{n} {reason}" for reason, n in sorted(found.discarded.items())) or "none"
+        print(f"acknowledged {found.acked} = used {found.used} + leased {found.leased} + available {found.available} + explained")
+        print(f"explained    {explained}")
+        print(f"balanced     {'yes' if found.balanced else 'NO'}")
+        print(f"used twice   {found.used_twice}")
+        print(f"checkpoint   {found.version or 'none'} ({found.manifests} manifests compared)")
+        for problem in found.problems:
+            print(f"problem      {problem}")
+    if not found.ok:
+        raise typer.Exit(4)

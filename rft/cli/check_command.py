@@ -1,0 +1,225 @@
+"""`rft check`: what a configuration will do, without starting anything.  Exit code 0, or 2 with every error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from rft.cli.options import Config, Json, Overrides, PluginDirs
+from rft.errors import ConfigError, SetupError
+from rft.logs import learn_environment, redact
+
+if TYPE_CHECKING:
+    from rft.config.check_report import Report
+    from rft.config.plan import Plan
+
+
+def check(
+    overrides: Overrides = None,
+    config: Config = ...,  # type: ignore[assignment]
+    plugin_dir: PluginDirs = None,
+    schema_only: Annotated[bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")] = False,
+    as_json: Json = False,
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False)] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", hidden=True, help="changes nothing: a check never starts anything")
+    ] = False,
+) -> None:
+    """Say what a configuration will do, and everything that is wrong with it; nothing is started."""
+    from rft.config import verify
+    from rft.config.check_report import Report
+    from rft.config.load import stage_names
+    from rft.config.plan import Facts
+
+    learn_environment()
+    try:
+        stages = stage_names(config, overrides or ()) or ("",)
+    except ConfigError as e:
+        stages, wrong = (), Report(errors=tuple(e.errors), schema_only=schema_only)
+    facts = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30)))
+    found = {
+        stage: verify.check(
+            config, overrides or (), plugin_dirs=plugin_dir or (), schema_only=schema_only, facts=facts, stage=stage
+        )
+        for stage in stages
+    } or {"": wrong}
+    seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
+    if as_json:
+        print(json.dumps(_json(found, seats), indent=2, default=str))
+    else:
+        for stage, report in found.items():
+            if stage:
+                print(f"stage {stage}")
+            _show(report, *seats[stage], config)
+    if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
+        raise typer.Exit(2)
+
+
+def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]) -> dict[str, Any]:
+    """One report, or those of all stages below "stages" with what is wrong in any of them on top."""
+    whole = []
+    for stage, report in found.items():
+        places, error = seats[stage]
+        one = {**report.to_json(), "placement": [{"role": role, "place": place} for role, place in places]}
+        if error:
+            one["ok"] = False
+            one["errors"].append({"key": "cluster", "given": None, "message": error})
+        whole.append({"stage_name": stage, **one} if stage else one)
+    if "" in found:
+        return whole[0]
+    both = {name: [x for one in whole for x in one[name]] for name in ("errors", "warnings", "notes", "not_active")}
+    return {"ok": all(one["ok"] for one in whole), **both, "plan": None, "stages": whole}
+
+
+def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
+    """Who sits where on the declared cluster: (role, place)."""
+    from rft.config.devices import explores, trains
+    from rft.launch.cluster import placement
+
+    if plan is None:
+        return [], ""
+    nodes, auxiliary = [plan.cluster.gpu_per_node] * plan.cluster.node_num, plan.cluster.auxiliary
+    engines, learner = plan.engines if explores(plan.mode) else (), plan.learner if trains(plan.mode) else None
+    try:
+        seats = placement(engines, learner, nodes, auxiliary)
+    except SetupError as e:
+        return [], str(e)
+    rows = [(f"{s.role} {s.index}", f"node {s.node}, {s.gpus} GPU(s)" if s.gpus else f"node {s.node}, CPU") for s in seats]
+    return rows, ""
+
+
+def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path) -> None:
+    from rich.console import Console
+
+    out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    if report.ok and not seat_error and report.plan is not None:
+        _show_plan(out, report, report.plan, seats)
+    errors = [*map(str, report.errors), *([f"cluster: {seat_error}"] if seat_error else [])]
+    for name, style, texts in (
+        ("note", "dim", report.notes),
+        ("warning", "yellow", report.warnings),
+        ("later", "yellow", report.not_active),
+        ("error", "red", errors),
+    ):
+        for text in texts:
+            out.print(f"[{style}]{name}[/]{' ' * (9 - len(name))}{escape(redact(str(text)))}")
+    if errors:
+        out.print(f"[bold red]{path}: {len(errors)} error(s)[/]")
+    else:
+        stage = " (the file alone; plugins, data and model were not looked at)" if report.schema_only else ""
+        waiting = sum(not n.harmless for n in report.not_active)
+        start = f"Start it with: rft run --config {path}" if not waiting else f"It cannot run before {waiting} key(s) are active"
+        out.print(f"[bold green]{path} is fine[/]{stage}.  {start}")
+
+
+def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]]) -> None:
+    from rft.config.describe import values
+
+    assert report.config is not None
+    _table(
+        out,
+        "values that are not the default",
+        ("key", "value", "from"),
+        [r for r in values(report.config, plan) if r[2] != "default"],
+    )
+    rows = [("run folder", str(plan.run_dir)), *[(k, v) for k, v in _summary(report, plan)], *seats]
+    _table(out, "what will happen", ("", ""), rows)
+    if report.memory:
+        _table(out, "memory at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report))
+    for t in report.tasksets:
+        for row in t.rows:
+            gold = f", gold answer {row.truth!r}" + (f" scores {row.gold_reward:g}" if row.gold_reward is not None else "")
+            count = f", {row.tokens} tokens" if row.tokens is not None else ""
+            out.print(
+                f"[bold]{escape(t.name)}\\[{row.index}][/] of {t.num_rows}{count}{escape(gold) if row.truth is not None else ''}"
+            )
+            out.print(f"  {escape(row.prompt if len(row.prompt) < 800 else row.prompt[:797] + '...')!s}", style="cyan")
+
+
+def _memory(report: Report) -> list[tuple[str, str, str]]:
+    """A row for each kind of role; roles that are alike stand together."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for r in report.memory:
+        terms = ", ".join(f"{t.name} {t.nbytes / (1 << 20):,.0f} MiB" for t in r.terms)
+        rows.setdefault((f"{r.nbytes / (1 << 30):.2f} GiB" + (" of a GPU" if r.device == "cuda" else ""), terms), []).append(
+            r.role
+        )
+    return [
+        (roles[0] if len(roles) == 1 else f"{roles[0]} ... {roles[-1]}, each", size, terms)
+        for (size, terms), roles in rows.items()
+    ]
+
+
+def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
+    from rft.config.check_report import step
+
+    s = step(plan, report.tasksets)
+    if plan.trainer.offline_data is not None:
+        return _offline(s, plan) + _model_and_rows(report)
+    engine = plan.engines[0]
+    tokens = f"at most {s['max_generated_tokens']:,} tokens generated" + (
+        f" after about {s['prompt_tokens']:,} tokens of prompts" if s["prompt_tokens"] is not None else ""
+    )
+    steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the tasksets are opened"
+    epochs = f", {s['epochs']:g} epochs in {s['explore_steps']} explore steps" if s["epochs"] is not None else ""
+    found = [
+        ("steps", steps + epochs),
+        ("each step", f"{s['tasks']} tasks, {s['experiences']} experiences, {tokens}"),
+        ("weights", s["sync"]),
+        ("", "\n".join(["if an explore step takes as long as the train steps it feeds:", *s["timeline"]])),
+        ("staleness", _staleness(plan.staleness_bound)),
+        ("engines", f"{len(plan.engines)} x {engine.engine_type} on {engine.device}, {engine.dtype}, {engine.max_model_len} tokens"),
+        ("trainer", f"{plan.learner.world_size} rank(s) on {plan.learner.device}, {plan.learner.dtype}, lr {plan.learner.optim.lr:g}"),
+        ("loss", f"{plan.learner.algorithm.advantage_fn} advantages, {plan.learner.algorithm.policy_loss_fn} loss, KL "
+                 f"{plan.learner.algorithm.kl_loss_fn}, {plan.learner.algorithm.loss_agg_mode}"),
+    ]  # fmt: skip
+    return found + _model_and_rows(report)
+
+
+def _offline(s: dict[str, Any], plan: Plan) -> list[tuple[str, str]]:
+    learner, epochs = plan.learner, f", {s['epochs']:g} epochs" if s["epochs"] is not None else ""
+    tokens = f", about {s['tokens']:,} tokens, {s['trained_tokens']:,} of them trained" if s["tokens"] is not None else ""
+    steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the data set is opened"
+    return [
+        ("steps", steps + epochs),
+        ("each step", f"{s['rows']} {s['kind']}{tokens}"),
+        ("trainer", f"{learner.world_size} rank(s) on {learner.device}, {learner.dtype}, lr {learner.optim.lr:g}"),
+        ("loss", f"{learner.algorithm.policy_loss_fn}, KL {learner.algorithm.kl_loss_fn}, {learner.algorithm.loss_agg_mode}"),
+    ]
+
+
+def _model_and_rows(report: Report) -> list[tuple[str, str]]:
+    found, model = [], report.model
+    if model:
+        found.append(("model", f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}"))
+    if "row_layout" in model:
+        found.append(("rows", f"{model['row_layout']}: {model['row_layout_why']}"))
+    found += [(f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows") for t in report.tasksets]
+    return found
+
+
+def _staleness(bound: int | None) -> str:
+    if bound is None:
+        return "no bound (synchronizer.max_staleness sets one)"
+    return f"at most {bound} train steps" + (" (on-policy)" if bound == 0 else "")
+
+
+def _table(out: Any, title: str, head: tuple[str, ...], rows: list[Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=any(head), box=None, pad_edge=False)
+    for name in head:
+        table.add_column(name, overflow="fold", no_wrap=table.columns == [])
+    for row in rows:
+        table.add_row(*[escape(str(c)) for c in row])
+    out.print(table)
+    out.print()
+
+
+if __name__ == "__main__":
+    typer.run(check)

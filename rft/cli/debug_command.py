@@ -1,0 +1,224 @@
+"""`rft debug`: play one task of a configuration, or score one answer to it, and show everything that happens.
+
+Without Ray, trainer and buffer, in this process: breakpoints work.  Exit code 4 where a run failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from rft.cli.options import Config, Overrides, PluginDirs, one_of, planned, tasksets
+from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError
+from rft.logs import learn_environment
+
+if TYPE_CHECKING:
+    from rft.config.plan import Plan
+    from rft.testing.trace import WorkflowResult
+    from rft.types.ports import ChatModel
+    from rft.types.task import Task
+
+debug = typer.Typer(no_args_is_help=True, help="Play one task of a configuration, or score one answer, and show what happens.")
+ENGINES = ("scripted", "transformers", "vllm", "openai")
+_JUDGE = re.compile(r"(?:(?P<name>[^:=]+)=)?(?P<how>scripted|fake):(?P<says>.*)", re.DOTALL)
+
+Number = Annotated[int, typer.Option("--task", help="number of the task in its taskset, from 0")]
+Name = Annotated[str | None, typer.Option("--taskset", help="name of the taskset; default: the first", show_default=False)]
+Stage = Annotated[str, typer.Option(help="which of the configuration's stages", show_default=False)]
+Judges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--judge",
+        help="scripted:TEXT: what every auxiliary model says; fake:NUMBER: the verdict of judges; NAME=... for one model; repeatable",
+        show_default=False,
+    ),
+]
+Limit = Annotated[float, typer.Option("--timeout", help="seconds for each run; long enough for a breakpoint")]
+
+
+@debug.command("workflow")
+def workflow(
+    config: Config,
+    overrides: Overrides = None,
+    task: Number = 0,
+    taskset: Name = None,
+    stage: Stage = "",
+    engine: Annotated[str, typer.Option(help=", ".join(ENGINES))] = "scripted",
+    say: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="scripted: what the model says in each run, call by call, the last for ever; default: the gold answer",
+            show_default=False,
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(help="runs of the task at the same time")] = 1,
+    tokens: Annotated[bool, typer.Option("--tokens", help="show which tokens are trained, and how likely each was")] = False,
+    judge: Judges = None,
+    model: Annotated[str | None, typer.Option(help="openai: the model's name on the server", show_default=False)] = None,
+    base_url: Annotated[str | None, typer.Option(help="openai: address; default: OPENAI_BASE_URL", show_default=False)] = None,
+    timeout: Limit = 3600.0,
+    plugin_dir: PluginDirs = None,
+) -> None:
+    """Play one task and show messages, tool calls, rewards by part, and times.
+
+    `scripted` needs no model; `transformers` and `vllm` serve the configuration's model as it is; `openai` asks a server (its key is
+    in OPENAI_API_KEY).  Auxiliary models are started when they are first called.
+    """
+    from rft.launch import debug_session
+
+    one_of(engine, ENGINES, "--engine")
+    if say and engine != "scripted":
+        raise ConfigError("only --engine scripted says what it is told", key="--say", given=say[0])
+    learn_environment()
+    plan = planned(config, overrides, plugin_dir, stage)
+    settings: EngineSettings | None = None
+    if engine == "openai":
+        if not model:
+            raise ConfigError("name the server's model with --model", key="--model")
+        if tokens:
+            raise ConfigError("a server gives no tokens; use transformers or vllm", key="--tokens", given="--engine openai")
+        settings = debug_session.server_settings(model, base_url)
+    elif engine != "scripted":
+        settings = debug_session.policy_settings(plan, engine)
+    one = _task(plan, taskset, task, counts=engine in ("transformers", "vllm"))
+    if settings is None:
+        one = _unlimited(one)
+    policy = settings or debug_session.scripted(say or (), one.truth, runs)
+    _play(plan, one, policy, runs, judge or (), timeout, tokens=tokens)
+
+
+@debug.command("reward")
+def reward(
+    config: Config,
+    answer: Annotated[
+        list[str], typer.Option(help="an answer to score; repeatable: several runs of the task", show_default=False)
+    ],
+    overrides: Overrides = None,
+    task: Number = 0,
+    taskset: Name = None,
+    stage: Stage = "",
+    judge: Judges = None,
+    timeout: Limit = 3600.0,
+    plugin_dir: PluginDirs = None,
+) -> None:
+    """Score answers to one task with its reward, as if the model had given them, and show the parts."""
+    from rft.testing.fakes import ScriptedModel
+    from rft.testing.play import OneAnswer
+
+    learn_environment()
+    plan = planned(config, overrides, plugin_dir, stage)
+    one = _unlimited(_task(plan, taskset, task, counts=False))
+    if one.reward is None:
+        raise ConfigError(
+            "names no reward, so its workflow scores itself; use `rft debug workflow --say TEXT`", key=f"taskset {one.taskset}"
+        )
+    policy = ScriptedModel(per_run=[[a] for a in answer])
+    _play(plan, one, policy, len(answer), judge or (), timeout, workflow=OneAnswer)
+
+
+def _task(plan: Plan, name: str | None, number: int, *, counts: bool) -> Task:
+    """Task `number`; prompts are counted only where there is a model whose tokens count."""
+    from rft.taskset.open_source import open_taskset
+
+    found = tasksets(plan)
+    if not found:
+        raise ConfigError("has no taskset to take a task from", key="buffer.explorer_input")
+    settings = found[one_of(name or next(iter(found)), list(found), "--taskset")]
+    opened = open_taskset(settings if counts else dataclasses.replace(settings, prompt_limit=None))
+    if not 0 <= number < len(opened):
+        raise ConfigError(f"taskset {settings.name} has tasks 0 to {len(opened) - 1}", key="--task", given=number)
+    return opened.task(number)
+
+
+def _unlimited(task: Task) -> Task:
+    """The limits count tokens, and a script's are bytes."""
+    return msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, max_tokens=1 << 20, min_tokens=0))
+
+
+def _judges(plan: Plan, given: Sequence[str]) -> dict[str, ChatModel]:
+    """--judge: names of auxiliary models, and what stands in their place."""
+    replaced: dict[str, ChatModel] = {}
+    for text in given:
+        found = _JUDGE.fullmatch(text)
+        if found is None:
+            raise ConfigError("write scripted:TEXT, fake:NUMBER, or NAME= and one of these", key="--judge", given=text)
+        names = [found["name"]] if found["name"] else [n for m in plan.auxiliary for n in m.names]
+        replaced |= dict.fromkeys(names, _stand_in(found["how"], found["says"]))
+    return replaced
+
+
+def _stand_in(how: str, says: str) -> ChatModel:
+    from rft.testing.fakes import ScriptedModel
+    from rft.testing.judge import FakeJudge
+
+    if how == "scripted":
+        return ScriptedModel(answer=lambda _: says)
+    try:
+        return FakeJudge(float(says))
+    except ValueError:
+        raise ConfigError("fake: is followed by the number that the judge gives", key="--judge", given=says) from None
+
+
+def _play(
+    plan: Plan,
+    task: Task,
+    policy: ChatModel | EngineSettings,
+    runs: int,
+    judges: Sequence[str],
+    timeout_s: float,
+    *,
+    workflow: Any = None,
+    tokens: bool = False,
+) -> None:
+    from rft.launch import debug_session
+    from rft.testing.play import run_workflow_async
+    from rft.testing.trace import console, show
+
+    replaced = _judges(plan, judges)
+    _in_vllms_environment(plan, policy, replaced)
+
+    async def play() -> WorkflowResult:
+        models = debug_session.Models(plan, lambda text: print(f"starting {text}", file=sys.stderr, flush=True))
+        try:
+            played_by = await models.policy(policy) if isinstance(policy, EngineSettings) else policy
+            beside = models.auxiliary(replaced)
+            args: dict[str, Any] | None = {} if workflow is not None else None
+            return await run_workflow_async(
+                workflow, task, played_by, models=beside, n=runs, workflow_args=args, timeout_s=timeout_s, may_fail=True
+            )
+        finally:
+            await models.close()
+
+    result = asyncio.run(play())
+    decoding: Mapping[str, Any] = {"decode": _decoder(policy)} if tokens and isinstance(policy, EngineSettings) else {}
+    show(result, console(), tokens=tokens, **decoding)
+    if result.failed:
+        raise typer.Exit(4)
+
+
+def _decoder(settings: EngineSettings) -> Any:
+    from rft.engine.chat import load_tokenizer
+
+    tokenizer = load_tokenizer(settings)
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replaced: Mapping[str, Any]) -> None:
+    """Where a model may be vLLM's: the rest of this command in a process of its own, which ends this one."""
+    from rft.launch import debug_session, leftovers
+
+    found = [policy] if isinstance(policy, EngineSettings) else []
+    found += [m.engines[0] for m in plan.auxiliary if not set(m.names) & set(replaced)]
+    vllm = next((e for e in found if e.engine_type == "vllm"), None)
+    if vllm is not None and leftovers.RUN_ID not in os.environ:
+        sys.stdout.flush()
+        raise typer.Exit(debug_session.in_vllms_environment(vllm, [sys.executable, "-m", "rft.cli.main", *sys.argv[1:]]))

@@ -1,0 +1,105 @@
+"""`rft explain`: one configuration key in words; `rft plugins`: what a configuration can name, and where each thing comes from.
+
+Exit code 2 for a key or kind that nobody knows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rft.cli.options import JsonArray, PluginDirs
+from rft.errors import ConfigError
+
+_PACKAGES = ("rft.algorithm", "rft.buffer.operators", "rft.buffer.storage", "rft.monitor", "rft.taskset")
+
+
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="a key, e.g. trainer.grad_clip; veRL's and Trinity-RFT's names too", show_default=False)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON array, one object for each key it became")] = False,
+) -> None:
+    """Say what a key means, its unit and default, who reads it, and its names in veRL and Trinity-RFT."""
+    from rft.compat.key_names import describe
+
+    found = describe(key)
+    if as_json:
+        print(json.dumps([d.to_json() for d in found], indent=1, ensure_ascii=False))
+        return
+    for d in found:
+        rows = [
+            ("", d.meaning),
+            ("asked for", f"{d.asked}{f' ({d.note})' if d.note else ''}" if d.asked else ""),
+            ("type", d.type),
+            ("unit", d.unit),
+            ("default", d.default),
+            ("allowed", ", ".join(d.allowed)),
+            ("read by", d.used_by),
+            ("active", d.active if d.type else ""),
+            ("on resume", d.on_resume),
+            ("also written", ", ".join(d.also)),
+            ("veRL", ", ".join(d.verl) or "none"),
+            ("Trinity-RFT", d.trinity),
+            ("keys below", ", ".join(d.below)),
+        ]
+        print(d.key)
+        for name, text in rows:
+            if text:
+                print(f"  {name:13}{text}" if name else f"  {text}")
+
+
+def plugins(
+    kind: Annotated[
+        str | None, typer.Argument(help="workflow, reward, policy_loss_fn ...; default: all", show_default=False)
+    ] = None,
+    as_json: JsonArray = False,
+    plugin_dir: PluginDirs = None,
+) -> None:
+    """List what a configuration can name."""
+    rows = listed(plugin_dir or [], kind)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    width = max(len(str(r["name"])) for r in rows)
+    for i, row in enumerate(rows):
+        if i == 0 or rows[i - 1]["kind"] != row["kind"]:
+            print(f"{row['kind']}")
+        print(f"  {row['name']:{width}}  {row['about']}" + (f"  [{row['source']}]" if not row["built_in"] else ""))
+
+
+def listed(plugin_dirs: list[str], kind: str | None) -> list[dict[str, str | bool | list[str]]]:
+    """One row per plugin: kind, name, what it is (first line of its docstring), arguments, source.  Raises ConfigError, PluginError."""
+    import rft.plugins as registry
+    from rft.engine.settings import BUILT_IN
+
+    registry.load_all(plugin_dirs)
+    for package in _PACKAGES:
+        registry.REGISTRY.scan_package(package)
+    home = str(Path(registry.__file__).parent)
+    shipped = (home, str(registry.shipped_workflows().resolve()))
+    rows: list[dict[str, str | bool | list[str]]] = [
+        {
+            "kind": p.kind,
+            "name": p.name,
+            "about": (getattr(p.obj, "__doc__", None) or "").strip().partition("\n")[0],
+            "args": list(p.args.model_fields) if p.args is not None else [],  # type: ignore[attr-defined]
+            "source": p.source,
+            "built_in": p.source.startswith(shipped),
+        }
+        for p in registry.REGISTRY.all()
+    ]
+    known = {(r["kind"], r["name"]) for r in rows}
+    rows += [
+        {"kind": "engine", "name": n, "about": "", "args": [], "source": where.partition(":")[0], "built_in": True}
+        for n, where in BUILT_IN.items()
+        if ("engine", n) not in known
+    ]
+    rows.sort(key=lambda r: (r["kind"], r["name"]))
+    kinds = sorted({str(r["kind"]) for r in rows})
+    if kind is not None and kind not in kinds:
+        raise ConfigError(f"unknown kind {kind!r}; known: {', '.join(kinds)}", key="KIND", given=kind)
+    return [r for r in rows if kind in (None, r["kind"])]

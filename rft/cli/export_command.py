@@ -1,0 +1,120 @@
+"""`rft export`: the Hugging Face model of a checkpoint, verified, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rft.cli.options import RunDir
+from rft.errors import CheckpointInvalid, ConfigError, SetupError
+
+if TYPE_CHECKING:
+    from rft.trainer.manifest import Manifest
+
+
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Option("--out", "-o", help="new folder for the model", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="train step; default: the newest", show_default=False)] = None,
+    best: Annotated[
+        str | None, typer.Option(help="metric of metrics.jsonl: the checkpoint where it was highest", show_default=False)
+    ] = None,
+    lowest: Annotated[bool, typer.Option("--lowest", help="with --best: where it was lowest")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapter, as peft reads it")] = False,
+) -> None:
+    """Write the verified Hugging Face model of a checkpoint; with LoRA the adapter is added to the weights."""
+    print(copy_model(run_dir, out, step, best=best, mode="min" if lowest else "max", adapter=adapter))
+
+
+def copy_model(
+    run_dir: Path,
+    out: Path,
+    step: int | None,
+    *,
+    best: str | None = None,
+    mode: Literal["max", "min"] = "max",
+    adapter: bool = False,
+) -> Path:
+    """Write to `out`, which must not exist yet; it appears whole or not at all.
+
+    The checkpoint's own Hugging Face folder is copied where it has one; else its parts are put together, one tensor in memory at a
+    time.  `adapter`: only what was trained of it.  The folder of a program stands for that of its last finished stage.
+    Raises ConfigError for a wrong folder or step, CheckpointInvalid naming the file that is not what the manifest says.
+    """
+    from rft.trainer import manifest as manifests
+
+    run_dir, folders = _with_model(run_dir, adapter)
+    if best is not None:
+        if step is not None:
+            raise ConfigError("--best is given too; name one of them", key="--step", given=step)
+        step = _best(run_dir, best, mode, folders)
+    if step is not None and step not in folders:
+        raise ConfigError(f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step)
+    if out.exists():
+        raise ConfigError(f"{out} exists; name a folder that does not", key="--out")
+    manifest = manifests.read(folders[max(folders) if step is None else step])  # hashes every file
+    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        aside.mkdir(parents=True)
+        _fill(manifest, aside, adapter=adapter)
+        aside.rename(out)
+    except OSError as e:
+        raise SetupError(f"{out} cannot be written: {e.strerror}") from e
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out
+
+
+def _with_model(run_dir: Path, adapter: bool) -> tuple[Path, dict[int, Path]]:
+    """The folder of the run, or of a program's last finished stage, and its checkpoints with a model, or adapter, by step."""
+    from rft.launch import stages
+    from rft.trainer import manifest as manifests
+
+    if stages.record(run_dir):
+        if not (done := stages.read(run_dir)):
+            raise ConfigError(f"{run_dir} is a program of stages, and none of them is done", key="RUN_DIR")
+        run_dir = run_dir / done[-1].name
+    committed = manifests.committed(run_dir / "checkpoints")
+    kinds = ("trainer/adapters",) if adapter else ("huggingface", "trainer/pretrained")
+    folders = {manifests.step_of(f): f for f in committed if any((f / name).is_dir() for name in kinds)}
+    none = f"{run_dir} has {len(committed)} checkpoints and none of them holds"
+    if not folders and adapter:
+        raise ConfigError(f"{none} an adapter; it trained the whole model", key="--adapter")
+    if not folders:
+        raise ConfigError(f"{none} a model; set trainer.save_hf_checkpoint to last or always", key="RUN_DIR")
+    return run_dir, folders
+
+
+def _best(run_dir: Path, metric: str, mode: Literal["max", "min"], steps: Collection[int]) -> int:
+    from rft.monitor.monitor import FILE
+    from rft.trainer.checkpoints import best_step
+
+    found = best_step(run_dir / FILE, metric, mode, steps)
+    if found is None:
+        raise ConfigError(
+            f"{metric} has no value at the steps of the checkpoints ({', '.join(map(str, steps))})", key="--best", given=metric
+        )
+    return found
+
+
+def _fill(manifest: Manifest, aside: Path, *, adapter: bool) -> None:
+    beginning = "trainer/adapters/" if adapter else "huggingface/"
+    names = [n for n in manifest.files if n.startswith(beginning)]
+    if adapter and names:
+        beginning = "/".join(names[0].split("/")[:3])  # the folder has the adapter's name
+    if adapter or names:
+        if not any(n.endswith(".safetensors") for n in names):
+            raise CheckpointInvalid(f"{manifest.folder}: its manifest lists no safetensors file below {beginning}")
+        for name in names:
+            target = aside / Path(name).relative_to(beginning)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(manifest.folder / name, target)
+        return
+    from rft.trainer.hf_folder import assemble
+
+    assemble(manifest.folder / "trainer", aside)

@@ -1,0 +1,49 @@
+"""Options that several verbs have, and what they all do with them.  Loads nothing but the errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rft.config.plan import Plan
+    from rft.taskset.settings import TasksetSettings
+
+RunDir = Annotated[Path, typer.Argument(help="folder of the run", show_default=False)]
+Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value", show_default=False)]
+PluginDirs = Annotated[
+    list[str] | None, typer.Option("--plugin-dir", help="folder with your plugins; repeatable", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+JsonArray = Annotated[bool, typer.Option("--json", help="print one JSON array")]
+
+
+def one_of(given: str | None, known: Sequence[str], key: str) -> str:
+    """`given`, which has to be among `known`."""
+    if given is None or given not in known:
+        raise ConfigError(f"write one of {', '.join(known) or 'no taskset'}", key=key, given=given)
+    return given
+
+
+def planned(
+    config: Path, overrides: Sequence[str] | None = None, plugin_dirs: Sequence[str] | None = None, stage: str = ""
+) -> Plan:
+    """The plan of a configuration, with everything loaded that it may name."""
+    from rft.config.load import load
+    from rft.config.resolve import resolve
+    from rft.plugins import load_all
+
+    plan = resolve(load(config, overrides or (), stage=stage))
+    load_all([*plan.plugin_dirs, *(plugin_dirs or ())])
+    return plan
+
+
+def tasksets(plan: Plan) -> dict[str, TasksetSettings]:
+    """By name: those to train on, then those to evaluate on."""
+    return {t.name: t for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)}

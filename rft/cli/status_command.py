@@ -1,0 +1,284 @@
+"""`rft status`, `rft timeline` and `rft log`: what a run is doing or how it ended, who worked and who waited in it, and what it said.
+
+From its files alone; the run need not be alive, or on this machine, and may still be going on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import json
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rft.cli.options import Json, RunDir
+from rft.errors import CheckpointInvalid, ConfigError, SetupError
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+# 2026-11-21 10:15:28,123 I rft.launch.drive: text
+_HEAD = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?P<level>[DIWEC]) ")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # model output must not drive the terminal
+Entry = tuple[str, str, str]  # time, file, text of one or more lines
+
+
+def status(
+    run_dir: RunDir,
+    as_json: Json = False,
+) -> None:
+    """What a run is doing or how it ended, read from its files."""
+    facts = collect(run_dir)
+    if as_json:
+        print(json.dumps(facts, indent=1, default=str))
+        return
+    for line in lines(facts):
+        print(line)
+
+
+def collect(run_dir: Path) -> dict[str, Any]:
+    """Phase, holder, steps, newest numbers, checkpoints.  Raises ConfigError when no run has been in `run_dir`."""
+    from rft.launch.rundir import RunDir
+
+    run = RunDir(run_dir)
+    state = run.read_state()
+    if not state:
+        raise ConfigError(f"{run_dir} is not the folder of a run: it has no state.json", key="RUN_DIR", given=str(run_dir))
+    holder = _holder(run.lock_file)
+    phase = str(state.get("phase", "unknown"))
+    if holder is None and phase in ("starting", "running", "stopping"):
+        phase = "died"
+    return {
+        "run_dir": str(run_dir),
+        "phase": phase,
+        "holder": holder,
+        "state": state,
+        **_metrics(run_dir / "metrics.jsonl"),
+        "checkpoints": _checkpoints(run.checkpoints),
+        "stages": _stages(run_dir),
+    }
+
+
+def _stages(run_dir: Path) -> list[dict[str, Any]]:
+    """The runs below a program's folder, in order; none for an ordinary run."""
+    from rft.launch.rundir import RunDir
+    from rft.launch.stages import record
+
+    rows = []
+    for stage in record(run_dir):
+        folder = run_dir / stage["stage_name"]
+        phase = "done" if stage["version"] else str(RunDir(folder).read_state().get("phase", "not begun"))
+        rows.append({**stage, "phase": phase, "run_dir": str(folder)})
+    return rows
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """`facts` of `collect` for people."""
+    from rft.launch.progress import duration, step_facts
+
+    state = facts["state"]
+    held = f", process {facts['holder']}" if facts["holder"] is not None else ""
+    age = f", since {duration(max(time.time() - state['time'], 0))}" if "time" in state else ""
+    out = [f"run          {facts['run_dir']}", f"phase        {facts['phase']}{held}{age}"]
+    if facts["phase"] == "died":
+        out.append("             its process is gone and did not end properly; run the same command again to go on")
+    if reason := state.get("reason"):
+        out.append(f"reason       {reason}")
+    for s in facts["stages"]:
+        model = f", version {s['version']}" if s["version"] else ""
+        out.append(f"stage        {s['stage_name']}: {s['phase']}{model}  (rft status {s['run_dir']})")
+    out += [f"waiting      {wait}" for wait in state.get("waiting", ())]
+    if parts := state.get("parts"):
+        out.append("parts        " + ", ".join(f"{name} {_alive(pid)}" for name, pid in parts.items()))
+    if step := facts["last_step"]:
+        out.append(f"step         {step['step']}  {step_facts(step['values'], step['values'].get('perf/step_s', 0.0))}")
+    out += [f"eval         step {e['step']}: {e['name']} {e['value']:.3f}" for e in facts["evals"]]
+    out += [
+        f"checkpoint   step {c['step']}, version {c['version']}, {c['bytes'] / 1e6:.0f} MB{', model' if c['model'] else ''}"
+        if not c["problem"]
+        else f"checkpoint   step {c['step']}: {c['problem']}"
+        for c in facts["checkpoints"][-3:]
+    ]
+    return [*out, *(f"note         {n}" for n in facts["notes"] if not facts["stages"])]
+
+
+def _holder(lock: Path) -> int | None:
+    """The process that holds the run's lock now; None when it is free, or its holder was killed.
+
+    The holder's number stands in the file from the moment it took the lock.  The lock itself is left alone: trying it could make a run
+    that starts at this moment fail.
+    """
+    import psutil
+
+    try:
+        text, since = lock.read_text().strip(), lock.stat().st_mtime
+        return int(text) if text.isdecimal() and psutil.Process(int(text)).create_time() <= since + 1 else None
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None
+
+
+def _alive(pid: int) -> str:
+    import psutil
+
+    return f"{pid}" if psutil.pid_exists(pid) else f"{pid} (gone)"
+
+
+def _metrics(path: Path) -> dict[str, Any]:
+    """The last train step, and the first and last value of each evaluation mean."""
+    from rft.monitor.read import scan
+
+    if not path.exists():
+        return {"last_step": None, "evals": [], "notes": ["nothing has been measured yet"]}
+    found = scan(path)
+    steps = [r for r in found.records if r.role == "trainer"]
+    last = {"step": steps[-1].step, "time": steps[-1].time, "values": steps[-1].values} if steps else None
+    means = {n for r in found.records for n in r.values if n.startswith("eval/") and "/mean@" in n}
+    evals = []
+    for name in sorted(means):
+        points = [{"step": r.step, "name": name, "value": r.values[name]} for r in found.records if name in r.values]
+        evals += [points[0], points[-1]] if len(points) > 1 else points
+    return {"last_step": last, "evals": evals, "notes": [found.note] if found.note else []}
+
+
+def _checkpoints(folder: Path) -> list[dict[str, Any]]:
+    from rft.trainer import manifest as manifests
+
+    out = []
+    for path in manifests.committed(folder):
+        row: dict[str, Any] = {"step": int(path.name.rpartition("_")[2]), "folder": str(path), "problem": ""}
+        try:
+            found = manifests.read(path, verify=False)  # hashing gigabytes is for export and resume
+            row |= {"version": str(found.version), "bytes": sum(f.size for f in found.files.values())}
+        except CheckpointInvalid as e:
+            row["problem"] = str(e)
+        out.append({**row, "model": (path / "huggingface").is_dir()})
+    return out
+
+
+def timeline(
+    run_dir: RunDir,
+    out: Annotated[
+        Path | None, typer.Option(help="the SVG file; RUN_DIR/timeline.svg where none is named", show_default=False)
+    ] = None,
+    last: Annotated[int, typer.Option(help="train steps at the end of the run; 0 draws all of it", min=0)] = 30,
+) -> None:
+    """Draw explore batches, train steps, weight syncs by phase and evaluations over time, and say who was idle."""
+    from rft.monitor.pictures import picture
+
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise ConfigError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl", key="RUN_DIR", given=str(run_dir))
+    path = out or run_dir / "timeline.svg"
+    for name, share in picture(run_dir, path, last=last or None).items():
+        print(f"{name:16}{share:6.1%}")
+    print(f"picture         {path}")
+
+
+def log(
+    run_dir: RunDir,
+    keyword: Annotated[
+        str | None, typer.Option("-k", help="only entries that contain this text, in any case", show_default=False)
+    ] = None,
+    level: Annotated[str, typer.Option("-l", help=f"lowest level: {', '.join(LEVELS)}")] = "info",
+    last: Annotated[int | None, typer.Option("-n", help="only so many of the newest entries", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("-f", help="go on as the run writes; Ctrl-C ends it")] = False,
+) -> None:
+    """Show a run's logs, merged by time."""
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"{level!r} is none of {', '.join(LEVELS)}", key="-l", given=level)
+    if not (run_dir / "logs").is_dir():
+        raise ConfigError(f"{run_dir} has no folder `logs`; give the folder of a run", key="RUN_DIR", given=str(run_dir))
+    tails = _Tails(run_dir / "logs")
+    watch = _Watch(run_dir / "logs") if follow else None  # before the first read, so that nothing falls between
+    wanted = (e for e in heapq.merge(*tails.new()) if matches(e, keyword, level.lower()))
+    for entry in deque(wanted, maxlen=last) if last is not None else wanted:
+        show(entry)
+    while watch is not None:
+        watch.wait()
+        for entry in heapq.merge(*tails.new()):
+            if matches(entry, keyword, level.lower()):
+                show(entry)
+
+
+def matches(entry: Entry, keyword: str | None, level: str) -> bool:
+    """Whether an entry is of `level` or above and holds `keyword`; text without a head counts as info."""
+    head = _HEAD.match(entry[2])
+    letters = [name[0].upper() for name in LEVELS]
+    rank = letters.index(head["level"] if head else "I")
+    return rank >= LEVELS.index(level) and (keyword is None or keyword.lower() in entry[2].lower())
+
+
+def show(entry: Entry) -> None:
+    """Print one entry with the name of its file, control characters escaped."""
+    _, name, text = entry
+    print(_CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", f"{name:12} {text}"), flush=True)
+
+
+class _Tails:
+    """What was added to each *.log of a folder since it was asked last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}  # bytes taken so far
+
+    def new(self) -> list[list[Entry]]:
+        paths = sorted(self._folder.rglob("*.log"))  # with log.group_by_node each machine has a folder
+        return [list(entries(str(p.relative_to(self._folder).with_suffix("")), self._lines(p))) for p in paths]
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        start = self._read.get(path, 0)
+        with path.open("rb") as file:
+            if start > os.fstat(file.fileno()).st_size:
+                start = 0  # it was begun anew
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # being written
+                start += len(line)
+                yield line.decode("utf-8", "replace").rstrip("\n")
+        self._read[path] = start
+
+
+def entries(name: str, lines: Iterable[str]) -> Iterator[Entry]:
+    """Lines joined into entries: one that does not begin with a time belongs to the one before (tracebacks)."""
+    began, text = "", ""
+    for line in lines:
+        if head := _HEAD.match(line):
+            if text:
+                yield began, name, text
+            began, text = head["time"], line
+        else:
+            text = f"{text}\n{line}" if text else line
+    if text:
+        yield began, name, text
+
+
+class _Watch:
+    """Tells that something in a folder was written, by inotify; raises SetupError where the system has none."""
+
+    _IN_MODIFY, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x100, 0x80
+
+    def __init__(self, folder: Path) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(self._libc, "inotify_init1"):
+            raise SetupError("this system cannot tell when a file changes (no inotify); use `tail -f` on the files in `logs`")
+        self._folder, self._fd = folder, int(self._libc.inotify_init1(os.O_CLOEXEC))
+        self._cover()
+
+    def wait(self) -> None:
+        """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""
+        os.read(self._fd, 65536)
+        self._cover()
+
+    def _cover(self) -> None:
+        """Also the folders of machines that have joined (log.group_by_node); one that is watched already stays as it is."""
+        events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
+        for watched in (self._folder, *(p for p in self._folder.rglob("*") if p.is_dir())):
+            if self._fd < 0 or self._libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
+                raise SetupError(
+                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
+                )

@@ -1,0 +1,87 @@
+"""`rft explain`: one key, and what veRL and Trinity-RFT call it; or one of their names, and the keys that it became.
+
+Knows the two tables of foreign names and what `rft.config.describe` says of ours.  Invariant: nothing is described twice.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from dataclasses import replace
+from functools import cache
+
+from rft.compat.keys.verl_keys import Row, by_path, by_target
+from rft.compat.keys.verl_spellings import native
+from rft.config.describe import Description, described, listed, own, unknown
+
+
+def describe(name: str) -> list[Description]:
+    """The key called `name`: ours, with or without list indexes, veRL's, or Trinity-RFT's.  veRL's may have become several.
+
+    Raises ConfigError naming the nearest key, or what to do about a key that is not offered.
+    """
+    asked = name.strip().removeprefix("--")
+    if said := described(asked):
+        return [_named(said)]
+    if (row := native(asked)) is not None:
+        return _of_verl(row, asked)
+    ours = own(trinity().get(listed(asked), ""))
+    if ours is not None and (said := described(ours)):
+        return [replace(_named(said), asked=asked)]
+    raise unknown(asked, _of_that_name)
+
+
+def _of_that_name(last: str) -> str:
+    found = [path for path in by_path() if path.rpartition(".")[2] == last]
+    return f"  veRL's keys of that name: {', '.join(found[:4])}" if found else ""
+
+
+def _named(said: Description) -> Description:
+    """With the names of the related tools; an evaluation taskset shares the training taskset's."""
+    key = listed(said.key)
+    plain = re.sub(r"^(buffer\.explorer_input\.)(taskset|eval_tasksets\[\])(?=\.)", r"\1tasksets[]", key)
+    rows = by_target().get(key) or by_target().get(plain, ())
+    theirs = [name for name, ours in trinity().items() if ours == plain]
+    argument = re.fullmatch(r"(.+_args)\.\w+", key)
+    if argument and (above := own(argument[1])) and own(key) is None:  # of a part, workflow or reward
+        trinity_name = above
+    else:
+        trinity_name = "the same" if plain in theirs else ", ".join(theirs) or "none"
+    return replace(said, verl=tuple(row.name for row in rows), trinity=trinity_name)
+
+
+def _of_verl(row: Row, asked: str) -> list[Description]:
+    found = []
+    for target in row.targets:
+        said = described(target)
+        if said is not None:
+            said = _named(said)
+        else:
+            kind = "metric" if row.section == 21 else "command-line option"
+            said = Description(key=target, meaning=f"a {kind}", type=kind, default="", verl=(row.name,))
+        found.append(replace(said, asked=asked, note=row.note))
+    if not found:
+        words = {"derived": "follows from other keys", "n/a": "is not taken over", "native": "has no key"}
+        meaning = f"{words[row.kind]}: {row.note}"
+        found = [Description(key="none", asked=asked, meaning=meaning, type="", default="", verl=(row.name,))]
+    return found
+
+
+@cache
+def trinity() -> dict[str, str]:
+    """Trinity-RFT's key → ours, for all keys of its schema; a key that is not offered stands for itself."""
+    text = importlib.resources.files("rft.compat.keys").joinpath("data/trinity_keys.txt").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or not line:
+            continue
+        section, _, names = line.partition(":")
+        for name in names.split():
+            theirs, _, ours = name.partition("=")
+            path = f"{section}.{theirs}" if section else theirs
+            found[path] = ours or path
+            parents = path.split(".")
+            for end in range(1, len(parents)):
+                above = ".".join(parents[:end]).removesuffix("[]")
+                found.setdefault(above, above)
+    return found

@@ -1,0 +1,127 @@
+"""What the parts of `resolve` share: the configuration, what is known of the world, and everything that is found on the way.
+
+Invariant: errors, warnings, notes and derived values are collected, so that all are reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rft.config.plan import Derived, Facts
+from rft.config.schema.base import Section
+from rft.config.schema.root import RunConfig
+from rft.config.schema.source import is_secret, undotted
+from rft.errors import ConfigError
+from rft.logs import REDACTED
+from rft.plugins import REGISTRY, may_come
+
+T = TypeVar("T")
+_DATA = (".py", ".jsonl", ".json", ".parquet", ".csv", ".jinja")
+
+
+def filled(settings: type[T], *sections: Section, **decided: Any) -> T:
+    """`settings` with `decided`, and for its other fields the keys of the same name, the last section's where several have one."""
+    fields: Any = settings
+    names = {f.name for f in dataclasses.fields(fields)} - decided.keys()
+    keys = {name: getattr(s, name) for s in sections for name in type(s).model_fields if name in names}
+    return settings(**keys, **decided)
+
+
+class Problems:
+    """What is wrong or worth saying."""
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self.derived: list[Derived] = []
+
+    def error(self, key: str, message: str, given: object = None) -> None:
+        if not any(e.key == key and e.message == message for e in self.errors):
+            self.errors.append(ConfigError(message, key=key, given=given))
+
+    def take(self, error: ConfigError) -> None:
+        self.errors.extend(error.errors)
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Takes a ConfigError that is raised inside, and goes on behind."""
+        try:
+            yield
+        except ConfigError as e:
+            self.take(e)
+
+    def warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def derive(self, key: str, value: object, why: str) -> None:
+        self.derived.append(Derived(key=key, value=value, why=why))
+
+    def chosen(self, key: str, written: T | None, value: T, why: str) -> T:
+        """What is written under `key`; where that is null or auto, the derived `value`."""
+        if written is not None and written != "auto":
+            return written
+        self.derive(key, value, why)
+        return value
+
+
+class Context(Problems):
+    """One configuration that is resolved.  `written` is what the user wrote; `config` has each value in the one place where it is read."""
+
+    def __init__(self, written: RunConfig, facts: Facts, name: str = "") -> None:
+        super().__init__()
+        self.written = self.config = written
+        self.facts = facts
+        self.name = name or written.name
+        root = Path(written.checkpoint_root_dir).expanduser().absolute()
+        self.run_dir = root / written.project / written.group / self.name
+        self.plugin_dirs = tuple(dict.fromkeys(self.find(d) for d in (*written.plugin_dirs, *facts.plugin_dirs)))
+
+    def judged(self, kind: str, name: str) -> bool:
+        """Whether a plugin can be checked now; else once plugins are loaded, which may bring it."""
+        return self.facts.plugins_loaded or name in REGISTRY.names(kind) or not may_come(name, self.plugin_dirs)
+
+    def error(self, key: str, message: str, given: object = None) -> None:
+        """The value that was given is looked up."""
+        super().error(key, message, self._value(key) if given is None else given)
+
+    def _value(self, key: str) -> object:
+        """What is written under `key`, secrets hidden; None for a whole section or what is no key."""
+        place: Any = self.written
+        for step in undotted(key):
+            try:
+                place = getattr(place, str(step)) if isinstance(place, Section) else place[step]
+            except (AttributeError, KeyError, IndexError, TypeError):
+                return None
+            if is_secret(str(step), place):
+                return REDACTED
+        if isinstance(place, Section) or (isinstance(place, tuple) and any(isinstance(x, Section) for x in place)):
+            return None
+        return list(place) if isinstance(place, tuple) else place
+
+    def find(self, text: str) -> str:
+        """A path: as it stands from the current folder, else beside the configuration file, else unchanged (a hub id, a name)."""
+        source = self.written.source.path
+        beside = source.absolute().parent if source is not None else None
+        path, colon, attribute = text, "", ""
+        if match := re.fullmatch(r"(.+\.py)(:)(\w+)", text):
+            path, colon, attribute = match.groups()
+        if not path or "://" in path:
+            return text
+        path = str(Path(path).expanduser()) if path.startswith("~") else path
+        looks_local = "/" in path or path.endswith(_DATA) or path.startswith(".")
+        for base in (Path.cwd(), beside):
+            if base is None or not self.facts.exists(str(base / path)):
+                continue
+            if looks_local or base == beside or Path(base / path).is_dir():
+                return f"{base / path}{colon}{attribute}"
+        return f"{path}{colon}{attribute}"

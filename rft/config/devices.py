@@ -1,0 +1,158 @@
+"""Modes and machines: what a program of each mode does, which device each role uses, how GPUs are split.  Part of `resolve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from rft.algorithm.catalog import algorithm_defaults
+from rft.config import plan_engines
+from rft.config.context import Context
+from rft.config.inert import GPUS_IN_TURNS
+from rft.config.plan import ClusterSettings
+from rft.config.schema.root import RunConfig
+from rft.errors import ConfigError
+
+_FOUND = "auto"  # RAY_ADDRESS, or the Ray that was started on this machine
+
+
+def explores(mode: str) -> bool:
+    """Whether a program of this mode has engines."""
+    return mode != "train"
+
+
+def trains(mode: str) -> bool:
+    """Whether a program of this mode has trainer ranks."""
+    return mode in ("both", "train", "colocate")
+
+
+def apart(config: RunConfig) -> bool:
+    """Whether this process is one half of a run."""
+    return config.mode == "explore" or (config.mode == "train" and not reads_data(config))
+
+
+def samples(config: RunConfig) -> bool:
+    """Whether the run, here or in another process, plays training tasks."""
+    return config.mode in ("both", "colocate") or apart(config)
+
+
+def reads_data(config: RunConfig) -> bool:
+    try:
+        return algorithm_defaults(config.algorithm.algorithm_type).data is not None
+    except ConfigError:
+        return True  # told by `resolve`
+
+
+def namespace(config: RunConfig) -> str:
+    """Where the processes of this run meet: what is written, or the same for the same folder."""
+    folder = str(Path(config.checkpoint_root_dir).expanduser().absolute())
+    return config.ray_namespace or f"rft-{config.project}-{xxhash.xxh3_64_hexdigest(folder.encode())}"
+
+
+def ray_address(config: RunConfig) -> str | None:
+    """The Ray to join; None: one of its own."""
+    return config.cluster.ray_address or (_FOUND if apart(config) else None)
+
+
+def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
+    """(cluster, device of the engines, training ranks, device of the trainer)."""
+    c, model, t = ctx.config.cluster, ctx.config.explorer.rollout_model, ctx.config.trainer
+    nodes, per_node = c.node_num or 1, c.gpu_per_node or ctx.facts.gpus
+    total = nodes * per_node
+    if not c.gpu_per_node:
+        ctx.derive("cluster.gpu_per_node", per_node, "found on this machine")
+    device = {}
+    for role, wanted, key in (("engine", model.device, "explorer.rollout_model.device"), ("trainer", t.device, "trainer.device")):
+        device[role] = ctx.chosen(key, wanted, "cuda" if total else "cpu", f"the cluster has {total} GPUs")
+        if device[role] == "cuda" and not total:
+            ctx.error(key, "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu")
+            total = per_node = max(1, plan_engines.gpus(model) * plan_engines.copies(model) + (t.world_size or 1))
+    tp, stages = model.tensor_parallel_size, plan_engines.stages(model)
+    engine_gpus = (
+        plan_engines.copies(model) * plan_engines.gpus(model) if device["engine"] == "cuda" and explores(ctx.config.mode) else 0
+    )
+    beside = plan_engines.distinct(ctx.config) if explores(ctx.config.mode) else ()
+    auxiliary = tuple(n for i in beside for n in plan_engines.auxiliary_gpus(ctx, i, total, per_node))
+    auxiliary_gpus = sum(auxiliary)
+    taken = engine_gpus + auxiliary_gpus
+    others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
+    if device["engine"] == "cuda" and plan_engines.gpus(model) > per_node:
+        ctx.error(
+            "explorer.rollout_model.tensor_parallel_size",
+            f"is {tp}{stages}, but a node has {per_node} GPUs and an engine stays in one",
+        )
+    world = _world(ctx, device["trainer"], total, per_node, taken, others)
+    cluster = ClusterSettings(
+        ray_address=ray_address(ctx.config),
+        namespace=namespace(ctx.config),
+        node_num=nodes,
+        gpu_per_node=per_node,
+        gpus_per_engine=plan_engines.gpus(model) if engine_gpus else 0,
+        auxiliary=auxiliary,
+        trainer_gpus=world if device["trainer"] == "cuda" and trains(ctx.config.mode) else 0,
+        num_cpus=c.ray_init.num_cpus,
+        actor_start_timeout_s=c.actor_start_timeout,
+        stall_timeout_s=c.stall_timeout,
+        timeline=ctx.config.monitor.enable_ray_timeline,
+    )
+    return cluster, device["engine"], world, device["trainer"]
+
+
+def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, others: str) -> int:
+    """Training ranks: what is written, else the GPUs that are left.  The engines take `taken`; `others` says who else."""
+    model, t = ctx.config.explorer.rollout_model, ctx.config.trainer
+    world = t.world_size or 1
+    if device == "cuda" and trains(ctx.config.mode):
+        left = total - taken
+        world = t.world_size or max(1, left)
+        if world > left:
+            key = "trainer.world_size" if t.world_size else "cluster.gpu_per_node"
+            ctx.error(
+                key,
+                f"the engines take {taken} of {total} GPUs ({plan_engines.copies(model)} x tensor_parallel_size "
+                f"{model.tensor_parallel_size}{plan_engines.stages(model)}"
+                f"{others}) and leave "
+                f"{max(0, left)} for {world} trainer rank(s); lower explorer.rollout_model.engine_num, add GPUs, "
+                "or set one of the devices to cpu",
+            )
+        if world > per_node and world % per_node:
+            ctx.error("trainer.world_size", f"is {world}: more than one node ({per_node} GPUs) must be whole nodes")
+        if not t.world_size:
+            ctx.derive("trainer.world_size", world, f"{total} GPUs less {taken} of the engines{others}")
+    elif t.world_size is None:
+        why = "trainer on CPU" if trains(ctx.config.mode) else f"mode {ctx.config.mode} trains nothing here"
+        ctx.derive("trainer.world_size", 1, why)
+    return world
+
+
+def check_processes(ctx: Context) -> None:
+    """What two processes need that one does not."""
+    if not apart(ctx.config):
+        if ctx.config.mode != "serve" and ctx.config.explorer.name != "explorer":
+            ctx.warn(f"explorer.name has no effect with mode: {ctx.config.mode}: there is one explorer")
+        return
+    if ctx.config.cluster.ray_address is None:
+        other = "explore" if ctx.config.mode == "train" else "train"
+        ctx.derive("cluster.ray_address", _FOUND, f"the Ray of this machine (ray start), to meet the process of mode: {other}")
+
+
+def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
+    """What lets both sides work at the same time is refused by its key.  `devices`: of engines and trainer."""
+    if ctx.config.mode != "colocate":
+        return
+    if "cuda" in devices:
+        ctx.error("mode", f"colocate on GPUs comes later; {GPUS_IN_TURNS}")
+    s, e = ctx.config.synchronizer, ctx.config.explorer
+    wanted = (
+        ("synchronizer.sync_style", s.sync_style, "fixed"),
+        ("synchronizer.sync_interval", s.sync_interval, 1),
+        ("synchronizer.sync_offset", s.sync_offset, 0),
+        ("explorer.eval_in_background", e.eval_in_background, False),
+    )
+    for key, given, value in wanted:
+        if given != value:
+            text = str(value).lower() if isinstance(value, bool) else value
+            ctx.error(
+                key, f"must be {text} with mode: colocate, where exploring and training take turns; mode: both overlaps them"
+            )

@@ -1,0 +1,64 @@
+"""What related tools call our keys: the hook by which a table of foreign names takes part in reading a configuration.
+
+Knows no such table.  Each is a plugin of the kind `foreign_keys`; the shipped ones stand in `rft.compat.keys`.  Invariant: without any
+of them a configuration in our own spelling is read in the same way.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+from rft.config.schema.source import Loc
+from rft.plugins import REGISTRY, kind
+
+foreign_keys = kind("foreign_keys")
+Origins = dict[Loc, str]
+
+
+class ForeignKeys:
+    """The names of one tool.  Patterns are dotted keys, in which `*` stands for one part or list index."""
+
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Keys that people know and that are not in the schema: what to do about each."""
+    values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """Values of a choice that are not offered: key → value → what to do."""
+
+    def expand(self, values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool]) -> list[str]:
+        """Moves what is spelled differently to our keys, before anything is validated; warnings.
+
+        A key that is written in both spellings is an error if `same_layer` says that both stand in the same file.
+        """
+        return []
+
+
+@cache
+def tables() -> tuple[ForeignKeys, ...]:
+    REGISTRY.scan_package("rft.compat.keys")
+    return tuple(found.obj() for found in REGISTRY.all("foreign_keys"))
+
+
+def expand(values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool] = lambda _: True) -> list[str]:
+    """Every tool's spellings in `values` and `origins` become ours.  Raises ConfigError or ConfigErrors."""
+    return [warning for table in tables() for warning in table.expand(values, origins, same_layer)]
+
+
+def instead() -> dict[str, str]:
+    return {key: text for table in tables() for key, text in table.instead.items()}
+
+
+def not_offered() -> dict[str, Mapping[str, str]]:
+    return {key: found for table in tables() for key, found in table.values.items()}
+
+
+def advice(key: str) -> str:
+    """What to do about a key that is not in the schema; "" for one that nobody knows."""
+    return next((f"not a key here: {text}" for pattern, text in instead().items() if fnmatch.fnmatchcase(key, pattern)), "")
+
+
+def value_advice(key: str, value: object) -> str:
+    """What to do about a value of a choice that is not offered; "" otherwise."""
+    name = str(value).strip().lower()
+    return next((v[name] for pattern, v in not_offered().items() if fnmatch.fnmatchcase(key, pattern) and name in v), "")

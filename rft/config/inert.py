@@ -1,0 +1,204 @@
+"""The one table of keys that are accepted and do nothing: which they are, why, and which of them a configuration uses.
+
+Knows names of keys, not what they configure.  Invariant: a configuration that uses none of them means what it says in full.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rft.algorithm.catalog import KINDS, RENAMED, algorithm_defaults, shipped
+from rft.config.schema.base import Section
+from rft.config.schema.root import RunConfig
+from rft.config.schema.walk import all_keys
+from rft.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Inert:
+    """What happens to a written value that is not the default.
+
+    `why`: the reason, or what to write instead.  `level`: the configuration is refused; a run starts with a warning, or with a note;
+    later: the value is accepted by `rft check`, and a run with it is refused unless it is `harmless`.
+    `values`: only these; empty: every value that is not the default.
+    """
+
+    why: str
+    level: Literal["refused", "warned", "noted", "later"] = "refused"
+    values: tuple[Any, ...] = ()
+    harmless: bool = False
+
+    def __post_init__(self) -> None:
+        if self.level in ("warned", "noted"):
+            object.__setattr__(self, "harmless", True)
+
+
+GPUS_IN_TURNS = "give engines and trainer GPUs of their own with mode: both; on a machine without GPUs they take turns"
+_GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
+_FOR_TASKS = "is for tasks; rows that are trained on have none"
+_FOR_DATA = "is for rows that are trained on (mode train): buffer.trainer_input.experience_buffer.format"
+_STREAMS = (
+    "experiences come from the explorer and go to the experience buffer; use buffer.trainer_input.auxiliary_buffers for others"
+)
+_ONE_PROCESS = "runs are coroutines of one process; explorer.max_concurrent_runs bounds them"
+_ASKER = "whoever asks an auxiliary model says how its answer is sampled"
+_PREFIX = (
+    "an answer is what the model writes itself; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
+)
+_SERVE = "belongs to mode: serve, which comes later"
+_ROLLOUT, _AUXILIARY = "explorer.rollout_model", "explorer.auxiliary_models[]"
+_TASKS, _DATA = "buffer.explorer_input.tasksets[]", "buffer.trainer_input.experience_buffer"
+
+TABLE: dict[str, Inert] = {
+    "mode": Inert("use both", "later", ("serve",)),
+    "ignore_validator_suggestions": Inert("what is only a suggestion never stops a run", "noted"),
+    "model.logprobs": Inert(_GENERATED_ONLY, "warned"),
+    "model.external_model": Inert(
+        "the policy's tokens and weights have to be known; name a local model in model_path, a server in explorer.auxiliary_models"
+    ),
+    f"{_TASKS}.format.reply_prefix": Inert(_PREFIX),
+    f"{_TASKS}.format.chosen_key": Inert(_FOR_DATA),
+    f"{_TASKS}.format.rejected_key": Inert(_FOR_DATA),
+    f"{_TASKS}.format.enable_concatenated_multi_turn": Inert(_FOR_DATA),
+    f"{_TASKS}.rollout_args.logprobs": Inert(_GENERATED_ONLY, "warned"),
+    f"{_TASKS}.max_retry_times": Inert(
+        "rows are read once, at the start, and what cannot be read is named; explorer.max_retry_times is for runs", "warned"
+    ),
+    f"{_TASKS}.max_retry_interval": Inert("rows are read once, at the start", "warned"),
+    f"{_TASKS}.enable_progress_bar": Inert("files are opened, not read through", "warned"),
+    f"{_DATA}.format.preset": Inert(_FOR_TASKS),
+    f"{_DATA}.format.workflow_key": Inert(_FOR_TASKS),
+    f"{_DATA}.format.reward_fn_key": Inert(_FOR_TASKS),
+    f"{_DATA}.format.reply_prefix": Inert(_PREFIX),
+    f"{_DATA}.enable_progress_bar": Inert("nothing is read beforehand", "warned"),
+    "buffer.trainer_input.auxiliary_buffers": Inert(
+        "only the one that sample_strategy mix names is read, of chats; leave others out"
+    ),
+    "data_processor.experience_pipeline.inputs": Inert(_STREAMS),
+    "data_processor.experience_pipeline.output": Inert(_STREAMS),
+    f"{_ROLLOUT}.external_model_config": Inert(
+        "the policy is a local model, whose tokens and weights are known; name a server in explorer.auxiliary_models"
+    ),
+    f"{_ROLLOUT}.enable_history": Inert("every model call of a run is kept", "noted"),
+    f"{_ROLLOUT}.use_v1": Inert("vLLM has no other engine", "noted"),
+    f"{_AUXILIARY}.max_response_tokens": Inert(_ASKER, "warned"),
+    f"{_AUXILIARY}.min_response_tokens": Inert(_ASKER, "warned"),
+    f"{_AUXILIARY}.repetition_penalty": Inert(_ASKER, "warned"),
+    f"{_AUXILIARY}.ignore_eos": Inert(_ASKER, "warned"),
+    f"{_AUXILIARY}.enable_prompt_truncation": Inert("a prompt that is too long is refused", "warned"),
+    f"{_AUXILIARY}.enable_history": Inert("calls of auxiliary models are not trained on", "warned"),
+    f"{_AUXILIARY}.use_v1": Inert("vLLM has no other engine", "warned"),
+    f"{_AUXILIARY}.fully_sharded_loras": Inert("its weights have no adapter", "warned"),
+    f"{_AUXILIARY}.max_cpu_loras": Inert("its weights have no adapter", "warned"),
+    "explorer.runner_per_model": Inert(_ONE_PROCESS, "noted"),
+    "explorer.runner_num": Inert(_ONE_PROCESS, "noted"),
+    "explorer.runner_prepare_concurrency": Inert(_ONE_PROCESS, "noted"),
+    "explorer.runner_prepare_max_retries": Inert(_ONE_PROCESS, "noted"),
+    "explorer.max_repeat_times_per_runner": Inert(_ONE_PROCESS, "noted"),
+    "explorer.concurrent_mode": Inert(_ONE_PROCESS, "noted"),
+    "explorer.proxy_port": Inert(_SERVE, "later", harmless=True),
+    "explorer.listen_address": Inert(_SERVE, "later", harmless=True),
+    "explorer.service_status_check_interval": Inert(_SERVE, "later", harmless=True),
+    "explorer.min_running_model_num": Inert(_SERVE, "later", harmless=True),
+    "explorer.db_url": Inert(_SERVE, "later", harmless=True),
+    "trainer.name": Inert("a run has one trainer; logs call it trainer and its rank", "warned"),
+    "trainer.save_strategy": Inert("every rank writes its own file, all at the same time", "warned"),
+    "trainer.fix_actor_microbatch_loss_scale": Inert(
+        "losses are always divided by the totals of the whole step", "warned", (False,)
+    ),
+    "trainer.enable_preview": Inert(
+        "rft buffer shows the rows of any step, and samples of every evaluation are logged", "warned"
+    ),
+    "synchronizer.group_name": Inert("the name is chosen by itself", "noted"),
+    "synchronizer.wait_for_checkpoint": Inert("a version is used when it is complete", "noted"),
+}
+_SAME_KEYS = (  # sections with the keys of another
+    (r"^buffer\.explorer_input\.(taskset|eval_tasksets\[\])(?=\.)", _TASKS),
+    (r"^data_processor\.task_pipeline\.output(?=\.)", _TASKS),
+    (r"^buffer\.trainer_input\.auxiliary_buffers\.\*(?=\.)", _DATA),
+)
+
+
+def inert(path: str) -> Inert | None:
+    """The entry of a key of the schema, lists written as name[], mappings as name.*; else that of a section around it."""
+    for pattern, same in _SAME_KEYS:
+        if (found := TABLE.get(re.sub(pattern, same, path))) is not None:
+            return found
+    if (found := TABLE.get(path)) is not None:
+        return found
+    above = path
+    while above:
+        above = above.rpartition(".")[0].removesuffix("[]")
+        if (found := TABLE.get(above)) is not None and not found.values:
+            return found
+    return None
+
+
+def argument(field: Any) -> Inert | None:
+    """The same of an argument of an algorithm's part, where the mark stands beside the argument."""
+    extra = field.json_schema_extra
+    mark = extra.get("not_active") if isinstance(extra, dict) else None
+    return Inert(mark["instead"], "warned" if mark.get("harmless") else "refused") if isinstance(mark, dict) else None
+
+
+def listed() -> list[tuple[str, Inert]]:
+    """(key, or "key: value", or "argument of part", entry) of everything that does nothing, for `rft doctor --keys`."""
+    found: list[tuple[str, Inert]] = []
+    for key in all_keys():
+        if (entry := inert(key)) is not None and inert(key.rpartition(".")[0].removesuffix("[]")) is None:
+            values = f": {', '.join(map(str, entry.values))}" if entry.values else ""
+            found.append((key.replace("[]", "[i]") + values, entry))
+    for (kind, part), model in shipped().items():
+        for name, field in model.model_fields.items():
+            if entry := argument(field):
+                found.append((f"algorithm.{kind}_args.{name} of {part}", entry))
+    return [*found, ("mode: colocate on GPUs", Inert(GPUS_IN_TURNS, "later"))]
+
+
+def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
+    """(key, value, entry) of what `config` writes of it, in the order of the schema.  A value that equals the default is not written."""
+    for key, path, value in _written(config, "", ""):
+        if (entry := inert(path)) is not None and (not entry.values or value in entry.values):
+            yield key, value, entry
+    yield from _arguments(config)
+
+
+def _arguments(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
+    a = config.algorithm
+    try:
+        base = algorithm_defaults(a.algorithm_type)
+    except ConfigError:
+        return  # told by `resolve`
+    for kind in KINDS:
+        part = getattr(a, kind) or getattr(base, kind)
+        model = shipped().get((kind, RENAMED.get((kind, part), part)))
+        for name, value in getattr(a, f"{kind}_args").items():
+            field = model.model_fields.get(name) if model is not None else None
+            if field is not None and (entry := argument(field)) and value != field.default:
+                yield f"algorithm.{kind}_args.{name}", value, entry
+
+
+def _written(section: Section, key: str, path: str) -> Iterator[tuple[str, str, Any]]:
+    """(key, path of the schema, value) of every leaf that is not the default."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if value != field.get_default(call_default_factory=True):
+            yield from _leaves(value, f"{key}.{name}".lstrip("."), f"{path}.{name}".lstrip("."))
+
+
+def _leaves(value: Any, key: str, path: str) -> Iterator[tuple[str, str, Any]]:
+    if isinstance(value, Section):
+        yield from _written(value, key, path)
+        return
+    inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {}
+    if not any(isinstance(item, Section) for item in inner.values()):
+        if value != ():  # an empty list says as much as null
+            yield key, path, value
+        return
+    for name, item in inner.items():
+        here, mark = (f"{key}[{name}]", "[]") if isinstance(value, tuple) else (f"{key}.{name}", ".*")
+        found = list(_written(item, here, path + mark))
+        yield from found or [(here, path + mark, {})]  # an entry is there even if all its values are defaults

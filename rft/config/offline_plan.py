@@ -1,0 +1,267 @@
+"""Mode train: a data set instead of an explorer.  Which algorithms read one, what the experience buffer's keys say of it, how many steps.
+
+Part of `resolve`; the same rules hold here.  `look` belongs to the second stage of `check`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from rft.algorithm.base import Data
+from rft.algorithm.catalog import algorithm_defaults, check_args, losses
+from rft.algorithm.expert_mix import MixSampleArgs
+from rft.buffer.settings import MixSettings
+from rft.config.context import Context, Problems
+from rft.config.plan_schedule import NumBatches
+from rft.config.schema.buffer_section import ExperienceBufferConfig
+from rft.config.schema.root import RunConfig
+from rft.config.tasksets import columns
+from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError
+from rft.taskset.settings import OfflineDataSettings, TasksetSettings
+from rft.trainer.settings import AlgorithmSettings
+
+if TYPE_CHECKING:
+    from rft.config.plan import Plan
+    from rft.config.preview import TasksetPreview
+
+KEY = "buffer.trainer_input.experience_buffer"
+BUFFERS = "buffer.trainer_input.auxiliary_buffers"
+_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+_ONLY_HERE = ("split", "subset_name", "format", "data_selector", "eval_split", "filter_overlong")
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """What is trained on, and the rows whose loss is computed beside."""
+
+    trained: OfflineDataSettings
+    held_out: OfflineDataSettings | None
+
+
+def kind(config: RunConfig) -> Data | None:
+    """The rows that this run reads from a data set; None: it trains on what it samples, or does not train."""
+    try:
+        return algorithm_defaults(config.algorithm.algorithm_type).data if config.mode == "train" else None
+    except ConfigError:
+        return None  # told by `resolve`
+
+
+def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: EngineSettings) -> DataSets | None:
+    """The data sets of the run; None where it reads none.  `engine` says how chats become tokens."""
+    data = kind(ctx.config)
+    if data is None:
+        _elsewhere(ctx, algorithm)
+        return None
+    _parts(algorithm, data, ctx)
+    b = ctx.config.buffer.trainer_input.experience_buffer
+    if b.path is None:
+        ctx.error(
+            f"{KEY}.path",
+            f"is required: algorithm {ctx.config.algorithm.algorithm_type} trains on the rows of a file, folder or hub data set",
+        )
+    elif "://" in b.path and not b.path.startswith("reasoning_gym://"):
+        ctx.error(f"{KEY}.path", "is a database; rows to train on are read from a file, a folder or a hub data set")
+    if "storage_type" not in b.model_fields_set:
+        ctx.derive(f"{KEY}.storage_type", "file", "mode train reads a data set")
+    elif b.storage_type != "file":
+        ctx.error(f"{KEY}.storage_type", f"is {b.storage_type}; a data set is read with file")
+    if b.data_selector.selector_type not in ("sequential", "shuffle", "random") or (
+        b.data_selector.feature_keys or b.data_selector.kwargs
+    ):
+        ctx.error(
+            f"{KEY}.data_selector", "rows to train on come in the order sequential, shuffle or random, which take no arguments"
+        )
+    if b.format.enable_concatenated_multi_turn and data != "chats":
+        ctx.warn(f"{KEY}.format.enable_concatenated_multi_turn has no effect: it is for chats, and {data} are read")
+    written = ctx.config.buffer.explorer_input
+    if written.taskset is not None or written.tasksets or written.eval_tasksets:
+        ctx.warn("buffer.explorer_input has no effect: mode train explores nothing; see eval_split for rows that are held out")
+    given = _source(b, _rows(ctx, b, b.split or "train", name), data, engine)
+    if b.eval_split is None:
+        if ctx.config.trainer.eval_interval:
+            ctx.error("trainer.eval_interval", f"needs {KEY}.eval_split: the rows that are held out")
+        ctx.note("no eval_split: the loss on rows that are not trained is not computed")
+        return DataSets(given, None)
+    if b.eval_split == (b.split or "train"):
+        ctx.error(f"{KEY}.eval_split", "is the split that is trained on; name another one")
+    elif (b.path or "").lower().endswith(_FILES):
+        text = f"needs a data set with splits, and {b.path} is one file; name a folder with a file for each split"
+        ctx.error(f"{KEY}.eval_split", text)
+    return DataSets(given, replace(given, rows=_rows(ctx, b, b.eval_split, f"{name}_{b.eval_split}")))
+
+
+def expert(
+    ctx: Context, algorithm: AlgorithmSettings, own_rows: int, engine: EngineSettings
+) -> tuple[MixSettings, OfflineDataSettings] | None:
+    """The expert's rows that sample_strategy mix puts beside `own_rows` of each train batch; None where none are mixed in."""
+    if algorithm.sample_strategy != "mix":
+        return None
+    try:
+        args = check_args("sample_strategy", "mix", algorithm.sample_strategy_args)
+    except ConfigError:
+        return None  # told by `resolve`
+    assert isinstance(args, MixSampleArgs)
+    share = Fraction(str(args.expert_data_ratio))
+    count, name = math.ceil(own_rows * share / (1 - share)), args.sft_dataset_name
+    key = f"{BUFFERS}.{name}"
+    if (b := ctx.config.buffer.trainer_input.auxiliary_buffers.get(name)) is None:
+        ctx.error(key, "is required: sample_strategy mix takes the expert's rows from it; write {path: answers.jsonl}")
+        return None
+    if b.data_selector.selector_type not in ("sequential", "shuffle"):
+        ctx.error(f"{key}.data_selector.selector_type", "an expert's rows come sequential or shuffle")
+    ctx.note(f"each train batch has {own_rows} rows of the policy and {count} of {name}")
+    rows = _rows(ctx, b, b.split or "train", name)
+    settings = MixSettings(name=name, rows=count, shuffle=rows.selector == "shuffle", seed=rows.seed)
+    return settings, _source(b, rows, "chats", engine)
+
+
+def _parts(a: AlgorithmSettings, data: Data, p: Problems) -> None:
+    """Given rows have no reward, no group and no log-probs of a sampler: parts that read them are refused."""
+    loss = losses().get(a.policy_loss_fn)  # a plugin says nothing; a row that it cannot use is told at the first step
+    if loss is not None and (loss.samples != "none" or loss.pairs != (data == "pairs")):
+        fit = [name for name, model in losses().items() if model.samples == "none" and model.pairs == (data == "pairs")]
+        text = f"{a.policy_loss_fn} does not read {data} as algorithm {a.algorithm_type} gives them; use {', '.join(fit)}"
+        p.error("algorithm.policy_loss_fn", text)
+    for key, fine in (("advantage_fn", "none"), ("sample_strategy", "default"), ("kl_penalty_fn", "none")):
+        if (value := getattr(a, key)) != fine:
+            text = f"{value} reads rewards or groups, which given {data} do not have; write {fine}"
+            p.error(f"algorithm.{key}", text)
+
+
+def _elsewhere(ctx: Context, algorithm: AlgorithmSettings) -> None:
+    """Keys of a data set where none is read."""
+    a, b, plain = ctx.config.algorithm.algorithm_type, ctx.config.buffer.trainer_input.experience_buffer, ExperienceBufferConfig()
+    try:
+        data = algorithm_defaults(a).data
+    except ConfigError:
+        return  # told by `resolve`
+    if data is not None:
+        text = f"is {ctx.config.mode}, but algorithm {a} trains on given {data} and samples nothing; write mode: train"
+        ctx.error("mode", text)
+        return
+    if (loss := losses().get(algorithm.policy_loss_fn)) is not None and loss.pairs:
+        text = f"{algorithm.policy_loss_fn} compares pairs, which are not sampled; write mode: train and algorithm_type: dpo"
+        ctx.error("algorithm.policy_loss_fn", text)
+    for key in _ONLY_HERE:
+        if getattr(b, key) != getattr(plain, key):
+            text = "says how a data set is read, and only mode: train with sft, cpt or dpo reads one"
+            ctx.error(f"{KEY}.{key}", text)
+    if ctx.config.trainer.eval_interval:
+        text = "is for mode: train with sft, cpt or dpo; write explorer.eval_interval"
+        ctx.error("trainer.eval_interval", text)
+
+
+def _source(b: ExperienceBufferConfig, rows: TasksetSettings, data: Data, engine: EngineSettings) -> OfflineDataSettings:
+    return OfflineDataSettings(
+        rows=rows,
+        kind=data,
+        model_path=engine.model_path,
+        max_tokens=engine.max_model_len,
+        chat_template=engine.chat_template,
+        chat_template_args=dict(engine.chat_template_kwargs),
+        every_turn=b.format.enable_concatenated_multi_turn,
+        chosen_key=b.format.chosen_key,
+        rejected_key=b.format.rejected_key,
+        filter_overlong=b.filter_overlong,
+    )
+
+
+def _rows(ctx: Context, b: ExperienceBufferConfig, split: str, name: str) -> TasksetSettings:
+    return TasksetSettings(
+        name=name,
+        path=ctx.find(b.path or ""),
+        subset_name=b.subset_name,
+        split=split,
+        format=columns(b.format, KEY, ctx),
+        workflow="",
+        selector=b.data_selector.selector_type,
+        seed=b.data_selector.seed,
+    )
+
+
+def steps(ctx: Context, data: DataSets, num_batches: NumBatches | None) -> tuple[int, int | None]:
+    """(rows of a train step, train steps); None where the data set would have to be opened."""
+    b, t = ctx.config.buffer, ctx.config.trainer
+    size = b.train_batch_size or b.batch_size
+    if not b.train_batch_size:
+        ctx.derive("buffer.train_batch_size", size, "buffer.batch_size")
+    limits = [n for n in (b.total_steps, t.total_steps, -(-b.total_tasks // size) if b.total_tasks else None) if n is not None]
+    if (b.total_epochs or not limits) and num_batches is not None and not ctx.errors:
+        epochs = b.total_epochs or 1
+        with ctx.taking():
+            limits.append(whole := num_batches((data.trained.rows,), size, epochs))
+            ctx.derive("buffer.total_steps", whole, f"{epochs} epoch(s) of the data set in batches of {size}")
+    elif not limits:
+        return size, None
+    total = min(limits, default=1)
+    if t.total_steps != total:
+        ctx.derive("trainer.total_steps", total, "buffer.total_steps")
+    return size, total
+
+
+# ---------------------------------------------------------------- second stage
+
+
+def look(plan: Plan, problems: Problems) -> tuple[list[TasksetPreview], dict[str, int]]:
+    """What the rows look like as tokens, and how many there are in each data set by its name; trained text stands between « and »."""
+    previews, counts = [], {}
+    for settings, is_eval in ((plan.trainer.offline_data, False), (plan.trainer.held_out, True)):
+        if settings is None:
+            continue
+        try:
+            preview = _look(settings, is_eval, problems)
+        except ConfigError as e:
+            rest = e.key.removeprefix(f"taskset {settings.rows.name}")
+            problems.error(e.key if rest == e.key else KEY + rest, e.message, given=e.given)
+            continue
+        previews.append(preview)
+        counts[settings.rows.name] = preview.num_rows
+    return previews, counts
+
+
+def _look(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> TasksetPreview:
+    from rft.config.preview import RowPreview, TasksetPreview
+    from rft.taskset.chatfiles import open_chat
+    from rft.taskset.offline_data import describe_left_out, open_offline_data, sides
+
+    data, chat = open_offline_data(settings), open_chat(settings.model_path)
+    if data.left_out:
+        problems.note(describe_left_out(settings, data.left_out, len(data)))
+    lengths = data.lengths
+    rows = [
+        RowPreview(
+            index=record.id.task,
+            prompt="\n".join(chat.marked(tokens.tolist(), mask.tolist()) for tokens, mask in sides(record)),
+            tokens=length,
+            truth=None,
+        )
+        for record, length in zip(data.records[:2], lengths, strict=False)
+    ]
+    return TasksetPreview(
+        name=settings.rows.name,
+        key=KEY,
+        num_rows=len(data),
+        is_eval=is_eval,
+        rows=tuple(rows),
+        mean_tokens=sum(lengths) / len(data),
+        mean_trained_tokens=data.trained_tokens / len(data),
+    )
+
+
+def summary(plan: Plan, previews: tuple[TasksetPreview, ...]) -> dict[str, Any]:
+    """What a train step and the whole run amount to."""
+    given, size = plan.trainer.offline_data, plan.trainer.batch_groups or 0
+    assert given is not None, "the caller says so"
+    data = next((t for t in previews if not t.is_eval), None)
+    return {
+        "train_steps": plan.total_steps,
+        "epochs": round(plan.total_steps * size / data.num_rows, 2) if data is not None and plan.total_steps else None,
+        "rows": size,
+        "kind": given.kind,
+        "tokens": round(size * data.mean_tokens) if data is not None and data.mean_tokens else None,
+        "trained_tokens": round(size * data.mean_trained_tokens) if data is not None and data.mean_trained_tokens else None,
+    }

@@ -1,0 +1,222 @@
+"""The algorithm: its parts with their arguments, and which policies its loss compares.  Part of `resolve`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rft.algorithm.args import AggMode, Args, NoArgs, declared
+from rft.algorithm.base import AlgorithmDefaults
+from rft.algorithm.catalog import (
+    BUILT,
+    KINDS,
+    RENAMED,
+    algorithm_defaults,
+    algorithms,
+    check_args,
+    compares_in_groups,
+    losses,
+    shipped,
+)
+from rft.algorithm.needs import correction_args
+from rft.config.context import Context, Problems
+from rft.config.plan import Facts
+from rft.config.schema.trainer_section import CriticConfig
+from rft.errors import ConfigError
+from rft.plugins import REGISTRY
+from rft.trainer.settings import AlgorithmSettings
+
+REINFORCE = "reinforce"
+
+
+def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
+    """(settings, runs of a task, whether these are compared with each other)."""
+    a = ctx.config.algorithm
+    if a.algorithm_type not in algorithms() and ":" not in a.algorithm_type and not ctx.facts.plugins_loaded:
+        for folder in ctx.plugin_dirs:  # its parts are needed to resolve anything else
+            REGISTRY.scan_folder(Path(folder).expanduser())
+    base = next(iter(algorithms().values()))
+    with ctx.taking():
+        base = algorithm_defaults(a.algorithm_type)
+    if base.name != a.algorithm_type and not ctx.errors:
+        ctx.warn(f"algorithm.algorithm_type: {a.algorithm_type} is the older name of {base.name}")
+    parts: dict[str, Any] = {}
+    for kind in KINDS:
+        written, default = getattr(a, kind), getattr(base, kind)
+        part = RENAMED.get((kind, written or default), written or default)
+        if written is None:
+            ctx.derive(f"algorithm.{kind}", part, f"of algorithm {base.name}")
+        elif part != written:
+            ctx.warn(f"algorithm.{kind}: {written} is another name of {part}")
+        inherited = getattr(base, f"{kind}_args") if part == default else {}
+        args = {**inherited, **getattr(a, f"{kind}_args")}
+        if ctx.judged(kind, part):
+            with ctx.taking():
+                check_args(kind, part, args)
+        if kind in BUILT or kind == "sample_strategy":
+            parts[kind], parts[f"{kind}_args"] = part, args
+    loss_agg_mode = _loss_agg_mode(a.loss_agg_mode, base, parts["policy_loss_fn"], ctx)
+    repeat_times = ctx.chosen("algorithm.repeat_times", a.repeat_times, base.repeat_times, f"of algorithm {base.name}")
+    settings = AlgorithmSettings(algorithm_type=base.name, loss_agg_mode=loss_agg_mode, **parts)
+    settings = policies(ctx, settings)
+    return settings, repeat_times, compares_in_groups(a.advantage_fn or base.advantage_fn)
+
+
+def _loss_agg_mode(written: AggMode | None, base: AlgorithmDefaults, loss: str, p: Problems) -> AggMode:
+    """What is written, else what a loss is defined with that the algorithm does not imply, else the algorithm's."""
+    model = losses().get(loss)
+    if written is not None:
+        if model is not None and model.fixed_agg:
+            p.warn(
+                f"algorithm.loss_agg_mode: {loss} is a mean over sequences or pairs; {written} holds for KL and entropy terms only"
+            )
+        return written
+    if model is None or model.agg_mode is None or loss == base.policy_loss_fn:
+        mode, of = base.loss_agg_mode, f"of algorithm {base.name}"
+    else:
+        mode, of = model.agg_mode, f"of policy loss {loss}"
+    p.derive("algorithm.loss_agg_mode", mode, of)
+    return mode
+
+
+def reads_baseline(algorithm: AlgorithmSettings) -> bool:
+    """Whether the explorer has to play every task once more, greedily."""
+    args = shipped().get(("advantage_fn", algorithm.advantage_fn))
+    return args is not None and args.baseline
+
+
+def advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problems) -> None:
+    """What the advantage reads that a step may not have."""
+    name = algorithm.advantage_fn
+    if (model := shipped().get(("advantage_fn", name))) is None:
+        return
+    try:
+        args = check_args("advantage_fn", name, algorithm.advantage_fn_args)
+    except ConfigError:
+        return  # told by `_algorithm`
+    if rows is not None and declared(args).whole_groups:
+        p.error(
+            "buffer.train_batch_size",
+            f"counts rows, which may split a group, but advantage {name!r} as it is set compares tokens of all rows of a group; leave it "
+            "out, or write batch_size x repeat_times",
+        )
+    loss = shipped().get(("policy_loss_fn", algorithm.policy_loss_fn))
+    if algorithm.sample_strategy == "pf_ppo" and loss is not None and loss.pairs:
+        p.error(
+            "algorithm.sample_strategy",
+            f"draws single rows, but policy loss {algorithm.policy_loss_fn!r} compares pairs; leave it out",
+        )
+    if reads := model.reads:
+        p.note(f"algorithm.advantage_fn {name} reads {reads}; its workflow or an operator has to declare that with `gives`")
+
+
+def policies(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
+    """`settings` with the old policy and the off-policy correction."""
+    a, correction = ctx.config.algorithm, ctx.config.algorithm.rollout_correction
+    written = "bypass_old_logprobs" in a.model_fields_set
+    settings = replace(settings, bypass_old_logprobs=a.bypass_old_logprobs)
+    three = a.compute_prox_logprobs or (correction is not None and not correction.bypass_mode)
+    two = correction is not None and correction.bypass_mode
+    why = "algorithm.compute_prox_logprobs" if a.compute_prox_logprobs else "algorithm.rollout_correction"
+    if a.compute_prox_logprobs and two:
+        ctx.error(
+            "algorithm.compute_prox_logprobs",
+            "takes old log-probs from the trainer, and rollout_correction.bypass_mode: true from the engines; write one of them",
+        )
+    elif written and ((three and a.bypass_old_logprobs) or (two and not a.bypass_old_logprobs)):
+        ctx.error(
+            "algorithm.bypass_old_logprobs",
+            f"is {str(a.bypass_old_logprobs).lower()}, but {why}{' with bypass_mode: true' if two else ''} means "
+            f"{str(two).lower()}; leave it out",
+        )
+    elif (three or two) and a.bypass_old_logprobs != two:
+        settings = replace(settings, bypass_old_logprobs=two)
+        ctx.derive("algorithm.bypass_old_logprobs", two, why)
+    s = ctx.config.synchronizer
+    if three and (s.sync_interval > 1 or s.sync_style == "explorer_driven"):  # whose windows are as long as they come
+        settings = replace(settings, proximal_window=True)
+    settings = settings if correction is None else _corrected(ctx, settings)
+    _of_the_loss(settings, ctx)
+    return settings
+
+
+def _of_the_loss(settings: AlgorithmSettings, p: Problems) -> None:
+    """What the policy loss can do with these policies."""
+    if (model := losses().get(name := settings.policy_loss_fn)) is None:
+        return
+    if "old" in model.before and settings.proximal_window:
+        p.error(
+            "algorithm.policy_loss_fn",
+            f"{name} chooses tokens under the weights before the step, but here old log-probs are those of a window's first weights; "
+            "write synchronizer.sync_interval: 1 with a sync_style other than explorer_driven, or another loss",
+        )
+    elif name == "m2po" and not settings.bypass_old_logprobs:
+        p.warn(
+            "algorithm.policy_loss_fn: m2po leaves no token out with old log-probs of the trainer: the ratio before the step is 1"
+        )
+    if model.samples == "none" and settings.rollout_correction is not None:
+        p.error("algorithm.rollout_correction", f"corrects for the policy that sampled, which {name} does not read; leave it out")
+
+
+def _corrected(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
+    given = ctx.config.algorithm.rollout_correction
+    assert given is not None
+    settings = replace(settings, rollout_correction={k: v for k, v in given.model_dump().items() if v is not None})
+    try:
+        args = correction_args(settings)
+    except ConfigError as e:
+        ctx.take(e)
+        return replace(settings, rollout_correction=None)
+    assert args is not None
+    key = "algorithm.rollout_correction"
+    if args.rollout_is != "none" and not args.weighted:
+        ctx.warn(
+            f"{key}.rollout_is has no effect with bypass_mode: true and loss_type ppo_clip: the clipped ratio holds the weight"
+        )
+    if args.rollout_rs == "none" and args.rollout_rs_threshold is not None:
+        ctx.warn(f"{key}.rollout_rs_threshold has no effect without rollout_rs")
+    if args.loss_type != REINFORCE:
+        return settings
+    if ctx.config.trainer.ppo_epochs > 1:
+        ctx.error(
+            f"{key}.loss_type",
+            f"reinforce weighs rows by the policy before the step, which holds for one update; trainer.ppo_epochs is "
+            f"{ctx.config.trainer.ppo_epochs}: write 1, or ppo_clip",
+        )
+    if (loss := ctx.config.algorithm.policy_loss_fn) not in (None, REINFORCE):
+        ctx.error("algorithm.policy_loss_fn", f"is {loss}, but {key}.loss_type means reinforce; leave one of them out")
+    if settings.policy_loss_fn != REINFORCE:
+        ctx.derive("algorithm.policy_loss_fn", REINFORCE, f"{key}.loss_type")
+    return replace(settings, policy_loss_fn=REINFORCE, policy_loss_fn_args={})
+
+
+def whole_groups(settings: AlgorithmSettings, compares: bool, rows: int | None, p: Problems) -> None:
+    """A KL in the reward changes the rewards of all members of a group, so these have to be in one step where they are compared."""
+    if settings.kl_penalty_fn != "none" and compares and rows is not None:
+        p.error(
+            "buffer.train_batch_size",
+            f"counts rows, which may split a group, but with kl_penalty_fn {settings.kl_penalty_fn} advantages need the KL of all rows "
+            "of a group; leave it out, or write batch_size x repeat_times",
+        )
+
+
+def has_critic(settings: AlgorithmSettings, facts: Facts) -> bool | None:
+    """None: of a plugin; it is judged where these are loaded."""
+    model: type | None = shipped().get(("advantage_fn", settings.advantage_fn))
+    if model is None and facts.plugins_loaded:
+        model = REGISTRY.get("advantage_fn", settings.advantage_fn).args or NoArgs
+    elif model is None:
+        return None
+    return issubclass(model, Args) and "values" in model.before
+
+
+def critic(ctx: Context, settings: AlgorithmSettings) -> None:
+    """Keys of the critic, where there is none."""
+    if has_critic(settings, ctx.facts) is not False:
+        return
+    t = ctx.config.trainer
+    if t.critic_warmup:
+        ctx.error("trainer.critic_warmup", f"is {t.critic_warmup}, but advantage {settings.advantage_fn} has no critic; write 0")
+    if t.critic != CriticConfig() or ctx.config.model.critic_model_path is not None:
+        ctx.note(f"trainer.critic and model.critic_model_path have no effect: advantage {settings.advantage_fn} has no critic")

@@ -1,0 +1,217 @@
+"""Whether a plan fits the models that it names, and its storage; what is allowed and probably not meant.  Before anything starts.
+
+Knows plans and what model folders say of themselves.  Invariant: which layout of rows is accepted here is proven again by the trainer
+when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rft.algorithm.needs import needs
+from rft.config import lora_plan, model_folder, provable
+from rft.config.context import Problems
+from rft.config.devices import trains
+from rft.config.model_folder import ModelFiles
+from rft.config.plan import Plan
+from rft.config.plan_engines import distinct
+from rft.config.schema.root import RunConfig
+from rft.engine.settings import AuxiliarySettings
+from rft.errors import ConfigError, PluginError
+from rft.types import rotary
+from rft.types.row_layout import AskedLayout, Choice, changing_rope, choose
+
+
+def storage(plan: Plan, problems: Problems) -> None:
+    from rft.buffer.base import STORAGE_KEY, make_storage
+    from rft.buffer.location import ledger_location  # SQLAlchemy takes a quarter of a second
+
+    try:
+        make_storage(plan.buffer)  # touches nothing yet
+    except PluginError as e:
+        problems.error(f"{STORAGE_KEY}.storage_type", e.message, given=plan.buffer.storage_type)
+    except ConfigError as e:
+        problems.take(e)
+    try:
+        where = ledger_location(plan.buffer)
+    except ConfigError as e:
+        problems.error(f"{STORAGE_KEY}.path", e.message)
+        return
+    if where.url is not None and importlib.util.find_spec("psycopg") is None:
+        problems.error(f"{STORAGE_KEY}.path", 'needs the package psycopg: pip install "rft-platform[postgres]"')
+
+
+def models(config: RunConfig, plan: Plan, policy: ModelFiles, problems: Problems) -> Choice | None:
+    """What each model has to have; the layout of the policy's rows, None where nothing is trained or it is refused."""
+    _policy_fits(policy, plan, problems)
+    _critic_fits(policy, plan, problems)
+    if trains(plan.mode):
+        provable.model(policy.config, plan, problems)
+    choice = _rows(policy.config, plan, problems)
+    lora_plan.fits(plan.learner, policy.tensors, problems)
+    lora_plan.rounding(plan, problems)
+    for i, m in zip(distinct(config), plan.auxiliary, strict=True):
+        if m.engines[0].external is None and m.engines[0].engine_type != "scripted":
+            _auxiliary_fits(f"explorer.auxiliary_models[{i}]", m, problems)
+    return choice
+
+
+def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
+    problems.warnings.extend(model.warnings)
+    wanted, longest = plan.engines[0].max_model_len, None
+    with problems.taking():
+        longest = rotary.positions(model.config, plan.learner.override_config)
+    if longest is not None and wanted > longest:
+        problems.error(
+            "model.max_model_len",
+            f"is {wanted} tokens, but the model knows {longest} positions; see model.rope_scaling",
+            given=wanted,
+        )
+    heads = model.config.get("num_key_value_heads") or model.config.get("num_attention_heads")
+    tp = plan.engines[0].tensor_parallel_size
+    if isinstance(heads, int) and tp > 1 and (model.config.get("num_attention_heads") or heads) % tp:
+        problems.error(
+            "explorer.rollout_model.tensor_parallel_size", f"is {tp}, which does not divide the attention heads", given=tp
+        )
+    texts = plan.trainer.offline_data is not None and plan.trainer.offline_data.kind == "texts"
+    if model.chat_template is None and plan.engines[0].chat_template is None and not texts:
+        problems.error("model.chat_template_path", f"{model.folder} has no chat template; write one here")
+
+
+def _critic_fits(policy: ModelFiles, plan: Plan, problems: Problems) -> None:
+    """The critic reads the policy's tokens with weights of its own."""
+    path, key = plan.learner.critic.model_path, "model.critic_model_path"
+    if path in ("", plan.learner.model_path) or not needs(plan.learner.algorithm).critic:
+        return
+    try:
+        found = model_folder.look(path)
+    except ConfigError as e:
+        for error in e.errors:
+            problems.error(key, error.message, given=path)
+        return
+    ours, theirs = policy.config.get("vocab_size"), found.config.get("vocab_size")
+    if ours != theirs:
+        problems.error(key, f"has a vocabulary of {theirs}, the policy one of {ours}; both read the same tokens", given=path)
+
+
+def _auxiliary_fits(key: str, model: AuxiliarySettings, problems: Problems) -> None:
+    e, name = model.engines[0], f"auxiliary model {model.name}"
+    try:
+        files = model_folder.look(e.model_path, e.tokenizer_path)
+    except ConfigError as error:
+        for one in error.errors:
+            problems.error(f"{key}.model_path", f"{name}: {one.message}", given=e.model_path)
+        return
+    kinds = files.config.get("architectures") or []
+    head = any("ForSequenceClassification" in k or "RewardModel" in k for k in kinds)
+    if kinds and head != (e.task == "score"):
+        other = "generate" if e.task == "score" else "score"
+        text = f"{name}: is {e.task}, but the model is a {', '.join(kinds)}; use task: {other} or another model"
+        problems.error(f"{key}.task", text, given=e.task)
+    longest = files.config.get("max_position_embeddings")
+    if isinstance(longest, int) and e.max_model_len > longest:
+        text = f"{name}: is {e.max_model_len} tokens, but the model knows {longest} positions"
+        problems.error(f"{key}.max_model_len", text, given=e.max_model_len)
+    if files.chat_template is None and e.chat_template is None:
+        problems.warn(f"{name} has no chat template; it can be asked with token ids only.  Write chat_template there")
+
+
+def _rows(config: Mapping[str, Any], plan: Plan, problems: Problems) -> Choice | None:
+    """The layout for the policy, whose config.json is `config`."""
+    if not trains(plan.mode):
+        return None
+    try:
+        found = rotary.replaced(config, plan.learner.override_config)
+    except ConfigError:
+        return None  # said where the model's files are looked at
+    _rope(found, plan, problems)
+    critic = plan.learner.critic
+    if needs(plan.learner.algorithm).critic and critic.model_path not in ("", plan.learner.model_path):
+        other = model_folder.sizes(critic.model_path)
+        if other is not None:
+            _chosen(other[0], critic.row_layout, plan, "the critic", problems)
+    return _chosen(found, plan.learner.row_layout, plan, "the model", problems)
+
+
+def _chosen(config: Mapping[str, Any], asked: AskedLayout, plan: Plan, whose: str, problems: Problems) -> Choice | None:
+    try:
+        choice = choose(config, asked, device=plan.learner.device)
+    except ConfigError as e:
+        problems.take(e)
+        return None
+    if asked == "auto" and choice.layout != "shared":
+        problems.note(f"rows of {whose} are {choice.layout} (trainer.row_layout: auto): {choice.why}")
+    return choice
+
+
+def _rope(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:
+    changing, longest = changing_rope(config), plan.engines[0].max_model_len
+    if changing is not None and longest > changing[1]:
+        kind, known = changing
+        problems.error(
+            "model.max_model_len",
+            f"is {longest} tokens, and the model's {kind} rotary embeddings change for every row of a micro-batch in which one is longer "
+            f"than {known}, so its gradient would depend on the cut.  Write at most {known}, or model.rope_scaling of type yarn or linear",
+            given=longest,
+        )
+
+
+def settled(plan: Plan, choice: Choice | None) -> Plan:
+    """`plan` with padded rows where "auto" means them; else the trainer chooses, and may still fall back."""
+    if choice is None or choice.layout != "padded":
+        return plan
+    critic = plan.learner.critic
+    if critic.row_layout == "auto" and critic.model_path in ("", plan.learner.model_path):
+        critic = replace(critic, row_layout="padded")
+    return replace(plan, learner=replace(plan.learner, row_layout="padded", critic=critic))
+
+
+def advise(plan: Plan, keys: dict[str, str], p: Problems) -> None:
+    """`keys`: name of each taskset → its configuration key."""
+    _gpus(plan, p)
+    _schedule(plan, p)
+    _evaluation(plan, keys, p)
+
+
+def _gpus(plan: Plan, p: Problems) -> None:
+    c = plan.cluster
+    used = len(plan.engines) * c.gpus_per_engine + c.auxiliary_gpus + c.trainer_gpus
+    if idle := c.gpus - used:
+        p.warn(
+            f"{idle} of {c.gpus} GPUs are used by no role (engines {len(plan.engines)} x {c.gpus_per_engine}"
+            f"{f', auxiliary models {c.auxiliary_gpus}' if c.auxiliary_gpus else ''}, trainer {c.trainer_gpus}): raise "
+            "trainer.world_size or explorer.rollout_model.engine_num, or lower cluster.gpu_per_node"
+        )
+
+
+def _schedule(plan: Plan, p: Problems) -> None:
+    o = plan.learner.optim
+    warmup = o.lr_warmup_steps < 0 and o.lr_warmup_steps_ratio > 0
+    if plan.total_steps is None and (warmup or o.lr_scheduler_type != "constant"):
+        what = " and ".join(
+            [f"lr_warmup_steps_ratio {o.lr_warmup_steps_ratio:g}"] * warmup
+            + [f"lr_scheduler_type {o.lr_scheduler_type}"] * (o.lr_scheduler_type != "constant")
+        )
+        p.warn(
+            f"algorithm.optimizer: the number of train steps decides {what}, and it is known only once the tasksets are opened; write "
+            "trainer.total_steps (or lr_warmup_steps) to fix the schedule"
+        )
+
+
+def _evaluation(plan: Plan, keys: dict[str, str], p: Problems) -> None:
+    training = {t.sampling.temperature for t in plan.explorer.tasksets}
+    for t in plan.explorer.eval_tasksets:
+        key, temperature = keys.get(t.name, t.name), t.sampling.temperature
+        if temperature == 0 and t.num_runs > 1:
+            p.warn(f"{key}: temperature 0 gives the same answer {t.num_runs} times; use a temperature above 0 or one run")
+        elif temperature > 0 and t.num_runs == 1:
+            p.note(
+                f"{key}: one answer per task at temperature {temperature:g} is a noisy measure; use temperature 0, or repeat_times of 4 "
+                "or more for a mean"
+            )
+        if training and temperature > 0 and temperature not in training:
+            trained = ", ".join(f"{x:g}" for x in sorted(training))
+            p.note(f"{key}: evaluated at temperature {temperature:g}, trained at {trained}: the two rewards are not comparable")

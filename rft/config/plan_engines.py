@@ -1,0 +1,327 @@
+"""The engines: those of the policy, and the auxiliary models beside it.  Part of `resolve`.
+
+Invariant: entries of `explorer.auxiliary_models` that differ in nothing but their name are one model, which is started once and found
+under each of the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from rft.config import provable
+from rft.config.context import Context, filled
+from rft.config.foreign import value_advice
+from rft.config.inert import inert
+from rft.config.plan_trainer import overrides
+from rft.config.schema.explorer_section import AuxiliaryModelConfig, ServedModelConfig
+from rft.config.schema.model_section import ExternalModelConfig
+from rft.config.schema.root import RunConfig
+from rft.engine.settings import BUILT_IN, AuxiliarySettings, EngineSettings, ExternalSettings
+from rft.errors import ConfigError
+
+_VLLM_ONLY = {"enable_chunked_prefill": True, "disable_log_stats": True, "enable_log_requests": False}
+
+
+def gpus(model: ServedModelConfig) -> int:
+    """Of one engine."""
+    return model.tensor_parallel_size * model.pipeline_parallel_size
+
+
+def copies(model: ServedModelConfig) -> int:
+    """Engines in all; a copy of data_parallel_size is an engine of its own."""
+    return model.engine_num * model.data_parallel_size
+
+
+def stages(model: ServedModelConfig) -> str:
+    return f" x pipeline_parallel_size {model.pipeline_parallel_size}" if model.pipeline_parallel_size > 1 else ""
+
+
+def lengths(ctx: Context) -> tuple[int, int, int]:
+    """(max_model_len, max_prompt_tokens, max_response_tokens)."""
+    m = ctx.config.model
+    total, prompt, response = m.max_model_len, m.max_prompt_tokens, m.max_response_tokens
+    if total is None and (prompt is None or response is None):
+        ctx.error(
+            "model.max_model_len", "the lengths are not known; write max_prompt_tokens and max_response_tokens, or max_model_len"
+        )
+        return 2, 1, 1
+    if total is None:
+        assert prompt is not None and response is not None
+        total = prompt + response
+        ctx.derive("model.max_model_len", total, "max_prompt_tokens + max_response_tokens")
+    if response is None:
+        response = total - prompt if prompt is not None else total - total // 2
+        ctx.derive(
+            "model.max_response_tokens", response, "the rest of max_model_len" if prompt is not None else "half of max_model_len"
+        )
+    if prompt is None:
+        prompt = total - response
+        ctx.derive("model.max_prompt_tokens", prompt, "the rest of max_model_len")
+    for name, length in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
+        if getattr(m, name) is not None and length >= total:
+            other = "a response" if name == "max_prompt_tokens" else "a prompt"
+            ctx.error(f"model.{name}", f"is {length} of max_model_len {total} tokens, which leaves none for {other}")
+            return 2, 1, 1
+    if prompt + response > total:
+        ctx.error(
+            "model.max_model_len",
+            f"is {total} tokens, but max_prompt_tokens {prompt} + max_response_tokens {response} = {prompt + response}; "
+            "raise max_model_len or lower one of them",
+        )
+        return 2, 1, 1
+    if m.min_response_tokens > response:
+        ctx.error("model.min_response_tokens", f"is more than max_response_tokens ({response})")
+    return total, prompt, response
+
+
+# ---------------------------------------------------------------- the policy
+
+
+def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[EngineSettings, ...]:
+    """The policy's engines."""
+    model, e, key = ctx.config.model, ctx.config.explorer.rollout_model, "explorer.rollout_model"
+    if e.engine_type == "external":
+        ctx.error(
+            f"{key}.engine_type",
+            "a server gives no token ids and takes no new weights, so it cannot be the policy; name a local model here, and the server "
+            "in explorer.auxiliary_models",
+        )
+    provable.engine(ctx)
+    if e.ignore_eos:
+        ctx.warn(f"{key}.ignore_eos: every response is written up to max_tokens, in training and evaluation")
+    template = model.custom_chat_template
+    if model.chat_template_path is not None:
+        try:
+            template = ctx.facts.read_text(ctx.find(model.chat_template_path))
+        except OSError as error:
+            ctx.error("model.chat_template_path", f"cannot be read: {error.strerror}")
+    shared = _shared(ctx, e, key, device, lengths[0])
+    explorer = f"{ctx.config.explorer.name}-" if ctx.config.mode == "explore" else ""
+    return tuple(
+        filled(
+            EngineSettings,
+            e,
+            **shared,
+            name=f"{explorer}{e.name or 'engine'}-{i}",
+            model_path=ctx.find(model.model_path),
+            tokenizer_path=None if model.tokenizer_path is None else ctx.find(model.tokenizer_path),
+            max_model_len=lengths[0],
+            max_prompt_tokens=lengths[1],
+            enable_prefix_caching=e.enable_prefix_caching and not ctx.config.deterministic,
+            seed=(ctx.config.seed if e.seed is None else e.seed) + i,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=template,
+            chat_template_kwargs=_thinking(model.enable_thinking),
+            deterministic=ctx.config.deterministic,
+            extra_engine_args=_engine_args(ctx.config, shared["engine_type"]),
+        )
+        for i in range(copies(e))
+    )
+
+
+def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
+    """`model.override_config` has to hold for the engine too, or its log-probs would be another model's."""
+    override, given = overrides(config), dict(config.explorer.rollout_model.extra_engine_args)
+    if not override or engine_type not in BUILT_IN:
+        return given
+    return {"hf_overrides": dict(override), **given} if engine_type == "vllm" else {**override, **given}
+
+
+# ---------------------------------------------------------------- models beside it
+
+
+def auxiliary_names(config: RunConfig) -> list[str]:
+    """Of all auxiliary models, in the order of the list."""
+    return [model.name or f"auxiliary_model_{i}" for i, model in enumerate(config.explorer.auxiliary_models)]
+
+
+def distinct(config: RunConfig) -> list[int]:
+    """Places of the auxiliary models that are started: of equal ones the first."""
+    first: dict[str, int] = {}
+    for i, model in enumerate(config.explorer.auxiliary_models):
+        first.setdefault(_without_name(model), i)
+    return list(first.values())
+
+
+def auxiliary_gpus(ctx: Context, i: int, total: int, per_node: int) -> list[int]:
+    """GPUs of each engine of auxiliary model `i`; none for one that needs none."""
+    model, key = ctx.config.explorer.auxiliary_models[i], f"explorer.auxiliary_models[{i}]"
+    if model.device == "cpu" or (model.device == "auto" and not total) or _is_external(model):
+        return []
+    if not total:
+        ctx.error(f"{key}.device", "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu")
+    elif gpus(model) > per_node:
+        ctx.error(
+            f"{key}.tensor_parallel_size",
+            f"is {model.tensor_parallel_size}{stages(model)}, but a node has {per_node} GPUs and an engine stays in one",
+        )
+    return [gpus(model)] * copies(model)
+
+
+def auxiliary(ctx: Context, max_model_len: int, total: int) -> tuple[AuxiliarySettings, ...]:
+    """Every auxiliary model once, in the order of the list.  `max_model_len` is the policy's; `total`: GPUs of the cluster."""
+    models = ctx.config.explorer.auxiliary_models
+    taken: dict[str, int] = {}
+    names: dict[str, dict[str, None]] = {}
+    for i, (model, name) in enumerate(zip(models, auxiliary_names(ctx.config), strict=True)):
+        if _without_name(models[taken.setdefault(name, i)]) != _without_name(model):
+            ctx.error(f"explorer.auxiliary_models[{i}].name", f"is the name of explorer.auxiliary_models[{taken[name]}] too")
+        names.setdefault(_without_name(model), {})[name] = None
+    return tuple(_auxiliary(ctx, i, tuple(names[_without_name(models[i])]), max_model_len, total) for i in distinct(ctx.config))
+
+
+def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int, total: int) -> AuxiliarySettings:
+    model, key = ctx.config.explorer.auxiliary_models[i], f"explorer.auxiliary_models[{i}]"
+    if _is_external(model):
+        return AuxiliarySettings(
+            names=names, engines=(_server(ctx, model, key, names[0], max_model_len),), max_concurrent=model.max_concurrent
+        )
+    if model.external_model_config is not None:
+        ctx.warn(f"{key}.external_model_config has no effect: engine_type is {model.engine_type}")
+    device = ("cuda" if total else "cpu") if model.device == "auto" else model.device
+    length = model.max_model_len or max_model_len
+    shared = _shared(ctx, model, key, device, length)
+    trusted = ctx.config.model.trust_remote_code if model.trust_remote_code is None else model.trust_remote_code
+    if model.task == "score" and (model.tool_call_parser or model.reasoning_parser):
+        ctx.error(f"{key}.task", "score: a model that gives numbers has no answer to parse; leave the parsers out")
+    if model.task == "score" and model.engine_type == "scripted":
+        ctx.error(f"{key}.task", "score: the scripted engine writes texts; use vllm or transformers")
+    if trusted and not ctx.config.model.trust_remote_code:
+        ctx.warn(f"{key}.trust_remote_code: Python code from the model's folder will run with your rights")
+    seed = ctx.config.seed if model.seed is None else model.seed
+    engines = tuple(
+        filled(
+            EngineSettings,
+            model,
+            **shared,
+            name=f"aux-{names[0]}-{j}",
+            model_path=ctx.find(model.model_path),
+            tokenizer_path=None if model.tokenizer_path is None else ctx.find(model.tokenizer_path),
+            max_model_len=length,
+            seed=seed + j,
+            trust_remote_code=trusted,
+            chat_template=_template(model.chat_template, ctx.find),
+            chat_template_kwargs=_thinking(model.enable_thinking),
+            request_timeout_s=model.request_timeout,
+            fixed_weights=True,
+        )
+        for j in range(copies(model))
+    )
+    return AuxiliarySettings(names=names, engines=engines, max_concurrent=model.max_concurrent)
+
+
+def _server(ctx: Context, model: AuxiliaryModelConfig, key: str, name: str, max_model_len: int) -> EngineSettings:
+    e = model.external_model_config or ExternalModelConfig()
+    ours = {"engine_type", "name", "model_path", "external_model_config", "max_concurrent", "request_timeout", "task"}
+    if unused := sorted(
+        n
+        for n in model.model_fields_set - ours
+        if getattr(model, n) != type(model).model_fields[n].default and not inert(f"explorer.auxiliary_models[].{n}")
+    ):
+        ctx.warn(f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect, the server decides that")
+    if model.task == "score":
+        ctx.error(f"{key}.task", "score: a server that chats gives no scores; use engine_type vllm or transformers")
+    known = [h for h in e.headers if h in e.header_envs]
+    if known:
+        ctx.error(f"{key}.external_model_config.headers", f"{', '.join(known)} also stand in header_envs; write one of them")
+    return EngineSettings(
+        engine_type="external",
+        name=f"aux-{name}-0",
+        model_path=model.model_path,
+        max_model_len=model.max_model_len or max_model_len,
+        seed=ctx.config.seed,
+        request_timeout_s=model.request_timeout,
+        start_timeout_s=model.start_timeout,
+        fixed_weights=True,
+        max_concurrent=model.max_concurrent,
+        external=filled(ExternalSettings, e, model_name=e.model_name or model.model_path),
+    )
+
+
+def _is_external(model: AuxiliaryModelConfig) -> bool:
+    e = model.external_model_config
+    return model.engine_type == "external" or (e is not None and e.enable)
+
+
+def _without_name(model: AuxiliaryModelConfig) -> str:
+    return model.model_copy(update={"name": None}).model_dump_json()
+
+
+# ---------------------------------------------------------------- both
+
+
+def _shared(ctx: Context, e: ServedModelConfig, key: str, device: str, max_model_len: int) -> dict[str, Any]:
+    """What is decided in the same way for every engine."""
+    engine_type = "vllm" if e.engine_type == "external" else e.engine_type  # refused, or not asked for here
+    usual = "bfloat16" if device == "cuda" else "float32"
+    dtype = ctx.chosen(f"{key}.dtype", e.dtype, usual, f"engines on {device}")
+    if device == "cpu" and dtype != "float32":
+        ctx.warn(f"{key}.dtype {dtype} on CPU: slow, and log-probs agree less well with the trainer's; float32 is meant")
+    cpus = ctx.facts.cpus  # with mode colocate the engines take their turn together
+    cpus = max(1, cpus // copies(e)) if ctx.config.mode == "colocate" else cpus
+    threads = ctx.chosen(f"{key}.cpu_threads", e.cpu_threads, cpus, "the machine's cores")
+    if e.data_parallel_size > 1:
+        ctx.derive(f"{key}.engine_num", copies(e), f"engine_num {e.engine_num} x data_parallel_size {e.data_parallel_size}")
+    if engine_type == "transformers":
+        for name, default in _VLLM_ONLY.items():
+            if getattr(e, name) != default:
+                ctx.warn(f"{key}.{name} has no effect: it is for engine_type vllm")
+    if engine_type == "vllm" and not e.enable_chunked_prefill:
+        ctx.warn(f"{key}.enable_chunked_prefill: vLLM advises against false for models that generate text")
+        if e.max_num_batched_tokens is not None and e.max_num_batched_tokens < max_model_len:
+            ctx.error(
+                f"{key}.max_num_batched_tokens",
+                f"is {e.max_num_batched_tokens}; without enable_chunked_prefill a step must hold a whole text of max_model_len "
+                f"{max_model_len}",
+            )
+    if engine_type not in BUILT_IN:
+        engine_type = ctx.find(engine_type) if ":" in engine_type else engine_type
+        _own_engine(ctx, engine_type, e.extra_engine_args, key)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if engine_type in BUILT_IN and engine_type != "vllm" and getattr(e, name) > 1:
+            ctx.error(f"{key}.{name}", f"the {engine_type} engine knows 1 only")
+    if e.enable_auto_tool_choice and e.tool_call_parser is None:
+        ctx.error(
+            f"{key}.tool_call_parser", "enable_auto_tool_choice needs the name of vLLM's parser for this model, e.g. hermes"
+        )
+    if e.tool_call_parser is not None and not e.enable_auto_tool_choice:
+        ctx.note(f"{key}.tool_call_parser {e.tool_call_parser} has no effect without enable_auto_tool_choice: true")
+    return {
+        "engine_type": engine_type,
+        "device": device,
+        "dtype": dtype,
+        "enforce_eager": device == "cpu" if e.enforce_eager is None else e.enforce_eager,
+        "fully_sharded_loras": False,  # with an adapter `lora_plan` decides
+        "max_cpu_loras": None,
+        "log_requests": e.enable_log_requests,
+        "log_stats": not e.disable_log_stats,
+        "cpu_threads": threads,
+        "tool_call_parser": e.tool_call_parser if e.enable_auto_tool_choice else None,
+        "start_timeout_s": e.start_timeout,
+        "stall_timeout_s": e.stall_timeout,
+        "step_timeout_s": e.step_timeout,
+    }
+
+
+def _own_engine(ctx: Context, name: str, args: dict[str, Any], key: str) -> None:
+    """A plugin engine is looked at, and its arguments checked, once plugins may be imported."""
+    if not ctx.judged("engine", name):
+        return
+    from rft.engine.base import find, own_args  # numpy
+
+    try:
+        own_args(find(name), args, f"{key}.extra_engine_args")
+    except ConfigError as error:
+        at = f"{key}.engine_type" if error.key in ("", "engine_type") else error.key
+        said = value_advice(at, name)
+        ctx.error(at, f"given {name!r}: {said}" if said else error.message)
+
+
+def _thinking(enabled: bool | None) -> dict[str, Any]:
+    return {} if enabled is None else {"enable_thinking": enabled}
+
+
+def _template(given: str | None, find: Callable[[str], str]) -> str | None:
+    return given if given is None or re.search(r"[{}]", given) else find(given)

@@ -1,0 +1,91 @@
+"""Whether somebody writes what the algorithm's parts read of every experience beyond tokens, log-probs and rewards.
+
+Part of the second stage of `check`: plugins are loaded and tasksets open.  A workflow or operator says what it writes in `gives` of its
+class: names, or a function of its arguments that returns them.  Invariant: a part whose data nobody gives is refused here and never
+reaches a first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rft.algorithm.args import declared
+from rft.algorithm.catalog import KINDS, check_args
+from rft.config.context import Problems
+from rft.config.devices import trains
+from rft.config.plan import Plan
+from rft.errors import ConfigError
+from rft.plugins import REGISTRY
+from rft.workflow.recipes import GIVES, TEACHER, workflow_class
+
+if TYPE_CHECKING:
+    from rft.taskset.base import Taskset
+
+_INFO = "info."
+
+
+def look(plan: Plan, tasksets: Sequence[Taskset], problems: Problems) -> None:
+    """`tasksets`: those that are open, also such for evaluation."""
+    if plan.trainer.offline_data is not None or not (trains(plan.mode) or plan.mode == "explore"):
+        return
+    operators = _provided("operator", ((o.name, o.args) for o in plan.explorer.pipeline.operators))
+    flows = [
+        (t.settings.name, name, t.settings.workflow_args)
+        for t in tasksets
+        if not t.settings.is_eval
+        for name in sorted({t.settings.workflow, *t.workflows()} - {""})
+    ]
+    for kind, part, want in _required(plan):
+        for taskset, flow, args in flows:
+            given = _provided("workflow", [(flow, args)])
+            if want not in operators | given:
+                problems.error(f"algorithm.{kind}", _missing(part, want, flow, taskset), given=part)
+            elif want == TEACHER and want in given:
+                _teacher(plan, flow, args, problems)
+
+
+def _required(plan: Plan) -> list[tuple[str, str, str]]:
+    """(kind, part, what it reads) of every part that reads something."""
+    a, found = plan.learner.algorithm, []
+    for kind in KINDS:
+        name = getattr(a, kind)
+        try:
+            args = check_args(kind, name, getattr(a, f"{kind}_args"))
+        except ConfigError:
+            continue  # told by `resolve`
+        found += [(kind, name, want) for want in declared(args).wants]
+    return found
+
+
+def _provided(kind: str, named: Iterable[tuple[str, Mapping[str, Any]]]) -> set[str]:
+    found: set[str] = set()
+    for name, args in named:
+        try:
+            plugin = REGISTRY.get(kind, name)
+            found |= (plugin.obj if kind == "operator" else workflow_class(plugin)).provides(args)
+        except ConfigError:
+            continue  # told where it is named
+    return found
+
+
+def _missing(part: str, want: str, flow: str, taskset: str) -> str:
+    what = f'info["{want.removeprefix(_INFO)}"]' if want.startswith(_INFO) else want
+    known = f"It is there with {GIVES[want]}.  " if want in GIVES else ""
+    flow = Path(flow).name if ":" in flow else flow
+    return (
+        f"{part} reads {what} of every experience, and nobody says that it is written: neither workflow {flow!r} of taskset {taskset} "
+        f'nor an operator.  {known}A class of your own that writes it has the line `gives = ("{want}",)`'
+    )
+
+
+def _teacher(plan: Plan, flow: str, args: Mapping[str, Any], problems: Problems) -> None:
+    there = [name for m in plan.auxiliary for name in m.names]
+    named = args.get("teacher")
+    if not there:
+        problems.error("explorer.auxiliary_models", f"{flow} asks a teacher; name one: [{{name: teacher, model_path: ...}}]")
+    elif named is not None and named not in there:
+        problems.error(
+            "explorer.auxiliary_models", f"no model has the name of workflow_args.teacher; there is {', '.join(there)}", named
+        )

@@ -1,0 +1,365 @@
+"""Sections `buffer` and `data_processor`: tasks, experiences, the size of a step, and what is done to rows on their way."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices
+
+from rft.buffer.settings import STORAGES, BufferSettings, ReplaySettings
+from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section, shipped
+from rft.taskset.settings import FormatSettings, OfflineDataSettings, TaskPipelineSettings, TasksetSettings
+
+OnShortBatch = Annotated[Literal["stop", "train", "carry"], IgnoreCase]
+
+
+class FormatConfig(Section):
+    """Which columns of a row mean what.  A key with dots goes into a column of mappings: reward_model.ground_truth."""
+
+    preset: Annotated[Literal["verl"], IgnoreCase] | None = key(
+        None,
+        "verl: the other keys take the values of veRL's data where they are not written: the chat in `prompt`, the gold answer in "
+        "`reward_model.ground_truth`, the reward chosen by `data_source` unless one is named.",
+    )
+    prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
+        FormatSettings.prompt_type, "plaintext: prompt_key holds the question; messages: messages_key holds a chat."
+    )
+    prompt_key: str = key(FormatSettings.prompt_key, "Column of the question; with preset verl of the chat.")
+    response_key: str = key(FormatSettings.response_key, "Column of the gold answer.")
+    messages_key: str = key(FormatSettings.messages_key, "Column of the chat, a list of {role, content}.")
+    tools_key: str = key(FormatSettings.tools_key, "Column of the tools, a list or JSON text.")
+    system_prompt_key: str | None = key(None, "Column of the system prompt.")
+    system_prompt: str | None = key(None, "System prompt of all rows.")
+    workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
+    reward_fn_key: str = key(
+        "", "Column that names the row's reward, or veRL's data source, which has a reward of ours; empty: none."
+    )
+    chat_template: str | None = key(None, "Chat template (Jinja text) of this taskset.  Null: the model's.")
+    chat_template_args: Args = key({}, "Values for the chat template, e.g. {enable_thinking: false}; over those of `model`.")
+    enable_thinking: bool | None = key(
+        None, "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking."
+    )
+    reply_prefix: str | None = key(None, "Beginning of every answer.")
+    chosen_key: str = key(OfflineDataSettings.chosen_key, "dpo: column of the better answer, a text or a chat that ends with it.")
+    rejected_key: str = key(
+        OfflineDataSettings.rejected_key, "dpo: column of the worse answer, a text or a chat that ends with it."
+    )
+    enable_concatenated_multi_turn: bool = key(
+        False, "sft: train every answer of a chat.  False: the last one alone; those before it are read, not trained."
+    )
+
+
+class DataFormatConfig(FormatConfig):
+    """Which columns of a row that is trained on mean what: chats (sft), texts (cpt), pairs of answers (dpo)."""
+
+    prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
+        FormatSettings.prompt_type,
+        "plaintext: prompt_key holds a question and response_key its answer; cpt: prompt_key holds the text.  messages: messages_key "
+        "holds a chat that ends with the answer; dpo: the chat before the two answers.",
+    )
+
+
+class RolloutArgs(Section):
+    """Sampling of one taskset; a key that is not written is taken from `model`."""
+
+    temperature: float | None = key(None, "Sampling temperature; 0 = greedy (evaluation only).", ge=0, le=10)
+    top_p: float | None = key(None, "Nucleus sampling; 1 = off.", gt=0, le=1)
+    top_k: int | None = key(None, "Sample from the k likeliest tokens; -1 = off.", ge=-1)
+    min_p: float | None = key(None, "Drop tokens below this share of the likeliest one's probability; 0 = off.", ge=0, le=1)
+    presence_penalty: float | None = key(None, "OpenAI's presence penalty; 0 = off.", ge=-2, le=2)
+    frequency_penalty: float | None = key(None, "OpenAI's frequency penalty; 0 = off.", ge=-2, le=2)
+    repetition_penalty: float | None = key(None, "Penalty on tokens already seen; 1 = off.", gt=0)
+    max_tokens: int | None = key(None, "Longest response.", unit="tokens", ge=1)
+    min_tokens: int | None = key(None, "No end before this many tokens.", unit="tokens", ge=0)
+    stop: tuple[str, ...] = key((), "Texts that end a response.")
+    seed: int | None = key(None, "Seed of every request.  Null: derived from the run's place.")
+    n: int | None = key(None, "Runs of each task; same as the taskset's repeat_times.", unit="runs", ge=1)
+    logprobs: int = key(0, "How many likely tokens besides the generated one have their log-prob kept.", unit="tokens", ge=0)
+
+
+class DataSelectorConfig(Section):
+    """In which order the rows are attempted."""
+
+    selector_type: str = key(
+        TasksetSettings.selector,
+        "Order of the rows: sequential (file order), shuffle (another permutation in each pass), random (drawn for each batch), "
+        "offline_easy2hard (sorted by feature_keys, the largest first), difficulty_based (chosen by pass rates as they come in; "
+        "training only), or a selector of your own.",
+    )
+    seed: int = key(TasksetSettings.seed, "Seed of that order.", ge=0)
+    feature_keys: tuple[str, ...] = key(
+        (),
+        "Columns of numbers by which a selector orders the rows; difficulty_based: pass rates of a weaker and of a stronger model.",
+    )
+    kwargs: Args = key(
+        {}, "Arguments of the selector; difficulty_based: m, lamb, rho, target_reward, tau, do_sample, adaptive_rho."
+    )
+
+
+class TasksetConfig(Section):
+    """One source of tasks."""
+
+    name: Name | None = key(None, "Unique name, used in metrics.  Null: the last part of `path`.")
+    path: str = key(
+        ...,
+        "Local file or folder (jsonl, json, parquet, csv), a hub dataset in the local cache, reasoning_gym://NAME, "
+        "or with storage_type sql a SQLite file or database URL.",
+    )
+    storage_type: str = key(
+        TasksetSettings.storage_type,
+        "file: what `path` names; reasoning_gym: the generator of that name; python: a function pkg.module:func or file.py:func; "
+        "sql: a table or query, see args; or a task source of your own: its name, pkg.module:Name or path/file.py:Name.",
+    )
+    reader_path: str | None = key(
+        None,
+        "File or module with a class of your own that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping.",
+    )
+    reader_name: str | None = key(None, "Name of that class.")
+    subset_name: str | None = key(None, "Subset (configuration) of a hub dataset.")
+    split: str = key(TasksetSettings.split, "Split of the dataset.")
+    max_rows: int | None = key(
+        None,
+        "Use only the first rows (max_samples is another name); needed for generators.",
+        unit="rows",
+        ge=1,
+        validation_alias=AliasChoices("max_rows", "max_samples"),
+    )
+    filter_overlong_prompts: bool = key(
+        False,
+        "Leave out rows whose chat, rendered and tokenized, has more than model.max_prompt_tokens tokens, before anything else.",
+    )
+    skip_bad_rows: bool = key(
+        TasksetSettings.skip_bad_rows,
+        "Leave out rows that cannot be read or lack a column, and say how many, instead of refusing the taskset.",
+    )
+    args: Args = key(
+        {},
+        "Arguments of a generator, e.g. of reasoning_gym://chain_sum, or of a reader; of storage_type sql: table (else the taskset's "
+        "name) or query, and order_by.",
+    )
+    format: FormatConfig = section(FormatConfig, "Meaning of the columns.")
+    default_workflow_type: str | None = key(None, "Workflow of the rows.  Null: explorer_input.default_workflow_type.")
+    workflow_args: Args = key({}, "Arguments of the workflow.")
+    default_reward_fn_type: str | None = key(None, "Reward of the rows.  Null: explorer_input.default_reward_fn_type.")
+    reward_fn_args: Args = key({}, "Arguments of the reward.")
+    rollout_args: RolloutArgs = section(RolloutArgs, "Sampling of this taskset; wins over `model`.")
+    repeat_times: int | None = key(
+        None, "Runs of each task.  Null: algorithm.repeat_times for training, 1 for evaluation.", unit="runs", ge=1
+    )
+    data_selector: DataSelectorConfig = section(
+        DataSelectorConfig,
+        "Order of the rows (task_selector is another name).",
+        validation_alias=AliasChoices("data_selector", "task_selector"),
+    )
+    weight: float | None = key(None, "Share of this taskset in the mixture.  Null: proportional to its length.", gt=0)
+    max_retry_times: int = key(3, "Tries to read a row.", unit="tries", ge=0)
+    max_retry_interval: float = key(1.0, "Pause between them.", unit="s", ge=0)
+    enable_progress_bar: bool = key(False, "Show how far reading is.")
+
+    def rules(self, at: str, told: Told) -> None:
+        if (self.reader_path is None) != (self.reader_name is None):
+            missing = "reader_name" if self.reader_name is None else "reader_path"
+            told.error(f"{at}.{missing}", "reader_path (a file) and reader_name (a class in it) go together; write both")
+        n, repeat = self.rollout_args.n, self.repeat_times
+        if n is not None and repeat is not None and n != repeat:
+            told.error(f"{at}.rollout_args.n", f"is {n}, but repeat_times is {repeat}; both mean runs per task, write one")
+
+
+class ExplorerInputConfig(Section):
+    """Tasks to train on and tasks to evaluate on."""
+
+    taskset: TasksetConfig | None = key(None, "The one taskset to train on; or use tasksets.")
+    tasksets: tuple[TasksetConfig, ...] = key((), "Several tasksets to train on, mixed by weight.")
+    eval_tasksets: tuple[TasksetConfig, ...] = safe_key((), "Held-out tasksets.")
+    default_workflow_type: str | None = key(None, "Workflow of tasksets that name none.")
+    default_eval_workflow_type: str | None = key(
+        None, "Workflow of evaluation tasksets that name none.  Null: default_workflow_type."
+    )
+    default_reward_fn_type: str | None = key(None, "Reward of tasksets that name none.")
+
+
+class ReplayBufferConfig(Section):
+    """Reading by priority, and training on experiences more than once."""
+
+    enable: bool = key(False, "Read the groups of highest priority first.  False: the oldest first, each once.")
+    priority_fn: str = key(
+        ReplaySettings.priority_fn,
+        "Priority of a group: linear_decay, decay_limit_randomization, or your own function.  It sees all rows of the group; their "
+        "version is that of the oldest weights.",
+    )
+    priority_fn_args: Args = key({"decay": 2.0}, "Single arguments of priority_fn that differ from its defaults.")
+    reuse_cooldown_time: float | None = key(
+        None, "How long an experience rests before it may be used again.  Null: it is used once.", unit="s", gt=0
+    )
+    max_uses: int | None = key(
+        None,
+        "Train steps that may use an experience.  Null: use_count_limit of priority_fn, else no limit; without reuse_cooldown_time 1.",
+        unit="train steps",
+        ge=1,
+    )
+
+    def rules(self, at: str, told: Told) -> None:
+        for name in type(self).model_fields if not self.enable else ():
+            if self.written(name):
+                text = "has no effect without replay_buffer.enable: each experience is trained once, oldest first"
+                told.warn(f"{at}.{name} {text}")
+
+
+class ExperienceBufferConfig(Section):
+    """The store between explorer and trainer."""
+
+    name: Name = key(BufferSettings.name, "Name of the buffer.")
+    storage_type: Annotated[Literal["sql", "queue", "file"] | str, shipped(*STORAGES)] = key(
+        BufferSettings.storage_type,
+        "sql: in the database; queue: memory with write-ahead segments; file: one segment per group; or your own storage: "
+        "pkg.module:Name, path/file.py:Name.",
+    )
+    storage_args: Args = key({}, "Arguments of your own storage.")
+    path: str | None = key(
+        None,
+        "Database URL: postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:///FILE, with any storage_type; the run has a schema of its "
+        "own in PostgreSQL.  Else sql: an SQLite file; queue, file: folder (none: queue in memory only).  Null: all in the run folder.  "
+        "Mode train: the data set, a file (jsonl, json, csv, parquet), a folder with one for each split, or a hub id.",
+    )
+    capacity: int = safe_key(
+        BufferSettings.capacity, "Groups that may wait before the explorer is held back.", unit="groups", ge=1
+    )
+    capacity_bytes: int = safe_key(
+        BufferSettings.capacity_bytes, "Payload that may wait before the explorer is held back.", unit="bytes", ge=1 << 20
+    )
+    max_read_timeout: float = safe_key(1800.0, "How long the trainer waits for a batch.", unit="s", gt=0)
+    durability: Annotated[Literal["process", "power"], IgnoreCase] = safe_key(
+        BufferSettings.durability, "What an acknowledged experience survives: the death of every process, or also of the machine."
+    )
+    on_damaged_payload: Annotated[Literal["stop", "explain"], IgnoreCase] = safe_key(
+        BufferSettings.on_damaged_payload,
+        "When payload that was acknowledged is missing or damaged: stop the run, or go on without these groups, which are counted as "
+        "payload_damaged.  At a start their tasks are explored again; later, the train batch is that much smaller.",
+    )
+    replay_buffer: ReplayBufferConfig = section(ReplayBufferConfig, "Training on experiences more than once.")
+    max_retry_times: int = safe_key(
+        BufferSettings.max_retry_times,
+        "How often a database that was lost or is locked is tried again, after one try at once.  0: never.",
+        unit="tries",
+        ge=0,
+    )
+    max_retry_interval: float = safe_key(
+        BufferSettings.max_retry_interval_s, "Pause before the first of these; it doubles each time, up to 10 s.", unit="s", ge=0
+    )
+    split: str | None = key(None, "Mode train: split of the data set that is trained on.  Null: train.")
+    eval_split: str | None = safe_key(
+        None, "Mode train: split whose loss is computed and never trained (trainer.eval_interval).  Null: none."
+    )
+    subset_name: str | None = key(None, "Mode train: subset of a hub data set.")
+    format: DataFormatConfig = section(DataFormatConfig, "Mode train: meaning of the columns.")
+    data_selector: DataSelectorConfig = section(DataSelectorConfig, "Mode train: order of the rows.")
+    filter_overlong: bool = key(
+        False, "Mode train: leave out rows of more than model.max_model_len tokens, and say how many.  False: they are an error."
+    )
+    enable_progress_bar: bool = safe_key(False, "Show how far reading is.")
+
+
+class AuxiliaryBufferConfig(ExperienceBufferConfig):
+    """Further data for the trainer, e.g. answers of experts that are mixed in."""
+
+    path: str = key(..., "Local file or folder, a hub data set in the local cache, or a database URL.")
+
+
+class TrainerInputConfig(Section):
+    """What the trainer reads."""
+
+    experience_buffer: ExperienceBufferConfig = section(ExperienceBufferConfig, "The main channel from explorer to trainer.")
+    auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key({}, "Further data for the trainer, by name, e.g. sft_dataset.")
+
+
+class BufferConfig(Section):
+    """Tasks, experiences and the size of a step."""
+
+    batch_size: int = key(1, "Tasks per explore step; each becomes a group of repeat_times runs.", unit="tasks", ge=1)
+    train_batch_size: int | None = key(
+        None, "Experiences per train step.  Null or 0: all of batch_size accepted groups.", unit="experiences", ge=0
+    )
+    total_epochs: int | None = safe_key(
+        None,
+        "Passes over the training tasksets.  Null: as many as total_steps or trainer.total_steps need, else 1.",
+        unit="epochs",
+        ge=1,
+    )
+    total_steps: int | None = safe_key(None, "Explore steps; wins over total_epochs.", unit="explore steps", ge=1)
+    total_tasks: int | None = safe_key(
+        None, "Tasks in all: total_steps is this divided by batch_size, rounded up.", unit="tasks", ge=1
+    )
+    explorer_input: ExplorerInputConfig = section(ExplorerInputConfig, "Tasksets.")
+    trainer_input: TrainerInputConfig = section(TrainerInputConfig, "The experience buffer.")
+    on_short_batch: OnShortBatch = key(
+        BufferSettings.on_short_batch,
+        "When a batch cannot be filled: stop the run, train on what is there, or carry it over to the next step.",
+    )
+    max_refill: int | None = key(
+        None, "Groups replaced per explore step when runs fail or are filtered.  Null: 3 x batch_size.", unit="groups", ge=0
+    )
+    resume_rows: Annotated[Literal["orphan", "keep"], IgnoreCase] = key(
+        BufferSettings.resume_rows, "Rows beyond the checkpoint that a run resumes from: set aside, or keep as off-policy data."
+    )
+
+
+class OperatorConfig(Section):
+    """One operator and its arguments."""
+
+    name: str = key(..., "Name of the operator.", min_length=1)
+    args: Args = key({}, "Its arguments.")
+
+
+class ExperiencePipelineConfig(Section):
+    """What happens to the experiences of every group between explorer and buffer."""
+
+    operators: tuple[OperatorConfig, ...] = key(
+        (),
+        "The operators, in this order: those that change rewards, then those that look at them, then those that drop rows or groups.",
+    )
+    save_input: bool = safe_key(False, "Keep a copy of the experiences as the explorer made them.")
+    input_save_path: str | None = safe_key(
+        None, "File (.jsonl) or folder for that copy.  Null: buffer/explorer_output.jsonl in the run folder."
+    )
+    inputs: dict[str, str] = key({}, "Further experiences that join the stream: name and path.")
+    output: str | None = key(None, "Where the results go.  Null: the experience buffer.")
+
+
+class PriorityWeightsConfig(Section):
+    """What makes a row come early: weighted sum of its scores."""
+
+    difficulty: float = key(-0.7, "Weight of how hard it is.")
+    diversity: float = key(0.8, "Weight of how unlike the others it is.")
+    usage_frequency: float = key(-0.5, "Weight of how often it was used.")
+    quality: float = key(1.0, "Weight of its quality.")
+
+
+class TaskPipelineConfig(Section):
+    """Operators on rows, once before the run; the result is a file, which a taskset of the run reads."""
+
+    operators: tuple[OperatorConfig, ...] = key((), "The operators, in this order.")
+    num_process: int = safe_key(
+        4, "Processes that work on the rows, and that count tokens for filter_overlong_prompts.", unit="processes", ge=1
+    )
+    config_path: str | None = key(None, "YAML file with the key `operators`; these come before the ones written here.")
+    inputs: tuple[str, ...] = key((), "Files with the rows (jsonl, json, csv, parquet), one after the other.")
+    output: TasksetConfig | None = key(
+        None,
+        "Taskset whose path (jsonl) takes the result; it must not exist.  Null: the first training taskset.  Only path has an effect here.",
+    )
+    target_fields: tuple[str, ...] = key((), "Columns that the operators see.  Empty: all.")
+    order: Annotated[Literal["keep", "shuffle", "sort"], IgnoreCase] | None = key(
+        None,
+        "Order of the result: as it came, shuffled by `seed`, or by priority.  Null: sort with priority_weights or top_k, else keep.",
+    )
+    priority_weights: PriorityWeightsConfig = section(
+        PriorityWeightsConfig, "What makes a row come early: weights of the columns of these names, each scaled to 0 to 1."
+    )
+    top_k: int = key(TaskPipelineSettings.top_k, "Keep the first rows of that order; -1 = all.", unit="rows", ge=-1)
+
+
+class DataProcessorConfig(Section):
+    """What is done to tasks and experiences on their way."""
+
+    experience_pipeline: ExperiencePipelineConfig = section(ExperiencePipelineConfig, "Operators on experiences.")
+    task_pipeline: TaskPipelineConfig | None = key(None, "Operators on the rows of a taskset, once before the run.")

@@ -1,0 +1,303 @@
+"""Section `explorer`: who plays the tasks, with which engines, how long a run may take."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
+from rft.config.schema.model_section import ExternalModelConfig
+from rft.engine.settings import EngineSettings
+from rft.explorer.settings import ExplorerSettings
+
+Device = Annotated[Literal["auto", "cuda", "cpu"], IgnoreCase]
+_ENGINES = ("vllm", "transformers", "scripted", "external")
+_OTHER_ENGINES = {"vllm_async": "vllm", "hf": "transformers", "openai": "external"}
+
+
+def _engine(value: str) -> str:
+    """A built-in name in its usual spelling; or the name of a plugin, which is looked up once plugins are loaded."""
+    known = _OTHER_ENGINES.get(value.strip().lower(), value.strip().lower())
+    if ":" in value or known in _ENGINES:
+        return value if ":" in value else known
+    if difflib.get_close_matches(known, _ENGINES, n=1, cutoff=0.85):
+        raise PydanticCustomError("literal_error", "no engine", {"expected": " or ".join(map(repr, _ENGINES))})
+    return value
+
+
+EngineType = Annotated[Literal["vllm", "transformers", "scripted", "external"] | str, AfterValidator(_engine)]
+
+
+class ServedModelConfig(Section):
+    """One or several engines that serve one model.  Null values are chosen for the device or taken from `model`."""
+
+    name: Name | None = safe_key(None, "Beginning of the engines' names in logs and metrics.  Null: engine.")
+    engine_type: EngineType = key(
+        EngineSettings.engine_type,
+        "vllm; transformers (slower, runs where vLLM cannot be installed); scripted (answers from a script, for tests); external (a "
+        "model behind an OpenAI-compatible address; auxiliary models only); or an engine of your own: its name, pkg.module:Name, "
+        "path/file.py:Name.",
+    )
+    engine_num: int = safe_key(1, "Engines side by side.", unit="engines", ge=1)
+    tensor_parallel_size: int = safe_key(
+        EngineSettings.tensor_parallel_size, "GPUs (on CPU: processes) of one engine.", unit="GPUs", ge=1
+    )
+    data_parallel_size: int = safe_key(
+        1,
+        "Copies of the model in one engine.  Each becomes an engine of its own, so that it is loaded, proven and restarted on its own.",
+        unit="copies",
+        ge=1,
+    )
+    pipeline_parallel_size: int = safe_key(
+        EngineSettings.pipeline_parallel_size,
+        "vllm: stages in which one engine's layers are cut, each on GPUs of its own.",
+        unit="stages",
+        ge=1,
+    )
+    device: Device = safe_key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], IgnoreCase] = key(
+        "auto", "Type of the weights in the engine; auto: bfloat16 on GPUs, float32 on CPU."
+    )
+    seed: int | None = key(None, "Seed of the first engine, the others count on.  Null: the run's seed.", ge=0)
+    gpu_memory_utilization: float = safe_key(
+        EngineSettings.gpu_memory_utilization, "Share of a GPU's memory that an engine takes.", gt=0, le=1
+    )
+    enforce_eager: bool | None = safe_key(None, "No CUDA graphs and no compilation.  Null: true on CPU, false on GPUs.")
+    enable_prefix_caching: bool = safe_key(EngineSettings.enable_prefix_caching, "Compute shared prompts once.")
+    enable_chunked_prefill: bool = safe_key(
+        EngineSettings.enable_chunked_prefill, "vllm: cut long prompts over several engine steps."
+    )
+    max_num_seqs: int = safe_key(EngineSettings.max_num_seqs, "Sequences decoded at the same time.", unit="sequences", ge=1)
+    max_num_batched_tokens: int | None = safe_key(
+        None, "Token budget of one engine step.  Null: the engine's own.", unit="tokens", ge=1
+    )
+    block_size: int | None = safe_key(None, "Tokens of one KV-cache block.  Null: chosen for the device.", unit="tokens", ge=1)
+    kv_cache_bytes: int | None = safe_key(
+        None, "KV cache of an engine on CPU.  Null: as much as max_num_seqs full sequences need.", unit="bytes", ge=1 << 20
+    )
+    cpu_threads: int | None = safe_key(None, "Threads of an engine on CPU.  Null: the machine's cores.", unit="threads", ge=1)
+    max_model_len: int | None = key(None, "Prompt and response together.  Null: model.max_model_len.", unit="tokens", ge=2)
+    max_prompt_tokens: int | None = key(None, "Longest prompt.  Null: model.max_prompt_tokens.", unit="tokens", ge=1)
+    max_response_tokens: int | None = key(None, "Longest response.  Null: model.max_response_tokens.", unit="tokens", ge=1)
+    min_response_tokens: int | None = key(
+        None, "No end before this many tokens.  Null: model.min_response_tokens.", unit="tokens", ge=0
+    )
+    enable_prompt_truncation: bool | None = key(
+        None, "What happens to a prompt that is too long.  Null: model.enable_prompt_truncation."
+    )
+    repetition_penalty: float | None = key(
+        None, "Penalty on tokens already seen; 1 = off.  Null: model.repetition_penalty.", gt=0
+    )
+    ignore_eos: bool = key(False, "Write on after the end token, up to max_tokens; for measuring speed.")
+    chat_template: str | None = key(None, "Chat template (Jinja text).  Null: model.custom_chat_template.")
+    enable_thinking: bool | None = key(
+        None, "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking."
+    )
+    trust_remote_code: bool | None = safe_key(None, "Run Python code that comes with the model.  Null: model.trust_remote_code.")
+    tool_call_parser: str | None = safe_key(
+        None,
+        "vLLM's parser that finds tool calls in an answer (hermes, llama3_json, ...); read with enable_auto_tool_choice.  Needs vLLM "
+        "installed, also with other engines.",
+    )
+    reasoning_parser: str | None = safe_key(
+        None,
+        "vLLM's parser that separates reasoning from the answer (qwen3, deepseek_r1, ...).  Needs vLLM installed, also with other engines.",
+    )
+    enable_auto_tool_choice: bool = safe_key(False, "Take tool calls out of the answer's text; needs tool_call_parser.")
+    enable_openai_api: bool = safe_key(
+        False,
+        "Serve the model to observers of this machine too, by OpenAI's protocol, while the run goes on: calls are answered, not recorded. "
+        "Agents in workflows need no such port.",
+    )
+    base_port: int | None = safe_key(None, "Port of that server, on 127.0.0.1.  Null: a free one.", ge=1, le=65535)
+    api_key: str | None = safe_key(None, "Key that it asks for.  Null: a random one, in openai_api.json of the run folder.")
+    enable_history: bool = safe_key(True, "Keep every model call of a run.")
+    enable_log_requests: bool = safe_key(False, "vllm: log every request.")
+    disable_log_stats: bool = safe_key(
+        True, "vllm: no statistics.  False: throughput and cache use are logged at every weight sync."
+    )
+    use_v1: bool = safe_key(True, "vllm: its newer engine.")
+    fully_sharded_loras: bool = safe_key(
+        EngineSettings.fully_sharded_loras,
+        "vllm, with model.lora_configs: its own LoRA layers, with both matrices cut over the engine's GPUs; false cuts one of them.",
+    )
+    max_cpu_loras: int | None = safe_key(
+        None,
+        "vllm, where its own LoRA layers are used: room for so many adapters in host memory.  A run has one.",
+        unit="adapters",
+        ge=1,
+    )
+    external_model_config: ExternalModelConfig | None = safe_key(None, "What engine_type external asks; auxiliary models only.")
+    start_timeout: float = safe_key(EngineSettings.start_timeout_s, "How long an engine may take to start.", unit="s", gt=0)
+    stall_timeout: float | None = safe_key(
+        EngineSettings.stall_timeout_s,
+        "An engine that has work, and for so long neither finished a step (vllm) or answered at all (every engine) nor used its "
+        "processors, counts as hung: its processes are killed, it is restarted with the current weights, its requests are asked again.  "
+        "However slow an engine is, it uses its processors.  Null: never.",
+        unit="s",
+        ge=1,
+    )
+    step_timeout: float | None = safe_key(
+        EngineSettings.step_timeout_s,
+        "How long one step may take of an engine that uses its processors, before it counts as hung all the same (waiting in circles).  "
+        "Null: never.",
+        unit="s",
+        ge=1,
+    )
+    extra_engine_args: Args = safe_key({}, "Further arguments of the engine, handed on as they are.")
+
+    def rules(self, at: str, told: Told) -> None:
+        if not self.enable_openai_api:
+            self.idle(at, ("base_port", "api_key"), "enable_openai_api is false", told)
+
+
+class InferenceModelConfig(ServedModelConfig):
+    """The engines of the policy.  Null values are chosen for the device or taken from `model`."""
+
+    tokenization_check: Annotated[Literal["strict", "warn", "off"], IgnoreCase] = safe_key(
+        EngineSettings.tokenization_check,
+        "Compare the tokens of several turns with those of the whole chat tokenized at once: end the run (strict), count and warn once "
+        "(warn), or do not.  Trained are the tokens as the engine saw and wrote them in any case.",
+    )
+    router_replay: bool = safe_key(
+        EngineSettings.router_replay,
+        "For mixtures of experts: the engine tells which experts every token went through, they are stored with the experience (layers x "
+        "experts per token bytes for each token), and the trainer lets the token go through the same ones.",
+    )
+
+
+class AuxiliaryModelConfig(ServedModelConfig):
+    """A judge, teacher or reward model beside the policy; its weights stay as they are.
+
+    Workflows and rewards ask it by name.  Entries that differ in nothing but the name are started once.
+    """
+
+    name: Name | None = safe_key(
+        None,
+        "How workflows and rewards call it, and in logs and metrics.  Null: auxiliary_model_ and its place in the list, from 0.",
+    )
+    model_path: str = key(..., "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
+    tokenizer_path: str | None = key(None, "Folder with another tokenizer and chat template.  Null: model_path.")
+    task: Annotated[Literal["generate", "score"], IgnoreCase] = key(
+        EngineSettings.task, "generate: it answers; score: it is a classifier that gives raw numbers (logits) for a chat."
+    )
+    max_prompt_tokens: int | None = key(None, "Longest prompt.  Null: as long as max_model_len allows.", unit="tokens", ge=1)
+    chat_template: str | None = key(None, "Chat template (Jinja text, or a file).  Null: the model's own.")
+    enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
+    max_concurrent: int = safe_key(
+        EngineSettings.max_concurrent, "Requests under way at the same time; others wait.", unit="requests", ge=1
+    )
+    request_timeout: float = safe_key(600.0, "How long one request may take.", unit="s", gt=0)
+
+
+class OverRolloutConfig(Section):
+    """Not waiting for the slowest tasks of a step: they are ended and counted, and the step has fewer groups.
+
+    With sync_style fixed buffer.on_short_batch must be train or carry.
+    """
+
+    ratio: float = safe_key(0.0, "Share of a step's tasks that need not finish; 0 = off.", ge=0, lt=1)
+    wait_after_min: float = safe_key(
+        ExplorerSettings.wait_after_s, "How long the others may go on once enough tasks are done.", unit="s", ge=0
+    )
+    return_partial_tasks: bool = safe_key(
+        ExplorerSettings.keep_partial,
+        "Train what is left of the groups that were ended, if two of their runs are done (one, with repeat_times 1).",
+    )
+
+    def rules(self, at: str, told: Told) -> None:
+        if not self.ratio:
+            self.idle(at, ("wait_after_min", "return_partial_tasks"), f"{at}.ratio is 0", told)
+
+
+class DynamicTimeoutConfig(Section):
+    """A time limit that follows how long runs took."""
+
+    enable: bool = safe_key(False, "Use it instead of max_timeout alone.")
+    warmup_min_steps: int = safe_key(
+        ExplorerSettings.timeout_warmup,
+        "Steps that are measured before it holds; counted anew after a resume.",
+        unit="explore steps",
+        ge=0,
+    )
+    ratio: float = safe_key(3.0, "Limit as a multiple of a run's mean time; max_timeout stays the upper limit.", gt=0)
+
+    def rules(self, at: str, told: Told) -> None:
+        if not self.enable:
+            self.idle(at, ("warmup_min_steps", "ratio"), f"{at}.enable is false", told)
+
+
+class ExplorerConfig(Section):
+    """The exploring loop."""
+
+    name: Name = safe_key(
+        ExplorerSettings.name,
+        "mode: explore: which of several explorers this is; its folder, `explorers/NAME` in the run's, and its engines carry the name.",
+    )
+    rollout_model: InferenceModelConfig = section(InferenceModelConfig, "The engines of the policy.")
+    auxiliary_models: tuple[AuxiliaryModelConfig, ...] = safe_key(
+        (), "Judges, teachers and reward models.  Their GPUs are counted."
+    )
+    eval_interval: int = safe_key(
+        100, "Evaluate every so many explore steps; 0 = not during training.", unit="explore steps", ge=0
+    )
+    eval_on_startup: bool = safe_key(ExplorerSettings.eval_on_startup, "Evaluate the untrained model.")
+    eval_at_end: bool = safe_key(ExplorerSettings.eval_at_end, "Evaluate the final model.")
+    eval_in_background: bool = safe_key(
+        ExplorerSettings.eval_in_background,
+        "Explore on while evaluating.  Weights may move meanwhile: eval/<taskset>/model_version/min and /max say which ones answered.",
+    )
+    bench_on_latest_checkpoint: bool = safe_key(
+        False, "bench: only the last checkpoint instead of all.  The base model is evaluated too where eval_on_startup is true."
+    )
+    max_timeout: float = safe_key(ExplorerSettings.max_timeout_s, "How long one run of a task may take.", unit="s", gt=0)
+    max_group_timeout: float | None = safe_key(
+        None,
+        "How long all runs of a task together may take, from the first one's begin.  Null: no limit of its own.",
+        unit="s",
+        gt=0,
+    )
+    group_policy: Annotated[Literal["partial", "drop"], IgnoreCase] = safe_key(
+        "partial",
+        "A group of which runs are missing (failed, unscored, out of time): partial: it is trained if at least half of its runs, and "
+        "two, are there; drop: it is not, and another task replaces it.",
+    )
+    stop_hopeless_groups: bool = safe_key(
+        True,
+        "End the other runs of a group once so many have failed that it will not be trained.  Has no effect with deterministic: true.",
+    )
+    max_retry_times: int = safe_key(
+        ExplorerSettings.max_retry_times, "How often a run that failed is tried again.", unit="retries", ge=0
+    )
+    dynamic_timeout: DynamicTimeoutConfig = section(DynamicTimeoutConfig, "A time limit that follows how long runs took.")
+    over_rollout: OverRolloutConfig = section(OverRolloutConfig, "Not waiting for the slowest tasks of a step.")
+    max_concurrent_runs: int = safe_key(
+        ExplorerSettings.max_concurrent_runs, "Runs in flight at the same time.", unit="runs", ge=1
+    )
+    max_inflight_batches: int = safe_key(2, "fully_async: explore steps in flight at the same time.", unit="explore steps", ge=1)
+    max_failed_groups: int = safe_key(
+        ExplorerSettings.breaker, "Stop after this many groups in a row in which every run failed.", unit="groups", ge=1
+    )
+    env_vars: dict[str, str] = safe_key({}, "Environment variables of the explorer's process.")
+    runner_per_model: int | None = safe_key(None, "Runners of each model.", ge=1)
+    runner_num: int | None = safe_key(None, "Runners in all.", unit="runners", ge=1)
+    runner_prepare_concurrency: int | None = safe_key(None, "Runners that start at the same time.", ge=1)
+    runner_prepare_max_retries: int | None = safe_key(None, "How often the start of a runner is tried again.", ge=0)
+    max_repeat_times_per_runner: int | None = safe_key(None, "Runs of a task that one runner plays.", ge=1)
+    concurrent_mode: Annotated[Literal["sequential", "asynchronous", "multi-threading"], IgnoreCase] = safe_key(
+        "asynchronous", "How the runs of a group go on: always side by side; blocking workflows get a thread."
+    )
+    runner_state_report_interval: float = safe_key(
+        ExplorerSettings.report_interval_s,
+        "How often the explorer's log says what every step under way does; 0 = never.",
+        unit="s",
+        ge=0,
+    )
+    proxy_port: int = safe_key(8010, "serve: port of the proxy.", ge=1, le=65535)
+    listen_address: str = safe_key("127.0.0.1", "serve: address of the proxy.")
+    service_status_check_interval: float = safe_key(60.0, "serve: how often new weights are looked for.", unit="s", gt=0)
+    min_running_model_num: int = safe_key(1, "serve: engines that go on while others take new weights.", unit="engines", ge=0)
+    db_url: str | None = safe_key(None, "serve: database of the recorded calls.  Null: in the run folder.")

@@ -1,0 +1,130 @@
+"""Section `model`: which model, how long its texts may be, how it is sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rft.config.schema.base import IgnoreCase, Name, Section, Told, key, safe_key, section
+from rft.engine.settings import ExternalSettings
+from rft.trainer.settings import LoraSettings
+
+
+class LoraConfig(Section):
+    """Low-rank adapters trained instead of the whole model (arXiv:2106.09685)."""
+
+    name: Name = key(LoraSettings.name, "Name of the adapter, and of its folder in every checkpoint.")
+    path: str | None = key(
+        None,
+        "Folder of an adapter to begin with, as peft writes it; what is not written below is taken from it, and where an algorithm needs a "
+        "reference model it is the model with this adapter.  Null: a new one, whose reference is the model without it.",
+    )
+    base_model_name: str | None = key(
+        None,
+        "What adapter_config.json calls the base model, in the adapter of `path` and in those that are saved.  Null: model.model_path.",
+    )
+    lora_rank: int = key(32, "Rank of the two matrices.", ge=1)
+    lora_alpha: float = key(32, "Scale: the product is multiplied by lora_alpha / lora_rank.", gt=0)
+    lora_dtype: Annotated[Literal["auto", "float32"], IgnoreCase] = safe_key(
+        "auto", "Adapters are kept in float32, and computed in trainer.param_dtype."
+    )
+    target_modules: str | tuple[str, ...] = key(
+        "all-linear",
+        "Names of the layers that get one, as [q_proj, v_proj]; all-linear: every linear layer but the output.  Any other text is a "
+        "regular expression for their full names.",
+    )
+    exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get none, or a regular expression.")
+    merge: bool | None = safe_key(
+        None,
+        "What engines get.  False: the adapter alone, which they compute beside their own weights, those of model_path.  True: whole "
+        "weights with the adapter added.  Null: alone, where the engines can.",
+    )
+
+
+class ExternalModelConfig(Section):
+    """A model behind somebody else's OpenAI-compatible server."""
+
+    enable: bool = safe_key(False, "Ask that server instead of an engine of the run; the same as engine_type: external.")
+    base_url: str | None = safe_key(None, "The server's address, e.g. https://host/v1.  Null: what base_url_env says.")
+    base_url_env: str = safe_key(ExternalSettings.base_url_env, "Environment variable with the server's address.")
+    api_key_env: str = safe_key(
+        ExternalSettings.api_key_env, "Environment variable with the key; no key is sent where it is not set."
+    )
+    model_name: str | None = safe_key(None, "Name of the model there.  Null: model_path.")
+    headers: dict[str, str] = safe_key({}, "Headers of every request.")
+    header_envs: dict[str, str] = safe_key({}, "Headers whose value is a secret: name of the environment variable with it.")
+    requests_per_minute: float | None = safe_key(
+        None, "Most requests begun in a minute.  Null: no limit but max_concurrent.", unit="requests/min", gt=0
+    )
+    max_retries: int = safe_key(
+        ExternalSettings.max_retries,
+        "How often a request is repeated after 429, 5xx or a broken connection, waiting longer each time.",
+        unit="retries",
+        ge=0,
+    )
+    extra_body: dict[str, Any] = safe_key({}, "Further entries of every request, e.g. a server's own sampling options.")
+
+
+class ModelConfig(Section):
+    """The policy.  Sampling values here hold for every taskset that does not say otherwise in its rollout_args."""
+
+    model_path: str = key("", "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
+    tokenizer_path: str | None = key(
+        None, "Folder with another tokenizer and chat template; exported models get it.  Null: model_path."
+    )
+    critic_model_path: str | None = key(
+        None, "Model that the critic begins with: its transformer layers, with a new output that gives 0.  Null: model_path."
+    )
+    trust_remote_code: bool = safe_key(False, "Run Python code that comes with the model.")
+    external_lib: str | None = key(None, "Python module that the trainer imports before it loads a model.  It can run any code.")
+    override_config: dict[str, Any] = key({}, "Entries of the model's config.json that are replaced, for trainer and engines.")
+    custom_chat_template: str | None = key(None, "Chat template (Jinja text) instead of the model's own.")
+    chat_template_path: str | None = key(None, "File with a chat template instead of the model's own.")
+    enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
+    temperature: float = key(1.0, "Sampling temperature; 0 = greedy (evaluation only).", ge=0, le=10)
+    top_p: float = key(1.0, "Nucleus sampling; 1 = off.  Training needs 1.", gt=0, le=1)
+    top_k: int = key(-1, "Sample from the k likeliest tokens; -1 = off.  Training needs -1.", ge=-1)
+    repetition_penalty: float = key(1.0, "Penalty on tokens already seen; 1 = off.  Training needs 1.", gt=0)
+    logprobs: int = safe_key(0, "How many likely tokens besides the generated one have their log-prob kept.", unit="tokens", ge=0)
+    max_model_len: int | None = key(None, "Prompt and response together.  Null: the sum of the two below.", unit="tokens", ge=2)
+    max_prompt_tokens: int | None = key(
+        None, "Longest prompt.  Null: the rest of max_model_len, or half of it.", unit="tokens", ge=1
+    )
+    max_response_tokens: int | None = key(
+        None, "Longest response.  Null: the rest of max_model_len, or half of it.", unit="tokens", ge=1
+    )
+    min_response_tokens: int = key(0, "No end before this many tokens; 0 = off.  Training needs 0.", unit="tokens", ge=0)
+    enable_prompt_truncation: bool = key(
+        True,
+        "True: a prompt over max_prompt_tokens ends its run as failed, and nothing of it is trained.  "
+        "False: prompt_truncation_side decides.",
+    )
+    prompt_truncation_side: Annotated[Literal["error", "left", "right", "middle"], IgnoreCase] = key(
+        "error",
+        "With enable_prompt_truncation: false, of a row's opening prompt that is too long: keep its end (left), its beginning (right) or "
+        "both (middle); error: the taskset is refused.",
+    )
+    lora_configs: Annotated[tuple[LoraConfig, ...], Field(max_length=1)] | None = key(
+        None, "At most one adapter.  Null or []: the whole model is trained."
+    )
+    rope_scaling: dict[str, Any] | None = key(
+        None,
+        "Rotary embeddings beyond the trained length, for trainer, engines and exported models: rope_type and what it needs, "
+        "e.g. {rope_type: yarn, factor: 4.0}.  Null: the model's own.",
+    )
+    rope_theta: float | None = key(None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0)
+    external_model: ExternalModelConfig = section(ExternalModelConfig, "A model behind a server.")
+
+    def rules(self, at: str, told: Told) -> None:
+        if self.custom_chat_template is not None and self.chat_template_path is not None:
+            told.error(f"{at}.chat_template_path", "custom_chat_template is written too; write one of them")
+        if not self.model_path:
+            text = "is required: a folder with config.json, tokenizer and safetensors, or a hub id in the local cache"
+            told.error(f"{at}.model_path", text)
+        if self.trust_remote_code:
+            told.warn(f"{at}.trust_remote_code: Python code from the model's folder will run with your rights")
+        if self.external_lib is not None and not all(part.isidentifier() for part in self.external_lib.split(".")):
+            told.error(f"{at}.external_lib", "is not the name of a Python module, such as my_models.register")
+        elif self.external_lib is not None:
+            told.warn(f"{at}.external_lib: the module {self.external_lib} will be imported and can run any code with your rights")

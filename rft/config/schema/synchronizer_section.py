@@ -1,0 +1,117 @@
+"""Section `synchronizer`: when weights move to the engines, and how."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from rft.config.schema.base import IgnoreCase, Section, Told, renamed, safe_key
+from rft.sync.settings import SyncSettings
+from rft.trainer.settings import TrainerSettings
+
+_METHODS = ("memory", "checkpoint", "nccl")
+_OTHER_NAMES = {"offline": "checkpoint", "online": "nccl"}
+
+
+def _method(value: str) -> str:
+    if ":" in value:  # a transport of somebody's own
+        return value
+    known = value.strip().lower()
+    known = _OTHER_NAMES.get(known, known)
+    if known not in _METHODS:
+        near = difflib.get_close_matches(known, _METHODS, n=1)
+        hint = f".  Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"must be {', '.join(_METHODS)}, or a transport of your own: pkg.module:Name, path/file.py:Name{hint}")
+    return known
+
+
+SyncMethod = Annotated[Literal["memory", "checkpoint", "nccl"] | str, AfterValidator(_method)]
+SyncStyle = Annotated[
+    Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
+    renamed(dynamic_by_explorer="explorer_driven", dynamic_by_trainer="trainer_driven"),
+]
+
+
+class SynchronizerConfig(Section):
+    """Schedule and transport of weight versions."""
+
+    sync_method: SyncMethod = safe_key(
+        SyncSettings.method,
+        "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder; nccl: broadcast from the "
+        "trainer to all engines, over NCCL between GPUs and over gloo where the trainer or the engines have none; pkg.module:Name or "
+        "path/file.py:Name: a transport of your own.",
+    )
+    sync_style: SyncStyle = safe_key(
+        SyncSettings.style,
+        "fixed: both sides count steps; explorer_driven: when the explorer asks; trainer_driven: after every sync_interval steps, without "
+        "anybody waiting; fully_async: the same, with a quota of tasks for each window.  max_staleness bounds every one of them.",
+    )
+    sync_interval: int = safe_key(
+        SyncSettings.interval,
+        "Train steps between two versions; explorer_driven: explore steps after which the explorer asks for one.",
+        unit="train steps",
+        ge=1,
+    )
+    explorer_sync_interval: int | None = safe_key(
+        None,
+        "Interval of explorer_driven.  Null: sync_interval; with fixed both sides have the same.",
+        unit="explore steps",
+        ge=1,
+    )
+    trainer_sync_interval: int | None = safe_key(
+        None,
+        "Interval of trainer_driven and fully_async.  Null: sync_interval; with fixed both sides have the same.",
+        unit="train steps",
+        ge=1,
+    )
+    sync_offset: int = safe_key(
+        SyncSettings.offset,
+        "fixed: how many steps the explorer may run ahead; explorer_driven: after how many it asks first.",
+        unit="explore steps",
+        ge=0,
+    )
+    sync_timeout: float = safe_key(SyncSettings.timeout_s, "How long one side waits for the other.", unit="s", gt=0)
+    max_staleness: int | None = safe_key(
+        None,
+        "Oldest experience that is trained, as train steps since its weights; null = no bound of its own.",
+        unit="train steps",
+        ge=0,
+    )
+    require_batches: int = safe_key(
+        TrainerSettings.require_batches,
+        "fully_async: batches that are there before the trainer takes the first of them; a divisor of sync_interval.",
+        unit="batches",
+        ge=1,
+    )
+    staleness_threshold: float | None = safe_key(
+        None,
+        "fully_async: tasks started beyond one sync window, as a share of it; 0 = none, null = no quota.  A quantity, not an age.",
+        ge=0,
+    )
+    partial_rollout: bool = safe_key(
+        SyncSettings.partial_rollout,
+        "Tasks that are under way at a sync are interrupted and go on under the new weights; false: the sync waits for them.",
+    )
+    kv_cache: Annotated[Literal["recompute", "keep"], IgnoreCase] = safe_key(
+        SyncSettings.kv_cache, "Keys and values of running requests at a sync: computed again under the new weights, or kept."
+    )
+    bucketed_broadcast: bool = safe_key(True, "nccl: send the weights in buckets instead of tensor by tensor.")
+    overlap_broadcast_and_load: bool = safe_key(
+        False, "nccl: receive the next bucket while one is verified; the model is loaded when all are whole."
+    )
+    bucket_size_mb: int = safe_key(1024, "nccl: size of a bucket; a larger tensor goes alone.", unit="MB", ge=1)
+    group_name: str | None = safe_key(None, "Name of the broadcast's process group.")
+    wait_for_checkpoint: bool = safe_key(False, "Wait for the checkpoint before a version is used.")
+
+    def rules(self, at: str, told: Told) -> None:
+        style, method = f"sync_style is {self.sync_style}", f"sync_method is {self.sync_method}"
+        if self.sync_method != "nccl":
+            self.idle(at, ("bucketed_broadcast", "overlap_broadcast_and_load", "bucket_size_mb"), method, told)
+        elif not self.bucketed_broadcast:
+            self.idle(at, ("bucket_size_mb",), "bucketed_broadcast is false", told)
+        if self.sync_style != "fully_async":
+            self.idle(at, ("require_batches", "staleness_threshold"), style, told)
+        if self.sync_style in ("trainer_driven", "fully_async"):
+            self.idle(at, ("sync_offset",), style, told)

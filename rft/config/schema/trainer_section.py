@@ -1,0 +1,273 @@
+"""Section `trainer`: how long, how often saved, and how a step is cut into micro-batches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from rft.config.schema.algorithm_section import ScheduleConfig
+from rft.config.schema.base import IgnoreCase, Name, Section, Told, key, renamed, safe_key, section
+from rft.config.schema.explorer_section import Device
+from rft.trainer.settings import CriticSettings, LearnerSettings, ProfilerSettings, TrainerSettings
+from rft.types.row_layout import AskedLayout
+
+Content = Annotated[Literal["model", "optimizer", "extra", "hf_model"], IgnoreCase]
+_TOGETHER = "FSDP2 keeps parameters, gradients and optimizer state there together: the same as offload_policy."
+
+
+class CriticOptimizerConfig(ScheduleConfig):
+    """Optimizer of the critic; keys as in algorithm.optimizer."""
+
+    lr: float = safe_key(1e-5, "Peak learning rate.", gt=0)
+
+
+class CriticConfig(Section):
+    """The value model of algorithms that have one.  Null values are the policy's."""
+
+    optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, "Optimizer and learning-rate schedule.")
+    micro_batch_size_per_gpu: int | None = safe_key(None, "Rows of one micro-batch.", unit="experiences", ge=1)
+    max_token_len_per_gpu: int | None = safe_key(None, "Token budget of one micro-batch.", unit="tokens", ge=1)
+    forward_micro_batch_size_per_gpu: int | None = safe_key(
+        None, "The same when values are only computed.", unit="experiences", ge=1
+    )
+    forward_max_token_len_per_gpu: int | None = safe_key(None, "The same when values are only computed.", unit="tokens", ge=1)
+    use_dynamic_bsz: bool | None = safe_key(None, "Micro-batches by token budget instead of by rows.")
+    use_remove_padding: bool = safe_key(
+        True,
+        "Its batches are packed without padding, as the policy's are.  False: a row for each sequence, padded to the longest.",
+    )
+    enable_gradient_checkpointing: bool | None = safe_key(None, "Recompute activations in the backward pass.")
+    param_offload: bool = safe_key(False, f"Keep parameters on the host.  {_TOGETHER}")
+    optimizer_offload: bool = safe_key(False, f"Keep optimizer state on the host.  {_TOGETHER}")
+    grad_clip: float | None = key(None, "Largest gradient norm.  Null: trainer.grad_clip.", unit="gradient norm", gt=0)
+    cliprange_value: float = key(CriticSettings.cliprange_value, "Values are clipped to this distance from the old ones.", gt=0)
+    ppo_epochs: int | None = key(None, "Passes over a batch.  Null: trainer.ppo_epochs.", unit="passes", ge=1)
+
+
+class RefConfig(Section):
+    """The reference model, where a KL needs one.  Micro-batches of its own are computed before the step; null: as trainer.log_prob_*."""
+
+    param_offload: bool = safe_key(False, "Keep its parameters on the host and fetch them for each layer.")
+    reshard_after_forward: bool | None = safe_key(None, "Free gathered parameters after the forward pass.")
+    log_prob_micro_batch_size_per_gpu: int | None = safe_key(
+        None, "Rows of one micro-batch, with use_dynamic_bsz: false.", unit="experiences", ge=1
+    )
+    use_dynamic_bsz: bool | None = safe_key(None, "Micro-batches by token budget instead of by rows.")
+    max_token_len_per_gpu: int | None = safe_key(None, "Token budget of one micro-batch.", unit="tokens", ge=1)
+
+
+class CheckpointConfig(Section):
+    """What a checkpoint holds."""
+
+    save_contents: tuple[Content, ...] = safe_key(
+        LearnerSettings.save_contents,
+        "What is saved; extra: step and seeds, which are always there; hf_model: a Hugging Face folder in every checkpoint.",
+        min_length=1,
+    )
+    load_contents: tuple[Content, ...] | None = safe_key(None, "What is loaded on resume.  Null: what was saved.", min_length=1)
+    async_save: bool | None = safe_key(
+        None, "Copy a checkpoint to the host and write it while training goes on, one at a time.  Null: on GPUs."
+    )
+    best_metric: str | None = safe_key(
+        None,
+        "Metric by its name in metrics.jsonl: the checkpoint where it is best is kept beside the max_checkpoints_to_keep newest.",
+    )
+    best_mode: Annotated[Literal["max", "min"], IgnoreCase] = safe_key(
+        TrainerSettings.best_mode, "Which values of best_metric are better."
+    )
+
+    def rules(self, at: str, told: Told) -> None:
+        loaded, weights = self.load_contents, {"model", "hf_model"}
+        if not weights & set(self.save_contents):
+            told.error(f"{at}.save_contents", "needs model or hf_model; nothing could be loaded again")
+        if loaded is not None and (missing := [name for name in loaded if name not in self.save_contents]):
+            told.error(f"{at}.load_contents", f"has {', '.join(missing)}, which save_contents leaves out")
+        if loaded is not None and not weights & set(loaded):
+            told.error(f"{at}.load_contents", "needs model; training would start from other weights")
+
+
+class ProfilerConfig(Section):
+    """Traces of single train steps."""
+
+    steps: tuple[int, ...] | None = safe_key(None, "Train steps that are traced.  Null: none.", unit="train steps")
+    discrete: bool = safe_key(ProfilerSettings.discrete, "One trace for each phase of a step instead of one for the step.")
+    all_ranks: bool = safe_key(False, "Trace every rank.")
+    ranks: tuple[int, ...] | None = safe_key(None, "Ranks that are traced.  Null: rank 0.", unit="ranks")
+
+    def rules(self, at: str, told: Told) -> None:
+        if self.all_ranks:
+            self.idle(at, ("ranks",), "all_ranks is true", told)
+        if (self.all_ranks or self.ranks is not None or self.discrete) and not self.steps:
+            told.warn(f"{at}: no steps are named, so nothing is traced")
+
+
+class TrainerConfig(Section):
+    """The training loop.  Null values are chosen for the device."""
+
+    name: Name = safe_key("trainer", "Name in logs.")
+    trainer_type: Annotated[Literal["fsdp2"], renamed(verl="fsdp2")] = key("fsdp2", "Which trainer; verl means this one.")
+    trainer_strategy: Annotated[Literal["fsdp2", "fsdp"], IgnoreCase] = key(
+        "fsdp2", "How the model is spread over ranks; fsdp is taken as fsdp2, with a warning."
+    )
+    total_steps: int | None = safe_key(None, "Stop after this many train steps.", unit="train steps", ge=1)
+    eval_interval: int = safe_key(
+        TrainerSettings.eval_interval,
+        "Mode train: loss on experience_buffer.eval_split every so many train steps; 0 = before the first and after the last only.",
+        unit="train steps",
+        ge=0,
+    )
+    save_interval: int = safe_key(
+        TrainerSettings.save_interval, "Checkpoint every so many train steps; 0 = only at the end.", unit="train steps", ge=0
+    )
+    save_hf_checkpoint: Annotated[Literal["always", "never", "last"], IgnoreCase] = safe_key(
+        TrainerSettings.save_hf_checkpoint, "Which checkpoints also hold a Hugging Face model folder."
+    )
+    save_strategy: Annotated[Literal["unrestricted", "single_thread", "single_process", "single_node"], IgnoreCase] = safe_key(
+        "unrestricted", "How many may write at the same time."
+    )
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "What a checkpoint holds.")
+    max_checkpoints_to_keep: int = safe_key(
+        TrainerSettings.max_checkpoints_to_keep, "Older checkpoints are removed; 0 = keep all.", unit="checkpoints", ge=0
+    )
+    grad_clip: float | None = key(
+        None, "Largest gradient norm.  Null: optimizer.clip_grad, else 1.0.", unit="gradient norm", gt=0
+    )
+    use_dynamic_bsz: bool = safe_key(LearnerSettings.use_dynamic_bsz, "Micro-batches by token budget instead of by rows.")
+    max_token_len_per_gpu: int | None = safe_key(
+        None, "Token budget of one micro-batch.  Null: 2 x max_model_len, at least 2048.", unit="tokens", ge=1
+    )
+    micro_batch_size_per_gpu: int | None = safe_key(
+        None, "Rows of one micro-batch, with use_dynamic_bsz: false.", unit="experiences", ge=1
+    )
+    device: Device = safe_key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
+    world_size: int | None = safe_key(
+        None, "Training ranks.  Null: the GPUs that the engines leave, 1 on CPU.", unit="ranks", ge=1
+    )
+    cpu_threads: int | None = safe_key(None, "Threads of each rank.  Null: the machine's cores / ranks.", unit="threads", ge=1)
+    param_dtype: Annotated[Literal["auto", "float32", "bfloat16"], IgnoreCase] = key(
+        "auto", "Type used in forward and backward; master weights are float32.  auto: bfloat16 on GPUs, float32 on CPU."
+    )
+    enable_gradient_checkpointing: bool = safe_key(
+        LearnerSettings.gradient_checkpointing, "Recompute activations in the backward pass: slower, less memory."
+    )
+    reshard_after_forward: bool = safe_key(
+        LearnerSettings.reshard_after_forward, "Free gathered parameters after the forward pass."
+    )
+    router_aux_loss_coef: float = key(
+        LearnerSettings.router_aux_loss_coef,
+        "For mixtures of experts: factor of the load-balancing loss (arXiv:2101.03961), added to the policy's; 0 = off.  It costs one more "
+        "forward pass of each step, which counts how often each expert is chosen.",
+        ge=0,
+    )
+    row_layout: Annotated[AskedLayout, IgnoreCase] = safe_key(
+        LearnerSettings.row_layout,
+        "How rows of a micro-batch lie.  shared: one behind the other, common beginnings computed once; packed: one behind the other; "
+        "padded: a line for each.  auto: the first of these that is exact for every layer type of the model.  Compared with plain rows of "
+        "transformers when the model is loaded; what is not exact is not used.",
+    )
+    share_prompts: bool = safe_key(True, "False is an alias of row_layout: padded.")
+    logprob_chunk_tokens: int = safe_key(
+        LearnerSettings.logprob_chunk_tokens,
+        "Tokens of a tile of logits; it has as many entries of the vocabulary as make 4 MiB on CPU, 256 MiB on a GPU.",
+        unit="tokens",
+        ge=1,
+    )
+    attn_implementation: Annotated[Literal["auto", "sdpa", "eager", "flash_attention_2"], IgnoreCase] = safe_key(
+        LearnerSettings.attn_implementation,
+        "Attention kernel; shared and packed rows need another than eager.  auto: flash attention where it is installed and can be used, "
+        "else sdpa.",
+    )
+    max_nonfinite_steps: int = safe_key(
+        TrainerSettings.max_nonfinite_steps,
+        "Stop after this many steps in a row whose gradient is not finite (each is skipped).",
+        unit="train steps",
+        ge=1,
+    )
+    ppo_epochs: int = key(
+        LearnerSettings.ppo_epochs,
+        "Passes over a batch, each with its own update; old log-probs are those before the first.",
+        unit="passes",
+        ge=1,
+    )
+    shuffle_minibatches: bool = safe_key(
+        LearnerSettings.shuffle_minibatches,
+        "Take the micro-batches in another order in every pass; rounding apart this changes nothing.",
+    )
+    data_seed: int | None = safe_key(None, "Seed of that order.  Null: seed.", ge=0)
+    critic_warmup: int = key(0, "First train steps in which only the critic is trained.", unit="train steps", ge=0)
+    use_remove_padding: bool = safe_key(True, "False is an alias of row_layout: padded; the critic has its own.")
+    balance_batch: bool = safe_key(
+        LearnerSettings.balance_batch,
+        "Rows are dealt to ranks by their tokens.  False: in their order, equally many to each rank as far as groups allow.",
+    )
+    fix_actor_microbatch_loss_scale: bool = safe_key(True, "Cutting a batch differently never changes the gradient.")
+    entropy_chunking: bool = safe_key(
+        LearnerSettings.entropy_chunking,
+        "With an entropy loss: entropies and log-probs are computed by tiles.  False: from all logits of a micro-batch at once, taking "
+        "their memory.",
+    )
+    entropy_checkpointing: bool = safe_key(
+        LearnerSettings.entropy_checkpointing,
+        "With an entropy loss: the backward pass computes tiles of logits again, but for 160 MiB of them.  False: all are kept.",
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = safe_key(
+        None,
+        "Rows of one micro-batch when log-probs are only computed, with use_dynamic_bsz: false.  Null: micro_batch_size_per_gpu.",
+        unit="experiences",
+        ge=1,
+    )
+    log_prob_max_token_len_per_gpu: int | None = safe_key(
+        None,
+        "Token budget of one micro-batch when log-probs are only computed.  Null: max_token_len_per_gpu.",
+        unit="tokens",
+        ge=1,
+    )
+    ulysses_sequence_parallel_size: int = safe_key(
+        LearnerSettings.sequence_parallel,
+        "Ranks that share each micro-batch, an equal slice of its positions each.",
+        unit="ranks",
+        ge=1,
+    )
+    fsdp_size: int = safe_key(LearnerSettings.fsdp_size, "Ranks that share one copy of the model; -1 = all.", unit="ranks", ge=-1)
+    forward_prefetch: bool = safe_key(
+        LearnerSettings.forward_prefetch,
+        "Gather the next layer's parameters while a layer computes, always; false: FSDP2 decides.",
+    )
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], IgnoreCase] = key(
+        LearnerSettings.reduce_dtype, "Type in which gradients are added over ranks, where param_dtype is bfloat16."
+    )
+    param_offload: bool = safe_key(False, f"Keep parameters on the host.  {_TOGETHER}")
+    optimizer_offload: bool = safe_key(False, f"Keep optimizer state on the host.  {_TOGETHER}")
+    grad_offload: bool = safe_key(False, f"Keep gradients on the host.  {_TOGETHER}")
+    offload_policy: bool = safe_key(
+        LearnerSettings.offload_policy,
+        "Parameters, gradients and optimizer state live on the host, parameters are fetched for each layer, and the update runs there.",
+    )
+    enable_activation_offload: bool = safe_key(
+        False, "Keep what enable_gradient_checkpointing keeps for the backward pass on the host."
+    )
+    use_torch_compile: bool = safe_key(False, "Compile each layer of the model: a slow first step.")
+    use_liger: bool = safe_key(LearnerSettings.use_liger, "Liger's fused layers, on GPUs where liger-kernel is installed.")
+    use_fused_kernels: bool = safe_key(False, "Fused kernels for log-probs and entropies.")
+    fused_kernel_backend: Annotated[Literal["torch", "triton"], IgnoreCase] = safe_key(
+        "torch",
+        "torch: tiles of logits, the way that is always taken; triton: the work on a tile compiled into few kernels, on GPUs.",
+    )
+    enable_preview: bool = safe_key(False, "Log the best and the worst experience of a step.")
+    critic: CriticConfig = section(CriticConfig, "The critic, where the algorithm has one.")
+    ref: RefConfig = section(RefConfig, "The reference model.")
+    profiler: ProfilerConfig = section(ProfilerConfig, "Traces, in the run's folder.")
+
+    def rules(self, at: str, told: Told) -> None:
+        if self.checkpoint.best_metric is not None and not self.max_checkpoints_to_keep:
+            told.warn(f"{at}.checkpoint.best_metric has no effect: all checkpoints are kept; set {at}.max_checkpoints_to_keep")
+        if "hf_model" in self.checkpoint.save_contents and self.save_hf_checkpoint == "never":
+            text = f"has hf_model, but {at}.save_hf_checkpoint is never; remove one of them"
+            told.error(f"{at}.checkpoint.save_contents", text)
+        if self.use_dynamic_bsz and self.micro_batch_size_per_gpu is not None:
+            text = "has no effect with use_dynamic_bsz: true (micro-batches are cut by tokens)"
+            told.warn(f"{at}.micro_batch_size_per_gpu {text}")
+        if self.enable_activation_offload and not self.enable_gradient_checkpointing:
+            text = f"needs {at}.enable_gradient_checkpointing: true; what that keeps for the backward pass goes to the host"
+            told.error(f"{at}.enable_activation_offload", text)
+        if self.trainer_strategy == "fsdp":
+            told.warn(f"{at}.trainer_strategy: fsdp is taken as fsdp2, the one strategy there is")

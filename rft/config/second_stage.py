@@ -1,0 +1,178 @@
+"""What `check` does with a file that has passed the schema: `resolve`, then what the plan names, and the report of both.
+
+The second stage loads plugins, reads the model's files and opens the tasksets.  Knows the parts that look, not what they find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import rft.plugins as plugins
+from rft.config import lora_plan, model_folder, offline_plan, plan_checks
+from rft.config.check_report import Report
+from rft.config.context import Context, Problems
+from rft.config.memory_estimate import RoleMemory, estimate, too_much
+from rft.config.model_folder import ModelFiles, ModelShape, shape
+from rft.config.plan import Facts, Plan, Tasksets
+from rft.config.resolve import build, resolve
+from rft.config.schema.root import RunConfig
+from rft.config.schema.source import Loc, dotted, hidden, leaves
+from rft.errors import ConfigError
+from rft.logs import REDACTED, redact
+
+
+def checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Report:
+    """Never raises for a configuration that is wrong: it reports."""
+    ctx = Context(config, facts, name)
+    plan = build(ctx)
+    if schema_only and ctx.errors:
+        return Report(errors=tuple(ctx.errors), config=config, schema_only=True)
+    if schema_only:
+        problems = Problems()
+        plan_checks.advise(plan, _keys(config, plan), problems)
+        roles = _memory(plan, model_folder.sizes(plan.learner.model_path), None, facts, problems)
+        return _report(config, plan, problems, schema_only=True, memory=roles)
+    try:
+        plugins.load_all(plan.plugin_dirs)
+    except ConfigError as e:
+        return Report(errors=(*ctx.errors, *e.errors), config=config, plan=None if ctx.errors else plan)
+    alone, ctx = ctx.errors, Context(config, replace(facts, plugins_loaded=True), name)
+    plan = build(ctx)
+    if alone and not ctx.errors:  # what is wrong without plugins stays wrong where the look with them finds nothing
+        return Report(errors=tuple(alone), config=config)
+    if ctx.errors:
+        return Report(errors=(*ctx.errors, *_other_errors(config, plan, ctx.errors)), config=config)
+    return _second_stage(config, plan, ctx.facts, name)
+
+
+def _other_errors(config: RunConfig, plan: Plan, known: list[ConfigError]) -> list[ConfigError]:
+    """What is wrong with the model and the tasksets whose keys are right; `plan` holds where no error says otherwise."""
+    from rft.config import preview
+
+    def right(key: str) -> bool:
+        return not any(e.key.startswith(key) for e in known)
+
+    problems = Problems()
+    model = _model(plan, problems) if right("model.") else None
+    if right("buffer.explorer_input.default") and right("data_processor.task_pipeline"):
+        keys, x = _keys(config, plan), plan.explorer
+        train, evals = (tuple(t for t in ts if right(keys[t.name])) for ts in (x.tasksets, x.eval_tasksets))
+        preview.look(replace(plan, explorer=replace(x, tasksets=train, eval_tasksets=evals)), keys, model, problems)
+    return problems.errors
+
+
+def _model(plan: Plan, problems: Problems) -> ModelFiles | None:
+    with problems.taking():
+        trusted = plan.learner.trust_remote_code or bool(plan.learner.external_lib)  # others may make its classes known
+        return model_folder.look(plan.learner.model_path, plan.learner.tokenizer_path, trusted=trusted)
+    return None
+
+
+def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Report:
+    from rft.config import preview, required_fields
+
+    problems = Problems()
+    plan_checks.storage(plan, problems)
+    model = _model(plan, problems)
+    rows = plan_checks.models(config, plan, model, problems) if model is not None else None
+    seen = preview.look(plan, _keys(config, plan), model, problems)
+    found, counts = offline_plan.look(plan, problems) if not problems.errors else ([], {})
+    required_fields.look(plan, seen.opened, problems)
+    if plan.resume_from_path is not None and not plan.resume_from_path.is_dir():
+        problems.error("resume_from_path", "is not a folder", given=str(plan.resume_from_path))
+    if not problems.errors:
+        opened = {t.settings.name: t for t in seen.opened}
+
+        def num_batches(tasksets: Tasksets, batch_size: int, epochs: int) -> int:
+            from rft.taskset.task_order import num_batches as count
+
+            lengths = counts | {name: len(taskset) for name, taskset in opened.items()}
+            return count([lengths[t.name] for t in tasksets], batch_size, epochs)
+
+        known = all(t.name in opened for t in plan.explorer.tasksets)
+        with problems.taking():
+            plan = resolve(config, facts, num_batches=num_batches if known else None, name=name)
+    plan = plan_checks.settled(plan, rows)
+    plan_checks.advise(plan, _keys(config, plan), problems)
+    longest = max((t.max_prompt_tokens for t in seen.tasksets if t.max_prompt_tokens is not None), default=None)
+    roles = _memory(plan, (model.config, model.tensors) if model is not None else None, longest, facts, problems)
+    about: dict[str, Any] = {}
+    if model is not None:
+        kind = model.config.get("model_type", "?")
+        about = {"folder": str(model.model_folder), "type": kind, "parameters": model.num_parameters, "stored": model.dtype}
+    if rows is not None:
+        about |= {"row_layout": rows.layout, "row_layout_why": rows.why}
+    return _report(config, plan, problems, tasksets=(*seen.tasksets, *found), model=about, memory=roles)
+
+
+def _memory(
+    plan: Plan, sizes: tuple[dict[str, Any], Any] | None, prompt_tokens: int | None, facts: Facts, problems: Problems
+) -> tuple[RoleMemory, ...]:
+    if sizes is None or (known := _shape(*sizes, "memory", problems)) is None:
+        return ()
+    critic = plan.learner.critic.model_path
+    other = model_folder.sizes(critic) if critic not in ("", plan.learner.model_path) else None
+    lora = plan.learner.lora
+    beside = {
+        m.name: found
+        for m in plan.auxiliary
+        if m.engines[0].external is None
+        and (theirs := model_folder.sizes(m.engines[0].model_path)) is not None
+        and (found := _shape(*theirs, f"memory of auxiliary model {m.name}", problems)) is not None
+    }
+    roles = estimate(
+        plan,
+        known,
+        critic=None if other is None else _shape(*other, "memory of the critic", problems),
+        trained=None if lora is None else lora_plan.parameters(lora, known, sizes[1]),
+        auxiliary=beside,
+        prompt_tokens=prompt_tokens,
+        gpu_memory=facts.gpu_memory,
+    )
+    here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
+    for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
+        problems.warn(text)
+    return roles
+
+
+def _shape(config: dict[str, Any], tensors: Any, what: str, problems: Problems) -> ModelShape | None:
+    try:
+        return shape(config, tensors)
+    except ValueError as e:
+        problems.note(f"{what} is not estimated: {e}")
+        return None
+
+
+def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> Report:
+    inline = _inline_secrets(config)
+    return Report(
+        errors=tuple(problems.errors),
+        warnings=tuple(dict.fromkeys((*config.source.warnings, *plan.warnings, *problems.warnings, *inline))),
+        notes=(*plan.notes, *problems.notes),
+        config=config,
+        plan=plan,
+        **more,
+    )
+
+
+def _keys(config: RunConfig, plan: Plan) -> dict[str, str]:
+    """Name of each taskset → its configuration key, in the order in which `resolve` makes them."""
+    given, base = config.buffer.explorer_input, "buffer.explorer_input"
+    train = [f"{base}.taskset"] if given.taskset is not None else [f"{base}.tasksets[{i}]" for i in range(len(given.tasksets))]
+    if config.mode == "bench":
+        train = []  # they are not played
+    keys = [*train, *(f"{base}.eval_tasksets[{i}]" for i in range(len(given.eval_tasksets)))]
+    return dict(zip((t.name for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets)), keys, strict=True))
+
+
+def _inline_secrets(config: RunConfig) -> list[str]:
+    def secret(at: Loc, value: Any) -> bool:
+        named = hidden(at, value) and value not in ({}, [])
+        return named or (isinstance(value, str) and redact(value) != value and "://" in value)
+
+    found = [
+        at for at, value in leaves(dict(config.source.values)) if at and secret(at, value) and "$" not in config.source.where(at)
+    ]
+    text = f"is a secret in plain text; write ${{oc.env:NAME}} and set the variable.  It is shown as {REDACTED}"
+    return [f"{dotted(at)} {text}" for at in found]

@@ -1,0 +1,168 @@
+"""What the engines share that hold a model and its tokenizer: prompts in tokens, answers as records, weights that may be loaded.
+
+Knows neither vLLM nor transformers.  Invariant: nothing is generated before the first load, except with `fixed_weights`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from rft.engine.base import BaseEngine, RequestFailed, check_base, check_row
+from rft.engine.chat import Chat
+from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError, EngineFailed, SetupError
+from rft.types.completion import Completion, FinishReason, VersionSpan
+from rft.types.ids import Version
+from rft.types.metrics import Metric
+from rft.types.ports import GenerateRequest, ScoreRow, WeightManifest
+
+FIXED = Version(1, 0)  # of weights that are served as they are on disk
+log = logging.getLogger(__name__)
+
+
+class Parsers:
+    """Take reasoning and tool calls out of an answer's text, with the parsers of vLLM that the settings name, if any.
+
+    Only what is read changes; tokens and log-probs stay as they were written.  Raises SetupError without vLLM, ConfigError for unknown
+    names.
+    """
+
+    def __init__(self, settings: EngineSettings, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._kwargs = settings.chat_template_kwargs
+        self._tools = self._reasoning = None
+        if settings.tool_call_parser is None and settings.reasoning_parser is None:
+            return
+        try:
+            from vllm.reasoning import ReasoningParserManager
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError as e:
+            raise SetupError(
+                f"{settings.name}: tool_call_parser and reasoning_parser are vLLM's, and it cannot be imported ({e}); install it, or leave "
+                "them out and read the answer's text in the workflow"
+            ) from e
+        if settings.tool_call_parser is not None:
+            self._tools = _named(ToolParserManager.get_tool_parser, "tool_call_parser", settings.tool_call_parser)
+        if settings.reasoning_parser is not None:
+            self._reasoning = _named(ReasoningParserManager.get_reasoning_parser, "reasoning_parser", settings.reasoning_parser)
+
+    def __call__(self, c: Completion, tools: Sequence[dict[str, Any]]) -> Completion:
+        """`c` with reasoning and, where the request had tools, tool calls taken out of its text."""
+        if self._reasoning is None and (self._tools is None or not tools):
+            return c
+        try:
+            return self._parsed(c, tools)
+        except Exception as e:  # parsers meet whatever a model writes and a client names as a tool
+            raise RequestFailed(f"the answer's reasoning or tool calls could not be read: {type(e).__name__}: {e}") from e
+
+    def _parsed(self, c: Completion, tools: Sequence[dict[str, Any]]) -> Completion:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        asked = ChatCompletionRequest(messages=[], model="policy", tools=[dict(t) for t in tools] or None)
+        text, reasoning, calls = self._whole(c), "", []
+        if self._reasoning is not None:
+            parser = self._reasoning(self._tokenizer, chat_template_kwargs=self._kwargs)
+            parser.adjust_initial_state_from_prompt(c.prompt_tokens.tolist())
+            found, rest = parser.extract_reasoning(text, asked)
+            text, reasoning = rest or "", found or ""
+        if self._tools is not None and tools:
+            seen = self._tools(self._tokenizer, asked.tools).extract_tool_calls(text, asked)
+            if seen.tools_called:
+                text, calls = seen.content or "", [call.model_dump(include={"type", "function"}) for call in seen.tool_calls]
+        name = xxhash.xxh3_64_hexdigest(c.prompt_tokens.tobytes() + c.tokens.tobytes())  # equal runs give equal ids
+        return msgspec.structs.replace(
+            c,
+            text=text,
+            reasoning=reasoning,
+            tool_calls=tuple({"id": f"call_{name}_{i}", **call} for i, call in enumerate(calls)),
+        )
+
+    def _whole(self, c: Completion) -> str:
+        """The answer with its special tokens, which some models write around calls, but for the one that ends it."""
+        tokens = c.tokens.tolist()
+        if c.finish_reason == "stop" and tokens and tokens[-1] in self._tokenizer.all_special_ids:
+            tokens.pop()
+        text = str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+        for stop in c.sampling.stop:
+            text = text.split(stop, 1)[0]
+        return text
+
+
+def _named(find: Any, key: str, name: str) -> Any:
+    try:
+        return find(name)
+    except KeyError as e:
+        raise ConfigError(f"vLLM knows no {key} {name!r}: {e.args[0]}", key=f"explorer.rollout_model.{key}", given=name) from None
+
+
+class LocalEngine(BaseEngine):
+    """`generate` begins with `prompt`, and ends with `completion` for each answer; `load` begins with `check_load`."""
+
+    COUNTED = ("requests", "prompt_tokens", "prefilled_tokens", "recomputed_tokens", "generated_tokens")
+
+    def __init__(self, settings: EngineSettings, chat: Chat) -> None:
+        super().__init__(settings)
+        self._chat = chat
+        self._parse = Parsers(settings, chat.tokenizer)
+        self._paused = False
+
+    def prompt(self, request: GenerateRequest) -> list[int]:
+        """Its tokens.  Raises PromptTooLong or ValueError for what no engine is asked, EngineFailed before the first load."""
+        self._check_loaded()
+        return self._chat.encode(request)
+
+    def row(self, row: ScoreRow, longest: int) -> list[int]:
+        """The tokens of a row to score."""
+        self._check_loaded()
+        return check_row(row, self.settings, longest=longest, vocab_size=self._chat.vocab_size)
+
+    def _check_loaded(self) -> None:
+        if self.version is None:
+            raise EngineFailed(
+                f"{self.settings.name}: no weights were loaded yet; an engine serves only versions that were published to it"
+            )
+
+    def completion(
+        self,
+        request: GenerateRequest,
+        prompt: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
+        logprobs: Sequence[float] | np.ndarray,
+        *,
+        text: str,
+        reason: FinishReason,
+        spans: Sequence[VersionSpan],
+        experts: np.ndarray | None = None,
+    ) -> Completion:
+        """The record of one answer, with reasoning and tool calls read from it.  Raises RequestFailed where that cannot be done."""
+        made = Completion(
+            prompt_tokens=np.array(prompt, np.int32),
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.asarray(logprobs, np.float32),
+            text=text,
+            finish_reason=reason,
+            version_spans=tuple(spans),
+            sampling=request.sampling,
+            engine=self.settings.name,
+            routed_experts=experts,
+        )
+        return self._parse(made, request.tools)
+
+    async def check_load(self, manifest: WeightManifest) -> None:
+        """Raises EngineFailed where nothing may be loaded now, WeightSyncFailed for an adapter of another base."""
+        if self.settings.fixed_weights:
+            raise EngineFailed(f"{self.settings.name}: its weights are fixed (fixed_weights); nothing can be published to it")
+        if not self._paused and self.version is not None:
+            raise EngineFailed(f"{self.settings.name}: load needs a paused engine; call pause first")
+        if manifest.adapter is not None and self.version is None:
+            await asyncio.to_thread(check_base, self.settings.name, self.settings.model_path, manifest.adapter)
+
+    async def metrics(self) -> list[Metric]:
+        return [*await super().metrics(), Metric("engine/tokenization_differs", float(self._chat.differing), "sum")]

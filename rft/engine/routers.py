@@ -1,0 +1,126 @@
+"""Which experts the routers of a transformers model choose: recorded for an engine, prescribed in the trainer.
+
+A router ranks the experts of each token and keeps the best: one `topk` over all experts, in every model that can be treated here.  It is
+that call which is recorded or answered with given experts; their weights are the router's own, so its gradient stays.
+Knows modules with experts; not requests or rows.  Invariant: a layer whose choice was not seen is an error, never a silent default.
+
+Shapes: N tokens (positions of the input, flattened), L layers with experts, K experts of a token, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from rft.errors import ConfigError
+from rft.types.experts import Sizes, sizes_of
+
+KEY = "explorer.rollout_model.router_replay"
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class Routers:
+    """The routers of `lm`.  While `recording`, `chosen` holds what they chose last; `given` prescribes it."""
+
+    def __init__(self, lm: Any) -> None:
+        """Raises ConfigError where the model has no experts, or chooses them in another way."""
+        sizes = sizes_of(lm.config.to_dict())
+        blocks = list(_blocks(lm))
+        if sizes is None or not blocks:
+            raise ConfigError(
+                f"{type(lm).__name__} has no experts whose choice could be replayed.  Write off", key=KEY, given="on"
+            )
+        self.sizes: Sizes = sizes
+        self.recording = False
+        self._given: torch.Tensor | None = None  # int64 [N, L, K]; -1: the router's own choice
+        self._chosen: dict[int, torch.Tensor] = {}
+        for number, block in enumerate(blocks):
+            block.forward = partial(self._forward, number, block.forward)
+        self.layers = len(blocks)
+
+    def prescribe(self, given: torch.Tensor | None) -> None:
+        """The experts of the tokens to come, int64 [N, L, K], until the next call; None: the routers' own choice.
+
+        They stay after a forward because a backward that computes activations again needs them, too.
+        """
+        if given is not None and given.shape[1:] != (self.layers, self.sizes.chosen):
+            raise ConfigError(
+                f"the experts of a row are {given.shape[1]} layers x {given.shape[2]}, the trained model has {self.layers} x "
+                f"{self.sizes.chosen}: engine and trainer need the same model",
+                key=KEY,
+                given="on",
+            )
+        self._given = given
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record what routers choose, meanwhile."""
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """int64 [N, L, K] of the last forward while `recording`."""
+        return torch.stack([self._chosen[i] for i in range(self.layers)], 1)
+
+    def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._given is None and not self.recording:
+            return forward(*args, **kwargs)
+        with _Choice(self.sizes, None if self._given is None else self._given[:, number]) as choice:
+            out = forward(*args, **kwargs)
+        if choice.experts is None:
+            raise ConfigError(
+                "the model's routers choose experts in a way that cannot be replayed.  Write off", key=KEY, given="on"
+            )
+        if self.recording:
+            self._chosen[number] = choice.experts
+        return out
+
+
+class _Choice(TorchFunctionMode):
+    """Sees the `topk` over all experts, and answers it with `given`."""
+
+    def __init__(self, sizes: Sizes, given: torch.Tensor | None) -> None:
+        super().__init__()
+        self._sizes, self._given = sizes, given
+        self.experts: torch.Tensor | None = None  # int64 [N, K]
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return out
+        scores = args[0] if args else (kwargs or {})["input"]
+        if scores.dim() != 2 or scores.shape[1] != self._sizes.experts or out.indices.shape[1] != self._sizes.chosen:
+            return out  # another one: of groups of experts
+        self.experts = out.indices
+        if self._given is None:
+            return out
+        if len(self._given) != len(scores):
+            raise ValueError(f"experts of {len(self._given)} tokens are given, and {len(scores)} are computed")
+        given = self._given.long()
+        self.experts = torch.where(given >= 0, given, out.indices)
+        return torch.return_types.topk((scores.gather(1, self.experts), self.experts))
+
+
+def _blocks(lm: nn.Module) -> Iterator[nn.Module]:
+    """The modules that have experts and choose among them."""
+    for module in lm.modules():
+        if any(holds_experts(child) for child in module.children()):
+            yield module
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether `module` holds the weights of all experts of a layer."""
+    own = dict(module.named_parameters(recurse=False))
+    return all(name in own and own[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))

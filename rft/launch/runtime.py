@@ -1,0 +1,211 @@
+"""The seam between a run and where its parts live: it creates parts, calls them, watches them and ends them.
+
+A mode (`rft.launch.modes`) knows only this.  Here is the local runtime: all parts in this process, one rank, `transformers` or scripted
+engines, no Ray import.  `rft.launch.ray_runtime` has one actor for each part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from rft.config.plan import Facts, Plan
+from rft.engine.environment import trainer_environment
+from rft.engine.settings import EngineSettings
+from rft.errors import ConfigError, SetupError
+from rft.launch import parts as factories
+from rft.launch.drive import Signals
+from rft.launch.rundir import RunDir
+from rft.launch.stalled import watched
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """One part: the factory of `rft.launch.parts` that builds it, and where it has to be."""
+
+    name: str
+    factory: str
+    args: tuple[Any, ...]
+    seat: tuple[str, int] | None = None  # role and index of `rft.launch.cluster`
+    engine: EngineSettings | None = None  # an engine is restarted when it dies
+    env: dict[str, str] = field(default_factory=dict)
+
+
+class Parts(ABC):
+    """The parts of one process of a run, by name."""
+
+    restarts: bool  # engines that died can be given a new process
+
+    def __init__(self, plan: Plan, rundir: RunDir) -> None:
+        self.plan, self.rundir = plan, rundir
+        self.made: dict[str, Any] = {}
+        self.pids: dict[str, int] = {}
+        self.nodes: dict[str, str] = {}  # machine of each
+
+    @abstractmethod
+    async def reserve(self, *, engines: bool, trainer: bool) -> None:
+        """Reserve the devices of engines (with auxiliary models) and trainer."""
+
+    @abstractmethod
+    async def start(self, specs: Sequence[PartSpec]) -> None:
+        """Build these parts, side by side where they have processes."""
+
+    @abstractmethod
+    async def stop(self, names: Sequence[str]) -> None:
+        """Close and end these parts."""
+
+    @abstractmethod
+    def bound(self, name: str, *first: Any) -> Any:
+        """The part, with these arguments put first in every call."""
+
+    @abstractmethod
+    async def watch(self) -> None:
+        """Ends only by raising: a part that is not restarted has died, or hangs."""
+
+    @abstractmethod
+    async def end(self, *, graceful: bool) -> None:
+        """End every part; `graceful`: they have worked together, so they are closed first."""
+
+    @property
+    def engines(self) -> list[Any]:
+        return [self.made[f"engine-{i}"] for i in range(len(self.plan.engines))]
+
+    @property
+    def auxiliary(self) -> list[list[Any]]:
+        """Of every auxiliary model its engines; none for those that the explorer asks over the network."""
+        return [[self.made[e.name] for e in model.engines if e.external is None] for model in self.plan.auxiliary]
+
+    @property
+    def ranks(self) -> list[Any]:
+        return [self.made[f"trainer-{rank}"] for rank in range(self.plan.learner.world_size)]
+
+
+class Runtime(Protocol):
+    def number(self, rundir: RunDir) -> None:
+        """A run id for all that this process starts."""
+        ...
+
+    def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AbstractAsyncContextManager[Parts]:
+        """Where the parts of a run live; nothing of the run is left afterwards."""
+        ...
+
+
+# ---------------------------------------------------------------- which parts there are
+
+
+def engine_specs(plan: Plan) -> list[PartSpec]:
+    return [PartSpec(f"engine-{i}", "engine", (plan, e), ("engine", i), e) for i, e in enumerate(plan.engines)]
+
+
+def auxiliary_specs(plan: Plan) -> list[PartSpec]:
+    specs, seats = [], 0
+    for e in (e for model in plan.auxiliary for e in model.engines if e.external is None):
+        seat = ("auxiliary", seats) if e.gpus else None
+        seats += bool(e.gpus)
+        specs.append(PartSpec(e.name, "engine", (plan, e), seat, e))
+    return specs
+
+
+def explorer_specs(plan: Plan) -> list[PartSpec]:
+    return [PartSpec("explorer", "explorer", (plan,), env=plan.explorer.env_vars), *auxiliary_specs(plan)]
+
+
+def trainer_specs(plan: Plan, rundir: RunDir) -> list[PartSpec]:
+    world, env = plan.learner.world_size, trainer_environment(plan.learner.cpu_threads)
+    rendezvous = str(rundir.path / f".rendezvous-{rundir.run_id}") if world > 1 else None
+    return [PartSpec(f"trainer-{rank}", "trainer", (plan, rank, rendezvous), ("trainer", rank), env=env) for rank in range(world)]
+
+
+# ---------------------------------------------------------------- one process
+
+
+class LocalRuntime:
+    """All parts in this process: for tests, for debugging a workflow, for machines without Ray."""
+
+    def number(self, rundir: RunDir) -> None:
+        """There is no other process."""
+
+    @asynccontextmanager
+    async def open(self, plan: Plan, rundir: RunDir, signals: Signals) -> AsyncIterator[Parts]:
+        if plan.cluster.timeline:
+            log.warning("monitor.enable_ray_timeline has no effect: one process has no Ray")
+        with watched(plan.cluster.stall_timeout_s, lambda why: rundir.state("failed", reason=why)):
+            yield LocalParts(plan, rundir)
+
+
+class _BoundPart:
+    """Calls of a local part with these arguments put first."""
+
+    def __init__(self, part: Any, first: tuple[Any, ...]) -> None:
+        self._part, self._first = part, first
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(getattr(self._part, method), *self._first)
+
+
+class LocalParts(Parts):
+    restarts = False
+
+    async def reserve(self, *, engines: bool, trainer: bool) -> None:
+        """One process has all devices."""
+
+    async def start(self, specs: Sequence[PartSpec]) -> None:
+        for spec in specs:
+            self.made[spec.name] = await getattr(factories, spec.factory)(*spec.args)
+
+    async def stop(self, names: Sequence[str]) -> None:
+        async with AsyncExitStack() as closing:  # all are closed, also where one of them fails
+            for part in [self.made.pop(name) for name in names]:
+                closing.push_async_callback(part.close)
+
+    def bound(self, name: str, *first: Any) -> Any:
+        return _BoundPart(self.made[name], first)
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def end(self, *, graceful: bool) -> None:
+        await self.stop(sorted(self.made, key=lambda name: name != "buffer"))  # it is closed last
+
+
+def check_local(plan: Plan) -> None:
+    """Raises ConfigError or SetupError for what one process, or this machine, cannot do."""
+    if plan.learner.world_size != 1:
+        raise ConfigError(
+            "several ranks need Ray; leave out --in-process, or use 1", key="trainer.world_size", given=plan.learner.world_size
+        )
+    if plan.mode == "explore" or (plan.mode == "train" and plan.trainer.offline_data is None):
+        raise ConfigError("is one of several processes, which meet on Ray; leave out --in-process", key="mode", given=plan.mode)
+    engines = plan.engines if plan.trainer.offline_data is None else ()
+    served = [("explorer.rollout_model", e) for e in engines]
+    served += [(f"explorer.auxiliary_models: {m.name}", e) for m in plan.auxiliary for e in m.engines if engines]
+    for key, e in served:
+        if e.engine_type == "vllm":
+            raise ConfigError(
+                "vllm needs Ray; leave out --in-process, or use transformers", key=f"{key}.engine_type", given="vllm"
+            )
+    if engines and plan.sync.method == "nccl" and plan.mode != "bench":
+        raise ConfigError(
+            "a broadcast needs engines in processes of their own; leave out --in-process, or use memory",
+            key="synchronizer.sync_method",
+            given="nccl",
+        )
+    if plan.explorer.env_vars:
+        raise ConfigError(
+            "one process has one environment; leave out --in-process, or set them in the shell",
+            key="explorer.env_vars",
+            given=sorted(plan.explorer.env_vars),
+        )
+    if "cuda" in {plan.learner.device, *(e.device for _, e in served)} and Facts().gpus == 0:
+        raise SetupError(
+            "the plan needs GPUs, and this machine has none; set explorer.rollout_model.device and trainer.device to cpu, "
+            "leave out cluster.gpu_per_node, or use a machine with GPUs"
+        )

@@ -1,0 +1,58 @@
+"""Ends a run of one process whose event loop is blocked: nothing else could.  With Ray another process watches (`rft.launch.remote`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rft.blocked import held_up_by
+from rft.engine.watch import Watch, usage
+from rft.errors import RunFailed
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def watched(stall_s: float | None, failed: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, a loop that answers nothing for `stall_s`, in a process that does nothing, ends the process with exit code 4.
+
+    `failed` is told why before.  A debugger may hold the loop as long as it likes.
+    """
+    if stall_s is None:
+        yield
+        return
+    loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+    looks = Watch(stall_s, None, lambda: usage([os.getpid()], family=False))
+
+    def watch() -> None:
+        while not over.is_set():
+            answered = threading.Event()
+            loop.call_soon_threadsafe(answered.set)
+            while not answered.wait(looks.interval_s) and not over.is_set():
+                if (why := looks.look()) and (held := held_up_by(thread)) is not None:
+                    _end(
+                        f"the run hangs: {held[1]} blocks its event loop, {why}.  Let it await, or raise cluster.stall_timeout",
+                        failed,
+                    )
+            looks.progress()
+            over.wait(looks.interval_s)
+
+    watcher = threading.Thread(target=watch, name="loop-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _end(why: str, failed: Callable[[str], None]) -> None:
+    log.error("%s", why)
+    failed(why)
+    print(f"RunFailed: {why}", file=sys.stderr, flush=True)
+    os._exit(RunFailed.exit_code)

@@ -1,0 +1,102 @@
+"""Where a run begins or goes on: the next lineage, the checkpoint it starts from, the next explore batch; what the canary asks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rft.config.plan import Plan
+from rft.config.plan import schedule as planned
+from rft.errors import ConfigError
+from rft.sync.schedule import Schedule
+from rft.trainer import manifest as manifests
+from rft.trainer.manifest import Manifest
+from rft.types.ids import Version
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: a fresh model, or the checkpoint folder of version `parent` with its next explore batch `cursor`."""
+
+    lineage: int
+    step: int = 0
+    parent: Version | None = None
+    cursor: int = 0
+    checkpoint: str | None = None
+
+    @property
+    def version(self) -> Version:
+        return Version(self.lineage, self.step)
+
+
+def schedule(plan: Plan, start: Start) -> Schedule:
+    """The schedule that coordinator and trainer both follow; it knows how many explore batches a train step consumes."""
+    return dataclasses.replace(planned(plan.sync), start_step=start.step)
+
+
+def origin(path: Path | None) -> Manifest | None:
+    """The checkpoint of another run that `resume_from_path` names: the folder itself, or the newest one of that run.
+
+    Raises CheckpointInvalid or ConfigError where there is none that is whole.
+    """
+    if path is None:
+        return None
+    if (path / manifests.NAME).is_file() or manifests.is_name(path.name):
+        return manifests.read(path)
+    for folder in (path, path / "checkpoints"):
+        if (found := manifests.latest(folder)) is not None:
+            return found
+    raise ConfigError(
+        "holds no checkpoint; name a folder global_step_N, or the folder of a run", key="resume_from_path", given=str(path)
+    )
+
+
+async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = None) -> Start:
+    """Take the next lineage of the buffer, going on from the checkpoint `found` if there is one.
+
+    `other`: another run's checkpoint to begin with where there is none.  Its weights, optimizer and place in the data are taken; its
+    rows stay where they are, so nothing counts as their use here.
+    """
+    if found is None:
+        lineage = (await buffer.start_lineage(None, None)).lineage
+        if other is None:
+            return Start(lineage)
+        log.info("lineage %d begins with %s of another run", lineage, other.folder)
+        return Start(lineage, other.version.step, None, other.consumption.cursor, str(other.folder))
+    lineage = await buffer.start_lineage(found.version, found.consumption)
+    log.info("lineage %d goes on from %s; %d rows orphaned", lineage.lineage, found.version, lineage.orphaned)
+    return Start(lineage.lineage, found.version.step, found.version, lineage.cursor, str(found.folder))
+
+
+def begin_offline(found: Manifest | None, other: Manifest | None) -> Start:
+    """Where training on a data set goes on.  There is no ledger: the checkpoint's step is the place in the data."""
+    if found is not None:
+        return Start(found.version.lineage + 1, found.version.step, found.version, checkpoint=str(found.folder))
+    if other is not None:
+        return Start(1, other.version.step, None, checkpoint=str(other.folder))
+    return Start(1)
+
+
+_LENGTH = 12
+
+
+def vocab_size(model_path: str) -> int:
+    """How many token ids the model has."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
+    """`count` prompts of 12 token ids drawn from the middle half of the vocabulary (special tokens live at its ends)."""
+    vocabulary = vocab_size(model_path)
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(count, _LENGTH))
+    return [[int(i) for i in row] for row in ids]

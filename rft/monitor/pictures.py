@@ -1,0 +1,242 @@
+"""Pictures of a run, from metrics.jsonl alone: reward and accuracy over steps; who worked and who waited, over time.
+
+Knows no process of the run.  Invariant: a bar lies where a record says that the work ended and how long it took; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from rft.errors import RunFailed, SetupError
+from rft.monitor.read import read, series
+from rft.types.metrics import MetricRecord
+
+TRAINING = "rollout/reward/mean"
+_EVAL = re.compile(r"eval/(?P<taskset>.+)/mean@(?P<k>\d+)")
+GREY, _BLUE, _WARM = "#858585", "#3987e5", ("#d9772b", "#2f9e6e", "#b65fc4", "#c9a227")  # legible on white and on black
+_WINDOW = 5  # steps of the running mean
+
+
+def reward_curve(run_dir: Path, out_png: Path) -> None:
+    """Draws `rollout/reward/mean` and every `eval/<taskset>/mean@k` of `run_dir`/metrics.jsonl into `out_png`.
+
+    The background is transparent.  Raises SetupError without matplotlib, RunFailed where neither metric has been written yet.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as e:
+        raise SetupError("drawing the reward curve needs matplotlib: pip install matplotlib") from e
+    records = read(run_dir / "metrics.jsonl")
+    training, evals = series(records, TRAINING), _evals(records)
+    if not training and not evals:
+        raise RunFailed(f"{run_dir / 'metrics.jsonl'} holds neither {TRAINING} nor an evaluation yet; there is nothing to draw")
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    if training:
+        steps, rewards = zip(*training, strict=True)
+        smooth = len(training) > 2 * _WINDOW
+        axes.plot(
+            steps, rewards, color=_BLUE, lw=1 if smooth else 2, alpha=0.4 if smooth else 1, label="" if smooth else "training"
+        )
+        if smooth:
+            axes.plot(steps, running_mean(rewards), color=_BLUE, lw=2.2, label=f"training, mean of {_WINDOW} steps")
+    for (label, points), color in zip(evals.items(), itertools.cycle(_WARM), strict=False):
+        axes.plot(*zip(*points, strict=True), color=color, lw=1.4, ls=(0, (4, 2)), marker="o", ms=6, label=label)
+        step, value = points[-1]
+        axes.annotate(f"{value:.2f}", (step, value), (7, 0), textcoords="offset points", color=color, va="center", fontsize=9)
+    axes.set_xlabel("step", color=GREY)
+    axes.set_ylabel("mean reward", color=GREY)
+    axes.set_title(run_dir.resolve().name, color=GREY, loc="left", fontsize=11)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.04, y=0.08)
+    axes.grid(color=GREY, alpha=0.25, lw=0.6)
+    axes.tick_params(colors=GREY)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(GREY)
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=9, loc="best")
+    out_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png, transparent=True)
+
+
+def running_mean(values: tuple[float, ...]) -> list[float]:
+    """Mean of each value and the `_WINDOW` - 1 before it."""
+    windows = [values[max(0, i + 1 - _WINDOW) : i + 1] for i in range(len(values))]
+    return [sum(w) / len(w) for w in windows]
+
+
+def _evals(records: list[MetricRecord]) -> dict[str, list[tuple[int, float]]]:
+    names = dict.fromkeys(name for r in records for name in r.values if _EVAL.fullmatch(name))
+    return {name.removeprefix("eval/").replace("/mean@", " mean@"): series(records, name) for name in names}
+
+
+ROWS = {"explorer": "explore", "trainer": "train", "synchronizer": "sync", "eval": "evaluate"}
+SYNC = ("stage", "wait", "pause", "load", "resume", "canary")  # one after the other; a record's time is the end of the last
+STEP = ("wait", "train", "sync", "checkpoint")  # of a train step, in this order
+HELD = ("pause", "load", "resume")  # engines generate nothing
+COLORS = {
+    "explore": "#3987e5", "train": "#d9772b", "checkpoint": "#c9a227", "evaluate": "#2f9e6e", "stage": "#b9a3d0", "wait": "#dddddd",
+    "pause": "#7d4fa3", "load": "#b65fc4", "resume": "#7d4fa3", "canary": "#e3c1ea", "sync": "#a99bc0",
+}  # fmt: skip
+
+WIDTH, LEFT, LANE, FOOT = 1000, 90, 18, 52  # pixels
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`kind` of work on `row` from `begin` to `end`, seconds since the epoch; `label` names the batch, step or version."""
+
+    row: str
+    kind: str
+    label: str
+    begin: float
+    end: float
+
+
+def bars(records: Sequence[MetricRecord], *, last: int | None = None) -> list[Bar]:
+    """Of the newest process of the run, from its first version on; `last`: of as many train steps at its end.
+
+    Raises RunFailed where no version has been published yet.
+    """
+    firsts = [i for i, r in enumerate(records) if r.role == "synchronizer" and "explorer/idle_ratio" not in r.values]
+    if not firsts:
+        raise RunFailed("no weights have been published yet, so there is nothing to draw")
+    found = [bar for r in records[firsts[-1] :] for bar in _of(r) if bar.end > bar.begin]
+    steps = [b for b in found if b.kind == "train"]
+    if last is None or len(steps) <= last:
+        return found
+    since = steps[-last].begin
+    return [b if b.begin >= since else Bar(b.row, b.kind, b.label, since, b.end) for b in found if b.end > since]
+
+
+def _of(r: MetricRecord) -> Iterator[Bar]:
+    v, end = r.values, r.time
+    if r.role == "explorer" and "rollout/time/batch" in v:
+        yield Bar("explore", "explore", f"batch {r.step - 1}", end - v["rollout/time/batch"], end)
+    elif r.role == "trainer" and "perf/step_s" in v:
+        yield from _one_after_the_other(
+            "train", f"step {r.step}", end - v["perf/step_s"], [(k, v.get(f"time/{k}_s", 0.0)) for k in STEP]
+        )
+    elif r.role == "synchronizer":
+        spent = [(k, v.get(f"sync/{k}_s", 0.0)) for k in SYNC]
+        yield from _one_after_the_other("sync", f"version {r.step}", end - sum(s for _, s in spent), spent)
+    elif r.role == "eval":
+        for name in (n for n in v if n.startswith("eval/") and n.endswith("/time")):
+            yield Bar("evaluate", "evaluate", f"{name[5:-5]}, version {r.step}", end - v[name], end)
+
+
+def _one_after_the_other(row: str, label: str, begin: float, spent: Iterable[tuple[str, float]]) -> Iterator[Bar]:
+    for kind, seconds in spent:
+        if not (row == "train" and kind == "wait"):  # a trainer that waits is a gap
+            yield Bar(row, kind, label, begin, begin + seconds)
+        begin += seconds
+
+
+def shares(found: Sequence[Bar]) -> dict[str, float]:
+    """Parts of the time from the first version on (where there is none: of all of it), 0 to 1.
+
+    Who had nothing to do, and how long engines stood still for weights.
+    """
+    began = min((b.end for b in found if b.row == "sync"), default=min(b.begin for b in found))
+    ended = max(b.end for b in found)
+    whole = max(ended - began, 1e-9)
+
+    def busy(*kinds: str) -> float:
+        return _covered([(max(b.begin, began), b.end) for b in found if b.kind in kinds and b.end > began]) / whole
+
+    return {
+        "explorer idle": 1 - busy("explore", "evaluate"),
+        "trainer idle": 1 - busy("train", "sync", "checkpoint"),
+        "engines paused": busy(*HELD),
+        "both at work": busy("explore") + busy("train") - busy("explore", "train"),
+    }
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+# ---------------------------------------------------------------- the picture
+
+
+def picture(run_dir: Path, out_svg: Path, *, last: int | None = None) -> dict[str, float]:
+    """Draws the timeline of `run_dir` into `out_svg` and returns `shares`.  Raises RunFailed where there is nothing to draw."""
+    found = bars(read(run_dir / "metrics.jsonl"), last=last)
+    told = shares(found)
+    out_svg.parent.mkdir(parents=True, exist_ok=True)
+    out_svg.write_text(svg(found, told), encoding="utf-8")
+    return told
+
+
+def svg(found: Sequence[Bar], told: dict[str, float]) -> str:
+    """One lane for each row, more where its bars overlap; seconds below; grey on a transparent ground, legible on black and on white."""
+    first, end = min(b.begin for b in found), max(b.end for b in found)
+    scale = (WIDTH - LEFT - 10) / max(end - first, 1e-9)
+    parts: list[str] = []
+    y = 6
+    for row in ROWS.values():
+        for i, lane in enumerate(_lanes([b for b in found if b.row == row])):
+            if i == 0:
+                parts.append(_text(LEFT - 8, y + 13, row, "end"))
+            parts += [_bar(b, LEFT + (b.begin - first) * scale, y, (b.end - b.begin) * scale) for b in lane]
+            y += LANE + 3
+        y += 3
+    for tick in _ticks(end - first):
+        x = LEFT + tick * scale
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{y}" stroke="{GREY}" stroke-opacity="0.25"/>')
+        parts.append(_text(x, y + 14, f"{tick:g} s", "middle"))
+    parts.append(_text(LEFT, y + 34, ", ".join(f"{name} {share:.0%}" for name, share in told.items()), "start"))
+    used = list(dict.fromkeys(b.kind for b in found))
+    for i, kind in enumerate(used):
+        x = WIDTH - 78 * (len(used) - i)
+        parts.append(
+            f'<rect x="{x}" y="{y + 40}" width="10" height="10" fill="{COLORS[kind]}"/>' + _text(x + 14, y + 49, kind, "start")
+        )
+    size = f'viewBox="0 0 {WIDTH} {y + FOOT + 6}" width="{WIDTH}" height="{y + FOOT + 6}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _lanes(row: Sequence[Bar]) -> list[list[Bar]]:
+    """Bars that do not overlap share a lane."""
+    lanes: list[list[Bar]] = []
+    for bar in sorted(row, key=lambda b: b.begin):
+        free = next((lane for lane in lanes if lane[-1].end <= bar.begin + 1e-6), None)
+        if free is None:
+            lanes.append([bar])
+        else:
+            free.append(bar)
+    return lanes
+
+
+def _bar(b: Bar, x: float, y: int, width: float) -> str:
+    title = f"<title>{escape(b.label)}: {b.kind}, {b.end - b.begin:.3f} s</title>"
+    number = b.label.rpartition(" ")[2]
+    named = b.kind in ("explore", "train") and width > 7 * len(number) + 4
+    label = _text(x + width / 2, y + 13, number, "middle", "#ffffff") if named else ""
+    return (
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{LANE}" fill="{COLORS[b.kind]}">{title}</rect>{label}'
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> str:
+    return f'<text x="{x:.1f}" y="{y:.0f}" fill="{color}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _ticks(seconds: float) -> list[float]:
+    """At most ten round numbers from 0 on."""
+    step = next(s for s in (m * 10**e for e in range(-3, 7) for m in (1, 2, 5)) if seconds / s <= 10)
+    return [i * step for i in range(int(seconds / step) + 1)]

@@ -1,0 +1,77 @@
+"""From a reward's name and arguments to a `Reward`.  Functions and classes without that base are wrapped here, and nowhere else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from rft.errors import ConfigError
+from rft.plugins import REGISTRY, Plugin, checked_args, derived, hooks
+from rft.reward import data_sources, functions, lists, manager, overlong_penalty
+from rft.reward.base import FunctionReward, Reward
+from rft.threads import contained
+
+INSTEAD: dict[str, str] = {
+    "openjudge_reward": "graders of OpenJudge are not offered: use rubric_judge, reference_judge or pairwise_judge",
+    "rlcr": "calibration rewards are not offered: write a function that reads the stated confidence (docs/howto/reward.md)",
+}
+"""Rewards that are known by name elsewhere and not offered: what to use.  None of these names is registered."""
+
+
+def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
+    """The reward called `name`, or the one of the data source `name`.
+
+    A class is constructed with `args`, a function gets them as keyword arguments.  Those of the overlong penalty and of the reward
+    manager are taken by every reward.  Raises PluginError for an unknown name and ConfigError (under `key`) for arguments it does not take.
+    """
+    if ":" not in name and name not in REGISTRY.names("reward") and (ours := data_sources.reward_of(name)) is not None:
+        name = ours
+        takes = _own(REGISTRY.get("reward", ours))
+        args = {n: v for n, v in args.items() if n not in data_sources.SANDBOX_ARGS or n in takes}
+    if (why := INSTEAD.get(name)) and name not in REGISTRY.names("reward"):
+        raise ConfigError(f"reward {name!r}: {why}", key=key, given=name)
+    return of(REGISTRY.get("reward", name), args, key=key)
+
+
+def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
+    """The same for a reward that is there already."""
+    name = plugin.name
+    own, penalty = overlong_penalty.split(args, _own(plugin), key=key)
+    own, calls = manager.split(own, _own(plugin), key=key)
+    made: Reward
+    if functions.is_compute_score(plugin.obj):
+        made = functions.adapt(plugin.obj, own, calls, name=name, key=key)
+    elif lists.is_batch(plugin.obj) or lists.is_trl(plugin.obj):
+        if lists.is_batch(plugin.obj):
+            manager.fits(calls, lists=True, name=name, key=key)
+        made = lists.ListReward(plugin.obj, own, calls, name=name, key=key)
+    elif inspect.isclass(plugin.obj):
+        if (cls := derived(plugin.obj, Reward)).__call__ is Reward.__call__:
+            raise _not_callable(name, key)
+        with contained(f"reward {name}"):
+            made = cls(**checked_args(plugin, own, key=key))
+    else:
+        made = from_function(plugin, own, key=key)
+    return overlong_penalty.shaped(made, penalty) if penalty is not None else made
+
+
+def from_function(plugin: Plugin, args: Mapping[str, Any], *, key: str) -> Reward:
+    """A function, or an object that can be called, as a reward; attributes such as `whole_group` are taken over."""
+    if not callable(plugin.obj):
+        raise _not_callable(plugin.name, key)
+    made = FunctionReward(partial(plugin.obj, **checked_args(plugin, args, key=key)))
+    vars(made).update(hooks(plugin.obj, Reward))
+    return made
+
+
+def _not_callable(name: str, key: str) -> ConfigError:
+    return ConfigError(f"reward {name!r} cannot be called; write a function or a class with __call__(task, transcript)", key=key)
+
+
+def _own(plugin: Plugin) -> set[str]:
+    """Names of the arguments that the reward itself knows."""
+    if plugin.args is not None:
+        return set(plugin.args.model_fields)  # type: ignore[attr-defined]
+    return set(inspect.signature(plugin.obj).parameters) if callable(plugin.obj) else set()

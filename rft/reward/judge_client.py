@@ -1,0 +1,249 @@
+"""Rate-limited, cached client for one judge model, shared by all judges that ask it.
+
+    same question answered before? ─> under way? ─> budget left? ─> room ─> rate ─> the model
+
+Knows no prompt and no verdict.  Invariant: the cost of all calls, those of all processes with the same ledger included, never passes
+`max_cost_usd`: what a call can cost at most is counted before it is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rft.errors import ConfigError, RftError
+from rft.reward.judge_args import SHARED, JudgeArgs
+from rft.reward.judge_cache import Cache
+from rft.reward.judge_costs import CostLedger
+from rft.reward.judge_metrics import JudgeMetrics
+from rft.reward.run_folder import run_folder
+from rft.types.completion import Completion
+from rft.types.ports import ChatModel, GenerateRequest, Identified
+from rft.types.throttled import RESENT, THROTTLED
+
+T = TypeVar("T")
+FILE = "judge_cache.db"
+TEMPLATE_TOKENS = 64  # a chat template may add so many to each message
+ASK_AGAIN_S = 0.5  # whether calls of other processes have left room in the budget
+
+
+class RateLimiter:
+    """So many per minute, on average: a call may begin once those before it are paid for."""
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._each_s = 0.0 if per_minute is None else 60.0 / per_minute
+        self._next = 0.0
+
+    async def acquire(self, amount: float) -> None:
+        """Waits until `amount` more may begin."""
+        if not self._each_s:
+            return
+        now = time.monotonic()
+        mine = max(now, self._next)
+        self._next = mine + amount * self._each_s
+        if mine > now:
+            await asyncio.sleep(mine - now)
+
+    def correct(self, amount: float) -> None:
+        """A call took so many more than was said (or, negative, fewer)."""
+        self._next += amount * self._each_s
+
+
+class Deadline:
+    """`timeout_s` from when a call is sent: the time for which the model says that it holds the call back is added."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.held_s, self._sent_at = 0.0, 0.0
+
+    @property
+    def sent(self) -> bool:
+        return time.monotonic() >= self._sent_at
+
+    async def call(self, model: ChatModel, request: GenerateRequest, resent: Callable[[], Awaitable[None]]) -> list[Completion]:
+        """Raises TimeoutError, and what the model or `resent` raises."""
+        async with asyncio.timeout(self._timeout_s) as until:
+
+            def held(seconds: float) -> None:
+                self.held_s += seconds
+                self._sent_at = time.monotonic() + seconds
+                until.reschedule((until.when() or 0.0) + seconds)
+
+            before, again = THROTTLED.set(held), RESENT.set(resent)
+            try:
+                return await model.generate(request)
+            finally:
+                THROTTLED.reset(before)
+                RESENT.reset(again)
+
+
+class JudgeClient:
+    """One auxiliary model, as judges with the limits of `args` ask it."""
+
+    def __init__(self, model: ChatModel, identity: str, args: JudgeArgs) -> None:
+        self.identity, self.limits = identity, args.limits
+        self._model, self._args = model, args
+        path = _path(args.cache)
+        self.cache = None if path is None else Cache(path)
+        self._room = asyncio.Semaphore(args.max_concurrent)
+        self._requests, self._tokens = RateLimiter(args.requests_per_minute), RateLimiter(args.tokens_per_minute)
+        self.ledger = CostLedger(_ledger(args))
+        self._settled = asyncio.Event()
+        self._under_way: dict[bytes, tuple[asyncio.Future[Any], list[int]]] = {}
+        self._jobs: set[asyncio.Future[Any]] = set()  # also those that are being cancelled
+        self.users = 0
+
+    async def once(self, key: bytes, answer: Callable[[], Awaitable[T]], metrics: JudgeMetrics) -> T:
+        """What `answer()` gives; one who asks the same meanwhile gets the same.  It is cancelled when nobody waits for it any more."""
+        if key in self._under_way:
+            metrics.shared += 1
+        else:
+            job: asyncio.Future[Any] = asyncio.ensure_future(answer())
+            self._under_way[key] = (job, [0])
+            self._jobs.add(job)
+            job.add_done_callback(lambda done: self._over(key, done))
+        job, waiting = self._under_way[key]
+        waiting[0] += 1
+        try:
+            result: T = await asyncio.shield(job)
+            return result
+        finally:
+            waiting[0] -= 1
+            if not waiting[0] and not job.done():
+                self._over(key, job)
+                job.cancel()
+
+    def _over(self, key: bytes, job: asyncio.Future[Any]) -> None:
+        if job.done():
+            self._jobs.discard(job)
+        if key in self._under_way and self._under_way[key][0] is job:
+            del self._under_way[key]
+
+    async def generate(
+        self, request: GenerateRequest, timeout_s: float, metrics: JudgeMetrics
+    ) -> tuple[Completion, tuple[int, int]]:
+        """One call: the completion, and its tokens (prompt, answer).
+
+        Raises BudgetUsedUp, TimeoutError, and what the model raises.
+        """
+        size = sum(len(str(m["content"]).encode()) for m in request.messages)
+        most = self._cost(size + TEMPLATE_TOKENS * (1 + len(request.messages)), request.sampling.max_tokens)
+        guess = size // 4 + request.sampling.max_tokens
+        reserved = [await self._reserve(most)]
+        cost = 0.0  # of a call that was not made
+
+        async def resent() -> None:
+            reserved.append(await self._reserve(most))
+
+        try:
+            async with self._room:
+                await self._requests.acquire(1)
+                await self._tokens.acquire(guess)
+                deadline = Deadline(timeout_s)
+                cost = most  # of a call that does not come back
+                try:
+                    completion = await self._call(request, deadline, metrics, resent)
+                except (ValueError, RftError):
+                    cost = 0.0  # refused, or not answered
+                    raise
+                except asyncio.CancelledError:
+                    cost = most if deadline.sent else 0.0
+                    raise
+            tokens = completion.usage or (len(completion.prompt_tokens), len(completion.tokens))
+            if any(tokens):
+                cost = self._cost(*tokens)
+            else:  # a server that does not count: what it can have been at most is what it was
+                tokens = (size // 3, len(completion.text.encode("utf-8", "replace")) // 3 + 1)
+            metrics.prompt_tokens += tokens[0]
+            metrics.completion_tokens += tokens[1]
+            self._tokens.correct(sum(tokens) - guess)
+            return completion, tokens
+        finally:
+            costs = [cost] + [most] * (len(reserved) - 1)  # sendings without an answer may have been worked on
+            metrics.cost_usd += sum(costs)
+            for call, paid in zip(reserved, costs, strict=True):
+                if call is not None:
+                    self.ledger.settle(call, paid)
+            self._settled.set()
+
+    async def _call(
+        self, request: GenerateRequest, deadline: Deadline, metrics: JudgeMetrics, resent: Callable[[], Awaitable[None]]
+    ) -> Completion:
+        began = time.monotonic()
+        metrics.calls += 1
+        try:
+            (completion,) = await deadline.call(self._model, request, resent)
+            return completion
+        finally:
+            metrics.seconds += max(0.0, time.monotonic() - began - deadline.held_s)
+
+    async def _reserve(self, most: float) -> int | None:
+        """The call's number in the ledger; None for one that costs nothing.  Waits while calls under way may leave room for it."""
+        if not most:
+            return None
+        while (call := self.ledger.reserve(self.identity, most, self._args.max_cost_usd)) is None:
+            self._settled.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), ASK_AGAIN_S)
+        return call
+
+    def _cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        a = self._args
+        return (prompt_tokens * a.price_per_1k_prompt_tokens + completion_tokens * a.price_per_1k_completion_tokens) / 1000
+
+    async def close(self) -> None:
+        """Ends what is under way; what that cost is written before the cache is closed."""
+        jobs = list(self._jobs)
+        for job in jobs:
+            job.cancel()
+        try:
+            await asyncio.gather(*jobs, return_exceptions=True)
+        finally:
+            self.ledger.close()
+            if self.cache is not None:
+                self.cache.close()
+
+
+_CLIENTS: dict[int, tuple[ChatModel, JudgeClient]] = {}
+
+
+def open_client(model: ChatModel, name: str, args: JudgeArgs) -> JudgeClient:
+    """The client of `model`, shared by all judges that ask it.  Raises ConfigError for other limits than theirs."""
+    found = _CLIENTS.get(id(model))
+    if found is None:
+        identity = model.identity if isinstance(model, Identified) else ""
+        found = _CLIENTS[id(model)] = (model, JudgeClient(model, identity or name, args))
+    client = found[1]
+    if differ := [n for n in SHARED if client.limits[n] != args.limits[n]]:
+        both = ", ".join(f"{n} ({client.limits[n]} and {args.limits[n]})" for n in differ)
+        raise ConfigError(f"two judges ask {name} with different limits: {both}; write the same", key="reward_fn_args")
+    client.users += 1
+    return client
+
+
+async def close_client(client: JudgeClient) -> None:
+    client.users -= 1
+    if not client.users:
+        for key, (_, other) in list(_CLIENTS.items()):
+            if other is client:
+                del _CLIENTS[key]
+        await client.close()
+
+
+def _path(cache: str) -> Path | None:
+    if cache == "off":
+        return None
+    if cache != "run":
+        return Path(cache).expanduser()
+    folder = run_folder.get()
+    return None if folder is None else folder / FILE
+
+
+def _ledger(args: JudgeArgs) -> Path | None:
+    if args.cost_ledger is not None:
+        return Path(args.cost_ledger).expanduser()
+    return _path("run" if args.cache == "off" else args.cache)

@@ -1,0 +1,66 @@
+"""A penalty for answers that come near the longest length, laid over any reward.  arXiv:2503.14476, section 3.4
+
+    penalty = min(0, (max_response_length - cache_length - n) / cache_length) * penalty_factor        n = tokens of the answer
+
+so an answer that ends before the last `cache_length` tokens costs nothing, and one of the full length, or all turns of a run together
+that are longer, cost `penalty_factor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rft.errors import ConfigError
+from rft.reward.base import Reward
+from rft.reward.wrap import ChangedReward
+from rft.types.completion import Score, Transcript
+from rft.types.task import Task
+
+
+class OverlongArgs(BaseModel):
+    """`max_response_length` null: the taskset's longest response.  Lengths in tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    enable_overlong_penalty: bool = False
+    cache_length: int = Field(4096, ge=1)
+    penalty_factor: float = Field(1.0, ge=0)
+    max_response_length: int | None = Field(None, ge=1)
+
+
+def split(args: Mapping[str, Any], own: Collection[str], *, key: str) -> tuple[dict[str, Any], OverlongArgs | None]:
+    """The arguments that are the reward's own, and the penalty if it is switched on.  A reward that names one of them keeps it."""
+    mine = {n: v for n, v in args.items() if n in OverlongArgs.model_fields and n not in own}
+    rest = {n: v for n, v in args.items() if n not in mine}
+    try:
+        shape = OverlongArgs(**mine)
+    except ValidationError as e:
+        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]
+        raise ConfigError(f"arguments of the overlong penalty: {'; '.join(faults)}", key=key) from None
+    return rest, shape if shape.enable_overlong_penalty else None
+
+
+def shaped(inner: Reward, shape: OverlongArgs) -> Reward:
+    """`inner` plus the penalty, which is also the part `overlong`."""
+
+    def shorten(task: Task, transcript: Transcript, given: Score) -> Score:
+        if given.value is None:
+            return given
+        cost = penalty(shape, sum(len(t.completion.tokens) for t in transcript.turns), task.sampling.max_tokens)
+        return Score(value=given.value + cost, parts={**given.parts, "overlong": cost}, reason=given.reason)
+
+    return ChangedReward(inner, shorten)
+
+
+def penalty(shape: OverlongArgs, length: int, max_tokens: int) -> float:
+    """From -penalty_factor to 0.  Raises ConfigError where the cache is longer than an answer: an empty one would cost something."""
+    longest = shape.max_response_length or max_tokens
+    if shape.cache_length > longest:
+        raise ConfigError(
+            f"the overlong penalty's cache_length is longer than the longest answer ({longest} tokens); write at most that",
+            key="cache_length",
+            given=shape.cache_length,
+        )
+    return min(0.0, max(-1.0, (longest - shape.cache_length - length) / shape.cache_length)) * shape.penalty_factor

@@ -1,0 +1,53 @@
+"""Reward of reasoning-gym tasksets: the data set's own `score_answer` on the row it made, in a process that can be killed."""
+
+from __future__ import annotations
+
+import ast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rft.reward.base import reward
+from rft.reward.gym_worker import LITERALS
+from rft.types.completion import Transcript
+from rft.types.task import Task
+from rft.worker.job_pool import WorkerPool
+
+POOL = WorkerPool("reasoning_gym", "rft.reward.gym_worker", codec=LITERALS)
+
+
+class ReasoningGymArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    timeout_s: float = Field(10.0, gt=0)
+
+
+@reward("reasoning_gym", args=ReasoningGymArgs)
+async def reasoning_gym(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> float:
+    """Score in [0, 1] of the last <answer> block, else of the whole answer.  For reasoning_gym:// tasksets."""
+    name = task.row.get("metadata", {}).get("source_dataset")
+    if name is None:
+        raise ValueError(
+            f"task {task.taskset}[{task.index}] has no metadata.source_dataset; this reward is for reasoning_gym:// tasksets"
+        )
+    answer = transcript.answer
+    if "<answer>" in answer:
+        answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
+    return float(await POOL.call({"name": name, "answer": answer.strip(), "entry": plain_row(task.row)}, timeout_s))
+
+
+def plain_row(row: dict[str, object]) -> dict[str, object]:
+    """The row; of metadata that is more than plain data only what is."""
+    try:
+        ast.literal_eval(repr(row))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return {name: _texts(value) for name, value in row.items()}
+    return row
+
+
+def _texts(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(k): _texts(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_texts(v) for v in value]
+    if value is None or isinstance(value, bool):
+        return value
+    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))  # also of kinds derived from them

@@ -1,0 +1,70 @@
+"""The verdict in a judge's reply: its own last line, one JSON object, every field on its scale; anything else is unreadable.
+
+Knows no model.  Invariant: a verdict without the key of the call, a second one, or one with a word after it is never read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from rft.reward.delimiters import PromptDelimiters
+
+_OPENERS = re.compile(
+    r"(?:(?:sure|okay|ok|certainly)\W*)?"
+    r"(?:(?:my |the )?(?:thought process|thinking|reasoning|solution|explanation|(?:final )?answer)(?: is)?"
+    r"|let'?s (?:think|solve|work)(?: \w+){0,4} step by step|here is (?:the|my) \w+|thinking process|step by step"
+    r"|(?:la |mi |el |meine? |die |der |ma |il |a |o )?(?:soluci[oó]n|respuesta|razonamiento|pensamiento|l[oö]sung|antwort|begr[uü]ndung"
+    r"|denkprozess|r[eé]ponse|raisonnement|r[eé]flexion|soluzione|risposta|ragionamento|solu[cç][aã]o|resposta|racioc[ií]nio)"
+    r"|решение|ответ|рассуждение|ход мыслей|解|解答|解析|答案|答|回答|思考过程|思考過程|推理过程|让我们一步一步(?:地)?思考"
+    r"|かいせつ|解説|答え|풀이|정답|답|해설|الحل|الجواب|उत्तर|हल)\W*",
+    re.IGNORECASE,
+)
+
+
+class UnreadableVerdict(Exception):
+    """A reply without a readable verdict; the message says why."""
+
+
+def read(reply: str, delimit: PromptDelimiters) -> dict[str, Any]:
+    """The verdict's fields.  Raises UnreadableVerdict."""
+    text = reply.rpartition("</think>")[2].strip()
+    if text.endswith("```"):  # a fenced block at the very end
+        text = text[:-3].rstrip()
+    if not text:
+        raise UnreadableVerdict("the reply is empty")
+    if sum(1 for line in text.splitlines() if delimit.key in line and "{" in line) > 1:
+        raise UnreadableVerdict("the reply has more than one verdict")
+    last = text.splitlines()[-1].strip()
+    try:
+        found = json.loads(last, object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        raise UnreadableVerdict(f"the last line is no verdict ({str(e)[:80]}): {last[:120]!r}") from None
+    if not isinstance(found, dict) or found.pop("key", None) != delimit.key:
+        raise UnreadableVerdict(f"the last line does not have the key of this call: {last[:120]!r}")
+    if found.keys() != delimit.fields.keys():
+        raise UnreadableVerdict(
+            f"the verdict has {', '.join(map(str, found)) or 'nothing'} instead of {', '.join(delimit.fields)}"
+        )
+    try:
+        return {name: field.check(found[name]) for name, field in delimit.fields.items()}
+    except ValueError as e:
+        raise UnreadableVerdict(str(e)[:200]) from None
+
+
+def says_nothing(answer: str) -> bool:
+    """Whether an answer has no letter and no digit, or is only the opening of one; such texts can talk a judge into full marks."""
+    text = answer.strip()
+    return not any(c.isalnum() for c in text) or _OPENERS.fullmatch(text) is not None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field stands there twice")
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a number")

@@ -1,0 +1,202 @@
+"""Messages between the processes of a sandbox: JSON in bounded frames; and values of programs as JSON.
+
+Knows nothing of what is said.  Invariant: what is decoded holds only Python's own data types, made
+anew, and `Handle`s; nothing that a program wrote is ever run on the receiving side.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from rft.worker import framing
+from rft.worker.framing import BadMessage
+
+LARGEST = 8 << 20
+"""Bytes of a message that a program may send."""
+LARGEST_ORDER = 1 << 30
+LARGEST_REPLY = 64 << 10
+"""Bytes of a message that says how something went."""
+_ITEMS = 1_000_000
+_DIGITS = 4300  # of a number: what Python itself reads from text
+_BITS = 14_285  # as many
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A thing that stays with the program, e.g. an object of its own class."""
+
+    id: int
+    kind: str
+
+
+def send(sock: socket.socket, message: Any, *, largest: int = LARGEST, deadline: float | None = None) -> None:
+    """Raises what `framing.send` raises."""
+    framing.send(sock.fileno(), json.dumps(message).encode(), largest=largest, deadline=deadline)
+
+
+def receive(sock: socket.socket, *, largest: int = LARGEST, deadline: float | None = None) -> Any:
+    """Raises what `framing.receive` raises, and BadMessage for what is no JSON."""
+    return parse(framing.receive(sock.fileno(), largest=largest, deadline=deadline))
+
+
+def parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise BadMessage(f"no JSON: {type(e).__name__}") from None
+
+
+# ---------------------------------------------------------------- values
+
+
+def encode(value: Any, hold: Callable[[Any], Any]) -> Any:
+    """`value` as JSON.  What is not plain data becomes what `hold(value)` gives: a handle's message."""
+    if value is None or value is True or value is False:
+        return value
+    kind = type(value)
+    if kind in (int, float, str):
+        return value
+    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), hold)
+    for base, tag, items in _BASES:
+        if isinstance(value, base):
+            return [tag, [encode(v, hold) for v in items(value)]]
+    if isinstance(value, dict):
+        return ["d", [[encode(k, hold), encode(v, hold)] for k, v in dict.items(value)]]
+    if isinstance(value, Mapping):
+        return encode(dict(value), hold)
+    if isinstance(value, Iterator):
+        return ["i", [encode(v, hold) for v in _first(value)]]
+    plain = _scalar(value)
+    return plain if plain is not None else hold(value)
+
+
+_BASES: tuple[tuple[type, str, Callable[[Any], Iterator[Any]]], ...] = (
+    (list, "l", list.__iter__), (tuple, "t", tuple.__iter__), (set, "s", set.__iter__), (frozenset, "f", frozenset.__iter__),
+    (deque, "q", deque.__iter__),
+)  # fmt: skip
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes | bytearray):
+        return ["b" if isinstance(value, bytes) else "B", bytes(value).decode("latin-1")]
+    if isinstance(value, complex):
+        return ["c", value.real, value.imag]
+    if isinstance(value, range):
+        return ["r", value.start, value.stop, value.step]
+    if isinstance(value, Decimal):
+        return ["D", str(value)]
+    if isinstance(value, Fraction):
+        return ["F", value.numerator, value.denominator]
+    return None
+
+
+def _first(items: Iterator[Any]) -> list[Any]:
+    got = []
+    for item in items:
+        got.append(item)
+        if len(got) > _ITEMS:
+            raise ValueError(f"an iterator of more than {_ITEMS} items")
+    return got
+
+
+def decode(message: Any) -> Any:
+    """The value.  Raises BadMessage for what `encode` would not have made.
+
+    Each number takes bounded time, but keys can be chosen so that their hashes collide: only a sandboxed process
+    decodes what a program sent.
+    """
+    try:
+        return _decode(message)
+    except (TypeError, ValueError, LookupError, RecursionError, ArithmeticError) as e:
+        raise BadMessage(f"no value: {type(e).__name__}") from None
+
+
+def _decode(m: Any) -> Any:
+    if m is None or isinstance(m, bool | int | float | str):
+        return m
+    tag, body = m[0], m[1:]
+    if tag in _SEQUENCES:
+        (items,) = body
+        return _SEQUENCES[tag]([_decode(v) for v in _typed(items, list)])
+    if tag == "d":
+        (items,) = body
+        return {_decode(k): _decode(v) for k, v in _typed(items, list)}
+    kinds, make = _SCALARS[tag]
+    return make(*(_typed(v, kind) for v, kind in zip(body, kinds, strict=True)))
+
+
+def _typed(value: Any, kind: type[Any]) -> Any:
+    """`value`, if it is just what `encode` makes: a constructor given a text instead of a number would parse that, at any cost."""
+    if type(value) is not kind:
+        raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
+    if kind is int and value.bit_length() > _BITS:
+        raise ValueError(f"a number of {value.bit_length()} bits")
+    return value
+
+
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "l": lambda v: v, "t": tuple, "s": set, "f": frozenset, "q": deque, "i": iter,
+}  # fmt: skip
+
+
+def _decimal(text: str) -> Decimal:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a decimal of {len(text)} characters")
+    return Decimal(text)
+
+
+def _handle(id: int, kind: str) -> Handle:
+    return Handle(id, kind[:100])
+
+
+_SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
+    "b": ((str,), lambda s: s.encode("latin-1")),
+    "B": ((str,), lambda s: bytearray(s.encode("latin-1"))),
+    "c": ((float, float), complex),
+    "r": ((int, int, int), range),
+    "D": ((str,), _decimal),
+    "F": ((int, int), Fraction),
+    "h": ((int, str), _handle),
+}
+
+
+def same(got: Any, wanted: Any) -> bool:
+    """Whether plain values are equal, tuples being lists and numbers equal to a relative 1e-9 where one of them is a float."""
+    if isinstance(got, bool) or isinstance(wanted, bool):
+        return got is wanted
+    if isinstance(got, int | float) and isinstance(wanted, int | float):
+        return got == wanted or (float in (type(got), type(wanted)) and _close(got, wanted))
+    if isinstance(got, list | tuple) and isinstance(wanted, list | tuple):
+        return len(got) == len(wanted) and all(map(same, got, wanted))
+    if isinstance(got, dict) and isinstance(wanted, dict):
+        mine, theirs = ({str(k): v for k, v in d.items()} for d in (got, wanted))
+        return mine.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in mine.items())
+    return type(got) is type(wanted) and bool(got == wanted)
+
+
+def _close(a: float, b: float) -> bool:
+    try:
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+    except OverflowError:  # an int beyond all floats
+        return False
+
+
+def short(value: Any) -> str:
+    """For people."""
+    text = value if isinstance(value, str) else repr(value)
+    return repr(text if len(text) <= 200 else f"{text[:200]}…")

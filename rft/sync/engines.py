@@ -1,0 +1,190 @@
+"""The set of engines: which belong to it, how all of them are asked at once, and how one that died is restarted.
+
+Knows neither versions nor schedules.  Invariant: an engine's number is never used again, and every question has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from rft.errors import EngineFailed, EngineStalled
+from rft.sync.waits import Waits
+from rft.types.ports import Engine
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Restart = Callable[[int], Awaitable[None]]
+
+
+@runtime_checkable
+class _Pool(Protocol):
+    """A pool shows its engines; each is loaded and verified on its own."""
+
+    engines: Sequence[Engine]
+
+
+class NoEngines(Exception):
+    """All engines that were asked have left."""
+
+
+class Rejected(Exception):
+    """One attempt failed.  `generated` = engines may have written tokens with the weights in question."""
+
+    def __init__(self, reason: str, *, generated: bool = False) -> None:
+        super().__init__(reason)
+        self.generated = generated
+
+
+class EngineSet:
+    """Engines by number.  Those of an owner may leave; the others are there from the first to the last moment.
+
+    `restart(i)` gives engine i a new process, without weights; None: an engine that died stays dead.  `on_evicted(owner, why)` hears
+    that the engines of an owner had to leave.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        workers: Sequence[int],
+        waits: Waits,
+        timeout_s: float,
+        restart: Restart | None,
+        on_evicted: Callable[[str, str], None],
+    ) -> None:
+        given = () if engine is None else tuple(engine.engines) if isinstance(engine, _Pool) else (engine,)
+        self._engines: dict[int, Engine] = dict(enumerate(given))
+        self._workers = dict(enumerate(workers))  # of each engine, where there are several
+        self._owners: dict[int, str] = {}
+        self._numbers = itertools.count(len(given))
+        self._dead: set[int] = set()  # to restart before anything is asked of them
+        self._stalled: set[int] = set()  # of them, those that hang
+        self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last
+        self._waits, self._timeout_s, self._restart, self._on_evicted = waits, timeout_s, restart, on_evicted
+        self.departures = 0
+
+    # ------------------------------------------------------------ membership
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(self._engines)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._engines
+
+    def workers(self, numbers: Sequence[int]) -> dict[int, int]:
+        """How many workers each of these engines has."""
+        return {i: self._workers.get(i, 1) for i in numbers}
+
+    def add(self, owner: str | None, engines: Sequence[Engine], workers: Sequence[int]) -> tuple[int, ...]:
+        """Numbers for new engines.  With an `owner` they may leave."""
+        numbers = tuple(itertools.islice(self._numbers, len(engines)))
+        self._engines |= dict(zip(numbers, engines, strict=True))
+        self._workers |= dict(zip(numbers, workers or [1] * len(numbers), strict=True))
+        if owner is not None:
+            self._owners |= dict.fromkeys(numbers, owner)
+        return numbers
+
+    async def remove(self, numbers: Collection[int]) -> None:
+        """These engines are gone, or must not be asked any more."""
+        for index in numbers:
+            self._engines.pop(index, None)
+            self._owners.pop(index, None)
+            self._dead.discard(index)
+            self._stalled.discard(index)
+        self.departures += 1
+        await self._waits.changed()
+
+    def owned(self, owner: str) -> list[int]:
+        return [i for i, o in self._owners.items() if o == owner]
+
+    def owner(self, index: int) -> str | None:
+        return self._owners.get(index)
+
+    async def evict(self, owner: str, why: str) -> None:
+        log.error("explorer %s leaves: %s", owner, why)
+        await self.remove(self.owned(owner))
+        self._on_evicted(owner, why)
+
+    # ------------------------------------------------------------ asking
+
+    async def ask_all(
+        self, what: str, ask: Callable[[Engine], Awaitable[T]], numbers: Sequence[int] | None = None, *, generated: bool = False
+    ) -> dict[int, T]:
+        """The answers of all engines, or of those with `numbers`; a failure becomes Rejected and names the engine."""
+        asked = self.numbers if numbers is None else numbers
+        return await self.gather({i: self.ask(i, what, ask, generated=generated) for i in asked})
+
+    async def gather(self, asked: Mapping[int, Awaitable[T]]) -> dict[int, T]:
+        """All answers.  Of several failures the one that says something against the weights counts, before an engine that died.
+
+        Engines that have left meanwhile do not count; raises NoEngines when all have.
+        """
+        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
+        results = {i: r for i, r in zip(asked, answers, strict=True) if i in self._engines}
+        failures = [r for r in results.values() if isinstance(r, BaseException)]
+        if failures:
+            raise next((f for f in failures if isinstance(f, Rejected) and f.generated), failures[0])
+        if not results:
+            raise NoEngines
+        return results  # type: ignore[return-value]  # exceptions are gone
+
+    async def ask(self, index: int, what: str, ask: Callable[[Engine], Awaitable[T]], *, generated: bool = False) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if (engine := self._engines.get(index)) is None:
+                    raise EngineFailed("it has left")
+                return await ask(engine)
+        except TimeoutError:
+            raise Rejected(f"engine {index} did not answer `{what}` within {self._timeout_s:g} s", generated=generated) from None
+        except EngineFailed as e:  # nothing is said against the weights
+            if self._restart is not None and index in self._engines:
+                self._dead.add(index)
+                if isinstance(e, EngineStalled):
+                    self._stalled.add(index)
+                generated = False
+            raise Rejected(f"engine {index}: {what}: {type(e).__name__}: {e}", generated=generated) from e
+        except Exception as e:  # a remote engine may raise anything; all of it means the way back
+            raise Rejected(f"engine {index}: {what}: {type(e).__name__}: {e}", generated=generated) from e
+
+    # ------------------------------------------------------------ restarting
+
+    async def why_dead(self, index: int) -> str:
+        """Why engine `index` has to be restarted; empty where it is well."""
+        if index in self._dead:
+            return f"engine {index} died"
+        try:
+            await self.ask(index, "health", lambda e: e.health())
+        except Rejected as e:
+            if self._restart is not None:
+                self._dead.add(index)  # also one that only hangs
+            return str(e)
+        return ""
+
+    async def restart_dead(self) -> None:
+        """Restart every dead engine; one that cannot be restarted leaves with its owner, or raises Rejected if it has none."""
+        for index in sorted(self._dead):
+            if index not in self._dead:
+                continue  # it has left
+            assert self._restart is not None
+            try:
+                await self._restart(index)
+            except Exception as e:  # whatever the launcher's side raises
+                why = f"engine {index} could not be restarted: {type(e).__name__}: {e}"
+                if (owner := self.owner(index)) is None:
+                    raise Rejected(why) from e
+                await self.evict(owner, why)
+                continue
+            log.warning("engine %d was restarted", index)
+            self._restarts["engines_restarted"] += 1
+            self._restarts["engines_stalled"] += index in self._stalled
+            self._dead.discard(index)
+            self._stalled.discard(index)
+
+    def take_restarts(self) -> dict[str, int]:
+        """Restarts since this was asked last."""
+        restarts, self._restarts = self._restarts, dict.fromkeys(self._restarts, 0)
+        return restarts

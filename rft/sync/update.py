@@ -1,0 +1,256 @@
+"""One weight update: load a version into the engines, verify that they serve it, and go back to the one before if they do not.
+
+    update:  pause -> load and check the reports -> resume -> canary
+    restore: pause -> load the version before -> resume -> compare with its canary record
+
+A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and nobody waits for one that failed.
+
+Knows the engines, not who explores with them.  Invariant: after `run` or `restore` the engines serve one whole verified version, or
+the error says that they do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from rft.errors import RftError, WeightSyncFailed
+from rft.sync.canary import Canary, Probe, Verdict
+from rft.sync.engines import EngineSet, Rejected
+from rft.sync.settings import SyncSettings
+from rft.types.metrics import Metric
+from rft.types.ports import LoadReport, Sender, WeightManifest
+
+log = logging.getLogger(__name__)
+PROBE_LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}  # of a packed layer's output, relative to its scale
+Ask = Callable[[int, WeightManifest], Awaitable[LoadReport]]
+
+
+class Rounds:
+    """Loads of versions that are broadcast, numbered.  When a round ends, in whatever way, everyone in it has been told."""
+
+    def __init__(self, sender: Sender | None, timeout_s: float) -> None:
+        self._sender, self._timeout_s = sender, timeout_s
+        self._number = 0
+
+    async def load(self, manifest: WeightManifest, engines: Mapping[int, int], ask: Ask) -> dict[int, LoadReport]:
+        """The reports of `engines` (with the number of workers of each), each of which is asked by `ask`.
+
+        Raises what an engine raised (the first one's), else WeightSyncFailed that says why the trainer could not send.
+        """
+        if self._sender is None or manifest.broadcast is None:
+            raise WeightSyncFailed(f"version {manifest.version} has to be sent, and nobody was named who sends it")
+        self._number += 1
+        group = replace(manifest.broadcast, round=self._number, engines=tuple(engines), workers=tuple(engines.values()))
+        sending = asyncio.ensure_future(self._send(self._sender, replace(manifest, broadcast=group)))
+        loading = [
+            asyncio.ensure_future(ask(i, replace(manifest, broadcast=replace(group, place=place))))
+            for place, i in enumerate(engines)
+        ]
+        try:
+            await self._ended([sending, *loading])
+        except asyncio.CancelledError:
+            await self._abandon("it was cancelled")
+            for task in (sending, *loading):
+                task.cancel()
+            await asyncio.gather(sending, *loading, return_exceptions=True)
+            raise
+        for task in loading:
+            task.result()
+        reports = dict(zip(engines, (task.result() for task in loading), strict=True))
+        if (error := sending.exception()) is not None:
+            told = "; ".join(f"engine {i}: {r.failed}" for i, r in reports.items() if r.failed)
+            raise WeightSyncFailed(f"{error}{f' ({told})' if told else ''}")
+        return reports
+
+    async def _ended(self, tasks: list[asyncio.Future[None] | asyncio.Future[LoadReport]]) -> None:
+        """All of them; the first that fails ends the meeting of the others."""
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            why = next(e for task in done if (e := task.exception()) is not None)
+            await self._abandon(str(why))
+            await asyncio.wait(pending)
+
+    async def _abandon(self, reason: str) -> None:
+        assert self._sender is not None
+        try:
+            await self._sender.abandon(self._number, reason)
+        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have deadlines of their own
+            log.warning("round %d could not be given up: %s", self._number, e)
+
+    async def _send(self, sender: Sender, manifest: WeightManifest) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await sender.send(manifest)
+        except TimeoutError:
+            raise WeightSyncFailed(f"the trainer did not send {manifest.version} within {self._timeout_s:g} s") from None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a successful update says.  Times are moments of `time.perf_counter`."""
+
+    reports: tuple[LoadReport, ...]
+    verdict: Verdict
+    began: float
+    paused: float
+    loaded: float
+    resumed: float
+    ended: float
+
+
+class WeightUpdates:
+    """Updates of one set of engines, one at a time; the newest verified version is `manifest`."""
+
+    def __init__(self, settings: SyncSettings, engines: EngineSet, canary: Canary, rounds: Rounds) -> None:
+        self._settings, self._engines, self._canary, self._rounds = settings, engines, canary, rounds
+        self.manifest: WeightManifest | None = None
+        self._records: dict[int, Probe] = {}  # canary of `manifest`, by engine
+        self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
+
+    async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]]) -> Update:
+        """Serve `manifest`; `resumed` is awaited as soon as the engines generate with it.  Raises Rejected, NoEngines."""
+        began = time.perf_counter()
+        await self._engines.restart_dead()
+        await self._pause(self._engines.numbers)
+        paused = time.perf_counter()
+        reports = tuple((await self._load(manifest, self._engines.numbers)).values())
+        loaded = time.perf_counter()
+        await self._engines.ask_all("resume", lambda e: e.resume(), generated=True)
+        if self.manifest is not None:  # without a version to go back to, nothing starts before the canary
+            await resumed()
+        at = time.perf_counter()
+        probes, verdict = await self._verify(manifest)
+        self.manifest = manifest
+        self._records = {i: p for i, p in probes.items() if i in self._engines}
+        self._proofs = tuple(probes.values())[:1]
+        return Update(reports, verdict, began, paused, loaded, at, time.perf_counter())
+
+    async def sync(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
+        """Bring these engines to the verified version `manifest`, and verify that they serve it.  Raises Rejected, NoEngines."""
+        await self._pause(numbers)
+        await self._load(manifest, numbers)
+        await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
+        probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers)
+        for index, now in probes.items():
+            try:
+                self._canary.prove_same(now, self._records[index] if index in self._records else self._proofs[0])
+            except WeightSyncFailed as e:
+                raise Rejected(f"engine {index}: {e}") from e
+            self._records.setdefault(index, now)
+
+    async def restore(self) -> str | None:
+        """Serve the verified version again.  None, or why that is not verified.  Raises NoEngines."""
+        if self.manifest is None:
+            return None  # the first version: no task was admitted
+        try:
+            await self._engines.restart_dead()
+            await self.sync(self._engines.numbers, self.manifest)
+        except Rejected as e:
+            return str(e)
+        return None
+
+    # ------------------------------------------------------------ inside
+
+    async def _pause(self, numbers: Sequence[int]) -> None:
+        clear = self._settings.kv_cache == "recompute"
+        await self._engines.ask_all("pause", lambda e: e.pause(clear_cache=clear), numbers)
+
+    async def _load(self, manifest: WeightManifest, numbers: Sequence[int]) -> dict[int, LoadReport]:
+        """Load the version; every engine's report is good."""
+
+        def ask(index: int, manifest: WeightManifest) -> Awaitable[LoadReport]:
+            return self._engines.ask(index, "load", lambda e: e.load(manifest))
+
+        if manifest.broadcast is None:
+            reports = await self._engines.gather({i: ask(i, manifest) for i in numbers})
+        else:
+            try:
+                reports = await self._rounds.load(manifest, self._engines.workers(numbers), ask)
+            except WeightSyncFailed as e:
+                raise Rejected(str(e)) from e
+        for i, report in reports.items():
+            if why := self._objection(report, manifest):
+                raise Rejected(f"engine {i}: {why}")
+        return reports
+
+    async def _verify(self, manifest: WeightManifest) -> tuple[dict[int, Probe], Verdict]:
+        probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), generated=True)
+        before = tuple(p for i, p in self._records.items() if i in self._engines) or self._proofs
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return probes, await self._canary.check(tuple(probes.values()), before, names=tuple(probes))
+        except TimeoutError:
+            why = f"the trainer did not score the canary within {self._settings.timeout_s:g} s"
+            raise Rejected(why, generated=True) from None
+        except WeightSyncFailed as e:
+            raise Rejected(str(e), generated=True) from e
+        except Exception as e:  # whatever the trainer's side raises, the engines must go back to verified weights
+            raise Rejected(f"the trainer could not score the canary: {type(e).__name__}: {e}", generated=True) from e
+
+    def _objection(self, report: LoadReport, manifest: WeightManifest) -> str:
+        limit = PROBE_LIMIT.get(self._settings.engine_dtype, PROBE_LIMIT["bfloat16"])
+        if report.failed:
+            return report.failed
+        if report.bad_hash:
+            return f"{_some(report.bad_hash)} arrived damaged (xxh3-128 differs)"
+        if report.missing:
+            return f"{_some(report.missing)} of the model did not get any weights"
+        if report.unexpected:
+            return f"{_some(report.unexpected)} of the published weights are not in the model"
+        if report.version != manifest.version:
+            return f"it loaded version {report.version}"
+        if report.num_tensors != len(manifest.tensors):
+            return f"it loaded {report.num_tensors} of {len(manifest.tensors)} tensors"
+        if not report.probe_error <= limit:
+            found = f"{report.probe_error:.2e}, allowed {limit:.0e}"
+            return f"layer {report.probe_worst} computes with other weights than published: {found}"
+        return ""
+
+
+def metrics(manifest: WeightManifest, update: Update) -> list[Metric]:
+    """The numbers of one update."""
+    u, reports, verdict = update, update.reports, update.verdict
+    seconds = {
+        "stage_s": manifest.stage_s,
+        "pause_s": u.paused - u.began,
+        "load_s": u.loaded - u.paused,
+        "load/meeting_s": max(r.meeting_s for r in reports),
+        "load/transfer_s": max(r.transfer_s for r in reports),
+        "load/verify_s": max(r.verify_s for r in reports),
+        "load/model_s": max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s - r.probe_s for r in reports),
+        "load/probe_s": max(r.probe_s for r in reports),
+        "resume_s": u.resumed - u.loaded,
+        "canary_s": u.ended - u.resumed,
+        "total_s": u.ended - u.began,
+    }
+    held = [r.held for r in reports]
+    return [
+        *(Metric(f"sync/{name}", value, "max") for name, value in seconds.items()),
+        Metric("sync/requests_paused", float(sum(h.requests for h in held)), "sum"),
+        Metric("sync/requests_aborted", float(sum(h.aborted for h in held)), "sum"),
+        Metric("sync/recomputed_tokens", float(sum(h.recomputed_tokens for h in held)), "sum"),
+        Metric("sync/lost_tokens", sum(h.tokens_per_s for h in held) * (u.resumed - u.began), "sum"),
+        Metric("sync/version", float(manifest.version.step), "last"),
+        Metric("sync/attempt", float(manifest.version.attempt), "max"),
+        Metric("sync/bytes", float(manifest.nbytes), "last"),
+        Metric("sync/probed_layers", float(min(r.probed_layers for r in reports)), "min"),
+        Metric("sync/probe_error", max(r.probe_error for r in reports), "max"),
+        Metric("sync/canary_max_abs", verdict.max_abs, "max"),
+        Metric("sync/canary_limit", verdict.limit, "last"),
+        *([] if verdict.noise is None else [Metric("sync/canary_noise", verdict.noise, "max")]),
+        Metric("sync/canary_moved", verdict.moved, "max"),
+        Metric("sync/canary_tokens", float(verdict.num_tokens), "last"),
+        Metric("sync/below_noise", float(verdict.below_noise), "sum"),
+    ]
+
+
+def _some(names: Sequence[Any]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} tensors ({', '.join(map(str, names[:3]))}{more})"

@@ -1,0 +1,128 @@
+"""Waits of one event loop: each has a name and a deadline, hears of every change, and ends with the first failure.
+
+Knows nothing of weights.  Invariant: after `fail` every wait, now or later, raises that failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+from rft.errors import DeadlineExceeded, RftError, WeightSyncFailed
+
+T = TypeVar("T")
+
+
+class Waits:
+    """`timeout_s`: how long a wait lasts without any change."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._condition = asyncio.Condition()
+        self._error: BaseException | None = None
+        self._names: dict[int, str] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Who waits for what at this moment."""
+        return list(self._names.values())
+
+    async def changed(self) -> None:
+        """Let every wait ask its condition again."""
+        async with self._condition:
+            self._condition.notify_all()
+
+    async def fail(self, error: BaseException) -> None:
+        """End all waits with `error`; the first one counts."""
+        self._error = self._error or error
+        await self.changed()
+
+    def raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error.with_traceback(None) if isinstance(self._error, RftError) else WeightSyncFailed(str(self._error))
+
+    async def until(self, done: Callable[[], bool], who: str, whom: str, remedy: Callable[[], str]) -> None:
+        """Wait until `done()`.  Raises DeadlineExceeded with `remedy` once nothing has changed for too long."""
+        with self._named(f"{who} waits for {whom}"):
+            try:
+                await self.without_deadline(done, self._timeout_s)
+            except TimeoutError:
+                raise DeadlineExceeded(f"{who} waited {self._timeout_s:g} s for {whom}{remedy()}") from None
+
+    async def without_deadline(self, done: Callable[[], bool], quiet_s: float | None = None) -> None:
+        """Wait until `done()`.  Raises TimeoutError only when `quiet_s` is given and nothing has changed for so long."""
+        async with self._condition:
+            while not done() or self._error is not None:
+                self.raise_failure()
+                async with asyncio.timeout(quiet_s):
+                    await self._condition.wait()
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        token = object()
+        self._names[id(token)] = name
+        try:
+            yield
+        finally:
+            del self._names[id(token)]
+
+
+class WaitShare:
+    """The share of the time between two versions in which anyone waited at the gate."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # of the window; None before the first version
+        self._since = self._waited = 0.0
+        self._count = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        if self._count == 0:
+            self._since = _now()
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if self._count == 0:
+                self._waited += _now() - self._since
+
+    def window(self) -> float | None:
+        """Share of the window that ends now; None where there was none."""
+        now, began, waited = _now(), self._began, self._waited + (_now() - self._since if self._count else 0.0)
+        self._began, self._since, self._waited = now, now, 0.0
+        return None if began is None or now <= began else min(1.0, waited / (now - began))
+
+
+@asynccontextmanager
+async def race(*works: Awaitable[Any]) -> AsyncIterator[tuple[asyncio.Future[Any], ...]]:
+    """Tasks of all `works`, as soon as the first is done; all are cancelled and collected at the end."""
+    tasks = tuple(map(asyncio.ensure_future, works))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        await cancel(tasks)
+
+
+async def all_of(*works: Awaitable[T]) -> list[T]:
+    """What all give; the first that raises ends the others."""
+    tasks = [asyncio.ensure_future(w) for w in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(tasks)
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel and collect, so that no task outlives its owner."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

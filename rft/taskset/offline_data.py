@@ -1,0 +1,269 @@
+"""Data sets to train on as they are: chats to imitate, texts to continue, pairs of a better and a worse answer, as tokens.
+
+Knows the tokenizer's files (`chatfiles`) and the rows of a taskset, no losses.  Invariant: the tokens before an answer are those that an
+engine would be given, and what is trained of an answer is what a model would have to generate, its end token included, nothing after.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from rft.errors import ConfigError
+from rft.taskset.chatfiles import ChatFiles, open_chat
+from rft.taskset.open_source import open_taskset
+from rft.taskset.settings import OfflineDataSettings
+from rft.types.experience import Demonstration, Preference
+from rft.types.ids import ExperienceId
+from rft.types.task import Task
+
+log = logging.getLogger(__name__)
+KEY = "buffer.trainer_input.experience_buffer"
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class OfflineData:
+    """The rows of a data set as tokens, in the order of the file."""
+
+    settings: OfflineDataSettings
+    records: Sequence[Demonstration | Preference]
+    fingerprint: str  # of settings that matter, rows and tokens
+    left_out: tuple[int, ...] = ()  # numbers of the rows that are too long
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row; of a pair those of both sides, their prompt twice."""
+        return [
+            len(r.tokens) if isinstance(r, Demonstration) else 2 * len(r.prompt) + len(r.chosen) + len(r.rejected)
+            for r in self.records
+        ]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of all rows, in one epoch."""
+        return sum(
+            int(r.loss_mask.sum()) if isinstance(r, Demonstration) else len(r.chosen) + len(r.rejected) for r in self.records
+        )
+
+    def batch(self, step: int, size: int, seed: int) -> list[int]:
+        """The places in `records` of train step `step` (from 1): a function of its arguments alone, so a resumed run goes on exactly.
+
+        sequential: file order, again and again; shuffle: another permutation in each epoch; random: drawn for each step, no row twice.
+        """
+        selector, own_seed, rows = self.settings.rows.selector, self.settings.rows.seed, len(self)
+        if selector == "random":
+            rng = np.random.default_rng((seed, own_seed, step))
+            return [int(i) for i in rng.choice(rows, size=size, replace=size > rows)]
+        places = [divmod((step - 1) * size + i, rows) for i in range(size)]
+        if selector == "sequential":
+            return [at for _, at in places]
+        return [int(_permutation(seed, own_seed, epoch, rows)[at]) for epoch, at in places]
+
+    def place(self, steps: int, size: int, seed: int) -> str:
+        """What a checkpoint after `steps` steps remembers; another data set or another order gives another text."""
+        facts = (self.fingerprint, self.settings.rows.selector, self.settings.rows.seed, seed, size, steps)
+        return xxhash.xxh3_128_hexdigest(repr(facts).encode())
+
+
+def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
+    """Reads and tokenizes every row.  Raises ConfigError naming the first row that cannot be used."""
+    taskset, chat = open_taskset(settings.rows), open_chat(settings.model_path)
+    tokens = _Tokens(settings, chat)
+    records: list[Demonstration | Preference] = []
+    left_out: list[int] = []
+    digest = xxhash.xxh3_128(settings.kind.encode())
+    for task in map(taskset.task, range(len(taskset))):
+        where = f"row {task.index} of {settings.rows.path}"
+        record = tokens.record(task, where)
+        longest = max(len(t) for t, _ in sides(record))
+        if longest > settings.max_tokens:
+            if settings.filter_overlong:
+                left_out.append(task.index)
+                continue
+            raise ConfigError(
+                f"{where} has {longest} tokens, more than model.max_model_len {settings.max_tokens}.  Raise that, take the row out, or "
+                "write filter_overlong: true to leave out every such row",
+                key=KEY,
+            )
+        records.append(record)
+        for ids, mask in sides(record):
+            digest.update(ids.tobytes() + mask.tobytes())
+    if not records:
+        raise ConfigError(
+            f"{settings.rows.path}: no row has at most {settings.max_tokens} tokens", key=KEY, given=settings.max_tokens
+        )
+    if left_out:
+        log.info("%s", describe_left_out(settings, left_out, len(records)))
+    return OfflineData(settings, records, digest.hexdigest(), tuple(left_out))
+
+
+def describe_left_out(settings: OfflineDataSettings, left_out: Sequence[int], kept: int) -> str:
+    """The rows that are too long, in words."""
+    named = ", ".join(map(str, left_out[:_NAMED])) + (", ..." if len(left_out) > _NAMED else "")
+    return (
+        f"{len(left_out)} of {len(left_out) + kept} rows of {settings.rows.name} are left out (filter_overlong): they have more than "
+        f"{settings.max_tokens} tokens.  Rows {named}"
+    )
+
+
+def sides(record: Demonstration | Preference) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens int32 [T], loss mask bool [T]) of what is trained of a record: itself, or of a pair the chosen and the rejected side."""
+    if isinstance(record, Demonstration):
+        return [(record.tokens, record.loss_mask)]
+    whole = [np.concatenate([record.prompt, side]) for side in (record.chosen, record.rejected)]
+    return [(tokens, np.arange(len(tokens)) >= len(record.prompt)) for tokens in whole]
+
+
+# ---------------------------------------------------------------- a row as tokens
+
+
+class _Tokens:
+    """Turns rows into records with one tokenizer and template."""
+
+    def __init__(self, settings: OfflineDataSettings, chat: ChatFiles) -> None:
+        self._settings, self._chat, self._ends = settings, chat, _end_tokens(chat)
+
+    def record(self, task: Task, where: str) -> Demonstration | Preference:
+        """Raises ConfigError that names the row."""
+        id = ExperienceId(0, 0, 0, task.index, 0)
+        match self._settings.kind:
+            case "texts":
+                return self._text(id, task, where)
+            case "pairs":
+                return self._pair(id, task, where)
+            case "chats":
+                messages = _with_answer(task, where)
+                tokens, mask = self._turns(task, messages, where, every=self._settings.every_turn)
+                return Demonstration(id=id, tokens=tokens, loss_mask=mask)
+
+    def _text(self, id: ExperienceId, task: Task, where: str) -> Demonstration:
+        """All tokens but the first, which nothing predicts; the tokenizer's own special tokens, and one that ends the text."""
+        if task.prompt is None:
+            raise ConfigError(f"{where}: a text is needed; write format.prompt_type: plaintext", key=f"{KEY}.format.prompt_type")
+        ids = self._chat.encode_text(task.prompt)
+        if self._ends and ids[-1:] != [self._ends[0]]:
+            ids = [*ids, self._ends[0]]
+        if len(ids) < 2:
+            raise ConfigError(f"{where}: one token alone has nothing to learn", key=KEY)
+        return Demonstration(id=id, tokens=np.asarray(ids, np.int32), loss_mask=np.arange(len(ids)) > 0)
+
+    def _pair(self, id: ExperienceId, task: Task, where: str) -> Preference:
+        prompt = task.chat()
+        if not prompt or prompt[-1].get("role") == "assistant":
+            raise ConfigError(f"{where}: the prompt of a pair must not end with an answer", key=f"{KEY}.format")
+        answers = []
+        for name, column in (("chosen_key", self._settings.chosen_key), ("rejected_key", self._settings.rejected_key)):
+            answer = _answer(task, prompt, column, f"{KEY}.format.{name}", where)
+            tokens, mask = self._turns(task, [*prompt, answer], where, every=False)
+            answers.append(np.split(tokens, [int(np.flatnonzero(mask)[0])]))
+        (before, chosen), (_, rejected) = answers
+        if np.array_equal(chosen, rejected):
+            raise ConfigError(f"{where}: both answers are the same, so neither is preferred", key=KEY)
+        return Preference(id=id, prompt=before, chosen=chosen, rejected=rejected)
+
+    def _turns(self, task: Task, messages: list[dict[str, Any]], where: str, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32 [T], loss mask bool [T]) of a chat that ends with an answer; `every` answer is trained, or the last alone."""
+        answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+        pieces: list[str] = []
+        done = ""
+        for i in answers if every else answers[-1:]:
+            before, through = self._render(task, messages[:i], True), self._render(task, messages[: i + 1], False)
+            if not before.startswith(done) or not through.startswith(before) or len(through) == len(before):
+                raise ConfigError(_rewritten(where, i, every), key=f"{KEY}.format.chat_template")
+            pieces += [before[len(done) :], through[len(before) :]]
+            done = through
+        tokens: list[int] = []
+        mask: list[bool] = []
+        for n, ids in enumerate(self._chat.encode_each(pieces)):
+            spoken = self._spoken(ids) if n % 2 else 0
+            if n == len(pieces) - 1:
+                ids = ids[:spoken]  # nothing comes after the last answer
+            tokens += ids
+            mask += [True] * spoken + [False] * (len(ids) - spoken)
+        if not any(mask):
+            raise ConfigError(f"{where}: the answer has no tokens", key=KEY)
+        return np.asarray(tokens, np.int32), np.asarray(mask, np.bool_)
+
+    def _spoken(self, ids: list[int]) -> int:
+        """How many of an answer's tokens a model generates: up to its end token; templates put a line break after that."""
+        ends = [i for i, token in enumerate(ids) if token in self._ends]
+        return ends[-1] + 1 if ends else len(ids)
+
+    def _render(self, task: Task, messages: list[dict[str, Any]], opening: bool) -> str:
+        s = self._settings
+        args = {**s.chat_template_args, **task.chat_template_args}
+        template = task.chat_template or s.chat_template
+        return self._chat.render(messages, list(task.tools), template=template, opening=opening, **args)
+
+
+def _rewritten(where: str, i: int, every: bool) -> str:
+    alone = "; write enable_concatenated_multi_turn: false to train the last answer alone" if every else ""
+    return (
+        f"{where}, message {i}: the chat template does not write the answer behind its prompt, or writes the turns before it "
+        f"differently, so it is not known which tokens to imitate{alone}, or give another chat template"
+    )
+
+
+def _with_answer(task: Task, where: str) -> list[dict[str, Any]]:
+    messages = task.chat()
+    if messages[-1].get("role") == "assistant":
+        return messages
+    if not isinstance(task.truth, str) or not task.truth:
+        raise ConfigError(
+            f"{where} has no answer: the chat must end with the assistant, or format.response_key name the answer's text",
+            key=f"{KEY}.format.response_key",
+        )
+    return [*messages, {"role": "assistant", "content": task.truth}]
+
+
+def _answer(task: Task, prompt: list[dict[str, Any]], column: str, key: str, where: str) -> dict[str, Any]:
+    """The answer in `column`: a text, a message, or a chat of the prompt and it, which may leave the prompt out."""
+    if column not in task.row:
+        raise ConfigError(
+            f"{where} has no column {column!r}; its columns are {', '.join(sorted(map(str, task.row)))}", key=key, given=column
+        )
+    value = task.row[column]
+    if isinstance(value, str) and value:
+        return {"role": "assistant", "content": value}
+    given = [value] if isinstance(value, dict) else value
+    if isinstance(given, list) and given and isinstance(given[-1], dict) and given[-1].get("role") == "assistant":
+        before = [_plain(m) for m in given[:-1]]
+        asked = [_plain(m) for m in prompt]
+        if before in ([], asked, [m for m in asked if m["role"] != "system"]):
+            return dict(given[-1])
+        raise ConfigError(f"{where}: the chat in {column!r} does not begin with the row's prompt", key=key, given=column)
+    raise ConfigError(f"{where}: {column!r} must be a text, or a chat that ends with the assistant", key=key, given=column)
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in message.items() if v is not None}
+
+
+def _end_tokens(chat: ChatFiles) -> list[int]:
+    """What ends a generation: the tokenizer's end token first, then those of the generation config."""
+    found: list[int] = []
+    eos = chat.tokenizer_config.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if isinstance(eos, str) and len(ids := chat.encode_each([eos])[0]) == 1:
+        found += ids
+    file = chat.folder / "generation_config.json"
+    if file.is_file():
+        more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        found += [t for t in (more if isinstance(more, list) else [more]) if isinstance(t, int)]
+    return list(dict.fromkeys(found))
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, own_seed: int, epoch: int, rows: int) -> np.ndarray:
+    return np.random.default_rng((seed, own_seed, epoch)).permutation(rows)

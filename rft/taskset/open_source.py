@@ -1,0 +1,173 @@
+"""From the settings of a taskset to its rows: a built-in kind of source, or one of the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rft.errors import ConfigError
+from rft.plugins import REGISTRY, checked_args, derived
+from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, sample_fingerprint
+from rft.taskset.settings import TasksetSettings
+from rft.threads import contained
+
+BUILT_IN = ("file", "sql", "reasoning_gym", "python")
+REWARD = "reasoning_gym"
+_MOVED = {  # paths of earlier versions
+    "rft.taskset.arithmetic:digit_sums": "rft.taskset.generated_tasks:digit_sums",
+    "rft.taskset.countdown:countdown": "rft.taskset.generated_tasks:countdown",
+    "rft.taskset.lakes:lakes": "rft.taskset.generated_tasks:frozen_lake_maps",
+    "rft.taskset.seeds:seeds": "rft.taskset.generated_tasks:seeds",
+}
+_FACTORY = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
+
+
+def open_taskset(settings: TasksetSettings) -> Taskset:
+    """The taskset that `settings` name.
+
+    A file (.jsonl, .json, .parquet, .csv), a folder or Hugging Face data set id (read with `datasets`, from its cache when
+    HF_HUB_OFFLINE is set), a table or query of a database, `reasoning_gym://name`, a Python factory `pkg.mod:func` / `file.py:func`,
+    or a `TaskSource` (`storage_type`, or `reader_path` with `reader_name`).  Raises ConfigError.
+    """
+    path, kind = settings.path, settings.storage_type
+    if settings.reader_path is not None:
+        return _open_reader(settings, f"{settings.reader_path}:{settings.reader_name}", "reader_name")
+    if ":" in kind or kind in REGISTRY.names("task_source"):
+        return _open_reader(settings, kind, "storage_type")
+    if kind not in BUILT_IN:
+        known = ", ".join([*BUILT_IN, *REGISTRY.names("task_source")])
+        raise ConfigError(
+            f"storage type {kind!r} is not known; use {known}, or a class of your own as path/file.py:Name",
+            key=f"taskset {settings.name}.storage_type",
+            given=kind,
+        )
+    if kind == "sql":
+        from rft.taskset.sql_tasks import open_sql
+
+        return open_sql(settings)
+    if kind == "reasoning_gym" or path.startswith("reasoning_gym://"):
+        return _open_gym(settings)
+    if kind == "python" or (_FACTORY.fullmatch(path) and not Path(path).exists()):
+        return _open_factory(settings)
+    from rft.taskset.files import open_path
+
+    return Taskset(settings, open_path(settings))
+
+
+def _open_gym(settings: TasksetSettings) -> Taskset:
+    """The named reasoning-gym data set, scored by the reward "reasoning_gym".  A row is made when it is asked for.
+
+    `args` holds `size` (default 500), `seed` (default 42) and the data set's own settings.  Raises ConfigError for an unknown name or a
+    setting it does not have.
+    """
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    name = settings.path.removeprefix("reasoning_gym://")
+    key = f"taskset {settings.name}"
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"  Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(DATASETS)}: {', '.join(sorted(DATASETS))}.",
+            key=f"{key}.path",
+        )
+    args = {"size": 500, "seed": 42, **settings.args}
+    try:
+        made: Any = create_dataset(name, **args)
+    except (TypeError, ValueError, AssertionError) as e:
+        raise ConfigError(
+            f"reasoning-gym {name!r} does not take these arguments: {e}", key=f"{key}.args", given=settings.args
+        ) from e
+    columns = replace(settings.format, prompt_key="question", response_key="answer", prompt_type="plaintext")
+    settings = replace(settings, format=columns, reward=settings.reward or REWARD)
+    rows = ByIndex(len(made), lambda i: dict(made[i]))
+    fingerprint = sample_fingerprint(rows, args, limit=50)
+    source = RowSource(rows=rows, where=lambda i: f"reasoning_gym://{name}, row {i}", fingerprint=fingerprint, check_all=False)
+    return Taskset(settings, source)
+
+
+def _open_factory(settings: TasksetSettings) -> Taskset:
+    """Tasksets from Python: the list of rows (dicts) that `func(split=..., **args)` gives.  What it raises reaches the user as it is."""
+    func = REGISTRY.get("taskset", _MOVED.get(settings.path, settings.path)).obj
+    key = f"taskset {settings.name}"
+    try:
+        inspect.signature(func).bind(split=settings.split, **settings.args)
+    except TypeError as e:
+        raise ConfigError(
+            f"{settings.path}{inspect.signature(func)} cannot be called with split and these args: {e}", key=f"{key}.args"
+        ) from None
+    rows = func(split=settings.split, **settings.args)
+    if not isinstance(rows, Sequence) or not all(isinstance(r, dict) for r in rows):
+        raise ConfigError(
+            f"{settings.path} returned {type(rows).__name__}; it must return a list of dicts, one per task", key=f"{key}.path"
+        )
+    where = f"{settings.path}, row "
+    fingerprint = sample_fingerprint(rows, limit=len(rows))
+    return Taskset(settings, RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=True))
+
+
+def _open_reader(settings: TasksetSettings, name: str, written: str) -> Taskset:
+    """One object of the class `name`, which the configuration names under `written`.
+
+    What its constructor raises reaches the user as it is.
+    """
+    key = f"taskset {settings.name}"
+    plugin = REGISTRY.get("task_source", name)
+    with contained(f"task source {name}"):
+        source = _source_class(plugin.obj, name, f"{key}.{written}")(**_source_arguments(plugin, settings, name, key))
+
+    def fetch(i: int) -> Row:
+        try:
+            with contained(f"task source {name}"):
+                row = source[i]
+        except Exception as e:  # a source may raise anything; it is a bad row, named as such
+            raise ConfigError(f"{name}, {source.where(i)}: {type(e).__name__}: {e}", key=f"{key}.{written}") from e
+        if not isinstance(row, dict):
+            what = f"is {type(row).__name__}; it must be a dict of columns"
+            raise ConfigError(f"{name}, {source.where(i)}: {what}", key=f"{key}.{written}")
+        return row
+
+    rows = ByIndex(len(source), fetch)
+    fingerprint = source.fingerprint()
+    if not fingerprint and len(rows) and not settings.skip_bad_rows:
+        fingerprint = sample_fingerprint(rows, name)
+    found = RowSource(
+        rows=rows,
+        where=lambda i: f"{name}, {source.where(i)}",
+        fingerprint=fingerprint or f"{name}-{len(rows)}",
+        check_all=len(rows) <= CHECKED,
+    )
+    return Taskset(settings, found)
+
+
+def _source_class(cls: Any, name: str, key: str) -> type[TaskSource]:
+    whole = derived(cls, TaskSource) if inspect.isclass(cls) else None
+    missing = [m for m in ("__len__", "__getitem__") if whole is None or vars(TaskSource)[m] is inspect.getattr_static(whole, m)]
+    if whole is None or missing:
+        wanted = f"has no {' and no '.join(missing)}" if whole is not None else "is no class"
+        raise ConfigError(
+            f"{name} {wanted}; it must be a class with __len__ and __getitem__(i) that gives row i as a dict", key=key
+        )
+    return whole
+
+
+def _source_arguments(plugin: Any, settings: TasksetSettings, name: str, key: str) -> dict[str, Any]:
+    """`path`, `split` and the taskset's `args`, checked against the class's `Args` or its signature."""
+    given = {"path": settings.path, "split": settings.split}
+    if plugin.args is not None:
+        return {**given, **checked_args(plugin, settings.args, key=f"{key}.args")}
+    args: dict[str, Any] = {**given, **settings.args}
+    try:
+        inspect.signature(plugin.obj).bind(**args)
+    except TypeError as e:
+        raise ConfigError(
+            f"{name}{inspect.signature(plugin.obj)} cannot be called with {', '.join(args)} by name: {e}",
+            key=f"{key}.args",
+            given=settings.args,
+        ) from None
+    return args

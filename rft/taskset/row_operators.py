@@ -1,0 +1,185 @@
+"""Operators on the rows of a taskset: the plugin kind "task_operator" and those that are built in.
+
+    @task_operator("short_questions")
+    class ShortQuestions(RowOperator):
+        def apply(self, row):
+            return row if len(row["prompt"]) < 200 else None
+
+A row operator sees one row and may run in several processes; a set operator sees all rows and says which stay, in which order.
+Invariant: an operator never sees more columns than `target_fields` names, and what it does not see is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rft.errors import ConfigError
+from rft.plugins import kind
+from rft.taskset.base import ABSENT, Row, lookup
+
+task_operator = kind("task_operator")
+
+
+class RowOperator:
+    """`__init__` takes the checked `args` as keyword arguments."""
+
+    def apply(self, row: Row) -> Row | None:
+        """The row with other or further columns; None takes it out."""
+        raise NotImplementedError
+
+
+class SetOperator:
+    """`__init__` takes the checked `args` as keyword arguments."""
+
+    def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
+        """Numbers of the rows that stay, each once, in their new order."""
+        raise NotImplementedError
+
+
+class _RowOperatorArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _CheckedTaskOperator:
+    """An operator whose arguments are `args`."""
+
+    Args: ClassVar[type[BaseModel]]
+
+    def __init__(self, **args: Any) -> None:
+        self.args: Any = self.Args(**args)
+
+
+class _Bounds(_RowOperatorArgs):
+    """At least one bound, the lower not above the upper."""
+
+    field: str = Field(description="Column.")
+    min: float | None = Field(None, description="Least value that stays.")
+    max: float | None = Field(None, description="Largest value that stays.")
+
+    @model_validator(mode="after")
+    def _sound(self) -> _Bounds:
+        if self.min is None and self.max is None:
+            raise ValueError("write min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}")
+        return self
+
+    def has(self, value: float) -> bool:
+        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+
+
+class TextLengthArgs(_Bounds):
+    field: str = Field("prompt", description="Column with a text.")
+    unit: Literal["chars", "words"] = Field("chars", description="What is counted.")
+
+
+@task_operator("length_filter", args=TextLengthArgs)
+class LengthFilter(_CheckedTaskOperator, RowOperator):
+    """Keeps rows whose text has a length within the bounds."""
+
+    def apply(self, row: Row) -> Row | None:
+        text = column(row, self.args.field)
+        if not isinstance(text, str):
+            raise wrong(self.args.field, text, "a text")
+        return row if self.args.has(len(text.split()) if self.args.unit == "words" else len(text)) else None
+
+
+@task_operator("range_filter", args=_Bounds)
+class RangeFilter(_CheckedTaskOperator, RowOperator):
+    """Keeps rows whose number is within the bounds."""
+
+    def apply(self, row: Row) -> Row | None:
+        return row if self.args.has(number(row, self.args.field)) else None
+
+
+class ValueArgs(_RowOperatorArgs):
+    field: str = Field(description="Column.")
+    keep: tuple[Any, ...] = Field((), description="Only rows with one of these values stay.")
+    drop: tuple[Any, ...] = Field((), description="Rows with one of these values go.")
+
+    @model_validator(mode="after")
+    def _one(self) -> ValueArgs:
+        if bool(self.keep) == bool(self.drop):
+            raise ValueError("write either keep or drop, a list of values")
+        return self
+
+
+@task_operator("value_filter", args=ValueArgs)
+class ValueFilter(_CheckedTaskOperator, RowOperator):
+    """Keeps or drops rows by the value of a column."""
+
+    def apply(self, row: Row) -> Row | None:
+        value = column(row, self.args.field)
+        return row if (value in self.args.keep if self.args.keep else value not in self.args.drop) else None
+
+
+class PassRateArgs(_RowOperatorArgs):
+    field: str = Field("pass_rate", description="Column with pass rates, 0 to 1.")
+    score: str = Field("difficulty", description="Column that takes 1 - pass rate.")
+
+
+@task_operator("pass_rate_score", args=PassRateArgs)
+class PassRateScore(_CheckedTaskOperator, RowOperator):
+    """Writes how hard a row is, from a pass rate that was measured before."""
+
+    def apply(self, row: Row) -> Row | None:
+        rate = number(row, self.args.field)
+        if not 0 <= rate <= 1:
+            raise wrong(self.args.field, rate, "a pass rate from 0 to 1")
+        return {**row, self.args.score: 1 - rate}
+
+
+class DeduplicateRowsArgs(_RowOperatorArgs):
+    field: str = Field("prompt", description="Column that is compared.")
+    normalize: bool = Field(True, description="Take texts that differ in case and white space alone for the same.")
+
+
+@task_operator("deduplicate", args=DeduplicateRowsArgs)
+class DeduplicateRows(_CheckedTaskOperator, SetOperator):
+    """Keeps the first of all rows with the same value."""
+
+    def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
+        first: dict[str, int] = {}
+        for i, row in enumerate(rows):
+            value = column(row, self.args.field)
+            text = value if isinstance(value, str) else repr(value)
+            first.setdefault(" ".join(text.casefold().split()) if self.args.normalize else text, i)
+        return list(first.values())
+
+
+class SortArgs(_RowOperatorArgs):
+    field: str = Field(description="Column of numbers.")
+    descending: bool = Field(False, description="The largest first.")
+
+
+@task_operator("sort_rows", args=SortArgs)
+class SortRows(_CheckedTaskOperator, SetOperator):
+    """Sorts by a number; equal ones keep their order."""
+
+    def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
+        values = np.array([number(row, self.args.field) for row in rows])
+        return [int(i) for i in np.argsort(-values if self.args.descending else values, kind="stable")]
+
+
+def column(row: Row, name: str) -> Any:
+    """The column, or with dots what lies below one.  Raises ConfigError that names it and those there are."""
+    if (value := lookup(row, name)) is ABSENT:
+        raise ConfigError(f"there is no column {name!r}; there are {', '.join(map(str, row)) or 'none'}")
+    return value
+
+
+def number(row: Row, name: str) -> float:
+    """The column as a finite number."""
+    value = column(row, name)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise wrong(name, value, "a finite number")
+    return value
+
+
+def wrong(name: str, value: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"column {name!r} is {value!r:.80}; it must be {wanted}")

@@ -1,0 +1,121 @@
+"""Writes `checkpoints/global_step_N` aside, then commits it by renaming its manifest.
+
+Knows folders and manifests; what goes into them is written by the ranks.  Invariant: a crash at any moment leaves every committed
+checkpoint as it was; what was half written has no manifest and is removed by the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from rft.disk import sync_path
+from rft.errors import CheckpointInvalid
+from rft.faults import fault
+from rft.monitor.read import read, series
+from rft.trainer import manifest as manifests
+from rft.trainer.manifest import Manifest
+from rft.types.ids import Version
+from rft.types.ports import Consumption
+
+log = logging.getLogger(__name__)
+Fill = Callable[[Path], Awaitable[Mapping[str, str]]]
+Run = Callable[..., Awaitable[Any]]
+Best = Callable[[Collection[int]], int | None]
+
+
+class Checkpoints:
+    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and the one that `best` names among the steps there are.
+
+    `run` does blocking file work off the event loop.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, run: Run, best: Best | None = None) -> None:
+        self.folder, self._keep, self._run, self._best = folder, keep, run, best
+
+    async def save(self, version: Version, parent: Version | None, consumption: Consumption, fill: Fill) -> Manifest:
+        """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are removed afterwards.
+
+        `fill` returns sha256 by path for the files that it has hashed already.
+        """
+        final = self.folder / manifests.folder_name(version.step)
+        aside = final.with_name(f"{final.name}.tmp")
+        await self._run(_fresh, aside)
+        hashes = await fill(aside)
+        manifest: Manifest = await self._run(self._commit, aside, final, version, parent, consumption, hashes)
+        return manifest
+
+    def _commit(
+        self,
+        aside: Path,
+        final: Path,
+        version: Version,
+        parent: Version | None,
+        consumption: Consumption,
+        hashes: Mapping[str, str],
+    ) -> Manifest:
+        for path in (aside, *aside.rglob("*")):
+            sync_path(path)
+        old = final.with_name(f"{final.name}{manifests.REPLACED}")
+        manifests.recover(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+        if (final / manifests.NAME).is_file():  # the same step, saved again: the new one is whole before the old one goes
+            manifest = manifests.commit(aside, version=version, parent=parent, consumption=consumption, hashes=hashes)
+            final.rename(old)
+            fault("checkpoint.replacing")
+            aside.rename(final)
+            sync_path(self.folder)
+            manifest = replace(manifest, folder=final)
+        else:
+            shutil.rmtree(final, ignore_errors=True)  # one that was never committed
+            aside.rename(final)
+            sync_path(self.folder)
+            fault("checkpoint.renamed")
+            manifest = manifests.commit(final, version=version, parent=parent, consumption=consumption, hashes=hashes)
+        manifests.remember(manifest)
+        fault("checkpoint.committed")
+        shutil.rmtree(old, ignore_errors=True)
+        self._prune()
+        return manifest
+
+    def _prune(self) -> None:
+        if not self._keep:
+            return
+        folders = sorted(manifests.committed(self.folder), key=_age)
+        steps = {manifests.step_of(f): f for f in folders}
+        best = self._best(steps) if self._best is not None else None
+        for folder in folders[: -self._keep]:
+            if best is not None and folder == steps[best]:
+                continue
+            log.info("removing old checkpoint %s", folder)
+            (folder / manifests.NAME).unlink()  # first, so that a half-removed folder does not look committed
+            fault("checkpoint.removing")
+            shutil.rmtree(folder)
+
+
+def best_step(metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]) -> int | None:
+    """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one of equals; None: none has a value."""
+    found = [(v, s) for s, v in series(read(metrics), name) if s in steps and math.isfinite(v)] if metrics.is_file() else []
+    if not found:
+        return None
+    return max(found, key=lambda x: (x[0] if mode == "max" else -x[0], x[1]))[1]
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    """Lineage, then step: what an abandoned lineage left is older, whatever its step."""
+    try:
+        version = manifests.read(folder, verify=False).version
+    except CheckpointInvalid:
+        return (0, 0)
+    return (version.lineage, version.step)
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)

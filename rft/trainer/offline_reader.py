@@ -1,0 +1,140 @@
+"""Training on a data set instead of on what an explorer samples: its rows as train batches, and its loss on rows that are held out.
+
+Knows records and the order of a data set; not files, templates or losses.  Invariant: which rows a step takes follows from the step
+alone, so a checkpoint's place in the data is its step, and nothing has to be stored of the rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rft.algorithm.args import Computed
+from rft.algorithm.base import Denominators, LossInputs
+from rft.errors import ConfigError, RunFailed
+from rft.taskset.offline_data import OfflineData, sides
+from rft.trainer import batch_builder
+from rft.trainer.pack import TrainRow
+from rft.trainer.ranks import Ranks
+from rft.types.block import encode
+from rft.types.experience import Demonstration, Experience, Preference
+from rft.types.ids import GroupId
+from rft.types.ports import Consumption, EndOfData, GroupStats, Lease
+
+_THE_LOSS = ("pg_loss", "sft_loss", "dpo_loss")  # `loss` less KL and entropy terms
+
+
+class OfflineReader:
+    """`ports.BufferReader` over a data set: step n always gets the same rows.  There is no store: nothing waits and nothing is lost."""
+
+    def __init__(self, data: OfflineData, *, size: int, seed: int, lineage: int, total_steps: int) -> None:
+        self._data, self._size, self._seed, self._lineage, self._steps = data, size, seed, lineage, total_steps
+
+    def go_on(self, step: int, consumption: Consumption) -> None:
+        """Raises ConfigError unless the checkpoint of `step` was trained on these rows in this order."""
+        if consumption != self._consumed(step):
+            raise ConfigError(
+                f"its rows, their order or buffer.train_batch_size are not what the checkpoint of step {step} was trained with, so the run "
+                "cannot go on where it was.  Restore them, or choose another `name`, with resume_from_path to begin with its weights",
+                key="buffer.trainer_input.experience_buffer.path",
+                given=self._data.settings.rows.path,
+            )
+
+    async def lease(
+        self,
+        step: int,
+        *,
+        groups: int | None,
+        rows: int | None,
+        deadline_s: float,
+        max_staleness: int | None,
+        until: int | None = None,
+    ) -> Lease:
+        """The rows of `step`.  Raises EndOfData after the last step."""
+        if step > self._steps:
+            raise EndOfData(f"all {self._steps} steps are trained")
+        places = self._data.batch(step, self._size, self._seed)
+        made = [
+            experiences(self._data.records[at], GroupId(self._lineage, 0, step - 1, i), self._data.settings.rows.name)
+            for i, at in enumerate(places)
+        ]
+        stats = tuple(GroupStats(group=str(m[0].group), rewards=(), mean=0.0, std=0.0) for m in made)
+        return Lease(step=step, frame=encode([x for m in made for x in m]), groups=stats)
+
+    async def use(self, step: int) -> None:
+        """Nothing to record: the step says it."""
+
+    async def discard(self, step: int, reason: str) -> None:
+        """The same; the trainer's log names the step."""
+
+    async def consumption(self, step: int) -> Consumption:
+        return self._consumed(step)
+
+    def _consumed(self, step: int) -> Consumption:
+        """Rows of all steps so far, those of a step that was skipped included."""
+        return Consumption(num_uses=step * self._size, digest=self._data.place(step, self._size, self._seed), cursor=step)
+
+
+def experiences(record: Demonstration | Preference, group: GroupId, name: str) -> list[Experience]:
+    """The rows that a step trains on for a record: one, or of a pair the chosen and then the rejected one."""
+    return [
+        Experience(
+            id=group.run(run),
+            taskset=name,
+            task_index=record.id.task,
+            workflow="",
+            status="complete",
+            tokens=tokens,
+            loss_mask=mask,
+            logprobs=np.zeros(len(tokens), np.float32),
+            has_logprobs=False,
+            is_expert=True,
+        )
+        for run, (tokens, mask) in enumerate(sides(record))
+    ]
+
+
+class HeldOut:
+    """The loss of the algorithm on rows that are not trained."""
+
+    def __init__(self, data: OfflineData) -> None:
+        self.name, self._records = data.settings.rows.name, data.records
+
+    async def evaluate(self, ranks: Ranks) -> dict[str, float]:
+        """Metrics eval/NAME/loss, and the other numbers of the policy loss, over all rows under the weights as they are."""
+        needs = ranks.algorithm.needs
+        rows: list[TrainRow] = []
+        for i, record in enumerate(self._records):
+            made = experiences(record, GroupId(1, 0, 0, i), self.name)
+            rows += [batch_builder.train_row(x, pairs=needs.pairs) for x in made]
+        what: list[Computed] = ["old"]
+        what += ["ref"] if needs.reference else []
+        what += ["entropy"] if needs.entropy else []
+        scored = await ranks.compute(rows, what)
+
+        def packed(name: Computed) -> torch.Tensor | None:
+            return torch.from_numpy(np.concatenate([s[name] for s in scored])) if name in what else None
+
+        logprobs = packed("old")
+        if logprobs is None or not bool(torch.isfinite(logprobs).all()):
+            raise RunFailed(f"the log-probs of {self.name} are not finite; lower the learning rate")
+        lengths = [int(r.loss_mask.sum()) for r in rows]
+        none = torch.zeros_like(logprobs)
+        s, count = ranks.settings, len(logprobs)
+        out = ranks.algorithm.loss(
+            LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs,
+                advantages=none,
+                mask=torch.ones(count, dtype=torch.bool),
+                row=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
+                num_rows=len(rows),
+                denominators=Denominators(count, len(rows), s.loss_scale_factor or s.max_response_tokens, count, len(rows)),
+                ref_logprobs=packed("ref"),
+                entropy=packed("entropy"),
+                rollout_logprobs=none,
+                is_expert=torch.ones(count, dtype=torch.bool),
+            )
+        )
+        values = {name: float(value) / count for name, value in out.sums.items() if name not in _THE_LOSS}
+        return {f"eval/{self.name}/{name}": value for name, value in values.items()}

@@ -1,0 +1,295 @@
+"""Loads a causal language model and makes it a policy: micro-batch in, log-probs of its trained tokens out.
+
+Knows transformers and FSDP2; not losses, optimizers or files of a run.
+Invariant: what is called is always the outermost module, so FSDP2's hooks run for the output layer and the log-probs too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from rft.engine.routers import Routers
+from rft.errors import ConfigError, SetupError
+from rft.trainer import attention, loading, lora, recompute, sharding, tensors, ulysses
+from rft.trainer.balance import RouterLogits, probabilities
+from rft.trainer.batch import MicroBatch
+from rft.trainer.logprobs import token_logprobs, token_statistics
+from rft.trainer.pack import TrainRow
+from rft.trainer.settings import LearnerSettings
+from rft.types import row_layout
+
+log = logging.getLogger(__name__)
+
+
+class Policy(nn.Module):
+    """A Hugging Face causal model whose output are log-probs."""
+
+    exact: ClassVar[tuple[str, ...]] = ()  # modules that compute in float32, whatever the rest does
+    outermost: ClassVar[tuple[str, ...]] = ("plain",)  # methods that are called beside `forward` and not by it
+
+    def __init__(self, lm: Any, chunk_tokens: int) -> None:
+        super().__init__()
+        self.lm = lm
+        self.chunk_tokens, self.fused = chunk_tokens, False
+        self.entropy_chunking = self.entropy_checkpointing = True
+        self.sequence: ulysses.SequenceGroup | None = None  # ranks that share each micro-batch
+        self.routers: Routers | None = None  # to go through the experts that an engine chose, and to count them
+        self.router_logits: RouterLogits | None = None
+        self.adapter: lora.Adapter | None = None  # what is trained instead of the whole model
+        self.head = row_layout.head(lm.config.to_dict())
+
+    def forward(
+        self, batch: MicroBatch, entropy: bool = False, statistics: bool = False, balance: bool = False
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Log-probs float32 [N] of `batch`'s trained tokens, and their entropies if asked.  The output layer sees N positions only.
+
+        `statistics`: all four of `token_statistics`, without gradient.  `balance`: and what routers give each expert, float32 [E].
+        """
+        if balance:
+            assert self.router_logits is not None, "the settings say so"
+            self.router_logits.begin()
+        share = None if self.sequence is None else self.sequence.share(batch)
+        mine = batch if share is None else share.batch
+        hidden, head = self.hidden(mine), self.lm.get_output_embeddings()
+        given = (hidden, head.weight, mine.targets, mine.temperatures)
+        tiles: dict[str, Any] = {"bias": head.bias, "chunk_tokens": self.chunk_tokens, "fused": self.fused, "head": self.head}
+        found: tuple[torch.Tensor | None, ...]
+        given_by_routers = (probabilities(self.router_logits.take(), mine.counts),) if balance and self.router_logits else ()
+        if statistics:
+            found = token_statistics(*given, **tiles)
+        else:
+            whole, keep_all = entropy and not self.entropy_chunking, entropy and not self.entropy_checkpointing
+            found = token_logprobs(*given, **tiles, entropy=entropy, whole=whole, keep_all=keep_all)
+        if share is not None:
+            found = tuple(None if x is None else share.gather(x) for x in found)
+        return found + given_by_routers
+
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Last hidden states [N, H], from which `batch`'s trained tokens are predicted."""
+        more = {} if batch.tree is None else {"tree": batch.tree, **batch.ends}
+        if self.routers is not None:
+            self.routers.prescribe(batch.experts)
+        out = body_of(self.lm)(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+            **more,
+        )
+        hidden: torch.Tensor = out.last_hidden_state.flatten(0, 1).index_select(0, batch.predict)
+        return hidden
+
+    def plain(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What transformers' own forward gives for `rows`, int64 [S, W] each, in eval mode: logits [S, W, V] in float32, or in float64."""
+        found = [self.lm(input_ids=ids, use_cache=False).logits for ids in rows]
+        return [x if x.dtype == torch.float64 else x.float() for x in found]
+
+    def numbers(self, batch: MicroBatch) -> torch.Tensor:
+        """What is compared with plain rows: float32 [N]."""
+        logprobs: torch.Tensor = self(batch)[0]
+        return logprobs
+
+    @staticmethod
+    def read(out: torch.Tensor, row: TrainRow) -> torch.Tensor:
+        """The same from `plain`'s [W, V] of one row: float32 [L]."""
+        at = torch.from_numpy(row.loss_mask.nonzero()[0]).to(out.device)
+        targets = torch.from_numpy(row.tokens).to(out.device, torch.int64)[at]
+        temperatures = torch.as_tensor(row.temperatures, device=out.device).expand(len(row.tokens))[at, None]
+        return (out[at - 1] / temperatures).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def to_shards(self) -> None:
+        """Back to shards after a forward without a backward; FSDP2 keeps the root's parameters whole until then."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(self, FSDPModule):
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def names(self) -> dict[str, nn.Parameter]:
+        """Parameters by Hugging Face name, without an adapter's; tied ones once."""
+        return {name: p for n, p in self.named_parameters() if (name := self._name(n)) is not None}
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimizer changes: the adapter's parameters by their name in its file, else all of `names`."""
+        return self.names() if self.adapter is None else self.adapter.parameters()
+
+    def whole(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """One of `names` for others to use: whole, and with the adapter added.  A collective where it is sharded."""
+        return tensors.full(parameter) if self.adapter is None else self.adapter.merged(name, parameter)
+
+    def buffer_names(self) -> dict[str, torch.Tensor]:
+        """Buffers by Hugging Face name."""
+        return {name: b for n, b in self.named_buffers() if (name := self._name(n)) is not None}
+
+    def tied(self) -> dict[str, str]:
+        """Names that are not in `names()`, each with the name of the same tensor that is."""
+        kept = {id(p): name for name, p in self.names().items()}
+        every = {self._name(name): p for name, p in self.named_parameters(remove_duplicate=False)}
+        return {n: kept[id(p)] for n, p in every.items() if n is not None and n != kept[id(p)]}
+
+    def _name(self, name: str) -> str | None:
+        """The Hugging Face name; None for an adapter's."""
+        name = name.removeprefix("lm.")
+        return name if self.adapter is None else lora.base_name(name)
+
+
+_P = TypeVar("_P", bound=Policy)
+
+
+def load(settings: LearnerSettings, *, trained: bool = True, anchored: bool = False) -> Policy:
+    """The model of `settings.model_path` with float32 parameters, on its device, sharded if need be.  Collective.
+
+    Each rank reads its own part of the weights.  `trained` False: a frozen copy (the reference model).  `anchored`: an adapter that is
+    read from a folder stays in the model as it was, too.
+    """
+    if not trained:
+        settings = replace(
+            settings,
+            offload_policy=settings.offload_policy or settings.ref_offload,
+            reshard_after_forward=settings.ref_reshard_after_forward,
+        )
+    if settings.external_lib is not None:
+        loading.import_library(settings.external_lib)
+    policy, fill = built(Policy, settings)
+    if settings.lora is not None:
+        policy.adapter = lora.wrap(policy.lm, settings.lora, settings.model_path, anchored=anchored)
+    if trained and (settings.router_replay or settings.router_aux_loss_coef):
+        policy.routers = Routers(policy.lm)
+    if trained and settings.router_aux_loss_coef:
+        policy.router_logits = RouterLogits(policy.lm)
+    place(policy, settings, trained=trained, fill=fill)
+    if policy.adapter is not None:
+        policy.adapter.fill(settings.seed)
+    return policy
+
+
+def built(kind: type[_P], settings: LearnerSettings, fresh: str = "") -> tuple[_P, Path | None]:
+    """A model of `settings.model_path`, without weights, and the folder to fill it from; None: transformers had to load them.
+
+    `fresh`: how the names of parameters begin that no file has.
+    """
+    folder = Path(settings.model_path)
+    config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
+    how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": attention_name(settings)}
+    made = kind(plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
+    due = {name: p for name, p in made.names().items() if not (fresh and name.startswith(fresh))}
+    if loading.readable_by_name(due, made.tied(), folder):
+        return made, folder
+    log.warning(
+        "%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder
+    )
+    return kind(plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens), None
+
+
+def place(
+    policy: Policy, settings: LearnerSettings, *, trained: bool, fill: Path | None, fresh: loading.Fresh | None = None
+) -> Policy:
+    """Shard `policy`, whose parameters may be on the meta device, give it memory, and fill it from the folder `fill`."""
+    if trained and settings.gradient_checkpointing:
+        more = {"offload": True} if settings.activation_offload else {}
+        policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **more)
+    if settings.use_liger:
+        loading.use_liger(policy.lm, settings.device)
+    elif trained and not settings.compile:  # a compiler joins these operations itself
+        recompute.apply(policy.lm)
+    _deterministic(policy)
+    policy.requires_grad_(trained)
+    if policy.adapter is not None:
+        lora.freeze(policy, policy.adapter)
+    policy.sequence, policy.fused = ulysses.group(settings), settings.fused_logprobs
+    policy.entropy_chunking, policy.entropy_checkpointing = settings.entropy_chunking, settings.entropy_checkpointing
+    if settings.compile:
+        _compile(policy, settings)
+    if sharding.sharded(settings):
+        sharding.shard(policy, settings, list(layers(policy.lm)), policy.exact)
+        for name in policy.outermost:
+            register_fsdp_forward_method(policy, name)
+    loading.materialise(policy, sharding.storage_device(settings))
+    if fill is not None:
+        loading.fill(policy.names(), policy.buffer_names(), policy.tied(), fill, fresh)
+    return policy
+
+
+def attention_name(settings: LearnerSettings) -> str:
+    """The attention that transformers is asked for.  Raises ConfigError for one that is not installed or does not go with the rest."""
+    layout = settings.row_layout
+    if settings.attn_implementation == "eager" and layout != "padded":
+        raise ConfigError(
+            "needs attn_implementation auto, sdpa or flash_attention_2, not eager.  Write padded, or auto",
+            key=row_layout.KEY,
+            given=layout,
+        )
+    kernel = attention.installed(settings.attn_implementation, settings.device, settings.dtype)
+    if layout != "padded":
+        ours = attention.TREES[kernel]
+        if settings.sequence_parallel > 1:
+            ours = (f"{ours[0]}_sequence", partial(ulysses.attend, ours[1]))
+        return attention.register(*ours, compiled=settings.compile)
+    if settings.sequence_parallel > 1:
+        raise ConfigError(
+            "ranks that share a micro-batch share packed positions, and these rows are padded.  "
+            "Set ulysses_sequence_parallel_size to 1",
+            key=row_layout.KEY,
+            given=layout,
+        )
+    return kernel
+
+
+def plain_attention(lm: Any, settings: LearnerSettings) -> str:
+    """The attention of transformers for padded rows of `lm`."""
+    name = attention_name(replace(settings, row_layout="padded", sequence_parallel=1))
+    return "eager" if name == "sdpa" and not lm._supports_sdpa else name
+
+
+def plain(lm: Any) -> Any:
+    """`lm` without dropout."""
+    for module in lm.modules():  # the engines sample without noise, so the trainer's log-probs must be without it too
+        noises = [name for name, value in vars(module).items() if isinstance(value, float) and _is_noise(name)]
+        for name in [*noises, *(["p"] if isinstance(module, nn.Dropout) else [])]:
+            setattr(module, name, 0.0)
+    return lm
+
+
+def _is_noise(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
+def _deterministic(policy: Policy) -> None:
+    """Modules compute as engines do, without dropout and noise; those that checkpoint their activations do so only in training mode."""
+    for module in policy.eval().modules():
+        if vars(module).get("gradient_checkpointing") is True:
+            module.training = True
+
+
+def body_of(lm: Any) -> Any:
+    """What gives hidden states; some models have it under another name than their own `base_model_prefix`."""
+    children = dict(lm.named_children())
+    return children.get(lm.base_model_prefix) or children["model"]
+
+
+def _compile(policy: Policy, settings: LearnerSettings) -> None:
+    """Compile each layer, for any number of positions.  Raises ConfigError where there is no compiler."""
+    if settings.device == "cpu" and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))):
+        raise ConfigError("no C++ compiler was found; install g++, or write false", key="trainer.use_torch_compile", given=True)
+    for block in layers(policy.lm):
+        block.compile(dynamic=True)
+
+
+def layers(lm: Any) -> nn.ModuleList:
+    """The repeated transformer layers: the longest module list that is not inside another, as experts are."""
+    lists = {name: m for name, m in lm.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if not lists:
+        raise SetupError(f"{type(lm).__name__} has no list of layers to shard")
+    return max((m for name, m in lists.items() if not any(name.startswith(f"{n}.") for n in lists)), key=len)

@@ -1,0 +1,307 @@
+"""Proves, when a model is loaded, that rows as the trainer lays them out give what transformers gives for each row by itself.
+
+A few unequal rows, two of them with a common prompt, go through the model as it will train: its layout, its attention, its log-probs
+at several temperatures.  The other side is transformers' own forward in eval mode, log_softmax(float32 logits / temperature).
+Differences up to 1e-5 nats in float32 are exact.  Beyond that, and in shorter types, two things must hold: the difference is no more
+than a multiple of this model's own noise (the same tokens in another batch shape, from embeddings that are rounded differently), and
+the layout is exact in float64 on a copy of the model's first layers, where nothing hides a wrong layer.
+Knows policies and critics; not losses.  Invariant: all ranks come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rft.algorithm.needs import needs
+from rft.errors import ConfigError, RunFailed, SetupError, is_out_of_memory
+from rft.trainer import attention, batch, layer_copy, loading
+from rft.trainer import policy as policies
+from rft.trainer.pack import TrainRow
+from rft.trainer.policy import Policy
+from rft.trainer.settings import LearnerSettings
+from rft.types.row_layout import KEY, AskedLayout, choose
+
+log = logging.getLogger(__name__)
+
+_MULTIPLE = 8  # of the noise
+_EXACT = 1e-5  # nats, in float32, and in float64, in which some layers compute in float32 still
+_FLOOR = {"float32": _EXACT, "bfloat16": 1e-3}  # nats
+_CEILING = {"float32": 1e-3, "bfloat16": 0.25}  # what is more than noise can be
+_NO_CONFIG = SimpleNamespace()
+_NEXT: dict[AskedLayout, AskedLayout] = {"shared": "packed", "packed": "padded"}  # what is tried where one is not exact
+_SHORT = 5  # positions of a window or chunk while rows are compared, so that the short rows reach beyond it
+_WIDTHS = ("sliding_window", "attention_chunk_size")
+_FIRST_ROWS = 4  # of a run's first batch that are compared
+_TAIL = 7  # tokens that make the second batch shape
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Differences of log-probs in nats; of a critic and of a copy, of a projection of its last hidden states.
+
+    In float32 the largest over all tokens, in shorter types the mean: there one expert chosen otherwise moves a token by whole nats.
+    `in_float64`: of the copy; why there is none; or None where it is not needed.
+    """
+
+    apart: float
+    noise: float
+    dtype: str
+    num_tokens: int
+    in_float64: float | str | None = None
+
+    @property
+    def limit(self) -> float:
+        return min(max(_FLOOR[self.dtype], _MULTIPLE * self.noise), _CEILING[self.dtype])
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the difference is within what rounding does to this model, and too large to be exact by itself."""
+        return self.apart <= self.limit and not (self.dtype == "float32" and self.apart <= _EXACT)
+
+    @property
+    def exact(self) -> bool:
+        """A copy that could not be computed proves nothing, and refutes nothing either."""
+        wrong = isinstance(self.in_float64, float) and not self.in_float64 <= _EXACT
+        return self.apart <= self.limit and not wrong  # False where it is not a number
+
+    def __str__(self) -> str:
+        which = "the largest difference" if self.dtype == "float32" else "the mean difference"
+        said = (
+            f"{which} to plain transformers rows over {self.num_tokens} tokens is {self.apart:.1e} nats, "
+            f"allowed are {self.limit:.1e} (noise of this model in {self.dtype}: {self.noise:.1e})"
+        )
+        if isinstance(self.in_float64, str):
+            return f"{said}; the layout was not computed in float64 ({self.in_float64}), so only the types of layers speak for it"
+        if self.in_float64 is not None:
+            allowed = f"allowed are {_EXACT:.0e}"
+            return f"{said}; the first layers in float64 are {self.in_float64:.1e} apart, {allowed}"
+        return said
+
+
+def decided(settings: LearnerSettings) -> LearnerSettings:
+    """`settings` with the row layouts that the configurations of policy and critic allow.  Raises ConfigError as `choose` does."""
+    if settings.external_lib is not None:
+        loading.import_library(settings.external_lib)
+    critic = settings.critic
+    if needs(settings.algorithm).critic:
+        critic = replace(critic, row_layout=_decided(settings, critic.model_path or settings.model_path, critic.row_layout))
+    return replace(settings, row_layout=_decided(settings, settings.model_path, settings.row_layout), critic=critic)
+
+
+def _decided(settings: LearnerSettings, path: str, asked: AskedLayout) -> AskedLayout:
+    if asked == "auto" and settings.attn_implementation == "eager":
+        return "padded"
+    config = loading.config_of(Path(path), trust_remote_code=settings.trust_remote_code, override=settings.override_config)
+    choice = choose(config.to_dict(), asked, device=settings.device)
+    if choice.layout == "padded" or attention.exchangeable(config):
+        return choice.layout
+    if asked == "auto":
+        log.warning("%s: rows are padded: its attention is its own code, which cannot be exchanged", path)
+        return "padded"
+    raise ConfigError(
+        "the model's attention is its own code, which cannot be exchanged.  Write auto or padded", key=KEY, given=asked
+    )
+
+
+def prove(model: Policy, settings: LearnerSettings, *, fall_back: bool) -> AskedLayout:
+    """The layout to train `model` with: that of `settings` (decided), or the next that is exact where it may be left.  Collective.
+
+    Raises ConfigError for a layout that is not exact, naming what differs.
+    """
+    found = _tried(model, settings)
+    if isinstance(found, Proof) and found.exact:
+        level = logging.WARNING if isinstance(found.in_float64, str) else logging.INFO
+        log.log(level, "%s: %s rows are taken as exact: %s", settings.model_path, settings.row_layout, found)
+        return settings.row_layout
+    other = _NEXT.get(settings.row_layout)
+    if other is not None and fall_back and (other != "padded" or settings.sequence_parallel == 1):
+        log.warning("%s: %s rows are not used, and rows are %s: %s", settings.model_path, settings.row_layout, other, found)
+        if other == "padded":
+            attention.switch(model.lm, policies.plain_attention(model.lm, settings))
+        return prove(model, replace(settings, row_layout=other), fall_back=True)
+    verdict = "are not exact" if isinstance(found, Proof) else "cannot be computed"
+    what = f"{settings.row_layout} rows of {type(model.lm).__name__} {verdict}: {found}"
+    if settings.row_layout == "padded":
+        raise SetupError(f"{settings.model_path}: {what}.  The trainer cannot train this model")
+    raise ConfigError(f"{what}.  Write auto or padded", key=KEY, given=settings.row_layout)
+
+
+def _tried(model: Policy, settings: LearnerSettings) -> Proof | str:
+    """The proof, or why the model cannot be computed in its layout."""
+    try:
+        found = measure(model, settings)
+    except Exception as e:  # a model's code may be anyone's, and what it raises is the verdict
+        if is_out_of_memory(e):
+            raise
+        return _said(e)
+    return replace(found, in_float64=_in_float64(settings)) if found.rounded else found
+
+
+def _said(e: Exception) -> str:
+    return e.message if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
+
+
+def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow]) -> None:
+    """Compare the shortest of `rows`, which are about to be trained on, with plain rows, and say so.  Collective.
+
+    Raises RunFailed where they differ.
+    """
+    shortest = sorted(rows, key=lambda r: len(r.tokens))[:_FIRST_ROWS]
+    chosen = [
+        msgspec.structs.replace(r, tokens=r.tokens.copy(), experts=None) for r in shortest
+    ]  # a lease's arrays are read-only
+    found = measure(model, settings, chosen)
+    if not found.apart <= found.limit:
+        raise RunFailed(
+            f"the first batch, as {settings.row_layout} rows of {type(model.lm).__name__}, is not what transformers computes: {found}.  "
+            f"Write {KEY}: padded; if that is written, the trainer cannot train this model"
+        )
+    log.info("first batch: %d of its rows are what transformers computes: %s", len(chosen), found)
+
+
+@torch.no_grad()
+def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | None = None) -> Proof:
+    """Compare `model` in the layout of `settings` with plain rows, of `rows` or of random ones.  Collective."""
+    rows = _rows(model) if rows is None else rows
+    with _narrowed(model):
+        mine = _laid_out(model, settings, rows)
+    with _narrowed(model), _plainly(model, settings):
+        tokens = [torch.from_numpy(r.tokens).to(settings.device, torch.int64) for r in rows]
+        width = max(map(len, tokens)) + _TAIL
+        filled = torch.stack([t.repeat(-(-width // len(t)))[:width] for t in tokens])
+        alone = _read(model, rows, [out[0] for out in model.plain([t[None] for t in tokens])])
+        with _rounded_otherwise(model.lm.get_input_embeddings()):
+            joined = _read(model, rows, model.plain([filled])[0])
+    of = torch.max if settings.dtype == "float32" else torch.mean
+    found = torch.stack([of((mine - alone).abs()), of((joined - alone).abs())]).nan_to_num(float("inf"), float("inf"))
+    if settings.world_size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    model.to_shards()
+    return Proof(float(found[0]), float(found[1]), settings.dtype, len(mine))
+
+
+def _in_float64(settings: LearnerSettings) -> float | str:
+    """How far the layout of `settings` is from plain rows on a copy in float64, or why that is not known.  Collective; rank 0 computes."""
+    found: list[float | str] = [0.0]
+    if settings.world_size == 1 or dist.get_rank() == 0:
+        try:
+            found = [copy_apart(settings)]
+        except Exception as e:  # a model's code may be anyone's; the layers' types decide where it cannot be cut
+            found = [_said(e)]
+    if settings.world_size > 1:
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+@torch.no_grad()
+def copy_apart(settings: LearnerSettings) -> float:
+    """The largest difference between the layout of `settings` and plain rows on a copy in float64."""
+    alone = replace(settings, sequence_parallel=1, world_size=1)
+    model = layer_copy.make(alone)
+    rows = _rows(model)
+    with _narrowed(model):
+        mine = _laid_out(model, alone, rows)
+    with _narrowed(model), _plainly(model, alone):
+        tokens = [torch.from_numpy(r.tokens).to(alone.device, torch.int64)[None] for r in rows]
+        right = _read(model, rows, [out[0] for out in model.plain(tokens)])
+    return float((mine - right).abs().max().nan_to_num(float("inf"), float("inf")))
+
+
+def _laid_out(model: Policy, settings: LearnerSettings, rows: list[TrainRow]) -> torch.Tensor:
+    """What `rows` give in the layout of `settings`."""
+    return model.numbers(batch.make(rows, layout=settings.row_layout, device=torch.device(settings.device)))
+
+
+def _read(model: Policy, rows: list[TrainRow], outs: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The same from the outputs of each row."""
+    return torch.cat([model.read(out, row) for out, row in zip(outs, rows, strict=True)])
+
+
+@contextmanager
+def _plainly(model: Policy, settings: LearnerSettings) -> Iterator[None]:
+    """Let `model` compute as transformers does in eval mode."""
+    modes = {module: module.training for module in model.modules()}
+    trained_with = model.lm.config._attn_implementation
+    model.eval()
+    attention.switch(model.lm, policies.plain_attention(model.lm, settings))
+    try:
+        yield
+    finally:
+        attention.switch(model.lm, trained_with)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _narrowed(model: Policy) -> Iterator[None]:
+    """Windows and chunks of all layers of `model` are `_SHORT`."""
+    places = {id(at): at for module in model.modules() for at in (vars(module), vars(vars(module).get("config", _NO_CONFIG)))}
+    wide = [
+        (at, name, width)
+        for at in places.values()
+        for name in _WIDTHS
+        if isinstance(width := at.get(name), int) and width > _SHORT
+    ]
+    try:
+        for at, name, _ in wide:
+            at[name] = _SHORT
+        yield
+    finally:
+        for at, name, width in wide:
+            at[name] = width
+
+
+@contextmanager
+def _rounded_otherwise(embeddings: nn.Module) -> Iterator[None]:
+    """About half of the numbers that `embeddings` give have another last bit."""
+
+    def hook(module: nn.Module, inputs: object, out: torch.Tensor) -> torch.Tensor:
+        step = torch.finfo(out.dtype).eps / 2
+        signs = 1 - 2 * (torch.arange(out.shape[-1], device=out.device) % 2)
+        return (out.double() * (1 + step * signs)).to(out.dtype)
+
+    handle = embeddings.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _rows(model: Policy) -> list[TrainRow]:
+    """Two rows with a common prompt and two others, all of other lengths, at several temperatures."""
+    config = model.lm.config.get_text_config()
+    draw = np.random.default_rng(0)
+    known = vars(config).get("max_position_embeddings") or 64
+    unit = max(1, min(9, (known - _TAIL) // 5))
+    prompt = draw.integers(config.vocab_size, size=2 * unit + 1)
+    made: list[TrainRow] = []
+    for begin, count, temperature in (
+        (prompt, unit, 1.0),
+        (prompt, 2 * unit, 0.9),
+        (prompt[:0], 3 * unit, 1.0),
+        (prompt[:0], unit, 0.7),
+    ):
+        own = draw.integers(config.vocab_size, size=count + 1)
+        tokens = np.concatenate([begin, own]).astype(np.int32)
+        mask = np.arange(len(tokens)) >= max(1, len(begin))
+        made.append(
+            TrainRow(
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=np.zeros(len(tokens), np.float32),
+                temperatures=temperature,
+                group="shared" if len(begin) else str(len(made)),
+            )
+        )
+    return made

@@ -1,0 +1,55 @@
+"""What a train step comes to: on one rank, and over all of them.  Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+MISMATCH = "mismatch/"
+
+
+class StepResult(Struct, kw_only=True):
+    """Result of one step, on one rank or (`combined`) on all.  `sums` and `maxima` are of its rows; the rest is the same on all ranks.
+
+    With several passes `sums` and `grad_norm` are means over them, `computed_positions` and `seconds` are added; sums and maxima that
+    begin with "mismatch/" are of the first, whose weights are those before the step.
+    """
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    trained_tokens: int  # tokens that count in the losses that were computed
+    computed_positions: int  # positions the model computed, shared prefixes once
+    updates: int  # of the weights
+    skipped: int  # passes whose gradient was not finite; they change nothing
+    grad_norm: float
+    lr: float
+    seconds: dict[str, float]
+    critic: StepResult | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step changed weights, so that its rows are used."""
+        return self.updates > 0 or (self.critic is not None and self.critic.finite)
+
+
+def combined(results: Sequence[StepResult]) -> StepResult:
+    """One step over all ranks: sums are added, maxima combined."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for result in results:
+        for name, value in result.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in result.maxima.items():
+            maxima[name] = max(maxima.get(name, value), value)
+    critics = [r.critic for r in results if r.critic is not None]
+    return replace(
+        results[0],
+        sums=sums,
+        maxima=maxima,
+        trained_tokens=sum(r.trained_tokens for r in results),
+        computed_positions=sum(r.computed_positions for r in results),
+        seconds={name: max(r.seconds[name] for r in results) for name in results[0].seconds},
+        critic=combined(critics) if critics else None,
+    )

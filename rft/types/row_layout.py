@@ -1,0 +1,177 @@
+"""Which layouts of rows compute a model exactly, decided from its configuration and not from its name.  Torch-free.
+
+A micro-batch holds its rows as a prefix tree (shared), one behind the other (packed), or one per line (padded).  In the first two only
+attention sees where a row begins: every other layer that looks at earlier positions would carry state from one row into the next, unless
+its kernels take the rows' ends, as they do on GPUs.
+Knows the configuration keys of transformers.  Invariant: a layer type that nobody has proven is never packed or shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rft.errors import ConfigError
+
+RowLayout = Literal["shared", "packed", "padded"]
+AskedLayout = Literal["auto", "shared", "packed", "padded"]
+KEY = "trainer.row_layout"
+
+_STATE = frozenset({"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"})
+_CARRIED = "carries state over row boundaries"
+_SPARSE = "chooses positions by an index over the whole input"
+_MASK = "sees a window of positions by a mask of its own"
+PADDED_ONLY: dict[str, str] = {  # layer type: why its rows have to be padded
+    "window_attention": _MASK,
+    "local": _MASK,
+    "biased attention": "takes its bias from the place in the input",
+    **dict.fromkeys(_STATE, _CARRIED),
+    "indexed_attention": _SPARSE,
+    "deepseek_sparse_attention": _SPARSE,
+    "qwen_sparse_attention": _SPARSE,
+    "compressed_sparse_attention": _SPARSE,
+    "heavily_compressed_attention": _SPARSE,
+    "minimax_m3_sparse": _SPARSE,
+}
+EXACT = frozenset(
+    {
+        "full_attention",
+        "attention",
+        "global",
+        "sliding_attention",
+        "chunked_attention",
+        "soft-capped attention",
+        "attention sinks",
+        "latent attention",
+        "mlp",
+        "moe",
+        "dense",
+        "sparse",
+        "experts",
+    }
+)
+
+_LISTS = ("layer_types", "layers_block_type", "block_types", "attention_layers")
+_PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
+_STATE_KEYS = (
+    "mamba_",
+    "ssm_",
+    "linear_num_",
+    "linear_key_",
+    "conv_L_cache",
+    "lru_width",
+    "state_size",
+    "time_step_rank",
+    "rwkv_",
+)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a model changes the logits z of its output layer: cap * tanh(scale * z / cap), or scale * z."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layout to train with, and why."""
+
+    layout: RowLayout
+    why: str
+
+
+def choose(config: Mapping[str, Any], asked: AskedLayout = "auto", *, device: str = "cpu") -> Choice:
+    """The layout for the model of `config` (config.json).  "auto": the first of shared, packed, padded that every layer allows.
+
+    Layers with state are packed on GPUs, where their kernels may take the rows' ends; whether they do is proven when the model is loaded.
+    Raises ConfigError for layer types that are unknown, and for a layout that was demanded and is not exact.
+    """
+    if asked == "padded":
+        return Choice("padded", "asked for; padded rows are exact for every layer type")
+    types = layer_types(config)
+    if unknown := [t for t in types if t not in PADDED_ONLY and t not in EXACT]:
+        raise ConfigError(
+            f"the model has layers of type {unknown[0]}, which are not proven in {'shared or packed' if asked == 'auto' else asked} "
+            "rows.  Write padded, which is compared with plain rows when the model is loaded",
+            key=KEY,
+            given=asked,
+        )
+    bad = [t for t in types if t in PADDED_ONLY]
+    reset = device == "cuda" and _STATE.issuperset(bad)
+    if bad and asked != "auto" and not (reset and asked == "packed"):
+        raise ConfigError(f"{bad[0]} {PADDED_ONLY[bad[0]]}.  Write auto or padded", key=KEY, given=asked)
+    if not bad:
+        return Choice("shared" if asked == "auto" else asked, f"every layer is {' or '.join(types)}")
+    why = "; ".join(f"{t} {PADDED_ONLY[t]}" for t in bad)
+    if reset:
+        return Choice("packed", f"{why}, unless its kernels are told where rows end, which is proven when the model is loaded")
+    return Choice("padded", why)
+
+
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The kinds of layers of a model, each once, in transformers' words; what its attention does besides is a kind too."""
+    c = text_config(config)
+    return list(dict.fromkeys([*_listed(c), *_attention(c)]))
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json about the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def head(config: Mapping[str, Any]) -> Head:
+    """How the model of `config`, with all its default entries, changes its logits."""
+    text = text_config(config)
+    given = {k: v for c in (config, text) for k in (*_CAPS, *_FACTORS, *_DIVISORS) if (v := c.get(k)) is not None}
+    factors = [given[k] for k in _FACTORS if k in given] + [1 / given[k] for k in _DIVISORS if k in given]
+    return Head(math.prod(factors), next((given[k] for k in _CAPS if given.get(k)), None))
+
+
+def changing_rope(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """(kind, positions) of rotary embeddings that change for all positions once one row is longer than `positions`."""
+    c = text_config(config)
+    ropes = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    for rope in [ropes, *(r for r in ropes.values() if isinstance(r, Mapping))]:
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind in ("dynamic", "longrope"):
+            known = rope.get("original_max_position_embeddings") or c.get("original_max_position_embeddings")
+            longest = known if kind == "longrope" and known else c.get("max_position_embeddings")
+            return str(kind), int(longest or 0)
+    return None
+
+
+def _listed(c: Mapping[str, Any]) -> Iterator[str]:
+    """What the configuration lists for each layer; without a list what its entries tell."""
+    lists = [c[k] for k in _LISTS if isinstance(c.get(k), Sequence) and c[k] and not isinstance(c[k], str)]
+    if lists:
+        yield from (str(t) for t in lists[0])
+    elif isinstance(pattern := c.get("hybrid_override_pattern"), str):
+        yield from (_PATTERN.get(mark, mark) for mark in pattern)
+    else:
+        if any(k.startswith(_STATE_KEYS) and v is not None for k, v in c.items()):
+            yield "recurrent"
+        if c.get("sliding_window") and c.get("use_sliding_window") is not False:
+            yield "sliding_attention"
+        if c.get("attention_chunk_size"):
+            yield "chunked_attention"
+        if c.get("index_topk"):
+            yield "indexed_attention"
+        yield "latent attention" if c.get("kv_lora_rank") else "full_attention"
+
+
+def _attention(c: Mapping[str, Any]) -> Iterator[str]:
+    """What all attention layers do beside softmax of scores."""
+    if c.get("attn_logit_softcapping"):
+        yield "soft-capped attention"
+    if any("sink" in k and v and not k.endswith("token_id") for k, v in c.items()):
+        yield "attention sinks"
+    if c.get("alibi") or c.get("use_alibi") or str(c.get("position_embedding_type", "")).startswith("relative"):
+        yield "biased attention"

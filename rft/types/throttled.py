@@ -1,0 +1,24 @@
+"""What a model tells whoever asks it while a call is under way: that it was held back before it was sent, which a deadline does not count,
+and that it is about to be sent once more although the first sending may have been worked on, which has its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+
+
+def _nobody(seconds: float) -> None:
+    """The caller has no deadline of its own."""
+
+
+async def _free() -> None:
+    """The caller pays nothing."""
+
+
+THROTTLED: ContextVar[Callable[[float], None]] = ContextVar(
+    "held", default=_nobody
+)  # is told for how many seconds, before they pass
+RESENT: ContextVar[Callable[[], Awaitable[None]]] = ContextVar(
+    "resent", default=_free
+)  # is awaited before; what it raises ends the call

@@ -1,0 +1,342 @@
+"""Environments of other libraries as workflows: gymnasium, textarena, OpenEnv, verifiers; and any object of their shape.
+
+    class Blackjack(GymWorkflow):
+        env_id = "Blackjack-v1"
+        actions = {"stick": 0, "hit": 1}
+        def describe(self, observation):
+            return f"You hold {observation[0]}, the dealer shows {observation[1]}."
+
+Invariant: model calls are made by the run's own context, so their tokens are kept; an environment belongs to one run and closes with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from rft.errors import ConfigError, SetupError
+from rft.plugins import REGISTRY
+from rft.reward.extract import blocks
+from rft.types.completion import Completion
+from rft.types.task import Task
+from rft.workflow.turns import EnvWorkflow, Message, MultiTurnWorkflow, Reply, Step, TurnArgs, waited
+
+
+def chosen(text: str, words: Mapping[str, Any]) -> str | None:
+    """The action that an answer names: inside <action> tags if there are any, else the last of `words` in it."""
+    if tagged := blocks(text, "action", ignore_case=True):
+        text = tagged[-1]
+    found = re.findall("|".join(rf"\b{re.escape(w)}\b" for w in sorted(words, key=len, reverse=True)), text, re.IGNORECASE)
+    by_name = {w.lower(): w for w in words}
+    return by_name[found[-1].lower()] if found else None
+
+
+def gymnasium() -> Any:
+    """The library.  Raises SetupError where it is not installed."""
+    try:
+        import gymnasium as library
+    except ImportError as e:
+        raise SetupError(f"this workflow needs gymnasium ({e}): pip install 'rft-platform[gymnasium]'") from e
+    return library
+
+
+class GymArgs(TurnArgs):
+    """As TurnArgs, for environments with named actions."""
+
+    invalid_reward: float = Field(0.0, description="reward of an answer that names no action")
+
+
+class GymWorkflow(EnvWorkflow):
+    """Base: give `env_id`, `actions` and `describe`; override `make` for environments that depend on the task."""
+
+    Args: type[BaseModel] = GymArgs
+    scores_itself = True
+    env_id: ClassVar[str] = ""
+    actions: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.env: Any = None
+        self.invalid = 0
+
+    def make(self, task: Task) -> Any:
+        """The environment of a task."""
+        return gymnasium().make(self.env_id)
+
+    def describe(self, observation: Any) -> str:
+        """What the model is told of an observation."""
+        return str(observation)
+
+    def succeeded(self, reward: float, terminated: bool) -> bool:
+        """Whether an episode that ended with `reward` counts as a success."""
+        return terminated and reward > 0
+
+    def reward(self, reward: float) -> float:
+        """What an action earns here."""
+        return reward
+
+    def instruction(self, task: Task) -> str:
+        names = ", ".join(self.actions)
+        return task.system_prompt or f"Choose one action in every turn and answer with its name alone: {names}."
+
+    def reset(self, task: Task) -> str:
+        self.env = self.make(task)
+        seed = task.row.get("seed")
+        observation, _ = self.env.reset(seed=task.index if seed is None else int(seed))
+        return self._told(observation)
+
+    def step(self, action: str) -> Step:
+        name = chosen(action, self.actions)
+        if name is None:
+            self.invalid += 1
+            return Step(
+                f"That is no action. {self._seen}", reward=self.args.invalid_reward, info={"action": "", "success": False}
+            )
+        observation, reward, terminated, truncated, _ = self.env.step(self.actions[name])
+        success = self.succeeded(float(reward), bool(terminated))
+        return Step(
+            self._told(observation),
+            reward=self.reward(float(reward)),
+            done=bool(terminated or truncated),
+            info={"action": name, "success": success},
+        )
+
+    def state(self) -> str:
+        return self._seen
+
+    def counts(self) -> dict[str, float]:
+        return {"invalid_actions": float(self.invalid)}
+
+    def close(self) -> None:
+        if self.env is not None:
+            self.env.close()
+
+    def _told(self, observation: Any) -> str:
+        self._seen = self.describe(observation)
+        return self._seen
+
+
+class TextGameArgs(TurnArgs):
+    """As TurnArgs; which game."""
+
+    env_id: str = Field(description="textarena's name, e.g. GuessTheNumber-v0; or pkg.module:make, path/file.py:make of your own")
+    env_args: dict[str, Any] = Field(default_factory=dict, description="arguments of the game")
+
+
+class TextGame(EnvWorkflow):
+    """The game's reward of player 0 in the end; an invalid move is told by the game itself.  A row's `seed` seeds it."""
+
+    Args: type[BaseModel] = TextGameArgs
+    blocking = True
+    scores_itself = True
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.game: Any = None
+        self._reward: float | None = None
+
+    def reset(self, task: Task) -> str:
+        self.game = _maker(self.args.env_id)(**self.args.env_args)
+        self.game.reset(num_players=1, seed=int(task.row.get("seed", task.index)))
+        return self._observed()
+
+    def step(self, action: str) -> Step:
+        done, info = self.game.step(action)
+        if not done:
+            return Step(self._observed(), reward=0.0, info={"success": False})
+        reward = self._closed()
+        return Step(str((info or {}).get("reason", "The game is over.")), reward=reward, done=True, info={"success": reward > 0})
+
+    def leftover(self) -> float:
+        return self._closed()
+
+    def close(self) -> None:
+        if self.game is not None:
+            self._closed()
+
+    def _observed(self) -> str:
+        player, seen = self.game.get_observation()
+        if player != 0:
+            raise ValueError(f"{self.args.env_id} is for {player + 1} players or more; only games for one are played")
+        if isinstance(seen, str):
+            return seen
+        told = [str(m[1]) if isinstance(m, tuple) else str(m) for m in seen if not (isinstance(m, tuple) and m[0] == player)]
+        return "\n".join(told) or "Your turn."  # what the player said itself is in the conversation already
+
+    def _closed(self) -> float:
+        """The reward, asked once."""
+        if self._reward is None:
+            ended = self.game.close()
+            rewards = ended[0] if isinstance(ended, tuple) else ended
+            self._reward = float((rewards or {}).get(0, 0.0))
+        return self._reward
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    if ":" in name:
+        found: Callable[..., Any] = REGISTRY.get("game", name).obj
+        return found
+    try:
+        import textarena
+    except ImportError as e:
+        raise SetupError(
+            f"{name} is a game of textarena, which is not installed ({e}): pip install 'rft-platform[textarena]'"
+        ) from e
+    raw = (
+        name if name.endswith(("-raw", "-train")) else f"{name}-raw"
+    )  # the plain name says all earlier turns again in every turn
+    return lambda **args: textarena.make(env_id=raw, **args)
+
+
+class OpenEnvArgs(TurnArgs):
+    """As TurnArgs; which client, and how texts become actions and observations texts."""
+
+    client: str = Field(description="the client's class: pkg.module:Name or path/file.py:Name")
+    base_url: str | None = Field(None, description="address of the environment's server; null: the client takes none")
+    action: str | None = Field(None, description="the action's class; null: the text itself is the action")
+    action_field: str = Field("message", description="which of the action's fields holds the answer's text")
+    observation_field: str | None = Field(None, description="which of the observation's fields is shown; null: all, as JSON")
+    reset_args: dict[str, Any] = Field(default_factory=dict, description="arguments of reset; a row's `seed` is added")
+    instruction: str = Field("", description="system message")
+    success_above: float = Field(0.0, description="a run succeeds if its last reward is above this")
+
+
+class OpenEnvWorkflow(EnvWorkflow):
+    """The environment's rewards."""
+
+    Args: type[BaseModel] = OpenEnvArgs
+    scores_itself = True
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.client: Any = None
+
+    def instruction(self, task: Task) -> str:
+        return task.system_prompt or str(self.args.instruction)
+
+    async def reset(self, task: Task) -> str:
+        cls = REGISTRY.get("environment", self.args.client).obj
+        self.client = cls() if self.args.base_url is None else cls(base_url=self.args.base_url)
+        seed = {"seed": int(task.row["seed"])} if "seed" in task.row else {}
+        return self._text((await self.call(self.client.reset, **seed, **self.args.reset_args)).observation)
+
+    async def step(self, action: str) -> Step:
+        made: Any = action
+        if self.args.action is not None:
+            made = REGISTRY.get("environment", self.args.action).obj(**{self.args.action_field: action})
+        result = await self.call(self.client.step, made)
+        reward = 0.0 if result.reward is None else float(result.reward)
+        done = bool(result.done)
+        return Step(
+            self._text(result.observation), reward=reward, done=done, info={"success": done and reward > self.args.success_above}
+        )
+
+    async def close(self) -> None:
+        if self.client is not None:
+            await self.call(self.client.close)
+
+    def _text(self, observation: Any) -> str:
+        if isinstance(observation, str):
+            return observation
+        if self.args.observation_field is not None:
+            return str(getattr(observation, self.args.observation_field))
+        plain = observation.model_dump() if isinstance(observation, BaseModel) else getattr(observation, "__dict__", observation)
+        return msgspec.json.encode(plain, enc_hook=str).decode()
+
+
+class VerifiersArgs(TurnArgs):
+    """As TurnArgs; which environment."""
+
+    env: str = Field(description="what makes the environment: pkg.module:load_environment or path/file.py:load_environment")
+    env_args: dict[str, Any] = Field(default_factory=dict, description="its arguments")
+
+
+class VerifiersWorkflow(MultiTurnWorkflow):
+    """A row's `prompt` (text or messages), `answer` and `info` become the state; the rubric's reward is the score."""
+
+    Args: type[BaseModel] = VerifiersArgs
+    scores_itself = True
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.env = environment(self.args.env, msgspec.json.encode(self.args.env_args, order="sorted").decode())
+        self.state: dict[str, Any] = {}
+        self._parts: dict[str, float] = {}
+
+    async def begin(self, task: Task) -> list[Message]:
+        messages = task.chat()
+        if (told := getattr(self.env, "system_prompt", None)) and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": told}, *messages]
+        answer = task.truth if task.truth is not None else task.row.get("answer", "")
+        info = task.row.get("info") or {}
+        self.state = {
+            "prompt": list(messages),
+            "completion": [],
+            "answer": answer,
+            "task": task.row.get("task", "default"),
+            "info": dict(info) if isinstance(info, Mapping) else info,
+            "turn": 0,
+            "trajectory": [],
+            "responses": [],
+        }
+        if callable(setup := getattr(self.env, "setup_state", None)):
+            self.state = (await waited(setup(self.state))) or self.state
+        return messages
+
+    async def react(self, answer: Completion) -> Reply:
+        self.state["completion"] = [*self.state["completion"], answer.message]
+        self.state["turn"] += 1
+        respond = getattr(self.env, "env_response", None)
+        if respond is None or self.state["turn"] >= self.args.max_turns or await self._completed():
+            return await self._scored_reply()
+        said = await waited(respond(self._messages(), self.state))
+        if isinstance(said, tuple):
+            said, self.state = said
+        messages = [dict(m) for m in ([{"role": "user", "content": said}] if isinstance(said, str) else said)]
+        self.state["completion"] = [*self.state["completion"], *messages]
+        return await self._scored_reply() if await self._completed() else Reply(tuple(messages))
+
+    async def leftover(self) -> float:
+        return (await self._scored_reply()).reward or 0.0
+
+    def outcome(self) -> dict[str, float]:
+        return self._parts
+
+    async def _completed(self) -> bool:
+        ask = getattr(self.env, "is_completed", None)
+        if ask is None:
+            return False
+        both = len(inspect.signature(ask).parameters) > 1
+        return bool(await waited(ask(self._messages(), self.state) if both else ask(self.state)))
+
+    async def _scored_reply(self) -> Reply:
+        result = await waited(self.env.rubric.score_rollout(self.state))
+        reward = getattr(result, "reward", None) if result is not None else None
+        metrics = getattr(result, "metrics", None) if result is not None else None
+        reward = self.state.get("reward") if reward is None else reward
+        if reward is None:
+            raise ValueError(f"{self.args.env}: its rubric gave no reward")
+        self._parts = {k: float(v) for k, v in (metrics or self.state.get("metrics") or {}).items()}
+        return Reply(reward=float(reward), done=True)
+
+    def _messages(self) -> list[Message]:
+        return [*self.state["prompt"], *self.state["completion"]]
+
+
+@lru_cache(maxsize=16)
+def environment(name: str, args: str) -> Any:
+    """The environment, made once.  Raises ConfigError for what has another shape."""
+    made = REGISTRY.get("environment", name).obj(**msgspec.json.decode(args))
+    if not callable(getattr(getattr(made, "rubric", None), "score_rollout", None)):
+        raise ConfigError(
+            f"{name} gives {type(made).__name__}, which has no rubric.score_rollout; environments of verifiers 1.x run their own agents: "
+            "let those call the endpoint (docs/howto/agent.md)",
+            key="workflow_args.env",
+        )
+    return made

@@ -1,0 +1,476 @@
+"""Plays one run of a task and makes a record of it, whatever happens: complete, truncated, or failed with the reason.
+
+What user code raises becomes a failed record; what `rft` itself raises (a dead engine, a failed sync) goes on to the caller.
+Invariant: a run gives at least one experience, whose id carries the attempt it came from, within (retries + 1) x the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from rft.engine.base import PromptTooLong
+from rft.errors import PluginStopped, RftError
+from rft.logs import redact
+from rft.reward.base import Reward, blocks, called, checked, score_group
+from rft.threads import as_failure, contained, in_thread
+from rft.types.completion import Completion, Score, Transcript, Turn
+from rft.types.experience import Experience, failed, from_completions
+from rft.types.ids import GroupId
+from rft.types.task import Task
+from rft.workflow.base import RunContext
+from rft.workflow.isolated import IsolatedRunFailed, Place
+from rft.workflow.recipes import Recipe
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+GRACE_S = 1.0  # for a run that passed its deadline to react to being cancelled
+_REASON_CHARS = 300
+_TRACEBACK_LINES = 12
+
+
+def experiences(
+    task: Task, workflow: str, transcript: Transcript, verdict: Score | None, group: GroupId, run: int, attempt: int
+) -> tuple[Experience, ...]:
+    """The rows of one run, numbered by step.
+
+    A row's reward is that of its own calls where they have one (their sum), else `verdict`, the whole run's.
+    """
+    rows = []
+    for step, turns in enumerate(cut(transcript)):
+        score = _row_score(turns, verdict)
+        last = turns[-1]
+        row = from_completions(
+            group.run(run, attempt, step),
+            [t.completion for t in turns],
+            taskset=task.taskset,
+            task_index=task.index,
+            workflow=workflow,
+            reward=score.value,
+            reward_parts=score.parts,
+            messages=(*last.messages, last.completion.message),
+            tools=task.tools,
+            prompt_text=_prompt_text(turns[0]),
+            metrics={name: float(value) for name, value in transcript.metrics.items()},
+            info={**transcript.info, **last.info, **({"reward_reason": redact(score.reason)} if score.reason else {})},
+        )
+        rows.append(_taught(_masked(row, turns), turns))
+    if transcript.limited:
+        rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
+    return tuple(rows)
+
+
+def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
+    """The calls of each experience, in order."""
+    if transcript.layout == "joined":
+        return [transcript.turns]
+    if transcript.layout == "steps":
+        return [(t,) for t in transcript.turns]
+    chains: list[list[Turn]] = []
+    for turn in transcript.turns:
+        home = next((c for c in reversed(chains) if _continues(turn, c[-1])), None)
+        if home is None:
+            chains.append([turn])
+        else:
+            home.append(turn)
+    return [tuple(c) for c in chains]
+
+
+def _continues(turn: Turn, before: Turn) -> bool:
+    prompt, old = turn.completion.prompt_tokens, before.completion
+    start, end = len(old.prompt_tokens), len(old.prompt_tokens) + len(old.tokens)
+    return (
+        len(prompt) >= end and np.array_equal(prompt[:start], old.prompt_tokens) and np.array_equal(prompt[start:end], old.tokens)
+    )
+
+
+def _row_score(turns: Sequence[Turn], verdict: Score | None) -> Score:
+    own = [t.score for t in turns if t.score is not None]
+    if own:
+        parts: dict[str, float] = {}
+        for s in own:
+            for name, value in s.parts.items():
+                parts[name] = parts.get(name, 0.0) + value
+        return Score(value=sum(s.value for s in own if s.value is not None), parts=parts)
+    return verdict if verdict is not None else Score(value=None)
+
+
+def value(transcript: Transcript, verdict: Score | None) -> float | None:
+    """The reward of the whole run: `verdict`, else the sum of what its calls got (the return)."""
+    if verdict is not None:
+        return verdict.value
+    own = [t.score.value for t in transcript.turns if t.score is not None and t.score.value is not None]
+    return sum(own) if own else None
+
+
+def _masked(row: Experience, turns: Sequence[Turn]) -> Experience:
+    if all(t.mask is None for t in turns):
+        return row
+    keep = row.loss_mask.copy()
+    for t in turns:
+        start, size = len(t.completion.prompt_tokens), len(t.completion.tokens)
+        if t.mask is not None:
+            if t.mask.shape != (size,) or t.mask.dtype != np.bool_:
+                raise ValueError(f"mask: {t.mask.dtype} {t.mask.shape}, must be bool for {size} tokens")
+            keep[start : start + size] &= t.mask
+    return msgspec.structs.replace(row, loss_mask=keep, logprobs=np.where(keep, row.logprobs, np.float32(0)))
+
+
+def _taught(row: Experience, turns: Sequence[Turn]) -> Experience:
+    """The row with a teacher's log-probs of its trained tokens, if all of its calls have them."""
+    if any(t.teacher_logprobs is None for t in turns):
+        return row
+    taught = np.zeros(row.num_tokens, np.float32)
+    for t in turns:
+        start, values = len(t.completion.prompt_tokens), t.teacher_logprobs
+        if values is None or len(values) != len(t.completion.tokens):
+            raise ValueError(f"teacher: {0 if values is None else len(values)} log-probs for {len(t.completion.tokens)} tokens")
+        taught[start : start + len(values)] = values
+    return msgspec.structs.replace(row, teacher_logprobs=taught)
+
+
+def _prompt_text(turn: Turn) -> str:
+    """What a call was asked, for people: the last message before the model spoke."""
+    content: Any = turn.messages[-1].get("content") if turn.messages else ""
+    return content if isinstance(content, str) else msgspec.json.encode(content).decode()
+
+
+class RunError(Exception):
+    """A run ended without a usable result; the message is the record's reason."""
+
+
+class RunTimeout(RunError):
+    """It passed its deadline."""
+
+
+Ended = Literal["", "timeout", "group_timeout", "hopeless", "over_rollout"]
+"""What ended a run before its time: its own deadline, that of its group, a group that cannot be trained any more, a batch that waits
+no longer for its slowest tasks."""
+
+
+@dataclass(frozen=True)
+class PlayedRun:
+    """One run with what it took.  `run_s` is playing, `reward_s` scoring, both of the last attempt.
+
+    `experiences` are its rows, one or (step-wise) several; `value` is the reward of the whole run.
+    """
+
+    experiences: tuple[Experience, ...]
+    value: float | None
+    run_s: float
+    reward_s: float
+    attempts: int
+    ended: Ended = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.experiences[0].status == "failed"
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """What a run may take: seconds per attempt (playing, and again scoring) and how often it is tried again after a failure.
+
+    `max_group_s`: seconds for all runs of a task together, from the moment the first of them begins.  `whole_groups`: a group that
+    misses a run is not trained; else half of its runs, and at least two, are enough.  `stop_hopeless`: once too many runs of a group
+    have failed, its others are ended.
+    """
+
+    max_timeout_s: float
+    max_retry_times: int = 0
+    max_group_s: float | None = None
+    whole_groups: bool = False
+    stop_hopeless: bool = False
+
+    def needed(self, num_runs: int) -> int:
+        """How many runs of a group must be trainable."""
+        return num_runs if self.whole_groups else max(min(2, num_runs), -(-num_runs // 2))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was played and is to be scored, or that `error` ended."""
+
+    number: int
+    attempt: int
+    run_s: float
+    transcript: Transcript | None = None
+    error: Exception | None = None
+    ended: Ended = ""
+
+
+@dataclass(frozen=True)
+class TaskRuns:
+    """How the runs of one task are played and scored.  Every method raises RftError only."""
+
+    task: Task
+    recipe: Recipe
+    limits: RunLimits
+    group: GroupId
+
+    async def play_one(self, context: Callable[[int, int], RunContext], run: int) -> Run:
+        """Plays run number `run`; a failed attempt is repeated.  `context(run, attempt)` makes its context.  Raises RftError only."""
+        attempt = 0
+        while True:
+            began = time.monotonic()
+            try:
+                transcript = await self._played(context(run, attempt))
+                check_transcript(transcript, self.recipe)
+                return Run(run, attempt, time.monotonic() - began, transcript)
+            except RftError:
+                raise
+            except Exception as e:  # user code may raise anything; it becomes a record
+                log.debug("run %s failed", self.group.run(run, attempt), exc_info=True)
+                if isinstance(e, PromptTooLong) or attempt >= self.limits.max_retry_times:
+                    return Run(run, attempt, time.monotonic() - began, error=e, ended=ended_by(e))
+            attempt += 1
+
+    async def score_one(self, run: Run) -> PlayedRun:
+        """Scores a played run and makes its experiences.  Raises RftError only."""
+        began = time.monotonic()
+        if run.transcript is None:
+            return self.record(run)
+        try:
+            verdict = await _score(self.recipe, self.task, run.transcript, self.limits.max_timeout_s)
+        except RftError:
+            raise
+        except Exception as e:
+            log.debug("reward of run %s failed", self.group.run(run.number, run.attempt), exc_info=True)
+            run = replace(run, error=e, ended=ended_by(e))
+            return self.record(run, None, time.monotonic() - began)
+        return self.record(run, verdict, time.monotonic() - began)
+
+    async def score_together(self, runs: Sequence[Run]) -> list[PlayedRun]:
+        """Scores all runs of a task with one call of a group reward, which sees those that have a transcript.  Raises RftError only."""
+        began = time.monotonic()
+        whole = [r for r in runs if r.transcript is not None]
+        verdicts: dict[int, Score] = {}
+        failure: Exception | None = None
+        if whole and self.recipe.reward is not None:
+            transcripts = [r.transcript for r in whole if r.transcript is not None]
+            try:
+                work = partial(score_group, self.recipe.reward, self.task, transcripts)
+                got = await _rewarded(self.recipe.reward, work, self.limits.max_timeout_s, f"reward {self.task.reward}")
+                verdicts = {r.number: s for r, s in zip(whole, got, strict=True)}
+            except RftError:
+                raise
+            except Exception as e:
+                failure = e
+        took = time.monotonic() - began
+        return [
+            self.record(replace(r, error=r.error or failure), verdicts.get(r.number), took if r in whole else 0.0) for r in runs
+        ]
+
+    def record(self, run: Run, verdict: Score | None = None, reward_s: float = 0.0) -> PlayedRun:
+        """The rows of a run, or the header row that says why there are none."""
+        error = run.error
+        if error is None and run.transcript is not None:
+            try:
+                rows = experiences(self.task, self.recipe.name, run.transcript, verdict, self.group, run.number, run.attempt)
+                return PlayedRun(rows, value(run.transcript, verdict), run.run_s, reward_s, run.attempt + 1, run.ended)
+            except Exception as e:  # what a workflow recorded may not fit together
+                error = e
+        assert error is not None, "a run without a transcript has an error"
+        row = _failed(self.task, self.recipe, self.group, run.number, run.attempt, error)
+        return PlayedRun((row,), None, run.run_s, reward_s, run.attempt + 1, run.ended)
+
+    async def play_together(self, contexts: Sequence[RunContext]) -> list[Run]:
+        """Plays all runs of a task with one call of the workflow's `run_group`.  What it raises ends all of them.  Raises RftError only."""
+        began = time.monotonic()
+        took = lambda: time.monotonic() - began  # noqa: E731
+        try:
+            got = await self._played(contexts)
+            if not isinstance(got, list | tuple) or len(got) != len(contexts):
+                raise RunError(f"workflow {self.recipe.name}: run_group must return a list of {len(contexts)} transcripts")
+        except RftError:
+            raise
+        except Exception as e:
+            log.debug("runs of %s failed", contexts[0].request_id, exc_info=True)
+            return [Run(c.run, 0, took(), error=e, ended=ended_by(e)) for c in contexts]
+        runs = []
+        for ctx, transcript in zip(contexts, got, strict=True):
+            try:
+                check_transcript(transcript, self.recipe)
+                runs.append(Run(ctx.run, 0, took(), transcript))
+            except RunError as e:
+                runs.append(Run(ctx.run, 0, took(), error=e))
+        return runs
+
+    async def _played(self, ctx: RunContext | Sequence[RunContext]) -> Any:
+        work = _play(self.recipe, _own(self.task), ctx)
+        return await _within(work, self.limits.max_timeout_s, f"workflow {self.recipe.name}")
+
+
+def ended_by(error: Exception) -> Ended:
+    return "timeout" if isinstance(error, RunTimeout) else ""
+
+
+async def _play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
+    if recipe.place is not None:
+        return await _isolated(recipe, recipe.place, task, ctx)
+    if recipe.blocking:
+        return await _blocking(recipe, task, ctx)
+    with contained(f"workflow {recipe.name}"):
+        made: Any = recipe.make()
+        return await (made.run(task, ctx) if isinstance(ctx, RunContext) else made.run_group(task, list(ctx)))
+
+
+def _own(task: Task) -> Task:
+    """The task with a row of its own, so that a workflow that changes it changes nothing for other runs and for the reward."""
+    return msgspec.structs.replace(task, row=copy.deepcopy(task.row)) if task.row else task
+
+
+async def _isolated(recipe: Recipe, place: Place, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
+    """In a process of its own; what is raised there is told with its own traceback."""
+    several = [ctx] if isinstance(ctx, RunContext) else ctx
+    try:
+        done = await place.play(task, recipe.keywords, several, together=recipe.plays_group)
+    except IsolatedRunFailed as e:
+        first, _, rest = str(e).partition("\n")
+        error = RunError(first)
+        error.add_note(rest)
+        raise error from None
+    return done[0] if isinstance(ctx, RunContext) else done
+
+
+async def _within(work: Any, timeout_s: float, what: str) -> Any:
+    """The result of coroutine `work`.  After `timeout_s` it is cancelled; one that ignores this is left behind."""
+    job = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({job}, timeout=timeout_s)
+        if job.done():
+            if job.cancelled():
+                raise RunError(f"{what} was cancelled from inside")
+            return job.result()
+        job.cancel()
+        await asyncio.wait({job}, timeout=GRACE_S)
+        if not job.done():
+            log.warning("%s ignores being cancelled; it is left behind", what)
+            job.add_done_callback(_forget)
+        elif not job.cancelled() and isinstance(error := job.exception(), RftError):
+            raise error
+        raise RunTimeout(f"timeout: {what} took longer than {timeout_s:g} s")
+    finally:
+        if not job.done():
+            job.cancel()  # the caller was cancelled
+
+
+def _forget(job: asyncio.Future[Any]) -> None:
+    if not job.cancelled():
+        job.exception()
+
+
+class BlockingContext:
+    """A run's context for workflows whose `run` is an ordinary function: the same calls, waiting in the run's own thread."""
+
+    def __init__(self, ctx: RunContext, loop: asyncio.AbstractEventLoop) -> None:
+        self._ctx, self._loop = ctx, loop
+        self._over = False
+        self.run, self.request_id, self.transcript, self.score_step = ctx.run, ctx.request_id, ctx.transcript, ctx.score_step
+        self.models, self.model = ctx.models, ctx.model
+
+    def wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine that the event loop runs: `ctx.wait(ctx.model("judge").generate(request))`."""
+        if self._over:
+            call.close()
+            raise RunError("this run has passed its deadline")
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def teach(self, name: str) -> None:
+        self.wait(self._ctx.teach(name))
+
+    def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **overrides: Any) -> Completion:
+        return self.wait(self._ctx.chat(messages, tools=tools, **overrides))
+
+    @property
+    def completions(self) -> list[Completion]:
+        return self._ctx.completions
+
+    def end(self) -> None:
+        self._over = True
+
+
+async def _blocking(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
+    """A thread of its own for each run: one that never returns holds up nobody, and does not keep the program alive."""
+    several = [ctx] if isinstance(ctx, RunContext) else ctx
+    blocking = [BlockingContext(c, asyncio.get_running_loop()) for c in several]
+
+    def play() -> Any:
+        made: Any = recipe.make()
+        return made.run(task, blocking[0]) if isinstance(ctx, RunContext) else made.run_group(task, blocking)
+
+    try:
+        return await in_thread(play, f"run-{several[0].request_id}", error=lambda e: as_failure(e, f"workflow {recipe.name}"))
+    finally:
+        for b in blocking:
+            b.end()
+
+
+def check_transcript(transcript: Any, recipe: Recipe) -> None:
+    if not isinstance(transcript, Transcript):
+        raise RunError(f"workflow {recipe.name} returned {type(transcript).__name__}; it must return ctx.transcript()")
+    if not transcript.turns:
+        raise RunError(f"workflow {recipe.name} made no model call")
+    if any(t.completion.finish_reason == "abort" for t in transcript.turns):
+        raise RunError("the engine aborted a model call")
+    for name, number in transcript.metrics.items():
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise RunError(f"workflow {recipe.name}: metric {name!r} is {number!r}; it must be a finite number")
+    try:
+        msgspec.json.encode(transcript.info)
+    except (TypeError, RecursionError) as e:
+        raise RunError(f"workflow {recipe.name}: info must be JSON values: {e}") from None
+
+
+async def _score(recipe: Recipe, task: Task, transcript: Transcript, timeout_s: float) -> Score | None:
+    """The score of the whole run; None where its calls have their own."""
+    if transcript.score is not None:
+        return checked(transcript.score)
+    own = [any(t.score is not None for t in turns) for turns in cut(transcript)]
+    if any(own):
+        if not all(own):
+            raise RunError(f"workflow {recipe.name} scored some of its calls and not others; score all, or only the whole run")
+        return None
+    if recipe.reward is None:
+        raise RunError(f"workflow {recipe.name} gave no score and taskset {task.taskset} names no reward")
+    what = f"reward {task.reward}"
+    return checked(await _rewarded(recipe.reward, partial(called, recipe.reward, task, transcript), timeout_s, what))
+
+
+async def _rewarded(reward: Reward, call: Callable[..., Coroutine[Any, Any, T]], timeout_s: float, what: str) -> T:
+    """The result of a call of `reward`; an ordinary function's deadline is counted from when its turn comes."""
+    if not blocks(reward):
+        result: T = await _within(call(), timeout_s, what)
+        return result
+    began = time.monotonic()
+    try:
+        return await call(timeout_s=timeout_s)
+    except TimeoutError:
+        if time.monotonic() - began < timeout_s:
+            raise  # one of the reward's own
+        raise RunTimeout(f"timeout: {what} took longer than {timeout_s:g} s") from None
+
+
+def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:
+    """The header row: one line of reason, and the end of the traceback for the person who wrote the workflow; without secrets."""
+    text = redact(str(error) if isinstance(error, RunError | PluginStopped) else f"{type(error).__name__}: {error}")
+    lines = redact("".join(traceback.format_exception(error))).splitlines()[-_TRACEBACK_LINES:]
+    return failed(
+        group.run(run, attempt),
+        taskset=task.taskset,
+        task_index=task.index,
+        workflow=recipe.name,
+        reason=text[:_REASON_CHARS] or type(error).__name__,
+        info={"traceback": "\n".join(lines)[-4000:], "attempts": attempt + 1},
+    )

@@ -1,0 +1,133 @@
+"""Gives every parser of model text 1 MB of each kind of hostile text.  `python -m tests.attacks.parser_child BYTES SECONDS`.
+
+Prints a line of JSON in front of each call, and "done".  A call gets SECONDS of processor time, which a busy machine does not use up; then
+the process is ended, and the last line says which parser was slow with which text.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from rft.logs import redact, safe
+from rft.plugins import import_file, shipped_workflows
+from rft.reward import dapo, exact, extract, gsm8k, search_qa, verdict
+from rft.reward.code import program_of
+from rft.reward.countdown_reward import evaluated
+from rft.reward.delimiters import PromptDelimiters, Scale, inert
+from rft.reward.gsm8k import final_number
+from rft.reward.sandbox_remote import _compared, _read
+from rft.workflow import endpoint_wire
+from rft.workflow import tools as toolcalls
+from rft.workflow.adapters import chosen
+
+sql = import_file(shipped_workflows() / "sql.py")
+agent = import_file(shipped_workflows() / "agent.py")
+tools = import_file(shipped_workflows() / "tools.py")
+
+
+def _verdict(text: str) -> Any:
+    delimit = PromptDelimiters()
+    delimit.ask(score=Scale(1, 10))
+    return verdict.read(text.replace("KEY", delimit.key), delimit)
+
+
+def _delimited(text: str) -> Any:
+    delimit = PromptDelimiters()
+    return delimit.outside(f"{delimit('a', text)}\n{delimit('b', text)}")
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "last_boxed": extract.last_boxed,
+    "answer tags": lambda t: extract.blocks(t, "answer"),
+    "action tags": lambda t: extract.blocks(t, "action", ignore_case=True),
+    "fences": lambda t: list(extract.fenced(t)),
+    "shape": extract.has_shape,
+    "thinks first": extract.thinks_first,
+    "last number": lambda t: exact.last_number(t) == Decimal(4),
+    "gsm8k strict": lambda t: final_number(t, "strict"),
+    "gsm8k flexible": lambda t: final_number(t, "flexible"),
+    "gsm8k plain": gsm8k._plain,
+    "dapo": lambda t: dapo.final_answer(t),
+    "search_qa": search_qa.plain,
+    "countdown": lambda t: evaluated(t),
+    "program": lambda t: program_of(t, "def f():\n", "f"),
+    "judge verdict": _verdict,
+    "says nothing": lambda t: verdict.says_nothing(inert(t)),
+    "delimiters": _delimited,
+    "tool calls": lambda t: toolcalls.in_text(t),
+    "tool calls, hermes": lambda t: toolcalls.in_text(t, "hermes"),
+    "tool arguments": lambda t: toolcalls._with("f", t),
+    "request body": lambda t: endpoint_wire.parse(t.encode("utf-8", "surrogatepass")),
+    "chosen action": lambda t: chosen(t, {"left": 0, "right": 1, "up and down": 2}),
+    "sql": sql._blocks,
+    "react": lambda t: (agent._ACTION.search(t), agent._ANSWER.findall(t)),
+    "calculator": lambda t: agent.calculate(t),
+    "tool thought": tools._THOUGHT.match,
+    "remote sandbox": lambda t: _read(t.encode("utf-8", "surrogatepass")),
+    "remote result": lambda t: _compared(t, [1], True),
+    "log": redact,
+    "terminal": safe,
+}
+
+PIECES = (
+    "\\boxed{", "\\boxed{}", "{", "}", "\\fbox{{}", "<answer>", "</answer>", "<answer></think>", "<think>", "<think></think>",
+    "<action>", "```", "```\n", "```json\n", "```python", "`", "<tool_call>", "<tool_call>{}", "</tool_call>", "Action:",
+    "Action:\n", "Answer: ", "Answer:\n", "#### ", "####", "-", ".,", "1,111", "1", "9e", "-1", "def f", "def ", "the ", "Okay, ",
+    "let's solve ", "a", "A.", "a+", "x://", "a://b:", "a://b:c@", "bearer ", "&key=", "eyJ", "sk-",
+    "-----BEGIN PRIVATE KEY-----", "<<<end", "<|", "[INST]", "\x00", "\ud800", "\u202e", "İ", "\n", " ", "\t", "\r\n", "[", "]",
+    "[[", '{"a":', '"', '"\\"', '\\"', "\\", ",", "[],", '{"key": "KEY", "score": ', "rft-result:", "sk_", "left ", "a.", "-a",
+    "(", "((1)", "1+", "=",
+)  # fmt: skip
+HEADS = (
+    "",
+    "<think>",
+    "<answer>",
+    "```",
+    "```json\n",
+    "[",
+    '{"a":"',
+    "#### ",
+    "Answer: ",
+    "answer:",
+    "http://u:",
+    "def ",
+    "<tool_call>",
+)
+
+
+def texts(size: int) -> dict[str, str]:
+    """Each piece over and over, behind nothing; a few behind each head; and pairs that open and close in turn."""
+    found = {f"{p!r} x n": p * (size // len(p)) for p in PIECES}
+    for head in HEADS[1:]:
+        for fill in (" ", "\n", "a", "1", "`", "\\"):
+            found[f"{head!r} + {fill!r} x n"] = head + fill * size
+    half = size // 2
+    for first, second in (("\\boxed{", "}"), ("[", "]"), ("<answer>", "</answer>"), ("```\n", "```"), (" ", "```"), ("1", ".")):
+        found[f"{first!r} x n + {second!r} x n"] = first * (half // len(first)) + second * (half // len(second))
+    return found
+
+
+def main(size: int, cpu_s: int) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")  # programs of models warn of their syntax
+    hostile = texts(size)
+    for name, parser in PARSERS.items():
+        for what, text in hostile.items():
+            print(json.dumps([name, what]), flush=True)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + cpu_s + 1, resource.RLIM_INFINITY))
+            try:
+                parser(text)
+            except (ValueError, verdict.UnreadableVerdict, endpoint_wire.ApiError):
+                continue  # it said no, in time
+    print("done")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

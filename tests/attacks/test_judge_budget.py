@@ -1,0 +1,157 @@
+"""M5: `max_cost_usd` is a hard bound: for many users of one ledger, behind kill -9, and with `cache: off`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rft.engine.external import ExternalEngine
+from rft.errors import ConfigError
+from rft.reward import judge_metrics
+from rft.reward.judge_args import JudgeArgs
+from rft.reward.judge_cache import Cache
+from rft.reward.judge_client import JudgeClient
+from rft.reward.judge_costs import BudgetUsedUp, CostLedger
+from rft.reward.run_folder import run_folder
+from rft.testing.judge import FakeJudge, completion
+from rft.types.completion import Completion
+from rft.types.ports import GenerateRequest
+from rft.types.task import SamplingArgs
+from rft.types.throttled import RESENT
+
+ROOT = Path(__file__).parents[2]
+REQUEST = GenerateRequest(messages=({"role": "user", "content": "?"},), sampling=SamplingArgs(max_tokens=50), request_id="r")
+PRICES = {"price_per_1k_prompt_tokens": 1.0, "price_per_1k_completion_tokens": 1.0}
+
+
+def _start(folder: Path, cap: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.attacks.judge_child", str(folder / "costs.db"), str(folder / "bill"), str(cap)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _bill(folder: Path) -> float:
+    return sum(map(float, (folder / "bill").read_text().split()))
+
+
+def _attack(folder: Path, *, users: int, kills: int, cap: float, random_: random.Random) -> None:
+    """`users` processes at a time; `kills` of them die while they ask, each after some more calls, and are replaced."""
+    processes = [_start(folder, cap) for _ in range(users)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "asks\n"
+        for _ in range(kills):
+            victim = random_.choice(processes)
+            victim.send_signal(signal.SIGKILL)
+            victim.wait(60)
+            assert victim.stdout is not None
+            victim.stdout.close()
+            processes.remove(victim)
+            new = _start(folder, cap)
+            processes.append(new)
+            assert new.stdout is not None and new.stdout.readline() == "asks\n"
+            assert _bill(folder) <= cap
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "used up\n"
+            assert process.wait(120) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    with closing(CostLedger(folder / "costs.db")) as ledger:
+        assert _bill(folder) <= ledger.spent("judge") + 1e-6 <= cap + 2e-6
+    assert _bill(folder) > 0
+
+
+@pytest.fixture
+def seed() -> Iterator[random.Random]:
+    yield random.Random(5)
+
+
+def test_users_of_one_ledger_never_spend_more_than_it_allows(tmp_path: Path, seed: random.Random) -> None:
+    _attack(tmp_path, users=3, kills=2, cap=30.0, random_=seed)
+
+
+@pytest.mark.slow
+def test_sixteen_users_and_twenty_kills(tmp_path: Path, seed: random.Random) -> None:
+    _attack(tmp_path, users=16, kills=20, cap=400.0, random_=seed)
+
+
+class Expensive(FakeJudge):
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        await super().generate(request)
+        return [completion("fine")]
+
+
+async def _spend(model: FakeJudge, args: JudgeArgs) -> None:
+    client = JudgeClient(model, "judge", args)
+    try:
+        while True:
+            await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
+    finally:
+        await client.close()
+
+
+async def test_without_a_cache_a_restart_keeps_what_was_spent(tmp_path: Path) -> None:
+    run_folder.set(tmp_path)
+    model, args = Expensive(5), JudgeArgs(cache="off", max_cost_usd=1.0, max_tokens=50, **PRICES)
+    asked = []
+    for _ in range(3):
+        with pytest.raises(BudgetUsedUp):
+            await _spend(model, args)
+        asked.append(len(model.calls))
+    assert asked[0] > 0 and asked == [asked[0]] * 3
+    with closing(CostLedger(tmp_path / "judge_cache.db")) as ledger:
+        assert 0 < ledger.spent("judge") <= 1.0
+    assert stat.S_IMODE((tmp_path / "judge_cache.db").stat().st_mode) == 0o600
+
+
+async def test_what_is_sent_again_is_paid_again(tmp_path: Path) -> None:
+    """A connection that broke behind the request: the provider may have worked on it."""
+
+    class Breaks(FakeJudge):
+        async def generate(self, request: GenerateRequest) -> list[Completion]:
+            await super().generate(request)
+            await RESENT.get()()
+            return [completion("fine")]
+
+    args = JudgeArgs(cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1e6, max_tokens=50, **PRICES)
+    client = JudgeClient(Breaks(5), "judge", args)
+    await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
+    most = (1 + 2 * 64 + 50) / 1000
+    assert most < client.ledger.spent("judge") < 2 * most
+    await client.close()
+    assert "RESENT" in ExternalEngine._post.__code__.co_names
+
+
+def test_a_database_of_another_program_is_left_as_it_is(tmp_path: Path) -> None:
+    other = tmp_path / "mine.db"
+    with closing(sqlite3.connect(other)) as db:
+        db.execute("CREATE TABLE photos (x)")
+    before = other.read_bytes()
+    for use in (Cache, CostLedger):
+        with pytest.raises(ConfigError, match="table photos of another program"):
+            use(other)
+    assert other.read_bytes() == before
+
+
+def test_a_ledger_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "c.db")) as db:
+        db.execute("CREATE TABLE spent (model TEXT PRIMARY KEY, calls INTEGER NOT NULL, cost_usd REAL NOT NULL) WITHOUT ROWID")
+        db.execute("INSERT INTO spent VALUES ('judge', 7, 2.5)")
+        db.commit()
+    with closing(CostLedger(tmp_path / "c.db")) as ledger:
+        assert ledger.spent("judge") == 2.5
+        with pytest.raises(BudgetUsedUp, match=r"\$2\.5000 of max_cost_usd \$3"):
+            ledger.reserve("judge", 1.0, 3.0)

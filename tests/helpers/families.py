@@ -1,0 +1,142 @@
+"""Tiny random models of many families, to prove that the trainer computes each of them as transformers does.
+
+Each has two to four layers of every type that its family mixes; nothing is downloaded.  Knows transformers' configurations only.
+Invariant: the same family and seed write the same weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 128
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4}
+_MLA: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    **_EXPERTS,
+}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+_WINDOW: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {"logits_scaling": 8.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "glm4": {},
+    "smollm3": {},
+    "stablelm": {},
+    "nemotron": {},
+    "gemma": {},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
+    "seed_oss": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen3_moe": {**_EXPERTS, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "mistral": {"sliding_window": 6},
+    "ministral": _WINDOW,
+    "olmo3": _WINDOW,
+    "exaone4": _WINDOW,
+    "cohere": {},
+    "cohere2": _WINDOW,
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
+    "gpt_oss": {**_WINDOW, **_EXPERTS},
+    "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": _DELTA,
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-",
+        "num_hidden_layers": 3,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+    },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "olmo_hybrid": _DELTA,
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "block_size": 16},
+    "zamba2": {**_MAMBA, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
+    "llama4_text": {
+        "attention_chunk_size": 6,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+}
+
+
+def make(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a tiny model of the family `name` into `folder` and return it; `changes` replace entries of its configuration.
+
+    Weights are larger than a fresh model's, so that a wrong layer shows in the log-probs.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(name, **{**_SIZES, **FAMILIES[name], **changes})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,105 @@
+"""The judge: was anything lost, stored twice or trained twice?  Reads files only, the run's and what its processes were told.
+
+Rules: (1) what was acknowledged is stored, once, as it was; (2) no checkpoint was trained on a row twice, and its uses are those
+that its trainer was told; (3) acked = used + leased + available + explained, and every payload can be read; (4) a finished run used
+every row of the trained batches exactly once and has the weights of a run without faults.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from rft.buffer.audit import audit_run
+from rft.buffer.base import Audit
+from rft.buffer.derived_state import chain, counted_uses
+from rft.buffer.location import connect, find
+from rft.buffer.schema import experiences, groups, uses
+from rft.trainer import manifest as manifests
+from rft.types.ids import ExperienceId, Version
+from tests.helpers.lab.plan import Plan, weights_of
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """`problems` is empty when every rule holds."""
+
+    problems: list[str]
+    audit: Audit
+    acked: int = 0  # rows that explorers were told to be stored
+    lost: int = 0
+    twice: int = 0  # rows used twice in the ancestry of a checkpoint
+    step: int = 0  # of the newest checkpoint
+
+
+def told(plan: Plan) -> list[dict[str, Any]]:
+    """Every line of the event logs, by time."""
+    lines = [x for path in sorted(plan.events.glob("*.jsonl")) for x in path.read_bytes().splitlines()]
+    return sorted((msgspec.json.decode(x) for x in lines), key=lambda e: e["at"])
+
+
+def judge(plan: Plan, *, finished: bool = True, may_lose: bool = False) -> Verdict:
+    """`finished`: the run has reached its last step.  `may_lose`: a power loss with `process` durability may shorten the ledger."""
+    audit = audit_run(plan.run)
+    problems = [*audit.problems, *([] if audit.balanced else [f"the audit does not balance: {audit}"])]
+    verdict = Verdict(problems=problems, audit=audit)
+    engine = connect(find(plan.run), read_only=True)
+    try:
+        with engine.connect() as tx, tx.begin():
+            _acknowledged(tx, plan, verdict, may_lose)
+            for path in manifests.committed(plan.checkpoints):
+                found = manifests.read(path)
+                _trained(tx, plan, verdict, found.version)
+            _uses(tx, plan, verdict, may_lose)
+    finally:
+        engine.dispose()
+    newest = manifests.latest(plan.checkpoints)
+    verdict.step = newest.version.step if newest else 0
+    if finished:
+        if verdict.step != plan.steps:
+            problems.append(f"the newest checkpoint is of step {verdict.step}, not {plan.steps}")
+        elif newest is not None and (newest.folder / "trainer" / "weights").read_text() != weights_of(plan, plan.steps):
+            problems.append("the weights are not those of a run without faults")
+    return verdict
+
+
+def _acknowledged(tx: Connection, plan: Plan, verdict: Verdict, may_lose: bool) -> None:
+    stored = Counter(dict(tx.execute(select(groups.c.id, groups.c.num_rows)).all()))
+    rows = set(tx.scalars(select(experiences.c.id)))
+    acked = {r for e in told(plan) if e["event"] == "acked" for r in e["rows"]}
+    verdict.acked = len(acked)
+    verdict.lost = len(acked - rows)
+    if verdict.lost and not may_lose:
+        verdict.problems.append(f"{verdict.lost} acknowledged rows are not stored, e.g. {min(acked - rows)}")
+    if sum(stored.values()) != len(rows):
+        verdict.problems.append(f"{sum(stored.values())} rows were acknowledged by the groups' headers, {len(rows)} are stored")
+
+
+def _trained(tx: Connection, plan: Plan, verdict: Verdict, version: Version) -> None:
+    """What a checkpoint was trained on: by content, so that a row that was explored again counts as the same one."""
+    times = Counter(_content(u.experience) for u in tx.execute(counted_uses(chain(tx, version))))
+    twice = [x for x, n in times.items() if n > 1]
+    verdict.twice += len(twice)
+    if twice:
+        verdict.problems.append(f"checkpoint {version} was trained twice on {twice[0]} ({len(twice)} such rows)")
+    if (wanted := plan.trained(version.step)) != times.keys():
+        missing, more = sorted(wanted - times.keys()), sorted(times.keys() - wanted)
+        verdict.problems.append(f"checkpoint {version}: rows not trained {missing[:3]}, rows too many {more[:3]}")
+
+
+def _uses(tx: Connection, plan: Plan, verdict: Verdict, may_lose: bool) -> None:
+    """Each step that a trainer was told to be recorded has the uses of the rows it was given."""
+    for e in told(plan):
+        if e["event"] == "used":
+            found = set(tx.scalars(select(uses.c.experience).where(uses.c.lineage == e["lineage"], uses.c.step == e["step"])))
+            if found != set(e["rows"]) and not (may_lose and not found):
+                verdict.problems.append(
+                    f"step {e['lineage']}:{e['step']} has {len(found)} uses, its trainer was told {len(e['rows'])}"
+                )
+
+
+def _content(experience: str) -> tuple[int, int, int, int]:
+    id = ExperienceId.parse(experience)
+    return (id.explorer, id.batch, id.task, id.run)

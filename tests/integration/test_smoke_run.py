@@ -1,0 +1,81 @@
+"""One run with everything real, in the fast set: vLLM, Ray, two ranks; killed in the middle, and the same command goes on.
+
+The long forms of what is looked at here are test_main_job.py, test_run_kill.py and test_learner_ranks.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from rft.launch import leftovers
+from rft.monitor.read import read, series
+from rft.trainer import manifest as manifests
+from tests.helpers import runs
+
+pytestmark = pytest.mark.smoke
+STEPS = 3
+ENGINE = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+
+
+class Smoke(NamedTuple):
+    """What was seen of the run that was killed, and of the one that went on."""
+
+    folder: Path
+    parts: list[str]
+    listening: list[str]
+    killed: int
+    code: int
+    output: str
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
+    root = tmp_path_factory.mktemp("smoke")
+    before = leftovers.snapshot()
+    arguments = runs.arguments(
+        tiny_model,
+        root,
+        *runs.SMALL,
+        f"explorer.rollout_model.engine_type={ENGINE}",
+        "trainer.world_size=2",
+        "trainer.save_interval=1",
+        f"trainer.total_steps={STEPS}",
+    )
+    run = runs.Run(*arguments)
+    run.wait_for("step 2/")
+    state = runs.state(root)
+    family = [*runs.parts(state["run_id"]), psutil.Process(run.process.pid)]
+    listening = [c.laddr.ip for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    runs.kill(family)
+    killed = run.end()
+    again = runs.Run(*arguments)
+    code = again.end()
+    return Smoke(runs.folder(root), sorted(state["parts"]), listening, killed, code, again.output, leftovers.compare(before))
+
+
+def test_every_part_is_there_and_listens_on_loopback_alone(smoke: Smoke) -> None:
+    assert smoke.parts == ["buffer", "coordinator", "engine-0", "explorer", "trainer-0", "trainer-1"]
+    assert smoke.listening, "a live run has listeners; none seen means the scan looked at nothing"
+    assert {address.removeprefix("::ffff:") for address in smoke.listening} <= {"127.0.0.1", "::1"}
+
+
+def test_the_same_command_goes_on_after_kill_nine(smoke: Smoke) -> None:
+    assert smoke.killed != 0 and smoke.code == 0, smoke.output
+    ok, found = runs.audit(smoke.folder)
+    assert ok and found["balanced"] and found["used_twice"] == 0, found
+    assert found["used"] == STEPS * 4 * 4, found
+    manifests.read(smoke.folder / "checkpoints" / f"global_step_{STEPS}")  # raises where a file is not whole
+    assert smoke.left == []
+
+
+def test_every_version_is_proven(smoke: Smoke) -> None:
+    records = read(smoke.folder / "metrics.jsonl")
+    errors = series(records, "sync/canary_max_abs")
+    assert {step for step, _ in errors} == set(range(STEPS + 1)) and max(error for _, error in errors) <= 1e-4
+    assert {step for step, _ in series(records, "actor/lr")} == set(range(1, STEPS + 1))

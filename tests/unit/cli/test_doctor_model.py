@@ -1,0 +1,165 @@
+"""`rft doctor --model`: one model, every layout, and what is said of models that cannot be trained as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rft.cli import doctor_command, doctor_model
+from rft.errors import ConfigError, RftError, RunFailed, SetupError
+from rft.launch import model_check, model_engine
+from rft.launch.model_engine import ANSWERS, Sampled
+from rft.trainer import attention
+from rft.trainer.policy import Policy
+from tests.helpers import families
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
+SLOW = pytest.mark.slow
+Report = Callable[[Path], tuple[list[dict[str, Any]], RftError | None]]
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Report:
+    """The lines for a folder, and the error that ends the command; engines apart, which are processes."""
+    monkeypatch.setattr(doctor_model, "ENGINES", ())
+
+    def run(folder: Path) -> tuple[list[dict[str, Any]], RftError | None]:
+        error = None
+        try:
+            doctor_command.doctor(model=str(folder), device="cpu", as_json=True)
+        except RftError as e:
+            error = e
+        text = capsys.readouterr().out
+        return json.loads(text) if text else [], error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "exact"), [("gemma2", ("shared", "packed", "padded")), pytest.param("lfm2", ("padded",), marks=pytest.mark.slow)]
+)
+def test_every_layout_has_a_verdict(family: str, exact: tuple[str, ...], tmp_path: Path, report: Report) -> None:
+    lines, error = report(families.make(family, tmp_path / "model"))
+    assert error is None
+    assert [line["what"] for line in lines] == ["transformers, float64", "shared", "packed", "padded"]
+    for line in lines[1:]:
+        if line["what"] in exact:
+            assert line["verdict"] == "exact" and line["logprobs"] <= 1e-5 and line["gradient"] <= 1e-5
+        else:
+            assert line["verdict"] == "refused" and "carries state over row boundaries" in line["refused"]
+    assert [line["what"] for line in lines if line["auto"]] == [exact[0]]
+
+
+def test_what_is_not_exact_is_said_and_ends_with_4(tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is wrong while log-probs are right, which no proof at load can see."""
+    folder = families.make("llama", tmp_path / "model")
+    hidden = Policy.hidden
+    monkeypatch.setattr(Policy, "hidden", lambda self, batch: (h := hidden(self, batch)) + (h - h.detach()) * 0.01)
+    lines, error = report(folder)
+    assert isinstance(error, RunFailed) and error.exit_code == 4
+    assert {line["verdict"] for line in lines[1:]} == {"not exact"}
+    assert all(line["logprobs"] <= 1e-5 < line["gradient"] for line in lines[1:])
+
+
+def test_unknown_layers_are_named_with_the_way_out(tmp_path: Path, report: Report) -> None:
+    folder = families.make("llama", tmp_path / "model")
+    page = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**page, "block_types": ["quantum_attention"] * 2}))
+    lines, error = report(folder)
+    assert isinstance(error, ConfigError) and error.exit_code == 2
+    assert "layers of type quantum_attention" in str(error) and "Write padded" in str(error)
+    assert [line["verdict"] for line in lines] == ["exact", "refused", "refused", "exact"]
+
+
+def _lie(folder: Path, **entries: Any) -> Path:
+    page = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**page, **entries}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "entries"),
+    [("qwen3", {"head_dim": 16}), ("mixtral", {"num_local_experts": 8}), pytest.param("llama", {"num_hidden_layers": 3}, marks=SLOW)],
+)  # fmt: skip
+def test_a_configuration_that_lies_about_its_weights_is_refused(
+    family: str, entries: dict[str, Any], tmp_path: Path, report: Report
+) -> None:
+    lines, error = report(_lie(families.make(family, tmp_path / "model"), **entries))
+    assert isinstance(error, SetupError) and error.exit_code == 3 and not lines
+    assert str(tmp_path / "model") in str(error)
+
+
+def test_missing_experts_are_named(tmp_path: Path, report: Report) -> None:
+    folder = families.make("mixtral", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    gone = [name for name in weights if ".experts.3." in name]
+    assert gone
+    save_file({n: w for n, w in weights.items() if n not in gone}, folder / "model.safetensors", metadata={"format": "pt"})
+    _, error = report(folder)
+    assert isinstance(error, SetupError) and "experts" in str(error)
+
+
+def test_what_cannot_be_a_model_is_refused(tmp_path: Path, report: Report) -> None:
+    assert "does not exist" in str(report(tmp_path / "nowhere" / "at" / "all")[1])
+    folder = _lie(families.make("llama", tmp_path / "model"), model_type="unheard_of")
+    error = report(folder)[1]
+    assert isinstance(error, ConfigError) and "unheard_of" in str(error)
+
+
+def test_engines_are_compared_on_what_they_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of an engine's own tokens against plain rows; one that cannot load says why."""
+    import msgspec
+
+    folder = families.make("llama", tmp_path / "model")
+    right = model_check._plain(model_check.LearnerSettings(model_path=str(folder)))
+    prompt, tokens = [5, 6, 7], [8, 9]
+    with torch.no_grad():
+        logprobs = right(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
+    given = [float(logprobs[at - 1, token]) for at, token in ((3, 8), (4, 9))]
+
+    def answered(kind: str, device: str, model: Path, aside: Path, *, module: str) -> list[model_check.machine.Line]:
+        if kind == "vllm":
+            return [model_check.machine.Line(topic=kind, state="note", text="not installed")]
+        off = [0.0, 0.25] if kind == "wrong" else [0.0, 0.0]
+        answers = [Sampled(prompt=prompt, tokens=tokens, logprobs=[a + b for a, b in zip(given, off, strict=True)])]
+        (aside / f"{kind}.{ANSWERS}").write_bytes(msgspec.json.encode(answers))
+        return [model_check.machine.Line(topic=kind, state="ok", text="1 answer")]
+
+    monkeypatch.setattr(model_check.machine, "checked", answered)
+    found = model_check.compare(folder, "cpu", engines=("transformers", "vllm", "wrong"))
+    good, missing, wrong = found.lines[-3:]
+    assert good.verdict == "exact" and good.logprobs is not None and good.logprobs <= 1e-5
+    assert missing.verdict == "refused: not installed"
+    assert wrong.verdict == "NOT EXACT" and wrong.logprobs == pytest.approx(0.25, abs=1e-4) and not found.good
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    assert model_engine.main("transformers", "cpu", str(tmp_path), "0", "1", str(tmp_path)) == 1
+    assert "config.json" in (tmp_path / "transformers.jsonl").read_text()
+    assert model_engine.main("no_such_engine", "cpu", str(tmp_path), "0", "1", str(tmp_path)) == 0
+    assert "not installed" in (tmp_path / "no_such_engine.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["sft", "lora"])
+def test_the_other_objectives_of_the_table_are_exact_too(objective: Any, tmp_path: Path) -> None:
+    folder = families.make("mistral", tmp_path / "model")
+    found = model_check.compare(folder, "cpu", objectives=(objective,))
+    assert found.good and all(0 < line.gradients[objective] <= 1e-5 for line in found.lines[1:])
+
+
+@pytest.mark.slow
+def test_a_window_that_is_ignored_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_reach", lambda module, window: (None, None))
+    found = model_check.compare(families.make("mistral", tmp_path / "model"), "cpu")
+    verdicts = {line.what: line.verdict for line in found.lines}
+    assert (
+        verdicts["shared"].startswith("refused: shared rows of MistralForCausalLM are not exact")
+        and verdicts["padded"] == "exact"
+    )

@@ -1,0 +1,47 @@
+"""Ray waits a fixed 30 s for its own processes: a run on a busy machine starts it again instead of ending."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rft.errors import SetupError
+from rft.launch.cluster import Cluster
+
+LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
+    """What each coming start of Ray raises; those that are over are taken away."""
+    ray = pytest.importorskip("ray")
+    coming: list[BaseException | None] = []
+
+    def init(**_: Any) -> None:
+        if (error := coming.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    return coming
+
+
+def test_a_late_start_is_tried_again(starts, caplog):
+    starts += [Exception(LATE), Exception(LATE), None]
+    Cluster.connect(None).close()
+    assert starts == []
+    assert sum("starting it again" in record.message for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("errors", [[Exception(LATE)] * 3, [RuntimeError("no space")]], ids=["late", "other"])
+def test_what_does_not_help_is_a_setup_error(errors, starts):
+    starts += errors
+    with pytest.raises(SetupError, match="could not be started"):
+        Cluster.connect(None)
+    assert starts == []
+
+
+def test_an_error_nobody_knows_is_not_hidden(starts):
+    starts += [Exception("surprise")]
+    with pytest.raises(Exception, match="surprise"):
+        Cluster.connect(None)

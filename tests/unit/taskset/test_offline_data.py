@@ -1,0 +1,195 @@
+"""Chats, texts and pairs become exactly the tokens that are trained, or an error that names the row."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rft.errors import ConfigError
+from rft.taskset.offline_data import OfflineData, open_offline_data
+from rft.taskset.settings import FormatSettings, OfflineDataSettings, TasksetSettings
+from rft.types.experience import Demonstration, Preference
+
+# ChatML, as most models write it: a line break follows the end token and is never generated
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Templates that drop what an earlier answer said in <think>, as some do
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + (m['content'] if loop.last else m['content'].split('</think>')[-1]) }}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 3+3"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+@pytest.fixture
+def given(tmp_path: Path, tiny_model: Path) -> Any:
+    def make(rows: list[dict[str, Any]], kind: Any = "chats", form: dict[str, Any] | None = None, **more: Any) -> OfflineData:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        source = TasksetSettings(
+            name="mine",
+            path=str(file),
+            workflow="",
+            format=FormatSettings(**(form or {})),
+            selector=more.pop("selector", "sequential"),
+        )
+        return open_offline_data(
+            OfflineDataSettings(rows=source, kind=kind, model_path=str(tiny_model), **{"max_tokens": 200, **more})
+        )
+
+    return make
+
+
+def decoded(tiny_model: Path, tokens: np.ndarray) -> str:
+    from tokenizers import Tokenizer
+
+    return str(Tokenizer.from_file(str(tiny_model / "tokenizer.json")).decode(tokens.tolist(), skip_special_tokens=False))
+
+
+def spans(tiny_model: Path, d: Demonstration) -> list[str]:
+    """The trained stretches, as text."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], d.loss_mask.astype(int), [0]])))
+    return [decoded(tiny_model, d.tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def test_a_question_and_its_answer(given: Any, tiny_model: Path) -> None:
+    data = given([{"prompt": "qx7", "response": "7"}])
+    (d,) = data.records
+    assert isinstance(d, Demonstration) and spans(tiny_model, d) == ["7<|im_end|>"]
+    assert decoded(tiny_model, d.tokens) == "<|im_start|>uqx7<|im_end|><|im_start|>a7<|im_end|>"
+    assert (data.trained_tokens, data.lengths) == (2, [len(d.tokens)])
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_every_turn_or_the_last(given: Any, tiny_model: Path, template: str | None) -> None:
+    form = {"prompt_type": "messages", "messages_key": "messages"}
+    (last,) = given([{"messages": TALK}], form=form, chat_template=template).records
+    (every,) = given([{"messages": TALK}], form=form, chat_template=template, every_turn=True).records
+    assert spans(tiny_model, last) == ["6<|im_end|>"], "up to the end token, without the line break behind it"
+    assert spans(tiny_model, every) == ["4<|im_end|>", "6<|im_end|>"]
+    np.testing.assert_array_equal(last.tokens, every.tokens)
+    assert decoded(tiny_model, every.tokens).endswith("6<|im_end|>") and not every.loss_mask[0]
+
+
+def test_the_prompt_is_what_an_engine_would_read(given: Any, tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    form = {"prompt_type": "messages", "messages_key": "messages"}
+    (d,) = given([{"messages": TALK}], form=form).records
+    prompt = tokenizer.apply_chat_template(TALK[:-1], add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert d.tokens[: len(prompt)].tolist() == prompt and d.loss_mask.tolist().index(True) == len(prompt)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_every_turn(given: Any, tiny_model: Path) -> None:
+    talk = [*TALK[:2], {"role": "assistant", "content": "<think>two</think>4"}, *TALK[3:]]
+    form = {"prompt_type": "messages", "messages_key": "messages"}
+    (last,) = given([{"messages": talk}], form=form, chat_template=FORGETFUL).records
+    assert spans(tiny_model, last) == ["6<|im_end|>"]
+    with pytest.raises(
+        ConfigError, match=r"row 0 of .*message 4.*turns before it differently.*enable_concatenated_multi_turn: false"
+    ):
+        given([{"messages": talk}], form=form, chat_template=FORGETFUL, every_turn=True)
+
+
+def test_a_text_is_trained_wholly_and_ends(given: Any, tiny_model: Path) -> None:
+    (d,) = given([{"prompt": "hello"}], "texts").records
+    assert decoded(tiny_model, d.tokens) == "hello<|im_end|>" and d.loss_mask.tolist() == [False] + [True] * 5
+
+
+PAIR = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        (PAIR, {}),
+        ({**PAIR, "chosen": {"role": "assistant", "content": "yes"}}, {}),
+        ({**PAIR, "chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]}, {}),
+        ({**PAIR, "prompt": [{"role": "user", "content": "q"}]}, {"prompt_type": "messages", "messages_key": "prompt"}),
+    ],
+)
+def test_pairs_in_every_form(given: Any, tiny_model: Path, row: dict[str, Any], form: dict[str, Any]) -> None:
+    (p,) = given([row], "pairs", form).records
+    assert isinstance(p, Preference)
+    texts = [decoded(tiny_model, t) for t in (p.prompt, p.chosen, p.rejected)]
+    assert texts == ["<|im_start|>uq<|im_end|><|im_start|>a", "yes<|im_end|>", "no<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "form", "why"),
+    [
+        ([{"prompt": "q"}], "chats", {}, "row 0 of .* has no answer"),
+        ([{"messages": TALK[:2]}], "chats", {"prompt_type": "messages", "messages_key": "messages"}, "has no answer"),
+        (
+            [PAIR, {"prompt": "q", "chosen": "yes"}],
+            "pairs",
+            {},
+            "row 1 of .* has no column 'rejected'; its columns are chosen, prompt",
+        ),
+        ([{**PAIR, "rejected": "yes"}], "pairs", {}, "both answers are the same"),
+        ([{**PAIR, "chosen": 7}], "pairs", {}, "must be a text, or a chat"),
+        (
+            [{**PAIR, "chosen": [{"role": "user", "content": "other"}, {"role": "assistant", "content": "y"}]}],
+            "pairs",
+            {},
+            "not begin with",
+        ),
+        ([{"messages": TALK}], "pairs", {"prompt_type": "messages", "messages_key": "messages"}, "must not end with an answer"),
+        ([{"prompt": "q" * 300, "response": "a"}], "chats", {}, r"row 0 of .* has \d+ tokens, more than model.max_model_len 200"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(given: Any, rows: Any, kind: str, form: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        given(rows, kind, form)
+
+
+def test_long_rows_can_be_left_out(given: Any) -> None:
+    rows = [{"prompt": "q" * n, "response": "a"} for n in (3, 300, 5, 400)]
+    data = given(rows, filter_overlong=True)
+    assert (len(data), data.left_out) == (2, (1, 3)) and [r.id.task for r in data.records] == [0, 2]
+    with pytest.raises(ConfigError, match="no row has at most 200 tokens"):
+        given([rows[1]], filter_overlong=True)
+
+
+def test_the_order_is_a_function_of_the_step(given: Any) -> None:
+    rows = [{"prompt": f"q{i}", "response": "a"} for i in range(10)]
+    data = given(rows)
+    assert [data.batch(s, 4, 1) for s in (1, 2, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+    shuffled = given(rows, selector="shuffle")
+    taken = [i for s in range(1, 6) for i in shuffled.batch(s, 4, 1)]
+    assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(10)) and taken[:10] != taken[10:]
+    assert shuffled.batch(3, 4, 1) == taken[8:12] != given(rows, selector="shuffle").batch(3, 4, 2)
+    drawn = given(rows, selector="random")
+    assert all(len(set(drawn.batch(s, 10, 1))) == 10 for s in range(1, 4))
+    counts = Counter(i for s in range(1, 400) for i in drawn.batch(s, 4, 1))
+    assert max(counts.values()) < 1.5 * min(counts.values())
+
+
+def test_a_place_in_the_data_tells_rows_and_order_apart(given: Any) -> None:
+    rows = [{"prompt": f"q{i}", "response": "a"} for i in range(4)]
+    place = given(rows).place(3, 2, 1)
+    assert place == given(rows).place(3, 2, 1)
+    others = [
+        given(rows).place(4, 2, 1),
+        given(rows).place(3, 4, 1),
+        given(rows, selector="shuffle").place(3, 2, 1),
+        given(rows[::-1]).place(3, 2, 1),
+        given([*rows[:3], {"prompt": "q3", "response": "b"}]).place(3, 2, 1),
+        replace(given(rows), fingerprint="").place(3, 2, 1),
+    ]
+    assert len({place, *others}) == 7

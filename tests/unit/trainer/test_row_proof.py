@@ -1,0 +1,270 @@
+"""Every layout of rows gives what transformers gives for each row by itself, or the model is refused when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rft.errors import ConfigError, RunFailed, SetupError
+from rft.trainer import attention, layer_copy, row_proof
+from rft.trainer import policy as policies
+from rft.trainer.learner import Learner
+from rft.trainer.pack import TrainRow
+from rft.trainer.policy import Policy
+from rft.trainer.settings import CriticSettings, LearnerSettings
+from rft.types.row_layout import Choice, choose
+from tests.helpers import families
+
+Settings = Callable[..., LearnerSettings]
+MakeRow = Callable[..., TrainRow]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
+
+FAST = {
+    "lfm2": "padded",  # short convolutions
+    "qwen3_5_text": "padded",  # linear attention
+    "jamba": "padded",  # Mamba
+    "mistral": "shared",  # sliding windows
+    "gemma2": "shared",  # soft caps of scores and of logits
+    "gpt_oss": "shared",  # sinks, and no sdpa
+    "llama4_text": "shared",  # chunks
+    "granite": "shared",  # scaled logits
+    "deepseek_v3": "shared",  # values are narrower than keys
+    "seed_oss": "shared",  # dropout that is on by default, and no module
+    "stablelm": "padded",  # its layers are not told of the tree
+}
+
+
+@pytest.fixture
+def group_of_rows(make_row: MakeRow) -> list[TrainRow]:
+    """Three rows with one prompt and one without, all of other lengths."""
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(3, 120, 9).tolist()
+    made = [make_row(prompt, draw.integers(3, 120, n).tolist(), group="0") for n in (5, 8, 3)]
+    return [*made, make_row(draw.integers(3, 120, 4).tolist(), draw.integers(3, 120, 16).tolist(), group="1", temperature=0.9)]
+
+
+def apart(learner: Learner, rows: list[TrainRow]) -> float:
+    """How far the learner's log-probs are from those of transformers, row by row, in nats."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(learner.settings.model_path, dtype=torch.float32).eval()
+    worst = 0.0
+    with torch.no_grad():
+        for row, mine in zip(rows, learner.score([rows])[0], strict=True):
+            ids = torch.from_numpy(row.tokens)[None].long()
+            at = torch.from_numpy(row.loss_mask.nonzero()[0])
+            temperature = float(np.asarray(row.temperatures).flat[0])
+            logp = (plain(input_ids=ids, use_cache=False).logits[0, at - 1] / temperature).log_softmax(-1)
+            worst = max(worst, float(np.abs(mine["old"] - logp.gather(1, ids[0, at, None])[:, 0].numpy()).max()))
+    return worst
+
+
+@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in families.FAMILIES])
+def test_a_family_is_exact(family: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow]) -> None:
+    folder = families.make(family, tmp_path / family)
+    learner = Learner(settings(model_path=str(folder)))
+    assert apart(learner, group_of_rows) <= 1e-5
+    assert learner.settings.row_layout == FAST.get(family, learner.settings.row_layout)
+    padded = Learner(settings(model_path=str(folder), row_layout="padded"))
+    assert apart(padded, group_of_rows) <= 1e-5
+
+
+def test_packed_rows_share_nothing(settings: Settings, group_of_rows: list[TrainRow]) -> None:
+    packed, shared = Learner(settings(row_layout="packed")), Learner(settings())
+    assert shared.settings.row_layout == "shared"
+    assert packed._micro_batch(group_of_rows).computed == sum(len(r.inputs) for r in group_of_rows)
+    assert shared._micro_batch(group_of_rows).computed < packed._micro_batch(group_of_rows).computed
+    assert apart(packed, group_of_rows) <= 1e-5
+
+
+def _believe(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model is, its configuration seems to allow `layout`."""
+    monkeypatch.setattr(
+        row_proof, "choose", lambda config, asked, device: Choice(layout if asked == "auto" else asked, "no reason")
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed"])
+def test_a_layout_that_is_not_exact_is_left(
+    layout: str, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    folder = str(families.make("lfm2", tmp_path / "model"))
+    _believe(layout, monkeypatch)
+    learner = Learner(settings(model_path=folder))
+    assert learner.settings.row_layout == "padded"
+    assert f"{layout} rows are not used, and rows are p" in caplog.text
+    assert "packed rows are not used, and rows are padded: the largest difference" in caplog.text
+    assert apart(learner, group_of_rows) <= 1e-5
+    with pytest.raises(ConfigError, match=rf"trainer.row_layout: {layout} rows of \w+ are not exact.*Write auto or padded"):
+        Learner(settings(model_path=folder, row_layout=layout))
+
+
+def test_a_model_that_does_not_know_the_layout_is_padded(
+    tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(families.make("stablelm", tmp_path / "model"))
+    assert apart(Learner(settings(model_path=folder)), group_of_rows) <= 1e-5
+    assert "is not told where rows begin" in caplog.text
+    with pytest.raises(ConfigError, match=r"trainer.row_layout: shared rows of \w+ cannot be computed"):
+        Learner(settings(model_path=folder, row_layout="shared"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (
+            "gptj",
+            {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 256},
+        ),  # attention that cannot be exchanged
+        ("doge", {}),  # attention with a mask that it learns, and that is 0 at first
+    ],
+)
+def test_attention_of_ones_own_is_padded(
+    family: str, changes: dict[str, Any], tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(families.FAMILIES, family, changes)
+    folder = str(families.make(family, tmp_path / "model"))
+    learner = Learner(settings(model_path=folder))
+    assert learner.settings.row_layout == "padded"
+    assert apart(learner, group_of_rows) <= 1e-5
+    with pytest.raises(ConfigError, match=r"trainer.row_layout: .*Write auto or padded"):
+        Learner(settings(model_path=folder, row_layout="shared"))
+
+
+def test_a_model_that_is_never_exact_is_refused(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = Policy.numbers
+    monkeypatch.setattr(Policy, "numbers", lambda self, batch: numbers(self, batch) + 1e-3)
+    with pytest.raises(SetupError, match=r"padded rows of \w+ are not exact: the largest difference .* cannot train this model"):
+        Learner(settings())
+
+
+def test_a_noisy_model_does_not_hide_a_wrong_layout(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Above 1e-5 the noise of float32 allows a difference only where float64 shows that the layout is exact."""
+    _believe("shared", monkeypatch)
+    monkeypatch.setattr(row_proof, "_MULTIPLE", 1e9)
+    monkeypatch.setitem(row_proof._CEILING, "float32", 1e9)
+    folder = str(families.make("lfm2", tmp_path / "model"))
+    with pytest.raises(
+        ConfigError, match=r"shared rows of \w+ are not exact.*the first layers in float64 are \d.\de[+-]00 apart"
+    ):
+        Learner(settings(model_path=folder, row_layout="shared"))
+    numbers = Policy.numbers
+    monkeypatch.setattr(Policy, "numbers", lambda self, batch: numbers(self, batch) + (1e-4 if type(self) is Policy else 0.0))
+    assert Learner(settings()).settings.row_layout == "shared"  # as far apart, and exact in float64
+
+
+def test_bfloat16_does_not_hide_a_wrong_layout(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _believe("shared", monkeypatch)
+    hybrid = settings(model_path=str(families.make("lfm2", tmp_path / "model")), dtype="bfloat16", row_layout="shared")
+    monkeypatch.setattr(row_proof.layer_copy, "free_bytes", lambda device: 0)
+    small = Learner(hybrid)  # there is no room for the copy, and the noise is larger than what is wrong
+    small.close()
+    assert "the layout was not computed in float64 (MemoryError: a copy of its first layers in float64 needs" in caplog.text
+    monkeypatch.undo()
+    _believe("shared", monkeypatch)
+    with pytest.raises(ConfigError, match=r"are not exact: the mean difference .* the first layers in float64"):
+        Learner(hybrid)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("family", "layers"), [("lfm2", 2), ("llama", 1), ("jamba", 2), ("deepseek_v3", 2), ("gemma2", 2)])
+def test_the_copy_has_one_layer_of_every_kind(family: str, layers: int, tmp_path: Path, settings: Settings) -> None:
+    folder = families.make(family, tmp_path / "model")
+    state = torch.get_rng_state()
+    copied = layer_copy.make(settings(model_path=str(folder), row_layout="padded"))
+    assert len(policies.layers(copied.lm)) == layers
+    assert torch.equal(state, torch.get_rng_state())
+    assert row_proof.copy_apart(settings(model_path=str(folder), row_layout="padded")) < 1e-12
+
+
+def test_the_critic_is_proven_too(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rft.trainer.settings import AlgorithmSettings
+
+    ppo = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo")
+    assert Learner(settings(algorithm=ppo)).settings.critic.row_layout == "shared"
+    hybrid = str(families.make("lfm2", tmp_path / "model"))
+    _believe("shared", monkeypatch)
+    learner = Learner(settings(algorithm=ppo, critic=CriticSettings(model_path=hybrid)))
+    assert learner.settings.row_layout == "shared" and learner.settings.critic.row_layout == "padded"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_is_without_dropout(
+    checkpointing: bool, tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], make_batch: Any
+) -> None:
+    """Dropout that modules keep as a number, and use as a function, is off in training, with checkpointing too."""
+    folder = str(families.make("starcoder2", tmp_path / "model"))
+    made = settings(model_path=folder, gradient_checkpointing=checkpointing)
+    norms = {Learner(made).step(make_batch(group_of_rows, made)).grad_norm for _ in range(2)}
+    assert len(norms) == 1
+    torch.manual_seed(1)
+    learner = Learner(made)
+    first, second = (learner.score([group_of_rows])[0] for _ in range(2))
+    assert all(np.array_equal(a["old"], b["old"]) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("family", ["mistral", "llama4_text"])
+def test_a_window_longer_than_the_compared_rows_is_proven_too(
+    family: str, tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(families.make(family, tmp_path / "model", sliding_window=4096, attention_chunk_size=4096))
+    learner = Learner(settings(model_path=folder))
+    assert learner.settings.row_layout == "shared"
+    config = learner.policy.lm.config
+    assert 4096 in (getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None))
+    monkeypatch.setattr(attention, "_reach", lambda module, window: (None, None))
+    assert Learner(settings(model_path=folder)).settings.row_layout == "padded"
+
+
+def test_layers_with_state_are_told_where_packed_rows_end(
+    tmp_path: Path, settings: Settings, group_of_rows: list[TrainRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where kernels reset a convolution by `seq_idx`; here one in plain torch stands in."""
+    from transformers.models.lfm2 import modeling_lfm2
+
+    folder = str(families.make("lfm2", tmp_path / "model"))
+    monkeypatch.setattr(row_proof, "choose", lambda config, asked, device: choose(config, asked, device="cuda"))
+    without = Learner(settings(model_path=folder))
+    assert without.settings.row_layout == "padded"
+
+    class Resetting:
+        def __init__(self, plain: Any) -> None:
+            self.plain = plain
+
+        def __call__(self, x: torch.Tensor, *given: Any, seq_idx: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
+            if seq_idx is None:
+                return self.plain(x, *given, **more)
+            rows = x.split(seq_idx[0].bincount().tolist(), dim=-1)
+            return torch.cat([self.plain(row, *given, **more) for row in rows], -1)
+
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", Resetting(modeling_lfm2.causal_conv1d_fn))
+    learner = Learner(settings(model_path=folder))
+    assert learner.settings.row_layout == "packed"
+    assert apart(learner, group_of_rows) <= 1e-5
+
+
+def test_the_first_batch_is_compared(settings: Settings, group_of_rows: list[TrainRow], caplog: pytest.LogCaptureFixture) -> None:
+    learner = Learner(settings())
+    with caplog.at_level("INFO"):
+        learner.check_rows(group_of_rows)
+    assert "first batch: 4 of its rows are what transformers computes: the largest difference" in caplog.text
+    norm = learner.policy.lm.model.layers[0].input_layernorm
+    norm.forward = lambda x: x * norm.weight  # wrong in training's layout and in plain rows alike: not what this check is for
+    learner.check_rows(group_of_rows)
+    forward = learner.policy.forward
+    learner.policy.forward = lambda *a, **k: tuple(None if x is None else x + 2e-3 for x in forward(*a, **k))  # type: ignore[method-assign]
+    with pytest.raises(RunFailed, match="the first batch, as shared rows of LlamaForCausalLM, is not what transformers computes"):
+        learner.check_rows(group_of_rows)
