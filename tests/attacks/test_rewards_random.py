@@ -172,18 +172,3 @@ async def test_a_box_that_contradicts_itself_is_wrong(box: str) -> None:
 )
 async def test_a_right_box_stays_right(box: str) -> None:
     assert (await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))).value == 1.0
-
-
-async def test_known_forms_of_code_are_not_run_by_reasoning_gym() -> None:
-    fn = build("reasoning_gym", {"timeout_s": 60})
-    of = _row(task(INTEGRAL["answer"]), INTEGRAL)
-    assert (await score(fn, of, said("<answer>x**3/3 + 31*x**2/2 + C</answer>"))).value == 1.0
-    for code in (
-        "__import__('os').kill(__import__('os').getppid(), 9)",
-        "(lambda: 1)()",
-        "x.__class__",
-        "Symbol('x').func",
-        "[x for x in (1,)]",
-    ):
-        assert (await score(fn, of, said(f"<answer>{code}</answer>"))).value == 0.0
-    job_pool.close_all()
