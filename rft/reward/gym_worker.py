@@ -18,13 +18,9 @@ from functools import cache
 from typing import Any
 
 from rft.sandbox import kernel, seccomp
-from rft.worker.process import Codec, serve
+from rft.worker.process import LITERALS, serve
 
 MEMORY_MB = 1024  # beyond what its imports take
-LITERALS = Codec(
-    lambda value: repr(value).encode("utf-8", "surrogatepass"),
-    lambda data: ast.literal_eval(data.decode("utf-8", "surrogatepass")),
-)
 FUNCTIONS = frozenset(  # not Integral: the question, repeated, is no answer
     "Abs abs acos acosh acot acoth acsc asec asin asinh atan atan2 atanh cos cosh cot coth csc csch erf exp ln log sec sech sign sin sinh "
     "sqrt tan tanh".split()

@@ -12,6 +12,7 @@ from rft.plugins import load_all
 from rft.reward.base import score
 from rft.reward.build_reward import build
 from rft.reward.reasoning_gym import POOL
+from rft.taskset.gym_rows import plain
 from tests.helpers.answers import make_transcript, task
 
 ITEMS, SEED = 3, 5
@@ -33,7 +34,7 @@ async def assert_scored_as_its_own(data: Any, rows: list[dict[str, Any]]) -> Non
             gold = "no"
         if "Integral(" in gold:  # SymPy did not solve it
             continue
-        of = msgspec.structs.replace(task(gold), row=row)
+        of = msgspec.structs.replace(task(gold), row=plain(row))
         for said in (gold, f"<think>x</think><answer>{gold}</answer>"):
             assert (await score(fn, of, make_transcript(said))).value == float(data.score_answer(gold.strip(), row)), (row, said)
         assert row["answer"] is None or float(data.score_answer(gold, row)) == float(data.score_answer(gold.strip(), row))
