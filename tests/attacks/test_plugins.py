@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from rft import Judge, Scale
 from rft.algorithm.composition import _bind
 from rft.blocked import held_up_by, is_ours, name_what_blocks
 from rft.errors import PluginStopped
-from rft.plugins import REGISTRY, unmarked
+from rft.plugins import REGISTRY, load_all, unmarked
 from rft.reward.base import FunctionReward, Reward, score, score_group
 from rft.reward.build_reward import of
+from rft.reward.functions import adapt
+from rft.reward.manager import ManagerArgs
+from rft.testing.judge import FakeJudge
+from rft.testing.scripted import ScriptedEngine
 from rft.threads import contained, in_thread, within
 from rft.types.completion import Transcript
 from rft.types.task import Task
+from rft.workflow.agent import AgentWorkflow
+from rft.workflow.base import RunContext
+from rft.workflow.recipes import Recipes
+from rft.workflow.tools import FunctionTool, Toolbox, ToolCall
 from tests.helpers.answers import make_transcript as said
 from tests.helpers.answers import task
 
@@ -77,7 +89,7 @@ async def test_m3_a_reward_never_ends_the_loop(how: str, kind: str) -> None:
             return ends()
 
     if kind == "async" and how == "StopIteration":
-        says = "StopIteration"
+        says = "StopIteration"  # Python itself made something else of it
     with pytest.raises(RuntimeError, match=says):
         if kind == "group":
             await score_group(Whole(), task("4"), [said("4")])
@@ -91,15 +103,99 @@ async def test_m3_code_in_threads_and_parts_of_algorithms(how: str, monkeypatch:
     ends, says = ENDS[how]
     with pytest.raises(PluginStopped, match=f"the tool {says}"):
         await in_thread(ends, "the tool")
+    with pytest.raises(PluginStopped, match=f"it {says}"), contained("it"):
+        ends()
     if how != "StopIteration":
-        with pytest.raises(PluginStopped, match=says), contained("it"):
-            ends()
         monkeypatch.setattr("rft.algorithm.composition.check_args", lambda *_: None)
         monkeypatch.setattr(REGISTRY, "get", lambda kind, name: unmarked(kind, name, ends))
         with pytest.raises(PluginStopped, match=f"advantage_fn mine {says}"):
             _bind("advantage_fn", "mine", {})(1)
         with pytest.raises(PluginStopped, match="reward made"):
             of(unmarked("reward", "made", type("Made", (Reward,), {"__init__": lambda self: ends(), "__call__": ends})), {})
+
+
+async def _in_a_reward_with_a_deadline(ends: Any) -> None:
+    async def waits(*_: Any) -> float:
+        return float(ends())
+
+    await score(waits, task("4"), said("4"), timeout_s=30)
+
+
+async def _in_compute_score_with_a_deadline(ends: Any) -> None:
+    async def compute_score(solution_str: str, ground_truth: str) -> float:
+        return float(ends())
+
+    made = adapt(compute_score, {}, ManagerArgs(reward_timeout_s=30), name="mine", key="reward")
+    await score(made, task("4"), said("4"))
+
+
+async def _in_prepare(ends: Any) -> None:
+    class Prepares(Reward):
+        async def prepare(self, models: Any) -> None:
+            ends()
+
+        def __call__(self, task: Task, transcript: Any) -> float:
+            return 0.0
+
+    load_all()
+    recipes = Recipes()
+    made = msgspec.structs.replace(task("4"), workflow="simple_workflow")
+    await recipes._prepare(dataclasses.replace(recipes.of(made), reward=Prepares()))
+
+
+async def _in_an_agent(ends: Any) -> None:
+    class Agent(AgentWorkflow):
+        async def agent(self, task: Task, base_url: str, api_key: str) -> float:
+            return float(ends())
+
+    await Agent().run(task("4"), RunContext(ScriptedEngine("a"), task("4"), run=0, request_id="r"))
+
+
+async def _in_a_judge(ends: Any) -> None:
+    class Reads(Judge):
+        scale = Scale(1, 5)
+
+        def prompt(self, case: Any, delimit: Any) -> str:
+            return f"{delimit('answer', case.answer)}{delimit.ask(score=self.scale)}"
+
+        def read(self, reply: str, delimit: Any) -> Any:
+            return ends()
+
+    judge = Reads()
+    await judge.prepare({"judge": FakeJudge(4)})
+    try:
+        await score(judge, task("4"), said("4"))
+    finally:
+        await judge.close()
+
+
+@pytest.mark.parametrize("how", [how for how in ENDS if how != "StopIteration"])  # which Python changes in a coroutine
+@pytest.mark.parametrize(
+    "where", [_in_a_reward_with_a_deadline, _in_compute_score_with_a_deadline, _in_prepare, _in_an_agent, _in_a_judge]
+)
+async def test_m3_code_in_tasks_of_their_own_never_ends_the_loop(how: str, where: Any) -> None:
+    """asyncio lets SystemExit and KeyboardInterrupt of a task out of the loop, past whoever waits for it."""
+    ends, says = ENDS[how]
+    with pytest.raises(PluginStopped, match=says):
+        await where(ends)
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_m3_a_tool_that_ends_is_an_error_that_the_model_is_told(how: str, asynchronous: bool) -> None:
+    """Calls of one answer are tasks of their own: what ended one of them ended the loop."""
+    ends, says = ENDS[how]
+
+    def plain() -> str:
+        return str(ends())
+
+    async def waits() -> str:
+        await asyncio.sleep(0)
+        return str(ends())
+
+    box = Toolbox([FunctionTool(waits if asynchronous else plain, name="it")])
+    (result,) = await box.run([ToolCall("it", {})])
+    assert result.error and re.search("StopIteration" if how == "StopIteration" else f"tool it {says}", result.text)
 
 
 async def test_m3_cancelling_stays_cancelling() -> None:
