@@ -140,9 +140,10 @@ def test_a_database_of_another_program_is_left_as_it_is(tmp_path: Path) -> None:
     with closing(sqlite3.connect(other)) as db:
         db.execute("CREATE TABLE photos (x)")
     before = other.read_bytes()
-    for use in (Cache, CostLedger):
-        with pytest.raises(ConfigError, match="table photos of another program"):
+    for use, key in ((Cache, "cache"), (CostLedger, "cost_ledger")):
+        with pytest.raises(ConfigError, match="table photos of another program") as refused:
             use(other)
+        assert refused.value.key == f"reward_fn_args.{key}"
     assert other.read_bytes() == before
 
 
