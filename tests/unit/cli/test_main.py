@@ -110,6 +110,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     assert "Traceback" not in following.communicate()[1]
 
 
+@pytest.mark.e2e
 def test_plugins() -> None:
     rows = json.loads(rft("plugins", "reward", "--json").stdout)
     assert {"math_reward", "exact_answer"} <= {r["name"] for r in rows}
@@ -117,6 +118,7 @@ def test_plugins() -> None:
     assert rft("plugins", "rewards").returncode == 2
 
 
+@pytest.mark.e2e
 def test_plugins_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         'from rft.reward.base import reward\n\n@reward("mine")\ndef mine(task, transcript):\n    """Says one."""\n    return 1.0\n'
@@ -128,6 +130,7 @@ def test_plugins_of_ones_own(tmp_path: Path) -> None:
     assert said_again.returncode == 2 and "ValueError: at import" in said_again.stderr
 
 
+@pytest.mark.e2e
 def test_doctor() -> None:
     said = rft("doctor", "--json")
     found = {f["topic"]: f for f in json.loads(said.stdout)}
