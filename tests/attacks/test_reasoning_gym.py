@@ -17,6 +17,7 @@ from tests.attacks.table import attack
 from tests.helpers.answers import make_transcript as said
 from tests.helpers.answers import task
 
+pytestmark = pytest.mark.e2e  # seconds: the worker imports SymPy
 EVALUATING = (
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",

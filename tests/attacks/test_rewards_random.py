@@ -121,11 +121,13 @@ async def _attack(
     assert not living
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", TEXT)
 async def test_random_texts(name: str) -> None:
     await _attack(name, *TEXT[name], texts(7, 40))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", CODE)
 async def test_random_programs(name: str) -> None:
     await _attack(name, *CODE[name], programs(7, 8))
