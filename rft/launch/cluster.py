@@ -46,6 +46,7 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
+_RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
 
@@ -83,7 +84,7 @@ class Cluster:
                 ) from e
             return cls(None)
         folder = Path(tempfile.mkdtemp(prefix="rft-"))
-        if len(str(folder)) > _SOCKET_PATH_LIMIT:
+        if len(str(folder / _RAYS)) > _SOCKET_PATH_LIMIT:
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="rft-", dir="/tmp"))
         cluster = cls(folder)
@@ -105,7 +106,7 @@ class Cluster:
                     ray.init(
                         **resources,
                         include_dashboard=False,
-                        _temp_dir=str(self._folder),
+                        _temp_dir=str(self._folder / _RAYS),
                         _node_ip_address="127.0.0.1",
                         object_store_memory=_OBJECT_STORE_BYTES,
                         log_to_driver=False,
