@@ -102,18 +102,20 @@ async def _attack(
     await fn.prepare({})
     await score(fn, of, said(f"Answer: \\boxed{{1}} for {name}"))  # starts what is started once
     before, children = me.memory_info().rss, {p.pid for p in me.children(recursive=True)}
-    slowest = 0.0
+    slowest, late = 0.0, 0
     for answer in answers:
         began, STARTING[:] = time.monotonic(), []
         try:
             given = await score(fn, of, said(answer))
         except TimeoutError:
-            given = None  # unscored, in time
+            given, late = None, late + 1  # unscored, in time
         slowest = max(slowest, time.monotonic() - began - sum(STARTING))
         assert given is None or given.value is None or given.value < least, f"{name} gives {given} for {answer[:500]!r}"
     if timed:
         assert slowest <= (TIMEOUT_S + 1) * (2 if "code" in name else 1), f"{name}: {slowest:.1f} s"
-    assert me.memory_info().rss - before < GROWTH
+    grown = me.memory_info().rss - before
+    print(f"{name}: slowest {slowest:.1f} s, {late} ended at the deadline of {TIMEOUT_S:g} s, grew by {grown >> 20} MB")
+    assert grown < GROWTH
     await fn.close()
     job_pool.close_all()
     left = [p for p in me.children(recursive=True) if p.pid not in children]
