@@ -89,13 +89,13 @@ class Cluster:
             folder = Path(tempfile.mkdtemp(prefix="rft-", dir="/tmp"))
         cluster = cls(folder)
         try:
-            cluster._start(num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
+            cluster._start(folder / _RAYS, num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
         except BaseException:
             cluster.close()
             raise
         return cluster
 
-    def _start(self, **resources: int | None) -> None:
+    def _start(self, folder: Path, **resources: int | None) -> None:
         """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three attempts."""
         import ray
 
@@ -106,7 +106,7 @@ class Cluster:
                     ray.init(
                         **resources,
                         include_dashboard=False,
-                        _temp_dir=str(self._folder / _RAYS),
+                        _temp_dir=str(folder),
                         _node_ip_address="127.0.0.1",
                         object_store_memory=_OBJECT_STORE_BYTES,
                         log_to_driver=False,

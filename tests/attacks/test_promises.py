@@ -60,6 +60,7 @@ def test_long_numbers(server: ForkServer, digits: int, right: bool) -> None:
     assert "numbers of up to 4,300 digits" in doc("code")
 
 
+@attack("–", "code.md: how many programs run at a time", "as it says")
 def test_as_many_programs_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "as the machine has cores, 2 to 16" in doc("code")
     for cores, size in ((1, 2), (7, 7), (64, 16)):
@@ -69,6 +70,7 @@ def test_as_many_programs_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         made.close()
 
 
+@attack("–", "judge.md, code.md: defaults", "as they say")
 @pytest.mark.parametrize(("of", "page"), [(JudgeArgs, "judge"), (CodeArgs, "code")], ids=["judge.md", "code.md"])
 def test_arguments_that_the_pages_name_have_the_defaults_that_they_say(of: Any, page: str) -> None:
     text, fields = doc(page), of.model_fields
@@ -82,6 +84,7 @@ def test_arguments_that_the_pages_name_have_the_defaults_that_they_say(of: Any, 
         assert f"`{name}` {value}" in text and fields[name].default == float(value.strip("()")), name
 
 
+@attack("–", "judge.md: random bits of marks and keys, number of probes", "as it says")
 def test_marks_and_probes_of_judges() -> None:
     text = doc("judge")
     one, other = PromptDelimiters(), PromptDelimiters()
@@ -94,6 +97,7 @@ def test_marks_and_probes_of_judges() -> None:
     assert f"a retry has temperature {AGAIN_TEMPERATURE:g} at least" in text
 
 
+@attack("–", "agent.md: bounds of a request", "as it says")
 def test_bounds_of_requests() -> None:
     text = doc("agent")
     bounds = (endpoint_wire.MAX_BYTES, endpoint_wire.MAX_VALUES, endpoint_wire.MAX_DEPTH, endpoint.HEAD_S, endpoint.BODY_S)

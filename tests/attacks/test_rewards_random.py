@@ -17,6 +17,7 @@ from rft.types.task import Task
 from rft.worker import job_pool
 from rft.worker.process import WorkerProcess
 from tests.attacks.hostile_answers import TRUTH, programs, texts
+from tests.attacks.table import attack
 from tests.helpers.answers import make_transcript as said
 from tests.helpers.answers import task
 
@@ -123,24 +124,28 @@ async def _attack(
     assert not living
 
 
+@attack("–", "40 random hostile texts to each reward that parses text", "none passes")
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", TEXT)
 async def test_random_texts(name: str) -> None:
     await _attack(name, *TEXT[name], texts(7, 40))
 
 
+@attack("–", "8 random hostile programs to each reward that runs code", "none passes")
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", CODE)
 async def test_random_programs(name: str) -> None:
     await _attack(name, *CODE[name], programs(7, 8))
 
 
+@attack("–", "500 of them", "none passes, each is over in time, nothing is left")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEXT)
 async def test_five_hundred_random_texts(name: str) -> None:
     await _attack(name, *TEXT[name], texts(11, 500), timed=True)
 
 
+@attack("–", "500 of them", "none passes, each is over in time, nothing is left")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*CODE, "piped"])
 async def test_five_hundred_random_programs(kind: str) -> None:
@@ -148,6 +153,7 @@ async def test_five_hundred_random_programs(kind: str) -> None:
     await _attack(name, *parts, programs(13, 500), timed=True)
 
 
+@attack("L", "a box with an equation that does not hold, or with several numbers", "wrong")
 @pytest.mark.parametrize(
     "box",
     [
@@ -163,6 +169,7 @@ async def test_a_box_that_contradicts_itself_is_wrong(box: str) -> None:
     assert (await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))).value == 0.0
 
 
+@attack("–", "right boxes with units and equations that hold", "right")
 @pytest.mark.parametrize(
     "box",
     [
