@@ -7,7 +7,6 @@ stage; the stages run in folders below it.  Invariant: a stage begins with what 
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from rft.launch.rundir import RunDir, write_json
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
-log = logging.getLogger(__name__)
 RECORD = "stages.json"
 _LENGTHS = {"buffer.total_epochs", "buffer.total_steps", "trainer.total_steps"}
 RunStage = Callable[[RunConfig, Plan], Outcome]

@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import logging
 import math
-import os
 import queue
 import re
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from rft.disk import full, is_full, write_whole
+from rft.disk import drop_cut_line, full, is_full, write_whole
 from rft.errors import ConfigError, DeadlineExceeded, RunFailed, SetupError
 from rft.logs import redact
 from rft.monitor.base import Row, Tracker
@@ -48,8 +47,9 @@ class Monitor:
         self._folder, self._dump_dir, self._num_samples = settings.folder, settings.dump_dir, settings.num_samples
         self._path = settings.folder / FILE
         self._folder.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(self._path)
-        self._file = self._path.open("ab")
+        self._file = self._path.open("a+b")
+        if cut := drop_cut_line(self._file):
+            log.warning("%s ended in a line cut by a crash; its %d bytes are removed", self._path, cut)
         self._lock = threading.Lock()  # failures are reported from the trackers' threads
         self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
         makers = {
@@ -211,24 +211,6 @@ def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -
 def _write_rows(path: Path, rows: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-
-
-def _drop_cut_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        keep, block = size, b""
-        while keep > 0 and b"\n" not in block:
-            start = max(0, keep - 65536)
-            file.seek(start)
-            block = file.read(keep - start)
-            keep = start + block.rfind(b"\n") + 1
-            if b"\n" not in block:
-                keep = start
-        if keep < size:
-            log.warning("%s ended in a line cut by a crash; its %d bytes are removed", path, size - keep)
-            file.truncate(keep)
 
 
 def _redacted(value: Any) -> Any:
