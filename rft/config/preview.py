@@ -17,13 +17,12 @@ from rft.config.context import Problems
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.errors import ConfigError, PluginError
+from rft.explorer.stored import transcript
 from rft.reward.base import THE_TRUTH, Reward, score_each
 from rft.reward.data_sources import REWARDS
 from rft.taskset.base import Taskset
 from rft.taskset.open_source import open_taskset
 from rft.taskset.task_pipeline import PreparedRows, prepare
-from rft.types.completion import Completion, Transcript, Turn, VersionSpan
-from rft.types.ids import Version
 from rft.types.task import Task
 from rft.workflow.recipes import Recipes, refuse_group_reward, refuse_unused_reward
 
@@ -250,27 +249,13 @@ def _gold_text(truth: Any) -> str:
 
 async def _scores(task: Task, reward: Reward, answers: list[str]) -> list[float]:
     async def one(text: str) -> float:
-        (result,) = await asyncio.wait_for(score_each(reward, task, [_said(task, text)]), REWARD_TIMEOUT_S)
+        (result,) = await asyncio.wait_for(score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S)
         return result.value if result.value is not None else float("-inf")
 
     try:
         return [await one(text) for text in (*answers, "")]
     finally:
         await reward.close()
-
-
-def _said(task: Task, text: str) -> Transcript:
-    one = np.zeros(1, np.int32)
-    completion = Completion(
-        prompt_tokens=one,
-        tokens=one,
-        logprobs=np.zeros(1, np.float32),
-        text=text,
-        finish_reason="stop",
-        version_spans=(VersionSpan(Version(1, 0), 0, 1),),
-        sampling=task.sampling,
-    )
-    return Transcript(turns=(Turn(messages=(), completion=completion),))
 
 
 def _overlap(opened: list[Taskset], problems: Problems) -> None:

@@ -88,7 +88,6 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        _count(node, name)
         lines = _lines(node, name)
         return _own(loader.construct_document(node)), lines
     except yaml.MarkedYAMLError as e:
@@ -122,40 +121,29 @@ def _refuse_tabs(text: str, name: str) -> None:
             )
 
 
-def _count(root: yaml.Node, name: str) -> None:
-    """Refuses trees that aliases make large, deep or endless."""
-    known: dict[int, tuple[int, int]] = {}
-    open_nodes: set[int] = set()
-
-    def measure(node: yaml.Node) -> tuple[int, int]:
-        """(values, levels) of the tree below `node`, aliases unfolded."""
-        if id(node) in known:
-            return known[id(node)]
-        where = f"{name}, line {node.start_mark.line + 1}"
-        if id(node) in open_nodes:
-            raise ConfigError(f"{where}: an alias refers to the value it stands in")
-        open_nodes.add(id(node))
-        children = node.value if isinstance(node.value, list) else []
-        below = [measure(n) for c in children for n in (c if isinstance(c, tuple) else (c,))]
-        open_nodes.discard(id(node))
-        total, levels = 1 + sum(t for t, _ in below), 1 + max((n for _, n in below), default=0)
-        if total > MAX_VALUES:
-            raise ConfigError(f"{where}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases")
-        if levels > MAX_DEPTH:
-            raise ConfigError(f"{where}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed")
-        known[id(node)] = total, levels
-        return total, levels
-
-    measure(root)
-
-
 def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
-    """Line of every leaf; collects duplicate keys, keys that are no text, and tags as errors."""
+    """Line of every leaf, aliases unfolded; collects duplicate keys, keys that are no text, and tags as errors.
+
+    Refuses trees that aliases make large, deep or endless.
+    """
     lines: dict[Loc, int] = {}
     errors: list[ConfigError] = []
+    count, above = 0, set[int]()  # nodes that were visited, and those around the one at hand
 
     def visit(node: yaml.Node, loc: Loc) -> None:
-        line = node.start_mark.line + 1
+        nonlocal count
+        count, line = count + 1, node.start_mark.line + 1
+        if id(node) in above:
+            raise ConfigError(f"{name}, line {line}: an alias refers to the value it stands in")
+        if count > MAX_VALUES:
+            raise ConfigError(f"{name}, line {line}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases")
+        if len(above) == MAX_DEPTH:
+            raise ConfigError(f"{name}, line {line}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed")
+        above.add(id(node))
+        inside(node, loc, line)
+        above.discard(id(node))
+
+    def inside(node: yaml.Node, loc: Loc, line: int) -> None:
         if node.tag not in _KINDS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             errors.append(ConfigError(f"{name}, line {line}: the tag {tag} is not allowed; write plain values", key=dotted(loc)))
@@ -172,9 +160,10 @@ def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
             lines[loc] = line
 
     def mapping(node: yaml.MappingNode, loc: Loc) -> None:
+        nonlocal count
         seen: dict[str, int] = {}
         for k, v in node.value:
-            line = k.start_mark.line + 1
+            count, line = count + 1, k.start_mark.line + 1
             if k.tag == "tag:yaml.org,2002:merge":
                 for merged in v.value if isinstance(v, yaml.SequenceNode) else [v]:
                     visit(merged, loc)
