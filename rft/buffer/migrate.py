@@ -98,7 +98,7 @@ def _from_1(tx: Connection, storage: Storage) -> None:
 
 
 def _from_2(tx: Connection, storage: Storage) -> None:
-    """Texts in a table of their own."""
+    """Texts in their own table."""
     del storage
     if tx.dialect.name == "sqlite" and sqlite3.sqlite_version_info < (3, 35):
         raise BufferFailed(

@@ -66,7 +66,7 @@ def verl(
     for option, path in (("-o", out), ("--report", report)):
         _replaceable(option, path)
     if out is not None and report is not None and out.absolute() == report.absolute():
-        raise ConfigError(f"given {out}, as for -o; the account needs a file of its own", key="--report", given=str(report))
+        raise ConfigError(f"given {out}, as for -o; the account needs its own file", key="--report", given=str(report))
     done = verls.convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
     if report is not None:
         as_json = report.suffix == ".json"

@@ -213,7 +213,7 @@ def _decoder(settings: EngineSettings) -> Any:
 
 
 def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replaced: Mapping[str, Any]) -> None:
-    """Where a model may be vLLM's: the rest of this command in a process of its own, which ends this one."""
+    """Where a model may be vLLM's: the rest of this command in its own process, which ends this one."""
     from rft.launch import debug_session, leftovers
 
     found = [policy] if isinstance(policy, EngineSettings) else []

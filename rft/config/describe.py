@@ -206,7 +206,7 @@ def _argument(name: str) -> Description | None:
     if match is None:
         found = re.fullmatch(r"(.+_args)\.\w+", listed(name))  # of a workflow or a reward: the plugin's own
         if found is None or (key := own(found[1])) is None or next(models(_field(key).annotation), None):
-            return None  # a section such as rollout_args has keys of its own, and no others
+            return None  # a section such as rollout_args has its own keys, and no others
         return Description(
             key=listed(name),
             meaning="argument of the workflow or reward that is named beside it",

@@ -82,7 +82,7 @@ def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
 
 
 def _critic_fits(policy: ModelFiles, plan: Plan, problems: Problems) -> None:
-    """The critic reads the policy's tokens with weights of its own."""
+    """The critic reads the policy's tokens with its own weights."""
     path, key = plan.learner.critic.model_path, "model.critic_model_path"
     if path in ("", plan.learner.model_path) or not needs(plan.learner.algorithm).critic:
         return

@@ -30,7 +30,7 @@ def gpus(model: ServedModelConfig) -> int:
 
 
 def copies(model: ServedModelConfig) -> int:
-    """Engines in all; a copy of data_parallel_size is an engine of its own."""
+    """Engines in all; each copy of data_parallel_size is a separate engine."""
     return model.engine_num * model.data_parallel_size
 
 

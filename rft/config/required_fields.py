@@ -76,7 +76,7 @@ def _missing(part: str, want: str, flow: str, taskset: str) -> str:
     flow = Path(flow).name if ":" in flow else flow
     return (
         f"{part} reads {what} of every experience, and nobody says that it is written: neither workflow {flow!r} of taskset {taskset} "
-        f'nor an operator.  {known}A class of your own that writes it has the line `gives = ("{want}",)`'
+        f'nor an operator.  {known}A class that writes it declares `gives = ("{want}",)`'
     )
 
 

@@ -107,7 +107,7 @@ def scalar(text: str, name: str = "value") -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Every place gets a value of its own: an override of one place must not change what an alias puts elsewhere."""
+    """Every place gets its own value: an override of one place must not change what an alias puts elsewhere."""
     if isinstance(value, dict):
         return {k: _own(v) for k, v in value.items()}
     return [_own(v) for v in value] if isinstance(value, list) else value

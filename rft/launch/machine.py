@@ -1,6 +1,6 @@
 """Checks a machine in minutes with the parts that runs use: `rft doctor --gpu`.
 
-Each check is a process of its own (`rft.launch.machine_checks`), so that what it takes is given back, and what kills it is told instead of
+Each check is a separate process (`rft.launch.machine_checks`), so that what it takes is given back, and what kills it is told instead of
 killing the others.  Knows processes and deadlines; not what is checked.  Invariant: every check that was asked for has a line, and when
 `run` ends none of its processes is left.
 """

@@ -190,7 +190,7 @@ def check_local(plan: Plan) -> None:
             )
     if engines and plan.sync.method == "nccl" and plan.mode != "bench":
         raise ConfigError(
-            "a broadcast needs engines in processes of their own; leave out --in-process, or use memory",
+            "a broadcast needs engines in their own processes; leave out --in-process, or use memory",
             key="synchronizer.sync_method",
             given="nccl",
         )

@@ -81,7 +81,7 @@ class Rounds:
         assert self._sender is not None
         try:
             await self._sender.abandon(self._number, reason)
-        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have deadlines of their own
+        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have their own deadlines
             log.warning("round %d could not be given up: %s", self._number, e)
 
     async def _send(self, sender: Sender, manifest: WeightManifest) -> None:

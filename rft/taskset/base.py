@@ -66,7 +66,7 @@ class ByIndex(Sequence[Row]):
 
 
 class TaskSource:
-    """Base of sources of one's own: rows by number.  A configuration names one as `storage_type`.
+    """Base of custom task sources: rows by number.  A configuration names one as `storage_type`.
 
     It is constructed with `path`, `split` and the taskset's `args` by name.  Rows are read when they are needed, so what `__getitem__`
     returns must not change while the run lasts.

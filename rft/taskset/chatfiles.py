@@ -65,7 +65,7 @@ class ChatFiles:
         file = self.folder / "tokenizer.json"
         try:
             made = Tokenizer.from_file(str(file))
-        except Exception as e:  # the library has no class of its own
+        except Exception as e:  # the library has no class for it
             raise ConfigError(f"{file} is no tokenizer: {e}", key=KEY) from None
         made.no_padding()  # what the file says of both is for other uses
         made.no_truncation()
@@ -321,7 +321,7 @@ def _chats(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit)
             messages = task.chat()
         except ValueError as e:
             if limit.refuse:
-                continue  # its workflow makes a prompt of its own
+                continue  # its workflow makes its own prompt
             raise ConfigError(str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True) from None
         yield task.index, messages, list(task.tools)
 

@@ -34,7 +34,7 @@ class PromptLimit:
 
     model_path: str  # folder with tokenizer.json
     max_tokens: int
-    refuse: bool = False  # the first such row is an error; rows that have no chat of their own are not counted
+    refuse: bool = False  # the first such row is an error; rows without a chat are not counted
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
 

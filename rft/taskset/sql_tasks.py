@@ -35,7 +35,7 @@ class SqlArgs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     table: str | None = None  # perhaps with its schema: public.tasks
-    query: str | None = None  # one SELECT, with an ORDER BY of its own
+    query: str | None = None  # one SELECT, with its own ORDER BY
     order_by: tuple[str, ...] = ()  # columns; empty = the primary key
 
     @model_validator(mode="after")

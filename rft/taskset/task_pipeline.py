@@ -234,7 +234,7 @@ def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray
 
 
 def _fingerprint(settings: TaskPipelineSettings, sources: Sequence[RowSource]) -> str:
-    """What the result depends on: the inputs, the operators with their arguments and the source of one's own, the order."""
+    """What the result depends on: the inputs, the operators with their arguments and the source of custom ones, the order."""
     package = str(Path(row_operators.__file__).parent)
     own = {}
     for o in settings.operators:

@@ -54,9 +54,8 @@ def tool_call(*names: str, text: str = "", **arguments: Any) -> ModelCalls:
 class ScriptedModel(ScriptedEngine):
     """Answers in order; each is a text, `tool_call(...)`, a function of the messages, or an exception that the call raises.
 
-    `answer` is asked when the list is used up; without it another call raises EngineFailed.  `per_run` gives every run of a task a
-    list of its own.  `scores` are what `classify` gives back: one list for every call, or a function of the messages.
-    `calls` are the requests so far, `unused` the answers that are left.
+    `answer` is asked when the list is used up; without it another call raises EngineFailed.  `per_run` gives every run of
+    a task its own list.  `scores` are what `classify` returns: one list for every call, or a function of the messages.  `calls` are the requests so far, `unused` the answers that are left.
     """
 
     def __init__(

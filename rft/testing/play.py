@@ -279,7 +279,7 @@ class _SeenReward:
         return self._later(scored, result) if inspect.isawaitable(result) else result
 
     async def _later(self, scored: Any, result: Awaitable[Any]) -> Any:
-        _RUN.set(self._eyes.run_of(scored))  # the call above may have had a thread of its own
+        _RUN.set(self._eyes.run_of(scored))  # the call above may have had its own thread
         with self._eyes.scoring(scored):
             return await result
 

@@ -42,7 +42,7 @@ _ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs
 REFUSED = dict.fromkeys(
     ("data_juicer", "data-juicer", "datajuicer", "DataJuicerOperator"),
     "Data-Juicer is not offered.  Use reward_shaping_mapper with numbers that the reward or the workflow reports, deduplicate, or an "
-    "operator of your own (docs/howto/operator.md)",
+    "your own operator (docs/howto/operator.md)",
 )
 log = logging.getLogger(__name__)
 Judge = Callable[[list[Experience], int], tuple[bool, str]]

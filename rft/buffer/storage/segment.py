@@ -24,7 +24,7 @@ HEAD = struct.Struct("<4sQQ")
 
 
 class SegmentFolder(Storage):
-    """A storage that keeps segments in a folder of its own, which one process owns."""
+    """A storage that keeps segments in its own folder, which one process owns."""
 
     def __init__(self, settings: BufferSettings) -> None:
         path = settings.storage_path if self.durable else None

@@ -84,7 +84,7 @@ class DataSelectorConfig(Section):
         TasksetSettings.selector,
         "Order of the rows: sequential (file order), shuffle (another permutation in each pass), random (drawn for each batch), "
         "offline_easy2hard (sorted by feature_keys, the largest first), difficulty_based (chosen by pass rates as they come in; "
-        "training only), or a selector of your own.",
+        "training only), or your own selector.",
     )
     seed: int = key(TasksetSettings.seed, "Seed of that order.", ge=0)
     feature_keys: tuple[str, ...] = key(
@@ -108,11 +108,11 @@ class TasksetConfig(Section):
     storage_type: str = key(
         TasksetSettings.storage_type,
         "file: what `path` names; reasoning_gym: the generator of that name; python: a function pkg.module:func or file.py:func; "
-        "sql: a table or query, see args; or a task source of your own: its name, pkg.module:Name or path/file.py:Name.",
+        "sql: a table or query, see args; or your own task source: its name, pkg.module:Name or path/file.py:Name.",
     )
     reader_path: str | None = key(
         None,
-        "File or module with a class of your own that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping.",
+        "File or module with your own class that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping.",
     )
     reader_name: str | None = key(None, "Name of that class.")
     subset_name: str | None = key(None, "Subset (configuration) of a hub dataset.")

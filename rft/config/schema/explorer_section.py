@@ -38,7 +38,7 @@ class ServedModelConfig(Section):
     engine_type: EngineType = key(
         EngineSettings.engine_type,
         "vllm; transformers (slower, runs where vLLM cannot be installed); scripted (answers from a script, for tests); external (a "
-        "model behind an OpenAI-compatible address; auxiliary models only); or an engine of your own: its name, pkg.module:Name, "
+        "model behind an OpenAI-compatible address; auxiliary models only); or your own engine: its name, pkg.module:Name, "
         "path/file.py:Name.",
     )
     engine_num: int = safe_key(1, "Engines side by side.", unit="engines", ge=1)
@@ -47,13 +47,13 @@ class ServedModelConfig(Section):
     )
     data_parallel_size: int = safe_key(
         1,
-        "Copies of the model in one engine.  Each becomes an engine of its own, so that it is loaded, proven and restarted on its own.",
+        "Copies of the model in one engine.  Each becomes a separate engine: it is loaded, verified and restarted alone.",
         unit="copies",
         ge=1,
     )
     pipeline_parallel_size: int = safe_key(
         EngineSettings.pipeline_parallel_size,
-        "vllm: stages in which one engine's layers are cut, each on GPUs of its own.",
+        "vllm: stages in which one engine's layers are cut, each on its own GPUs.",
         unit="stages",
         ge=1,
     )
@@ -256,7 +256,7 @@ class ExplorerConfig(Section):
     max_timeout: float = safe_key(ExplorerSettings.max_timeout_s, "How long one run of a task may take.", unit="s", gt=0)
     max_group_timeout: float | None = safe_key(
         None,
-        "How long all runs of a task together may take, from the first one's begin.  Null: no limit of its own.",
+        "Longest time for all runs of a task together, from the start of the first.  Null: no separate limit.",
         unit="s",
         gt=0,
     )

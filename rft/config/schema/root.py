@@ -43,7 +43,7 @@ class ClusterConfig(Section):
     stall_timeout: float | None = safe_key(
         15.0,
         "A process of the run that for so long answers nothing and does not use its processors (trainer, explorer, buffer, coordinator; "
-        "engines have a key of their own) counts as hung and ends the run.  Null: never.",
+        "engines have a separate key) counts as hung and ends the run.  Null: never.",
         unit="s",
         ge=1,
     )

@@ -23,7 +23,7 @@ def _method(value: str) -> str:
     if known not in _METHODS:
         near = difflib.get_close_matches(known, _METHODS, n=1)
         hint = f".  Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"must be {', '.join(_METHODS)}, or a transport of your own: pkg.module:Name, path/file.py:Name{hint}")
+        raise ValueError(f"must be {', '.join(_METHODS)}, or your own transport: pkg.module:Name, path/file.py:Name{hint}")
     return known
 
 
@@ -41,7 +41,7 @@ class SynchronizerConfig(Section):
         SyncSettings.method,
         "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder; nccl: broadcast from the "
         "trainer to all engines, over NCCL between GPUs and over gloo where the trainer or the engines have none; pkg.module:Name or "
-        "path/file.py:Name: a transport of your own.",
+        "path/file.py:Name: your own transport.",
     )
     sync_style: SyncStyle = safe_key(
         SyncSettings.style,
@@ -75,7 +75,7 @@ class SynchronizerConfig(Section):
     sync_timeout: float = safe_key(SyncSettings.timeout_s, "How long one side waits for the other.", unit="s", gt=0)
     max_staleness: int | None = safe_key(
         None,
-        "Oldest experience that is trained, as train steps since its weights; null = no bound of its own.",
+        "Oldest experience that is trained, as train steps since its weights; null = no separate bound.",
         unit="train steps",
         ge=0,
     )

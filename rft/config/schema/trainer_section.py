@@ -44,7 +44,7 @@ class CriticConfig(Section):
 
 
 class RefConfig(Section):
-    """The reference model, where a KL needs one.  Micro-batches of its own are computed before the step; null: as trainer.log_prob_*."""
+    """The reference model, where a KL needs one.  Its micro-batches are computed before the step; null: as trainer.log_prob_*."""
 
     param_offload: bool = safe_key(False, "Keep its parameters on the host and fetch them for each layer.")
     reshard_after_forward: bool | None = safe_key(None, "Free gathered parameters after the forward pass.")
