@@ -32,7 +32,7 @@ def _buffer() -> None:
 
 
 def _told(count: int) -> None:
-    """How far an export is, for somebody who watches."""
+    """Progress of an export, for display."""
     if sys.stderr.isatty():
         print(f"\r{count} experiences", end="\r", file=sys.stderr, flush=True)
 

@@ -132,9 +132,7 @@ def _show(done: Conversion, script: Path, out: Path | None, report: Path | None,
 
 def _next(done: Conversion, out: Path | None, stopped: bool) -> list[str]:
     if stopped and done.refused:
-        return [
-            f"Nothing was written: {len(done.refused)} argument(s) would be lost.  Change the script, or add --allow to go on without them."
-        ]
+        return [f"Nothing was written: {len(done.refused)} argument(s) would be lost.  Change the script, or add --allow."]
     if stopped:
         return [
             "Nothing was written: `rft check` refuses the result.  Change the script or --engine-num, correct the key with "

@@ -45,7 +45,10 @@ def doctor(
         str, typer.Option("--model", help="compare the trainer, transformers and engines for this model: a folder or a hub id")
     ] = "",
     device: Annotated[
-        str, typer.Option("--device", help="with --gpu and --model: cuda, or cpu; by itself cuda, for a model where there is one")
+        str,
+        typer.Option(
+            "--device", help="with --gpu and --model: cuda, or cpu; default: cuda where there is one for --model, else cpu"
+        ),
     ] = "",
 ) -> None:
     """Say what this machine has, and what is missing.  Exit code 3 if something needed is, or a check fails.

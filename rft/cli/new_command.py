@@ -1,6 +1,6 @@
 """`rft new`: the skeleton of a plugin and its test, which passes at once, with NAME and CLASS filled in.
 
-Invariant: nothing that is there is written over; the test passes as it is written, without a model.
+Invariant: no existing file is overwritten; the generated test passes unchanged, without a model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def new(
     plugin, test = folder / f"{name}.py", folder / "tests" / f"test_{name}.py"
     for path in (plugin, test):
         if path.exists():
-            raise ConfigError("is there already; choose another name, or delete it", key="NAME", given=str(path))
+            raise ConfigError("already exists; choose another name, or delete it", key="NAME", given=str(path))
     skeleton = SKELETONS[kind]
     test.parent.mkdir(parents=True, exist_ok=True)
     for path, text in ((plugin, skeleton.plugin), (test, skeleton.test)):

@@ -177,7 +177,7 @@ def human(num_bytes: int) -> str:
 
 
 class Words:
-    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not at hand."""
+    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not available."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tokenizer: Any = None

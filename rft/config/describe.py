@@ -52,7 +52,7 @@ READ_BY = (  # longest beginning first: who does what with a key
     ("synchronizer", "synchronizer: when and how weights move"),
     ("monitor", "monitor: trackers"),
     ("log", "every process: log files"),
-    ("seed", "explorer, engines and trainer: everything that draws"),
+    ("seed", "explorer, engines and trainer: everything random"),
     ("deterministic", "explorer, engines and trainer"),
     ("", "launcher: the run and its folder"),
 )
@@ -85,13 +85,13 @@ class Description:
 
 
 def _nearest(loc: tuple[str, ...], elsewhere: Callable[[str], str]) -> str:
-    """What to say of a name that nobody knows: the nearest keys, else a related tool's names that end like it, else what there is."""
+    """What to say about an unknown name: the nearest keys, else a related tool's names that end like it, else what there is."""
     if len(loc[-1]) <= 120 and (near := did_you_mean(loc, list(fields_at(loc[:-1])))):
         return near
     if theirs := elsewhere(loc[-1]):
         return theirs
     if own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
-        return f"  {dotted(loc[:-1])} is a value; no keys stand below it"
+        return f"  {dotted(loc[:-1])} is a value; there are no keys below it"
     parent = loc[:-1] if fields_at(loc[:-1]) else ()
     return f"  Known {f'below {dotted(parent)}' if parent else 'at the top'}: {', '.join(fields_at(parent))}"
 

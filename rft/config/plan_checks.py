@@ -1,4 +1,4 @@
-"""Whether a plan fits the models that it names, and its storage; what is allowed and probably not meant.  Before anything starts.
+"""Whether a plan fits the models that it names, and its storage; what is allowed but probably not meant.  Before anything starts.
 
 Knows plans and what model folders say of themselves.  Invariant: which layout of rows is accepted here is proven again by the trainer
 when the model is loaded.

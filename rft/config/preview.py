@@ -186,12 +186,12 @@ def _rows(
     if limit is not None and lengths and min(lengths) > limit:
         problems.error(
             "model.max_prompt_tokens",
-            f"is {limit}, but every prompt of {key} that was looked at is longer (from {min(lengths)} tokens); raise it",
+            f"is {limit}, but every prompt of {key} that was inspected is longer (from {min(lengths)} tokens); raise it",
             given=limit,
         )
     elif limit is not None and (over := sum(n > limit for n in lengths)):
         problems.warn(
-            f"{key}: {over} of {len(lengths)} rows looked at have prompts of more than model.max_prompt_tokens {limit} (longest: "
+            f"{key}: {over} of {len(lengths)} rows inspected have prompts of more than model.max_prompt_tokens {limit} (longest: "
             f"{max(lengths)}); their runs will fail.  Raise it"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
@@ -233,7 +233,7 @@ def _gold(task: Task, reward: Reward | None, key: str, problems: Problems) -> fl
     if best < 1 or best <= empty:
         problems.warn(
             f"{key}: the gold answer {gold[:60]!r} of row {task.index} scores {best:g} with {task.reward} and an empty answer {empty:g}; "
-            "it should score the most there is (1).  Is format.response_key the right column, and the reward the right one?"
+            "it should get the highest score (1).  Is format.response_key the right column, and the reward the right one?"
         )
     return best
 

@@ -46,7 +46,7 @@ class MonitorPart:
         self._news = asyncio.Condition()
 
     async def fail(self, reason: BaseException) -> None:
-        """Nobody waits for anything here."""
+        """Never waits."""
 
     async def log(self, record: MetricRecord) -> None:
         await self.monitor.log(record)
@@ -192,7 +192,7 @@ class Coordinator(MonitorPart):
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"no explorer was there for {limit:g} s.  Start one (mode: explore), or raise synchronizer.sync_timeout; "
-                    "the run goes on from its last checkpoint when it is started again"
+                    "the run resumes from its last checkpoint when it is started again"
                 ) from None
             if self._assigner.finished:
                 break
@@ -216,7 +216,7 @@ class Coordinator(MonitorPart):
         return await member.unless_gone(self._assigner.next(name, lag, lambda: self._members.get(name, number)))
 
     async def evaluates(self, name: str, number: int) -> bool:
-        """The first by name of those that are there evaluates the final weights."""
+        """The first by name of the present explorers evaluates the final weights."""
         self._members.get(name, number)
         self._evaluator = self._evaluator or self._members.names[0]
         return self._evaluator == name

@@ -71,7 +71,7 @@ class Membership:
         self._waits.raise_failure()
         member = self._members.get(name)
         if member is None or member.number != number:
-            raise RunFailed(f"explorer {name} has left the run; start it again to join anew")
+            raise RunFailed(f"explorer {name} has left the run; start it again to rejoin")
         if member.gone.is_set():
             raise member.had_to_leave()
         return member
@@ -138,7 +138,7 @@ class Membership:
             await self._let_go(member, why)
 
     def _watched(self, watch: asyncio.Task[None]) -> None:
-        """What goes wrong in watching ends the run: nobody would be let go any more."""
+        """An error in watching ends the run: members that die would no longer be noticed."""
         if not watch.cancelled() and (error := watch.exception()) is not None:
             self._failing = asyncio.ensure_future(self._on_failure(error))
 

@@ -67,7 +67,7 @@ async def run(mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime)
     began = time.monotonic()
     with Signals() as signals:
         if (version := mode.done(rundir)) is not None:
-            log.info("already trained to step %d; raise buffer.total_steps to go on", version.step)
+            log.info("already trained to step %d; raise buffer.total_steps to continue", version.step)
             return Outcome(version, mode.plan.run_dir, 0.0, version)
         runtime.number(rundir)
         rundir.state(mode.phase)
@@ -245,6 +245,6 @@ class Explore(Mode):
 
     def _explained(self, error: RunFailed) -> RunFailed:
         return RunFailed(
-            f"the process that trains run {self.plan.buffer.run} has ended ({error}).  Start it again, and this one: both go on from "
+            f"the process that trains run {self.plan.buffer.run} has ended ({error}).  Start it again, and this one: both resume from "
             "the last checkpoint"
         )

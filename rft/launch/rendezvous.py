@@ -78,7 +78,7 @@ async def keep(plan: Plan, run_id: str, parts: dict[str, Any]) -> None:
 
 
 async def _anew() -> None:
-    log.info("the rendezvous has ended with the process that made it; it is made anew")
+    log.info("the rendezvous ended with the process that created it; creating another")
     await asyncio.sleep(AGAIN_S)
 
 

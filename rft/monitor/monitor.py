@@ -2,7 +2,7 @@
 
 metrics.jsonl is part of the run: failing to write it ends the run.  A tracker is a convenience: one that fails is switched off
 with an error in the log and `alarm/monitor_failed` in metrics.jsonl and the other trackers.
-Invariant: every line of metrics.jsonl is one whole record; a line cut by a crash is removed when the run goes on.
+Invariant: every line of metrics.jsonl is one whole record; a line cut by a crash is removed when the run resumes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Monitor:
 
     def _tracker_failed(self, kind: str, error: BaseException) -> None:
         log.error(
-            "monitor %s failed and is off for the rest of this run; %s goes on: %s: %s",
+            "monitor %s failed and is switched off for the rest of this run; %s continues: %s: %s",
             kind,
             self._path,
             type(error).__name__,
@@ -148,7 +148,7 @@ class Mirror:
             self._fail(DeadlineExceeded(f"monitor {self.kind} is {CAPACITY} records behind; is its server reachable?"))
 
     async def close(self, deadline_s: float) -> None:
-        """Wait until the tracker has everything, at most `deadline_s`; being late is a failure like any other."""
+        """Wait until the tracker has everything, at most `deadline_s`; a timeout counts as a failure."""
         self.submit(None)
         await asyncio.to_thread(self._thread.join, deadline_s)
         if self._thread.is_alive() and not self.failed:

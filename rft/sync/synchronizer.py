@@ -324,6 +324,6 @@ class Synchronizer:
         log.info("version %s waits for an explorer to join", version)
         remedy = (
             ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
-            "The run goes on from its last checkpoint when it is started again"
+            "The run resumes from its last checkpoint when it is started again"
         )
         await self._waits.until(lambda: bool(self._engines.numbers), f"version {version}", "an explorer to join", lambda: remedy)

@@ -30,7 +30,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, *, steps: int, explore_s: float = 1.0, train_s: float = 1.0) -> Timeline:
-    """One explorer, one batch at a time, and one trainer, from the first step on.  Raises RuntimeError when nobody can go on."""
+    """One explorer, one batch at a time, and one trainer, from the first step on.  Raises RuntimeError when neither can continue."""
     s, size = schedule, schedule.step_units
     explored: list[Span] = []
     trained: list[Span] = []

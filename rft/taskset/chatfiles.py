@@ -87,7 +87,7 @@ class ChatFiles:
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text by itself, with the special tokens that the tokenizer puts around it."""
+        """Token ids of a single text, with the special tokens that the tokenizer puts around it."""
         return list(self._tokenizer.encode(text).ids)
 
     def marked(self, tokens: list[int], mask: list[bool]) -> str:

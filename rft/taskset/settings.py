@@ -11,7 +11,7 @@ from rft.types.task import SamplingArgs
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSettings:
-    """Which columns of a row mean what."""
+    """What the columns of a row mean."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"

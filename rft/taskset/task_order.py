@@ -2,7 +2,7 @@
 
 It keeps no position.  Invariant: `batch(b)` and `spare(b, j)` give the same tasks whenever they are asked for, in any order; where a
 selector learns, they do so after the outcomes of exactly the batches below `horizon(b)`, so a run that learns the same outcomes again
-goes on exactly where it was.
+continues exactly where it was.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray
         used = True
     if not used:
         raise ConfigError(
-            f"rows can be sorted by {', '.join(settings.priority_weights)}, and none of these columns is there with a weight; there are "
+            f"rows can be sorted by {', '.join(settings.priority_weights)}, but there is no column for any weight; the columns are "
             f"{', '.join(map(str, rows[0]))}.  Let an operator write one (pass_rate_score), or write order: keep",
             key=f"{KEY}.order",
             given="sort",

@@ -366,7 +366,7 @@ def history(transcript: Transcript, *, where: str = "run") -> None:
         old = np.concatenate([before.completion.prompt_tokens, before.completion.tokens])
         prompt = turn.completion.prompt_tokens
         same = len(prompt) >= len(old) and np.array_equal(prompt[: len(old)], old)
-        _holds(same, f"{where}, call {k}: what was said before was tokenised anew; its prompt does not begin with those tokens")
+        _holds(same, f"{where}, call {k}: earlier turns were tokenised again; its prompt does not begin with their tokens")
 
 
 def _goes_on(turn: Turn, before: Turn) -> bool:
