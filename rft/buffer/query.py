@@ -103,9 +103,7 @@ class Questions:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
         if (found := self.about.get("format")) != str(FORMAT):
             newer = found is not None and found.isdecimal() and int(found) > FORMAT
-            remedy = (
-                "use the rft that wrote it, or a newer one" if newer else "`rft run` brings it up to date when the run goes on"
-            )
+            remedy = "use the rft that wrote it, or a newer one" if newer else "`rft run` migrates it when the run resumes"
             raise ConfigError(f"{self.where} has format {found}, this rft reads format {FORMAT}; {remedy}", key="RUN")
 
     @cached_property
@@ -250,7 +248,7 @@ class Questions:
             return ConfigError(f"{self.where} cannot be opened: {line}; {rights}", key="RUN")
         if not self.about or any(x in line for x in ("not a database", "malformed", "disk I/O error")):
             return ConfigError(
-                f"{self.where} cannot be read, it is damaged or no ledger: {line}; `rft buffer audit` says more", key="RUN"
+                f"{self.where} cannot be read, it is damaged or not a ledger: {line}; `rft buffer audit` says more", key="RUN"
             )
         return ConfigError(line + self._hint(line), key=key)
 

@@ -43,7 +43,7 @@ def verl(
         Path | None, typer.Option("--out", "-o", help="the YAML file to write; default: print it", show_default=False)
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="write the whole account to this .md or .json file", show_default=False)
+        Path | None, typer.Option(help="write the full report to this .md or .json file", show_default=False)
     ] = None,
     profile: Annotated[
         ProfileName, typer.Option(help="exact: what veRL computes; guide: the values of the alignment guide")
@@ -92,7 +92,7 @@ def _replaceable(option: str, path: Path | None) -> None:
     except OSError as e:
         raise ConfigError(f"cannot be read: {e.strerror}", key=f"{option} {path}") from None
     if not _OURS.match(begin):
-        raise ConfigError("exists, and no conversion wrote it; move it away or give another name", key=f"{option} {path}")
+        raise ConfigError("exists and was not written by a conversion; move it away or give another name", key=f"{option} {path}")
 
 
 def _write(path: Path, text: str) -> None:

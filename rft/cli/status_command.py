@@ -32,7 +32,7 @@ def status(
     run_dir: RunDir,
     as_json: Json = False,
 ) -> None:
-    """What a run is doing or how it ended, read from its files."""
+    """Show what a run is doing or how it ended, read from its files."""
     facts = collect(run_dir)
     if as_json:
         print(json.dumps(facts, indent=1, default=str))
@@ -265,7 +265,7 @@ class _Watch:
     def __init__(self, folder: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(self._libc, "inotify_init1"):
-            raise SetupError("this system cannot tell when a file changes (no inotify); use `tail -f` on the files in `logs`")
+            raise SetupError("this system cannot watch files (no inotify); use `tail -f` on the files in `logs`")
         self._folder, self._fd = folder, int(self._libc.inotify_init1(os.O_CLOEXEC))
         self._cover()
 

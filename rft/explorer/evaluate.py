@@ -67,7 +67,7 @@ class Evaluator:
             name, began = taskset.settings.name, time.monotonic()
             groups = await self._play(taskset, order, version)
             while not await self._all_verified(groups):
-                log.warning("evaluation on %s is played again: the canary of its weights failed", name)
+                log.warning("evaluation on %s is repeated: the canary of its weights failed", name)
                 groups = await self._play(taskset, order, version)
             played_s = time.monotonic() - began
             values = eval_metrics(f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s)

@@ -118,7 +118,9 @@ class Breaker:
             return
         self._row += 1
         if self._row >= self._limit:
-            raise RunFailed(f"{self._row} groups in a row failed wholly, so the run stops.  The last failed run was {self.last}")
+            raise RunFailed(
+                f"{self._row} groups in a row failed completely, so the run stops.  The last failed run was {self.last}"
+            )
 
 
 class RunTimes:

@@ -120,7 +120,7 @@ class Cluster:
                     raise SetupError(f"Ray could not be started on this machine: {e}") from e
             finally:
                 self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
-            log.warning("Ray did not start within the 30 s it gives itself (is the machine busy?); starting it again")
+            log.warning("Ray did not start within its limit of 30 s (is the machine busy?); starting it again")
             ray.shutdown()
             _end(self._processes)
 

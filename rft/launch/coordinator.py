@@ -198,7 +198,7 @@ class Coordinator(MonitorPart):
                 break
             await self._waits.without_deadline(lambda: not members.names or self._assigner.finished)
             if not self._assigner.finished:
-                log.warning("no explorer is left; the run waits %g s for one", limit)
+                log.warning("no explorer is left; the run waits up to %g s for one", limit)
         await self._waits.without_deadline(lambda: not members.names)  # as long as the final evaluation takes: they are watched
 
     # ------------------------------------------------------------ what explorers ask; see `ports.ExploreGate`
@@ -208,7 +208,7 @@ class Coordinator(MonitorPart):
         self._fingerprint = self._fingerprint or fingerprint
         if fingerprint != self._fingerprint:
             raise ConfigError(
-                f"explorer {name} finds other tasks than the explorers before it; give all the same files",
+                f"explorer {name} finds other tasks than earlier explorers; give all of them the same files",
                 key="buffer.explorer_input.tasksets",
             )
         if member.process is None:  # one that comes and goes does not know for how long the run explores

@@ -140,7 +140,7 @@ class Host:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._part is None:
-            raise EngineFailed(f"{self._name} was restarted and is not up yet")
+            raise EngineFailed(f"{self._name} was restarted and is not ready yet")
         with contained(f"a plugin in {self._name}"):
             return await getattr(self._part, method)(*args, **kwargs)
 

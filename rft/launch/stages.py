@@ -84,7 +84,7 @@ class Program:
         done = read(folder)
         if (names := tuple(d.name for d in done)) != self._names[: len(done)]:
             raise ConfigError(
-                f"begin with {', '.join(names)} in {folder}, where they are done; keep these first, or choose another `name`",
+                f"begin with {', '.join(names)} in {folder}, where they are done; keep them first in the list, or choose another `name`",
                 key="stages",
                 given=list(self._names),
             )

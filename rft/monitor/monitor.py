@@ -181,7 +181,7 @@ def check_available(
         if missing:
             raise SetupError(
                 f"monitor {kind!r} needs {', '.join(missing)}, which is not installed: pip install {' '.join(missing)}, "
-                f"or take {kind!r} out of monitor.monitor_type.  metrics.jsonl is written in any case."
+                f"or take {kind!r} out of monitor.monitor_type.  metrics.jsonl is always written."
             )
         checked_args(plugin, (args or {}).get(kind) or {}, key=f"monitor.monitor_args.{kind}")
 

@@ -55,7 +55,7 @@ def simulate(schedule: Schedule, *, steps: int, explore_s: float = 1.0, train_s:
             return Timeline(tuple(explored), tuple(trained), tuple(published))
         ends = [x.end for x in (exploring, training) if x is not None]
         if not ends:
-            raise RuntimeError(f"nobody can go on: {done} steps trained, {version} published, batch {batch} waits")
+            raise RuntimeError(f"neither side can continue: {done} steps trained, {version} published, batch {batch} waits")
         now = min(ends)
         if training is not None and training.end == now:
             trained.append(training)

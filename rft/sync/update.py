@@ -201,7 +201,7 @@ class WeightUpdates:
         if report.bad_hash:
             return f"{_some(report.bad_hash)} arrived damaged (xxh3-128 differs)"
         if report.missing:
-            return f"{_some(report.missing)} of the model did not get any weights"
+            return f"{_some(report.missing)} of the model got no weights"
         if report.unexpected:
             return f"{_some(report.unexpected)} of the published weights are not in the model"
         if report.version != manifest.version:

@@ -162,7 +162,7 @@ def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, An
     except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as e:
         raise ConfigError(f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY) from None
     except TooLong:
-        raise ConfigError(f"the chat template was not done with these messages after {RENDER_S:g} s", key=KEY) from None
+        raise ConfigError(f"the chat template did not finish these messages within {RENDER_S:g} s", key=KEY) from None
 
 
 @lru_cache(maxsize=16)

@@ -187,11 +187,11 @@ def check_selector(settings: TasksetSettings, key: str, *, is_eval: bool) -> dic
         raise ConfigError(e.message, key=f"{key}.selector_type", given=name) from None
     if not (isinstance(found.obj, type) and issubclass(found.obj, TaskSelector)):
         raise ConfigError(
-            f"{name} must be a class made from rft.taskset.selectors.TaskSelector", key=f"{key}.selector_type", given=name
+            f"{name} must be a subclass of rft.taskset.selectors.TaskSelector", key=f"{key}.selector_type", given=name
         )
     if is_eval and found.obj.learns:
         raise ConfigError(
-            f"{name} goes by pass rates of training; evaluation takes every row once: use sequential or shuffle",
+            f"{name} uses pass rates of training; evaluation takes every row once: use sequential or shuffle",
             key=f"{key}.selector_type",
             given=name,
         )

@@ -99,7 +99,7 @@ class ScriptedModel(ScriptedEngine):
         if given is None:
             last = str(request.messages[-1]["content"])[:200] if request.messages else ""
             raise EngineFailed(
-                f"the script{whose} is over after {len(self.calls) - 1} calls, and the workflow asks once more: {last!r}.  "
+                f"the script{whose} is over after {len(self.calls) - 1} calls, and the workflow asks again: {last!r}.  "
                 "Give ScriptedModel more answers, or answer=function"
             )
         said = given([dict(m) for m in request.messages]) if callable(given) else given
@@ -271,7 +271,7 @@ class RecordedModel:
     def _miss(self, method: str, asked: Any, number: int) -> str:
         what = f"{self.path} has no answer for this {method} request"
         if number:
-            return f'{what}: it was recorded {number} time(s) and is asked once more.  Record the cassette again (record="all")'
+            return f'{what}: it was recorded {number} time(s) and is asked again.  Record the cassette again (record="all")'
         others = [_text(c["request"]) for c in self._calls if c["method"] == method]
         near = difflib.get_close_matches(mine := _text(asked), others, n=1, cutoff=0.0)
         differs = (

@@ -80,7 +80,7 @@ def convert(gguf: Path, folder: Path) -> Path:
         )
         if (count := model.num_parameters()) != NUM_PARAMETERS:
             raise SetupError(
-                f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this transformers version reads it wrongly"
+                f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this transformers version misreads it"
             )
         ids = {
             "bos_token_id": 1,

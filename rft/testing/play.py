@@ -388,7 +388,7 @@ def _row(x: Experience, said: Sequence[Completion], where: str) -> None:
             fits = len(written) == 1 and written[0].version == span.version
             _holds(fits, f"{where}: tokens {start + span.start} to {start + span.end} must be of version {span.version} alone")
     _holds(np.array_equal(x.loss_mask, own), f"{where}: loss_mask does not cover exactly the tokens that the policy wrote")
-    _holds(np.array_equal(x.logprobs, logps), f"{where}: log-probs are not those of the model, or stand outside of loss_mask")
+    _holds(np.array_equal(x.logprobs, logps), f"{where}: log-probs are not those of the model, or are outside loss_mask")
 
 
 def _holds(it: bool | np.bool_, otherwise: str) -> None:

@@ -41,8 +41,8 @@ KEY = "data_processor.experience_pipeline.input_save_path"
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
 REFUSED = dict.fromkeys(
     ("data_juicer", "data-juicer", "datajuicer", "DataJuicerOperator"),
-    "Data-Juicer is not offered.  Use reward_shaping_mapper with numbers that the reward or the workflow reports, deduplicate, or an "
-    "your own operator (docs/howto/operator.md)",
+    "Data-Juicer is not offered.  Use reward_shaping_mapper with numbers that the reward or the workflow reports, deduplicate, or "
+    "an operator that you write (docs/howto/operator.md)",
 )
 log = logging.getLogger(__name__)
 Judge = Callable[[list[Experience], int], tuple[bool, str]]
@@ -146,7 +146,7 @@ def broken(stage: Stage, before: Sequence[Experience], marks: Sequence[tuple[Any
         if not isinstance(row, Experience):
             return f"returned a {type(row).__name__} among its rows; they must be the experiences it was given"
         if row.id not in given:
-            return f"returned {row.id}, which it was not given in this call; operators neither make nor rename experiences"
+            return f"returned {row.id}, which it was not given in this call; operators neither create nor rename experiences"
         if row.id in seen:
             return f"returned {row.id} twice; rows are never copied (see max_uses for training them more often)"
         seen.add(row.id)
@@ -215,7 +215,7 @@ def build(settings: Sequence[OperatorSettings], engines: Collection[str] | None 
     for before, after, where in zip(made, made[1:], settings[1:], strict=False):
         if STAGES.index(before.stage) > STAGES.index(after.stage):
             raise ConfigError(
-                f"{where.name} ({after.stage}) stands behind an operator of stage {before.stage}; operators run in the order "
+                f"{where.name} ({after.stage}) comes after an operator of stage {before.stage}; operators run in the order "
                 f"{', '.join(STAGES)}.  Write them so: {', '.join(_sorted(settings, made))}",
                 key=where.key,
                 given=where.name,

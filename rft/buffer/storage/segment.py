@@ -62,7 +62,7 @@ def read(path: Path, magic: bytes, offset: int = 0, *, alone: bool = False) -> b
             head = file.read(HEAD.size)
             found, size, digest = HEAD.unpack(head) if len(head) == HEAD.size else (head[:4], 0, 0)
             if found != magic:
-                raise PayloadDamaged(f"{path} holds no record of ours at byte {offset}: it begins with {found!r}. {REMEDY}")
+                raise PayloadDamaged(f"{path} holds no rft record at byte {offset}: it begins with {found!r}. {REMEDY}")
             left = os.fstat(file.fileno()).st_size - offset - HEAD.size
             block = (
                 file.read(size) if size <= left else b""

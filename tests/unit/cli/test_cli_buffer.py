@@ -394,7 +394,7 @@ def test_sample_draws_as_many_as_asked_and_no_other(run_dir: Path) -> None:
     out, _, code = said("buffer", "sample", str(run_dir), "-n", "4", "--where", "state = 'used'", "--json")
     assert code == 0 and len(json.loads(out)) == 4 and {x["state"] for x in json.loads(out)} == {"used"}
     out, err, code = said("buffer", "sample", str(run_dir), "--where", "reward > 9")
-    assert code == 0 and not out and "no experience fulfils the condition" in err
+    assert code == 0 and not out and "no experience matches the condition" in err
 
 
 def test_sample_shows_tokens_with_their_log_probs(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

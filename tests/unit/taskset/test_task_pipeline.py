@@ -200,7 +200,7 @@ def test_what_was_made_from_something_else_is_never_overwritten(make, tmp_path):
         prepare(settings)
     mine = tmp_path / "mine.jsonl"
     mine.write_text("{}\n")
-    with pytest.raises(ConfigError, match="nothing says what it was made from"):
+    with pytest.raises(ConfigError, match="there is no record of what it was made from"):
         write(make(("deduplicate", {}), output=str(mine)))
     assert mine.read_text() == "{}\n"
 

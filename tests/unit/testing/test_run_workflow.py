@@ -77,7 +77,7 @@ def test_runs_have_scripts_of_their_own() -> None:
 
 
 def test_a_script_that_is_too_short_says_what_was_asked() -> None:
-    with pytest.raises(EngineFailed, match="over after 1 calls, and the workflow asks once more: 'no'"):
+    with pytest.raises(EngineFailed, match="over after 1 calls, and the workflow asks again: 'no'"):
         run_workflow(Guess, ROW, ScriptedModel("1"))
 
 
