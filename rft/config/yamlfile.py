@@ -88,7 +88,7 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        lines = _lines(node, name)
+        lines = _Lines(node, name).of
         return _own(loader.construct_document(node)), lines
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
@@ -121,72 +121,70 @@ def _refuse_tabs(text: str, name: str) -> None:
             )
 
 
-def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
-    """Line of every leaf, aliases unfolded; collects duplicate keys, keys that are no text, and tags as errors.
+class _Lines:
+    """Line of every leaf below `root`, aliases unfolded; collects duplicate keys, keys that are no text, and tags as errors.
 
     Refuses trees that aliases make large, deep or endless.
     """
-    lines: dict[Loc, int] = {}
-    errors: list[ConfigError] = []
-    count, above = 0, set[int]()  # nodes that were visited, and those around the one at hand
 
-    def visit(node: yaml.Node, loc: Loc) -> None:
-        nonlocal count
-        count, line = count + 1, node.start_mark.line + 1
-        if id(node) in above:
-            raise ConfigError(f"{name}, line {line}: an alias refers to the value it stands in")
-        if count > MAX_VALUES:
-            raise ConfigError(f"{name}, line {line}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases")
-        if len(above) == MAX_DEPTH:
-            raise ConfigError(f"{name}, line {line}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed")
-        above.add(id(node))
-        inside(node, loc, line)
-        above.discard(id(node))
+    def __init__(self, root: yaml.Node, name: str) -> None:
+        self._name = name
+        self._count = 0  # nodes that were visited
+        self._above = set[int]()  # nodes around the present one
+        self._errors: list[ConfigError] = []
+        self.of: dict[Loc, int] = {}
+        self._visit(root, ())
+        raise_all(self._errors)
 
-    def inside(node: yaml.Node, loc: Loc, line: int) -> None:
+    def _wrong(self, line: int, why: str, loc: Loc) -> None:
+        self._errors.append(ConfigError(f"{self._name}, line {line}: {why}", key=dotted(loc)))
+
+    def _visit(self, node: yaml.Node, loc: Loc) -> None:
+        self._count, line = self._count + 1, node.start_mark.line + 1
+        where = f"{self._name}, line {line}"
+        if id(node) in self._above:
+            raise ConfigError(f"{where}: an alias refers to the value it stands in")
+        if self._count > MAX_VALUES:
+            raise ConfigError(f"{where}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases")
+        if len(self._above) == MAX_DEPTH:
+            raise ConfigError(f"{where}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed")
+        self._above.add(id(node))
         if node.tag not in _KINDS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            errors.append(ConfigError(f"{name}, line {line}: the tag {tag} is not allowed; write plain values", key=dotted(loc)))
+            self._wrong(line, f"the tag {tag} is not allowed; write plain values", loc)
         elif isinstance(node, yaml.MappingNode):
-            mapping(node, loc)
+            self._mapping(node, loc)
         elif isinstance(node, yaml.SequenceNode):
             for i, child in enumerate(node.value):
-                visit(child, (*loc, i))
-            if not node.value:
-                lines[loc] = line
-        else:
-            if problem := _unusable(node):
-                errors.append(ConfigError(f"{name}, line {line}: {problem}", key=dotted(loc)))
-            lines[loc] = line
+                self._visit(child, (*loc, i))
+        elif problem := _unusable(node):
+            self._wrong(line, problem, loc)
+        if not (isinstance(node.value, list) and node.value):
+            self.of[loc] = line
+        self._above.discard(id(node))
 
-    def mapping(node: yaml.MappingNode, loc: Loc) -> None:
-        nonlocal count
+    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> None:
         seen: dict[str, int] = {}
         for k, v in node.value:
-            count, line = count + 1, k.start_mark.line + 1
+            self._count, line = self._count + 1, k.start_mark.line + 1
             if k.tag == "tag:yaml.org,2002:merge":
                 for merged in v.value if isinstance(v, yaml.SequenceNode) else [v]:
-                    visit(merged, loc)
+                    self._visit(merged, loc)
                 continue
             if not isinstance(k, yaml.ScalarNode) or k.tag not in _KINDS:
-                errors.append(ConfigError(f"{name}, line {line}: a key must be a text", key=dotted(loc)))
+                self._wrong(line, "a key must be a text", loc)
                 continue
             if problem := _unusable(k):
-                errors.append(ConfigError(f"{name}, line {line}: a key {problem}", key=dotted(loc)))
+                self._wrong(line, f"a key {problem}", loc)
                 continue
             if k.value in seen:
-                path = dotted((*loc, k.value))
                 where = f"on line {line}" if seen[k.value] == line else f"on lines {seen[k.value]} and {line}"
-                errors.append(ConfigError(f"written twice in {name}, {where}; remove one", key=path))
+                self._errors.append(
+                    ConfigError(f"written twice in {self._name}, {where}; remove one", key=dotted((*loc, k.value)))
+                )
             seen[k.value] = line
             k.tag = "tag:yaml.org,2002:str"
-            visit(v, (*loc, k.value))
-        if not node.value:
-            lines[loc] = node.start_mark.line + 1
-
-    visit(root, ())
-    raise_all(errors)
-    return lines
+            self._visit(v, (*loc, k.value))
 
 
 def _unusable(node: yaml.ScalarNode) -> str:

@@ -214,7 +214,7 @@ def test_other_wrong_words(run_dir: Path, tmp_path: Path) -> None:
         (("sample", run, "--id", "0001.00"), "is not in"),
         (("sample", run, "--where", "rewrd > 1"), "Did you mean reward?"),
         (("sample", run, "--where", "reward > 1) --"), "syntax error"),
-        (("sample", run, "--id", "x", "--where", "reward > 1"), "cannot stand beside --id"),
+        (("sample", run, "--id", "x", "--where", "reward > 1"), "cannot be combined with --id"),
         (("export", run, "--to", str(tmp_path / "x.csv")), "must end in .parquet or .jsonl"),
         (("export", run, "--to", str(tmp_path / "no" / "x.parquet")), "cannot be written"),
         (("export", run, "--to", str(tmp_path / "no" / "x.jsonl")), "cannot be written"),
