@@ -251,9 +251,9 @@ def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch
         for name, why in [
             ("newer", "has format 99, this rft reads format"),
             ("older", "has format 1, this rft reads format"),
-            ("damaged", "is damaged or no ledger"),
-            ("torn", "is damaged or no ledger"),
-            ("empty", "is damaged or no ledger"),
+            ("damaged", "is damaged or not a ledger"),
+            ("torn", "is damaged or not a ledger"),
+            ("empty", "is damaged or not a ledger"),
             ("locked", "is locked by another program"),
         ]:
             _, err, code = said("buffer", "stats", str(tmp_path / name))

@@ -181,7 +181,7 @@ class RaisesAlways(Workflow):
 
 async def test_a_workflow_that_raises_every_time_trips_the_breaker(world):
     tasksets = (world.taskset(workflow="test_raises_always"),)
-    with pytest.raises(RunFailed, match="5 groups in a row failed wholly") as caught:
+    with pytest.raises(RunFailed, match="5 groups in a row failed completely") as caught:
         await world.explorer(tasksets=tasksets, breaker=5, batch_size=2).run()
     assert 'raise ZeroDivisionError("my bug")' in str(caught.value)
     assert {r.status for r in world.buffer.rows} == {"failed"}

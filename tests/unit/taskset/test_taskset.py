@@ -47,7 +47,7 @@ def test_jsonl(tmp_path, end, bom):
             r"data\.jsonl:2: the row has no key 'response'; its keys are prompt",
         ),
         (b'{"question": "a"}\n', r"data\.jsonl:1: the row has no key 'prompt'; its keys are question\.  .*format\.prompt_key"),
-        (b'{"prompt": 3}\n', r"data\.jsonl:1: key 'prompt' is 3 \(int\); it must be a text"),
+        (b'{"prompt": 3}\n', r"data\.jsonl:1: key 'prompt' is 3 \(int\); it must be a non-empty text"),
         (b'{"prompt": ""}\n', r"must be a non-empty text"),
         (b"", "has no rows"),
         (b"\n\n", "has no rows"),
