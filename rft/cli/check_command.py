@@ -120,7 +120,7 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
     if errors:
         out.print(f"[bold red]{path}: {len(errors)} error(s)[/]")
     else:
-        stage = " (the file alone; plugins, data and model were not looked at)" if report.schema_only else ""
+        stage = " (the file alone; plugins, data and model were not checked)" if report.schema_only else ""
         waiting = sum(not n.harmless for n in report.not_active)
         start = f"Start it with: {escape(command)}" if not waiting else f"It cannot run before {waiting} key(s) are active"
         out.print(f"[bold green]{path} is fine[/]{stage}.  {start}")

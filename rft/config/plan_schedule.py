@@ -214,8 +214,8 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
     with ctx.taking():
         if schedule(settings).staleness_bound is None:
             ctx.warn(
-                f"sync_style {s.sync_style} without synchronizer.max_staleness: experiences may be of any age, as many as the buffer's "
-                f"capacity lets wait; write max_staleness: {2 * s.sync_interval}, for example"
+                f"sync_style {s.sync_style} without synchronizer.max_staleness: experiences may be of any age, as many as the buffer "
+                f"holds; write max_staleness: {2 * s.sync_interval}, for example"
             )
     if ctx.config.deterministic and s.sync_style != "fixed" and s.max_staleness != 0:
         ctx.error("synchronizer.sync_style", "must be fixed with deterministic: true, or max_staleness 0")
@@ -228,7 +228,7 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
 
 
 def _transport(ctx: Context, name: str) -> str:
-    """A transport of somebody's own, looked at once plugins may be imported."""
+    """A plugin transport, checked once plugins may be imported."""
     key = "synchronizer.sync_method"
     if ctx.facts.plugins_loaded:
         try:

@@ -27,7 +27,7 @@ from rft.types import rotary
 from rft.types.row_layout import AskedLayout
 
 _HOST = ("param_offload", "optimizer_offload", "grad_offload")
-_IN_HOST_ANYWAY = "no effect on CPU, where everything is in the host's memory"
+_IN_HOST_ANYWAY = "no effect on CPU, where everything is in host memory already"
 _BY_ROWS = "is required with use_dynamic_bsz: false"
 
 
@@ -276,7 +276,7 @@ def _fused(ctx: Context, device: str) -> bool:
     if t.fused_kernel_backend == "torch":
         if t.use_fused_kernels:
             ctx.note(
-                "trainer.use_fused_kernels with fused_kernel_backend torch: log-probs and entropies are always computed so, by tiles"
+                "trainer.use_fused_kernels with fused_kernel_backend torch: log-probs and entropies are always computed by tiles"
             )
         return False
     if not t.use_fused_kernels:

@@ -176,7 +176,7 @@ def _sampled(
 
 
 def _inert_keys(ctx: Context, read: tuple[str, ...]) -> tuple[NotActive, ...]:
-    """Refuses, warns of or notes what is written and does nothing; what comes later is returned.  `read`: keys that this run does read."""
+    """Refuses, warns of or notes what is written and does nothing; returns what is not implemented yet.  `read`: keys this run reads."""
     later = []
     for key, value, entry in used(ctx.config):
         if key.startswith(read):

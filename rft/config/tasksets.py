@@ -220,7 +220,7 @@ def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, problems:
     """The trainer knows the temperature; anything else that bends the distribution cannot be trained on-policy."""
     if sampling.temperature == 0:
         where = f"{key}.rollout_args.temperature" if args.temperature is not None else "model.temperature"
-        problems.error(where, "training samples at temperature 0 are all alike and have no on-policy gradient; use e.g. 1.0")
+        problems.error(where, "training samples at temperature 0 are all identical and have no on-policy gradient; use e.g. 1.0")
     off = SamplingArgs(max_tokens=sampling.max_tokens)
     for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"):
         value = getattr(sampling, name)

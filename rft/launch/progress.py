@@ -115,7 +115,7 @@ class _Handler(logging.Handler):
 def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Version | None) -> None:
     """The last lines of a run that went well."""
     if seconds == 0.0 and resumed_from is not None:
-        print(f"nothing to do: {run_dir} is trained to step {version.step} already; raise total_steps to go on")
+        print(f"nothing to do: {run_dir} is trained to step {version.step} already; raise total_steps to continue")
         return
     begin = f", from step {resumed_from.step} on" if resumed_from is not None else ""
     print(f"done  step {version.step} in {duration(seconds)}{begin}")

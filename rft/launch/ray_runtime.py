@@ -164,9 +164,6 @@ class RayParts(Parts):
         for name in names:
             ray.kill(self._handles.pop(name), no_restart=True)
 
-    def bound(self, name: str, *first: Any) -> Any:
-        return self.made[name].bind(*first)
-
     async def watch(self) -> None:
         """Raises RunFailed that names the first part which died or hangs, of those that are not restarted."""
         lasting = [proxy for name, proxy in self.made.items() if name not in self._restarted]

@@ -66,7 +66,7 @@ class ByIndex(Sequence[Row]):
 
 
 class TaskSource:
-    """Base of sources of one's own: rows by number.  A configuration names one as `storage_type`.
+    """Base of custom task sources: rows by number.  A configuration names one as `storage_type`.
 
     It is constructed with `path`, `split` and the taskset's `args` by name.  Rows are read when they are needed, so what `__getitem__`
     returns must not change while the run lasts.
@@ -269,7 +269,7 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
     elif fmt.prompt_type == "plaintext":
         prompt = _get(settings, row, where, "prompt_key", fmt.prompt_key)
         if not isinstance(prompt, str) or not prompt:
-            raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a text that is not empty")
+            raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a non-empty text")
         if len(prompt) > MAX_CHARS:
             raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, f"at most {MAX_CHARS:,} characters long")
     else:

@@ -119,7 +119,7 @@ def test_only_what_a_conversion_wrote_is_replaced(script: Path, tmp_path: Path, 
     mine.write_text("# Notes\n", encoding="utf-8")
     for arguments in (("-o", script), ("-o", mine), ("--report", mine)):
         assert rft(script, *arguments) == 2
-        assert "no conversion wrote it" in capsys.readouterr().err
+        assert "was not written by a conversion" in capsys.readouterr().err
     assert script.read_text() == SCRIPT.format(more="") and mine.read_text() == "# Notes\n"
     same = tmp_path / "same.md"
     assert rft(script, "-o", same, "--report", same) == 2
