@@ -30,6 +30,8 @@ class MathArgs(BaseModel):
 class MathWorkflow(Workflow):
     """Asks once, with an instruction in front; a system prompt of the task itself wins."""
 
+    usual_reward = "math_reward"
+
     def __init__(self, style: Literal["tags", "boxed"] = "tags", system_prompt: str | None = None) -> None:
         self.instruction = system_prompt if system_prompt is not None else PROMPTS[style]
 
@@ -53,6 +55,8 @@ class BoxedArgs(BaseModel):
 @register.workflow("math_boxed_workflow", args=BoxedArgs)
 class MathBoxedWorkflow(Workflow):
     """Asks once for a result inside \\boxed{}.  What an answer without <think> loses is an argument of `math_boxed_reward`."""
+
+    usual_reward = "math_boxed_reward"
 
     def __init__(self, use_base: bool = False, with_think: bool = False, system_prompt: str | None = None) -> None:
         think = "Write your reasoning between <think> and </think> first. " if with_think else ""

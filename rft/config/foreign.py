@@ -62,7 +62,7 @@ def _without_ignored(values: dict[str, Any], origins: Origins) -> list[str]:
             found = _which().fullmatch(key)
             off = value is None or value is False or value in ("", {}, [])
             why = ignored()[_patterns()[found.lastindex - 1]] if found and found.lastindex else "it is off here too" if off else ""
-            if not why or not (found or advice(key)):
+            if not why or not advice(key):
                 continue
             where = next((o for at, o in origins.items() if at[: len(loc) + 1] == (*loc, name)), "")
             warnings.append(f"{key} has no effect: {why}{f'  ({where})' if where else ''}")
@@ -102,7 +102,8 @@ def not_offered() -> dict[str, Mapping[str, str]]:
 
 def advice(key: str) -> str:
     """What to do about a key that is not in the schema; "" for one that nobody knows."""
-    return next((f"not a key here: {text}" for pattern, text in instead().items() if fnmatch.fnmatchcase(key, pattern)), "")
+    said = {**{k: f"has no effect: {why}" for k, why in ignored().items()}, **{k: f"not a key here: {v}" for k, v in instead().items()}}
+    return next((text for pattern, text in said.items() if fnmatch.fnmatchcase(key, pattern)), "")
 
 
 def value_advice(key: str, value: object) -> str:

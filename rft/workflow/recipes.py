@@ -139,12 +139,14 @@ class Recipes:
 
 
 def _build(task: Task) -> Recipe:
-    reward = None
-    if task.reward is not None:
-        reward = build_reward(task.reward, task.reward_args, key=f"taskset {task.taskset}.reward_fn_args")
     if (why := INSTEAD.get(task.workflow)) and task.workflow not in REGISTRY.names("workflow"):
         raise ConfigError(f"workflow {task.workflow!r}: {why}", key=f"taskset {task.taskset}.workflow", given=task.workflow)
-    return recipe(REGISTRY.get("workflow", task.workflow), task, reward)
+    plugin = REGISTRY.get("workflow", task.workflow)
+    named = task.reward or workflow_class(plugin, key=f"taskset {task.taskset}.workflow").usual_reward
+    reward = None
+    if named is not None:
+        reward = build_reward(named, task.reward_args, key=f"taskset {task.taskset}.reward_fn_args")
+    return recipe(plugin, task, reward)
 
 
 def refuse_group_reward(recipe: Recipe, task: Task) -> None:

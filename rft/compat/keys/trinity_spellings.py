@@ -6,6 +6,7 @@ a warning, or is refused with what to do (`not_offered`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,8 @@ IGNORED: dict[str, str] = {
     "trainer.megatron": "trainer.trainer_strategy is fsdp2, the one strategy there is",
     "trainer.trust_remote_code": "model.trust_remote_code is read",
 }
+_NAMES = ("default_workflow_type", "default_eval_workflow_type", "default_reward_fn_type")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(?<!\.py)")
 MOVED = {
     "algorithm.enable_router_replay": "explorer.rollout_model.router_replay",
     "algorithm.policy_loss_fn_args.loss_agg_mode": "algorithm.loss_agg_mode",
@@ -106,6 +109,7 @@ class TrinityKeys(ForeignKeys):
     ignored = IGNORED
 
     def expand(self, values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool]) -> list[str]:
+        _plugin_paths(values)
         warnings = []
         for theirs, ours in MOVED.items():
             loc: Loc = tuple(theirs.split("."))
@@ -124,3 +128,17 @@ class TrinityKeys(ForeignKeys):
             origins.pop(loc, None)
             warnings.append(f"{theirs} is read as {ours}")
         return warnings
+
+
+def _plugin_paths(value: Any) -> None:
+    """Dotted paths of workflows, rewards and operators, pkg.module.Name, as pkg.module:Name."""
+    inner = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    for name, item in inner:
+        if name in _NAMES and isinstance(item, str) and _DOTTED.fullmatch(item):
+            value[name] = ":".join(item.rsplit(".", 1))
+        elif name == "operators" and isinstance(item, list):
+            for operator in item:
+                if isinstance(operator, dict) and isinstance(operator.get("name"), str) and _DOTTED.fullmatch(operator["name"]):
+                    operator["name"] = ":".join(operator["name"].rsplit(".", 1))
+        else:
+            _plugin_paths(item)

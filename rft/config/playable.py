@@ -1,0 +1,87 @@
+"""What a configuration names and is not here: workflows, rewards, packages, data, models.  Looked up by name; no plugin is imported.
+
+Part of `rft check --schema-only`, whose file alone is right.  Invariant: what is listed here stops `rft run`, and says how to get it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import rft.plugins as plugins
+from rft.config import model_folder
+from rft.config.plan import Facts, Plan
+from rft.plugins import REGISTRY
+from rft.reward.build_reward import INSTEAD as REWARDS_INSTEAD
+from rft.reward.data_sources import reward_of
+from rft.taskset.settings import TasksetSettings
+from rft.workflow.recipes import INSTEAD as WORKFLOWS_INSTEAD
+from rft.workflow.recipes import workflow_class
+
+_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Need:
+    """`kind`: workflow, reward, package, data or model."""
+
+    kind: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+def look(plan: Plan, keys: dict[str, str], facts: Facts) -> tuple[Need, ...]:
+    """`keys`: name of each taskset → its configuration key."""
+    plugins.load_shipped()
+    found: dict[str, Need] = {}
+    for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets):
+        for need in _of_taskset(t, keys[t.name], plan, facts):
+            found.setdefault(need.message, need)
+    models = {"model.model_path": plan.learner.model_path}
+    models |= {
+        f"explorer.auxiliary_models[{i}].model_path": m.engines[0].model_path
+        for i, m in enumerate(plan.auxiliary)
+        if m.engines[0].external is None
+    }
+    for key, path in models.items():
+        if model_folder.sizes(path) is None:
+            found.setdefault(path, Need("model", key, f"model {path!r}: no such folder, nor a hub id in the local cache"))
+    return tuple(found.values())
+
+
+def _of_taskset(t: TasksetSettings, key: str, plan: Plan, facts: Facts) -> Iterator[Need]:
+    for name, kind, instead in ((t.workflow, "workflow", WORKFLOWS_INSTEAD), (t.reward, "reward", REWARDS_INSTEAD)):
+        if name is not None and (why := _missing(kind, name, instead, plan, facts)):
+            yield Need(kind, f"{key}.default_{'workflow' if kind == 'workflow' else 'reward_fn'}_type", f"{kind} {name!r}: {why}")
+    if t.workflow in REGISTRY.names("workflow"):
+        for library, extra in workflow_class(REGISTRY.get("workflow", t.workflow)).needs.items():
+            if importlib.util.find_spec(library) is None:
+                text = f"workflow {t.workflow!r} needs the package {library}: pip install 'rft-platform[{extra}]'"
+                yield Need("package", f"{key}.default_workflow_type", text)
+    elsewhere = ":" in t.path or _HUB.fullmatch(t.path)  # a database, code, the hub or its cache
+    if t.storage_type == "file" and not elsewhere and not facts.exists(t.path):
+        yield Need("data", f"{key}.path", f"data {t.path!r}: no such file or folder")
+
+
+def _missing(kind: str, name: str, instead: dict[str, str], plan: Plan, facts: Facts) -> str:
+    """Why nothing of that name is here; "" where it is, or where plugins may bring it."""
+    where, colon, attribute = name.rpartition(":")
+    if colon and where.endswith(".py"):
+        return "" if facts.exists(where) else "no such file"
+    if colon:
+        here = Path(*where.split(".")).with_suffix(".py")
+        if importlib.util.find_spec(where.partition(".")[0]) is not None:
+            return ""
+        hint = f"; write {here}:{attribute}, or start with PYTHONPATH=." if facts.exists(str(here)) else ""
+        return f"there is no module {where}{hint or '; add its folder to PYTHONPATH, or name its file as path/file.py:Name'}"
+    if name in REGISTRY.names(kind) or (kind == "reward" and reward_of(name) is not None):
+        return ""
+    if why := instead.get(name):
+        return why
+    return "" if plugins.may_come(name, plan.plugin_dirs) else "no such name is shipped; give its file with --plugin-dir"
