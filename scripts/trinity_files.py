@@ -137,11 +137,11 @@ def rows(form: FormatSettings, work: Path, name: str, *more: str) -> Path:
     """Rows with every column that `form` names."""
     chat = [{"role": "user", "content": "1 + 1?"}]
     row: dict[str, Any] = {"nums": [1, 2], "target": 3, "seed": 1, "size": 4, "p": 0.8}
-    texts = (form.prompt_key, form.response_key, *more)
+    texts = {form.prompt_key: "1 + 1?", form.response_key: "2", **{column: f"{i}" for i, column in enumerate(more)}}
     lists = {form.messages_key: [*chat, {"role": "assistant", "content": "2"}]}
     if form.prompt_type == "messages":
         lists[form.prompt_key] = chat
-    for column, value in {**dict.fromkeys(texts, "2"), **lists}.items():
+    for column, value in {**texts, **lists}.items():
         place = row
         *above, last = column.split(".")
         for part in above:

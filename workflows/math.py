@@ -83,8 +83,16 @@ class MathEvalWorkflow(MathBoxedWorkflow):
         super().__init__(system_prompt="Please reason step by step, and put your final answer within \\boxed{}.")
 
 
+class MathRuler(MathWorkflow):
+    """The same, scored by comparing all answers to a task."""
+
+    usual_reward = "ruler_judge"
+
+
 # Trinity-RFT's names.  math_rm_workflow is for rewards that look at the whole conversation, which all rewards can.
 for _name in ("async_math_workflow", "math_rm_workflow", "async_math_rm_workflow"):
     register.workflow(_name, args=MathArgs)(MathWorkflow)
+for _name in ("math_ruler_workflow", "async_math_ruler_workflow"):
+    register.workflow(_name, args=MathArgs)(MathRuler)
 register.workflow("async_math_boxed_workflow", args=BoxedArgs)(MathBoxedWorkflow)
 register.workflow("async_math_eval_workflow", args=EvalArgs)(MathEvalWorkflow)
