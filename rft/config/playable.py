@@ -5,6 +5,7 @@ Part of `rft check --schema-only`, whose file alone is right.  Invariant: what i
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -73,11 +74,11 @@ def _missing(kind: str, name: str, instead: dict[str, str], plan: Plan, facts: F
     """Why nothing of that name is here; "" where it is, or where plugins may bring it."""
     where, colon, attribute = name.rpartition(":")
     if colon and where.endswith(".py"):
-        return "" if facts.exists(where) else "no such file"
+        return _imports(Path(where).expanduser()) if facts.exists(where) else "no such file"
     if colon:
         here = Path(*where.split(".")).with_suffix(".py")
-        if importlib.util.find_spec(where.partition(".")[0]) is not None:
-            return ""
+        if (found := _file(where)) is not None:
+            return _imports(found)
         hint = f"; write {here}:{attribute}, or start with PYTHONPATH=." if facts.exists(str(here)) else ""
         return f"there is no module {where}{hint or '; add its folder to PYTHONPATH, or name its file as path/file.py:Name'}"
     if name in REGISTRY.names(kind) or (kind == "reward" and reward_of(name) is not None):
@@ -85,3 +86,52 @@ def _missing(kind: str, name: str, instead: dict[str, str], plan: Plan, facts: F
     if why := instead.get(name):
         return why
     return "" if plugins.may_come(name, plan.plugin_dirs) else "no such name is shipped; give its file with --plugin-dir"
+
+
+def _file(module: str) -> Path | None:
+    """The file or folder of a module, found without importing anything."""
+    top, *below = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not below:
+        return Path(spec.origin or ".")
+    for folder in spec.submodule_search_locations or ():
+        place = Path(folder, *below)
+        if place.is_dir() or place.with_suffix(".py").is_file():
+            return place if place.is_dir() else place.with_suffix(".py")
+    return None
+
+
+def _imports(path: Path) -> str:
+    """What a file, and what it imports of its own folders, imports and is not here; "" if nothing."""
+    absent: dict[str, None] = {}
+    seen: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file in seen or file.suffix != ".py" or not file.is_file():
+            continue
+        seen.add(file)
+        for module in _imported(file):
+            found = _file(module)
+            if found is None:
+                absent[module.partition(".")[0]] = None
+            elif found.is_relative_to(path.parent):
+                waiting.append(found)
+    if "trinity" in absent:
+        return f"{path} imports trinity; change that to rft.compat (docs/howto/from-trinity.md)"
+    return f"{path} imports {', '.join(absent)}, not installed" if absent else ""
+
+
+def _imported(file: Path) -> list[str]:
+    """Modules that a file imports, also inside of functions; none of one that is no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):
+        return []
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return named + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level and node.module]
