@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def brought(report: Report, work: Path) -> list[str]:
     train, evals = plan.explorer.tasksets, plan.explorer.eval_tasksets
     keys = [f"{base}.taskset"] if len(train) == 1 else [f"{base}.tasksets[{i}]" for i in range(len(train))]
     for t, key in zip((*train, *evals), [*keys, *(f"{base}.eval_tasksets[{i}]" for i in range(len(evals)))], strict=True):
-        found.append(f"{key}.path={rows(t.format, work, t.name)}")
+        found.append(f"{key}.path={rows(t.format, work, t.name, numbers=t.feature_keys)}")
     data, expert = plan.trainer.offline_data, plan.expert
     if data is not None:
         path = rows(data.rows.format, work, "data", data.chosen_key, data.rejected_key)
@@ -133,10 +133,10 @@ def tiny(work: Path) -> Path:
     return folder
 
 
-def rows(form: FormatSettings, work: Path, name: str, *more: str) -> Path:
+def rows(form: FormatSettings, work: Path, name: str, *more: str, numbers: Sequence[str] = ()) -> Path:
     """Rows with every column that `form` names."""
     chat = [{"role": "user", "content": "1 + 1?"}]
-    row: dict[str, Any] = {"nums": [1, 2], "target": 3, "seed": 1, "size": 4, "p": 0.8}
+    row: dict[str, Any] = {"nums": [1, 2], "target": 3, "seed": 1, "size": 4, "p": 0.8, **dict.fromkeys(numbers, 0.5)}
     texts = {form.prompt_key: "1 + 1?", form.response_key: "2", **{column: f"{i}" for i, column in enumerate(more)}}
     lists = {form.messages_key: [*chat, {"role": "assistant", "content": "2"}]}
     if form.prompt_type == "messages":
