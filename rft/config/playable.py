@@ -123,8 +123,8 @@ def _imports(path: Path) -> str:
             elif found.is_relative_to(path.parent):
                 waiting.append(found)
     if "trinity" in absent:
-        return f"{path} imports trinity; change that to rft.compat (docs/howto/from-trinity.md)"
-    return f"{path} imports {', '.join(absent)}, not installed" if absent else ""
+        return f"{path.name} imports trinity; change that to rft.compat (docs/howto/from-trinity.md)"
+    return f"{path.name} imports {', '.join(absent)}, not installed" if absent else ""
 
 
 def _imported(file: Path) -> list[str]:

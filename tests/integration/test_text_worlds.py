@@ -75,6 +75,7 @@ def household(tmp_path: Path) -> Path:
 
 
 @needs("alfworld")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TextWorld leaves the game's file open
 @pytest.mark.parametrize("workflow", ["alfworld_workflow", "step_wise_alfworld_workflow"])
 def test_a_household_task_is_done(workflow: str, household: Path) -> None:
     row = {"game_file": str(household), "prompt": str(household)}
