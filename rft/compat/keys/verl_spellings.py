@@ -175,7 +175,7 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
         raise ConfigError(_MINI_BATCH)
     if name.startswith(_CORRECTION):
         return name, value
-    if name.startswith(_OWN) and name not in _HONOURED or "hybrid_engine" in name:
+    if (name.startswith(_OWN) and (name not in _HONOURED or value is None)) or "hybrid_engine" in name:
         return None
     row = by_path().get(name) if name in _known() else None
     if row is None:
