@@ -48,8 +48,10 @@ def main() -> int:
     given = parser.parse_args()
     if given.plugins:
         sys.path.insert(0, str(given.plugins))
+    folder = given.folder.absolute()
+    os.chdir(folder.parent)  # paths in the files are relative to the folder around the examples
     with tempfile.TemporaryDirectory() as work:
-        found = [judged(path, str(path.relative_to(given.folder)), Path(work)) for path in files(given.folder)]
+        found = [judged(path, str(path.relative_to(folder)), Path(work)) for path in files(folder)]
     for one in found:
         print(f"{one.name:70} {one.outcome}")
         for line in (*one.why, *(f"warning: {w}" for w in one.warnings)):
@@ -117,7 +119,9 @@ def brought(report: Report, work: Path) -> list[str]:
         path = rows(data.rows.format, work, "data", data.chosen_key, data.rejected_key)
         found.append(f"buffer.trainer_input.experience_buffer.path={path}")
     if expert is not None:
-        found += [f"buffer.trainer_input.auxiliary_buffers.{name}.path={rows(expert.rows.format, work, name)}" for name in buffers]
+        found += [
+            f"buffer.trainer_input.auxiliary_buffers.{name}.path={rows(expert.rows.format, work, name)}" for name in buffers
+        ]
     return found
 
 
@@ -170,8 +174,10 @@ def page(found: list[Outcome], source: str) -> str:
     lines = [
         "# Trinity-RFT's example files",
         "",
-        f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of {source}. A file *needs* what its reason",
-        "names; a refused one runs once that is changed. [Coming from Trinity-RFT](howto/from-trinity.md) says what means something else.",
+        f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of {source}, with the extras",
+        "that workflows name installed, own Python files with their imports changed, and a tiny model and made rows in place of theirs. A file",
+        "*needs* what its reason names; a refused one runs once that is changed. What means something else here is told in",
+        "[Coming from Trinity-RFT](howto/from-trinity.md).",
         "",
         summary(found),
         "",
@@ -179,8 +185,8 @@ def page(found: list[Outcome], source: str) -> str:
         "|---|---|---|",
     ]
     for one in found:
-        said = one.why or one.warnings
-        lines.append(f"| `{one.name}` | {one.outcome} | {'<br>'.join(map(_cell, said))} |")
+        said = "<br>".join(map(_cell, one.why))
+        lines.append(f"| `{one.name}` | {f'runs with {len(one.warnings)} warning(s)' if one.warnings and not one.why else one.outcome} | {said} |")
     return "\n".join(lines) + "\n"
 
 

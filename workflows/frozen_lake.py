@@ -50,7 +50,9 @@ class FrozenLake(GymWorkflow):
     def make(self, task: Task) -> Any:
         self.lake = self._map(task)
         # one place, not always the upper left corner, is the start: gymnasium takes any S
-        return gymnasium().make(self.env_id, desc=self.lake, is_slippery=self.args.is_slippery, max_episode_steps=self.args.env_max_steps)
+        return gymnasium().make(
+            self.env_id, desc=self.lake, is_slippery=self.args.is_slippery, max_episode_steps=self.args.env_max_steps
+        )
 
     def instruction(self, task: Task) -> str:
         return task.system_prompt or "You cross a frozen lake. Never step into a hole."

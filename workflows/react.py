@@ -56,10 +56,19 @@ class PythonMath(ToolWorkflow):
             code: the whole program; print what you want to see
             """
             ran = await _sandbox().run(code, limits)
-            return ran.output.decode(errors="replace") or "(nothing was printed)" if not ran.reason else f"{ran.reason}: {ran.detail}"
+            return (
+                ran.output.decode(errors="replace") or "(nothing was printed)"
+                if not ran.reason
+                else f"{ran.reason}: {ran.detail}"
+            )
 
         return [execute_python_code]
 
 
-for _name in ("agentscope_react_workflow", "as_react_workflow", "agentscope_react_math_workflow", "agentscopev0_react_math_workflow"):
+for _name in (
+    "agentscope_react_workflow",
+    "as_react_workflow",
+    "agentscope_react_math_workflow",
+    "agentscopev0_react_math_workflow",
+):
     register.workflow(_name, args=PythonMathArgs)(PythonMath)

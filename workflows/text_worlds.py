@@ -171,8 +171,8 @@ class SciWorld(World):
     needs: ClassVar[Mapping[str, str]] = {"scienceworld": "scienceworld"}
     role = "You do an experiment in a world of text."
     commands = (
-        " Commands: open X, close X, activate X, deactivate X, connect X to Y, disconnect X, use X on Y, look around, examine X, look at X, "
-        "read X, move X to Y, pick up X, pour X into Y, mix X, teleport to PLACE, focus on X, wait, wait1."
+        " Commands: open X, close X, activate X, deactivate X, connect X to Y, disconnect X, use X on Y, look around, examine X, "
+        "look at X, read X, move X to Y, pick up X, pour X into Y, mix X, teleport to PLACE, focus on X, wait, wait1."
     )
     env: Any = None
 

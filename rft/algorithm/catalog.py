@@ -48,6 +48,8 @@ _REFUSED: dict[tuple[str, str], str] = {
     ("kl_loss_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use low_var_kl, k2 or k3",
     ("kl_penalty_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use k1 or low_var_kl",
 }
+
+
 def _ours(kind: str) -> list[Plugin]:
     """The plugins of `kind` that this folder defines."""
     REGISTRY.scan_package("rft.algorithm")

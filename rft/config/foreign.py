@@ -61,7 +61,9 @@ def _without_ignored(values: dict[str, Any], origins: Origins) -> list[str]:
             key = dotted((*loc, name))
             found = _which().fullmatch(key)
             off = value is None or value is False or value in ("", {}, [])
-            why = ignored()[_patterns()[found.lastindex - 1]] if found and found.lastindex else "it is off here too" if off else ""
+            why = (
+                ignored()[_patterns()[found.lastindex - 1]] if found and found.lastindex else "it is off here too" if off else ""
+            )
             if not why or not advice(key):
                 continue
             where = next((o for at, o in origins.items() if at[: len(loc) + 1] == (*loc, name)), "")
@@ -102,7 +104,10 @@ def not_offered() -> dict[str, Mapping[str, str]]:
 
 def advice(key: str) -> str:
     """What to do about a key that is not in the schema; "" for one that nobody knows."""
-    said = {**{k: f"has no effect: {why}" for k, why in ignored().items()}, **{k: f"not a key here: {v}" for k, v in instead().items()}}
+    said = {
+        **{k: f"has no effect: {why}" for k, why in ignored().items()},
+        **{k: f"not a key here: {v}" for k, v in instead().items()},
+    }
     return next((text for pattern, text in said.items() if fnmatch.fnmatchcase(key, pattern)), "")
 
 

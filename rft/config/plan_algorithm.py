@@ -48,7 +48,9 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
         own = getattr(a, f"{kind}_args")
         if kind == "kl_loss_fn" and written is None and default == "none" and own.get("kl_coef"):
             written = WRITTEN_KL  # Trinity-RFT's own where only the coefficient is written
-            ctx.warn(f"algorithm.{kind}_args.kl_coef is written without {kind}, so {written} is taken; name an estimator, or none")
+            ctx.warn(
+                f"algorithm.{kind}_args.kl_coef is written without {kind}, so {written} is taken; name an estimator, or none"
+            )
         part = RENAMED.get((kind, written or default), written or default)
         if written is None:
             ctx.derive(f"algorithm.{kind}", part, f"of algorithm {base.name}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Need:
-    """`kind`: workflow, reward, package, data or model."""
+    """`kind`: workflow, reward, operator, package, data or model."""
 
     kind: str
     key: str
@@ -44,6 +44,8 @@ def look(plan: Plan, keys: dict[str, str], facts: Facts) -> tuple[Need, ...]:
     for t in (*plan.explorer.tasksets, *plan.explorer.eval_tasksets):
         for need in _of_taskset(t, keys[t.name], plan, facts):
             found.setdefault(need.message, need)
+    for need in operators(plan):
+        found.setdefault(need.message, need)
     models = {"model.model_path": plan.learner.model_path}
     models |= {
         f"explorer.auxiliary_models[{i}].model_path": m.engines[0].model_path
@@ -56,15 +58,29 @@ def look(plan: Plan, keys: dict[str, str], facts: Facts) -> tuple[Need, ...]:
     return tuple(found.values())
 
 
+def operators(plan: Plan) -> Iterator[Need]:
+    """What operators of the experience pipeline lack."""
+    for o in plan.explorer.pipeline.operators:
+        if ":" not in o.name and o.name not in REGISTRY.names("operator"):
+            if not plugins.may_come(o.name, plan.plugin_dirs):
+                yield Need("operator", o.key, f"operator {o.name!r}: no such name is shipped; give its file with --plugin-dir")
+        elif ":" not in o.name:
+            yield from _packages("operator", o.name, REGISTRY.get("operator", o.name).obj.needs, o.key)
+
+
+def _packages(kind: str, name: str, needs: Mapping[str, str], key: str) -> Iterator[Need]:
+    for library, extra in needs.items():
+        if importlib.util.find_spec(library) is None:
+            yield Need("package", key, f"{kind} {name!r} needs the package {library}: pip install 'rft-platform[{extra}]'")
+
+
 def _of_taskset(t: TasksetSettings, key: str, plan: Plan, facts: Facts) -> Iterator[Need]:
     for name, kind, instead in ((t.workflow, "workflow", WORKFLOWS_INSTEAD), (t.reward, "reward", REWARDS_INSTEAD)):
         if name is not None and (why := _missing(kind, name, instead, plan, facts)):
             yield Need(kind, f"{key}.default_{'workflow' if kind == 'workflow' else 'reward_fn'}_type", f"{kind} {name!r}: {why}")
     if t.workflow in REGISTRY.names("workflow"):
-        for library, extra in workflow_class(REGISTRY.get("workflow", t.workflow)).needs.items():
-            if importlib.util.find_spec(library) is None:
-                text = f"workflow {t.workflow!r} needs the package {library}: pip install 'rft-platform[{extra}]'"
-                yield Need("package", f"{key}.default_workflow_type", text)
+        needs = workflow_class(REGISTRY.get("workflow", t.workflow)).needs
+        yield from _packages("workflow", t.workflow, needs, f"{key}.default_workflow_type")
     elsewhere = ":" in t.path or _HUB.fullmatch(t.path)  # a database, code, the hub or its cache
     if t.storage_type == "file" and not elsewhere and not facts.exists(t.path):
         yield Need("data", f"{key}.path", f"data {t.path!r}: no such file or folder")

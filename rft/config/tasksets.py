@@ -231,7 +231,11 @@ def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, any_sampl
         where = f"{key}.rollout_args.temperature" if args.temperature is not None else "model.temperature"
         problems.error(where, "training samples at temperature 0 are all alike and have no on-policy gradient; use e.g. 1.0")
     off = SamplingArgs(max_tokens=sampling.max_tokens)
-    for name in () if any_sampling else ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"):
+    for name in (
+        ()
+        if any_sampling
+        else ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+    ):
         value = getattr(sampling, name)
         if value == getattr(off, name):
             continue
@@ -240,8 +244,8 @@ def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, any_sampl
         problems.error(
             f"{key}.rollout_args.{name}" if written else top,
             f"is {value} for a training taskset; the trainer cannot compute the log-probs of tokens drawn that way, so the policy "
-            f"gradient would be wrong.  Use {getattr(off, name)} (off), or algorithm.rollout_correction with rollout_rs; evaluation tasksets "
-            "may use any value",
+            f"gradient would be wrong.  Use {getattr(off, name)} (off), or algorithm.rollout_correction with rollout_rs; evaluation "
+            "tasksets may use any value",
         )
 
 

@@ -78,9 +78,7 @@ class Ranks:
         if not c.use_dynamic_bsz and c.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.critic.micro_batch_size_per_gpu")
         rows = None if c.use_dynamic_bsz else c.micro_batch_size
-        return Budget(
-            c.max_token_len_per_gpu * self.settings.sequence_parallel, c.row_layout, rows, self.settings.balance_batch
-        )
+        return Budget(c.max_token_len_per_gpu * self.settings.sequence_parallel, c.row_layout, rows, self.settings.balance_batch)
 
     def forward_budget(self, what: Computed) -> Budget:
         """Of a forward pass that computes `what`, of any number of rows."""

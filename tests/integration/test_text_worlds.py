@@ -63,7 +63,9 @@ def household(tmp_path: Path) -> Path:
     """A household with two receptacles and a mug, in the form of ALFWorld's own games."""
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
 
-    named = PROBLEM.replace("table1", "DiningTable_bar__one").replace("shelf1", "Shelf_bar__two").replace("mug1", "Mug_bar__three")
+    named = (
+        PROBLEM.replace("table1", "DiningTable_bar__one").replace("shelf1", "Shelf_bar__two").replace("mug1", "Mug_bar__three")
+    )
     parts = {
         "pddl_domain": Path(ALFRED_PDDL_PATH).read_text(),
         "grammar": Path(ALFRED_TWL2_PATH).read_text().replace("UNKNOWN GOAL", "put a mug on the shelf"),
@@ -93,10 +95,14 @@ def test_a_household_task_is_done(workflow: str, household: Path) -> None:
 @needs("scienceworld")
 def test_an_experiment_is_scored() -> None:
     row = {"prompt": json.dumps({"task_name": "find-living-thing", "var_num": 0, "jar_path": "anywhere"})}
-    result = run_workflow("sciworld_workflow", row, does("look around", "open door to kitchen"), workflow_args={"max_env_steps": 2})
+    result = run_workflow(
+        "sciworld_workflow", row, does("look around", "open door to kitchen"), workflow_args={"max_env_steps": 2}
+    )
     said = observed(result)
     assert 0.0 < result.reward < 1.0 and "Your task is to find" in said and "door" in said
-    again = run_workflow("sciworld_workflow", {"task_name": "boil", "var_num": 1}, ScriptedModel("no command"), workflow_args={"max_turns": 1})
+    again = run_workflow(
+        "sciworld_workflow", {"task_name": "boil", "var_num": 1}, ScriptedModel("no command"), workflow_args={"max_turns": 1}
+    )
     assert again.reward == 0.0 and "Your task is to boil" in observed(again), "the same simulator, another experiment"
 
 
@@ -108,7 +114,9 @@ def call(code: str) -> str:
 def test_programs_are_run_and_told(name: str) -> None:
     answers = (call("print(6 * 7)"), call("1 / 0"), call("open('/etc/passwd')"), "So \\boxed{42}")
     try:
-        result = run_workflow(name, {"prompt": "6 * 7?", "truth": "It is.\n#### 42"}, ScriptedModel(*answers), reward="math_boxed_reward")
+        result = run_workflow(
+            name, {"prompt": "6 * 7?", "truth": "It is.\n#### 42"}, ScriptedModel(*answers), reward="math_boxed_reward"
+        )
     finally:
         job_pool.close_all()
     told: list[Any] = [m["content"] for m in result.messages if m["role"] == "tool"]

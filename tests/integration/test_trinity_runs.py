@@ -42,7 +42,7 @@ class GradedWorkflow(MathBoxedWorkflow):
         assert len(responses) == self.task.repeat_times and asdict(self.task.rollout_args)["temperature"] == 1.0
         return responses
 '''
-REWARDS = '''
+REWARDS = """
 from rft.compat import math_equal as verl_math_equal
 from rft.compat import match_answer
 from rft.compat import RewardFn
@@ -55,7 +55,7 @@ class DigitReward(RewardFn):
     def __call__(self, response, truth=None, with_think=False, format_score_coef=0.1, **kwargs):
         _, answer = match_answer(response)
         return {"accuracy": float(verl_math_equal(answer, truth)), "digits": 0.1 * sum(c.isdigit() for c in response)}
-'''
+"""
 ASKING = '''
 from typing import List, Optional
 
@@ -204,7 +204,10 @@ def test_a_file_with_its_own_workflow_trains(
     for file, text in files.items():
         (home / f"{file}.py").write_text(text)
     rows = [
-        {"prompt": [{"role": "user", "content": f"{i}+1?"}] if name == "graded" else f"{i}+1?", "reward_model": {"ground_truth": str(i + 1)}}
+        {
+            "prompt": [{"role": "user", "content": f"{i}+1?"}] if name == "graded" else f"{i}+1?",
+            "reward_model": {"ground_truth": str(i + 1)},
+        }
         for i in range(8)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

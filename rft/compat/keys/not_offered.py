@@ -13,7 +13,6 @@ INSTEAD: dict[str, str] = {
     "model.tinker*": "Tinker is not offered: training runs on your own machines with the FSDP2 trainer; remove it",
     "model.lora_configs[[]*].lora_dropout": "engines sample without dropout, so there is none in training; remove it",
     "model.lora_configs[[]*].use_rslora": "write lora_alpha x sqrt(lora_rank) as lora_alpha; an adapter in path brings its own",
-    "service*": "the Data-Juicer service is not offered: prepare the data beforehand and name the file in a taskset's path",
     "explorer.*.enable_expert_parallel": "expert parallel is not offered: use tensor_parallel_size",
     "explorer.*.enable_multimodal": "multimodal inputs are not offered: use text",
     "buffer.*.format.image_key": "multimodal inputs are not offered: use text",

@@ -44,7 +44,16 @@ IGNORED: dict[str, str] = {
         (
             f"buffer.{part}.{name}"
             for part in ("explorer_input.taskset", "explorer_input.*tasksets[[]*]", "trainer_input.experience_buffer")
-            for name in ("index", "is_eval", "batch_size", "schema_type", "tokenizer_path", "ray_namespace", "total_epochs", "total_steps")
+            for name in (
+                "index",
+                "is_eval",
+                "batch_size",
+                "schema_type",
+                "tokenizer_path",
+                "ray_namespace",
+                "total_epochs",
+                "total_steps",
+            )
         ),
         _ROWS,
     ),
@@ -69,7 +78,15 @@ IGNORED: dict[str, str] = {
         (
             f"explorer.*.{name}"
             for name in (
-                *("bundle_indices", "checkpoint_job_dir", "cuda_visible_devices", "engine_id", "gpu_per_engine", "nnodes", "node_rank"),
+                *(
+                    "bundle_indices",
+                    "checkpoint_job_dir",
+                    "cuda_visible_devices",
+                    "engine_id",
+                    "gpu_per_engine",
+                    "nnodes",
+                    "node_rank",
+                ),
                 *("ray_actor_name", "ray_namespace", "sync_method", "enable_lora", "enable_runtime_lora_updating", "lora_kwargs"),
                 *("lora_modules", "enable_return_routed_experts"),
             )
@@ -91,6 +108,7 @@ IGNORED: dict[str, str] = {
     "model.max_cpu_loras": "explorer.rollout_model.max_cpu_loras is read",
     "model.lora_configs[[]*].is_dummy": "without path the adapter is a new one",
     "monitor.cache_dir": "metrics stand in the run's folder",
+    "service": "Data-Juicer's operators run in this process, with the extra data-juicer",
     "synchronizer.explorer_world_size": _INTERNAL,
     "synchronizer.ray_namespace": _INTERNAL,
     "trainer.megatron": "trainer.trainer_strategy is fsdp2, the one strategy there is",

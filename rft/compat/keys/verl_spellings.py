@@ -86,7 +86,7 @@ class VerlKeys(ForeignKeys):
         idle: dict[str, str] = {}  # sections without effect: why
         errors: list[ConfigError] = []
         moved: dict[str, tuple[Loc, Any]] = {}
-        refuse_megatron(given)
+        refuse_megatron(given, where)
         for loc, name, value in _leaves(given, ()):
             if _MEGATRON.search(name):
                 idle[dotted((*HERE, *loc[: loc.index("megatron") + 1]))] = "trainer.trainer_strategy is fsdp2"
@@ -112,12 +112,13 @@ class VerlKeys(ForeignKeys):
         return warnings + [f"{section} has no effect: {why}" for section, why in idle.items()]
 
 
-def refuse_megatron(given: Values) -> None:
+def refuse_megatron(given: Values, where: Origins) -> None:
     """One error for a whole configuration of Megatron."""
     for at, name, value in _leaves(given, ()):
         if name.endswith(".strategy") and str(value).strip().lower() == "megatron":
             text = "Megatron is not offered: leave out strategy and the sections called megatron; the trainer is FSDP2"
-            raise ConfigError(text, key=dotted((*HERE, *at)), given=value)
+            line = where.get((*HERE, *at), "")
+            raise ConfigError(text + (f"  ({line})" if line else ""), key=dotted((*HERE, *at)), given=value)
 
 
 def _pointed(value: Any) -> Any:

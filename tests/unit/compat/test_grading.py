@@ -43,7 +43,13 @@ def test_answers_are_found_and_compared() -> None:
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(r"\frac12", r"\frac{1}{2}"), (r"\frac{1}{2}", r"\frac{1}{2}"), (r"\frac1{72}", r"\frac{1}{72}"), (r"3\frac 34x", r"3\frac{3}{4}x"), ("x", "x")],
+    [
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac1{72}", r"\frac{1}{72}"),
+        (r"3\frac 34x", r"3\frac{3}{4}x"),
+        ("x", "x"),
+    ],
 )  # fmt: skip
 def test_fractions(given: str, expected: str) -> None:
     assert fix_fracs(given) == expected
@@ -62,7 +68,9 @@ def test_texts() -> None:
 class Length(RewardFn):
     def __init__(self, **args: float) -> None: ...
 
-    def __call__(self, response: str, with_think: bool, format_score_coef: float, response_token: object, **more: object) -> dict[str, float]:
+    def __call__(
+        self, response: str, with_think: bool, format_score_coef: float, response_token: object, **more: object
+    ) -> dict[str, float]:
         return {"length": float(len(response)), "with_think": float(with_think), "coef": format_score_coef}
 
 

@@ -130,7 +130,10 @@ def test_what_has_no_plain_counterpart(given: dict[str, Any], message: str) -> N
         ({"trainer": {"max_critic_ckpt_to_keep": 5}}, "max_critic_ckpt_to_keep is ignored: same count as the actor"),
         ({"trainer": {"whatever": 5}}, "whatever is ignored: nothing reads it"),
         ({"actor_rollout_ref": {"hybrid_engine": True}}, "hybrid_engine is ignored: mode says"),
-        ({"ref": {"megatron": {"a": 1, "b": {"c": 2}}}}, "trainer_config.ref.megatron has no effect: trainer.trainer_strategy is fsdp2"),
+        (
+            {"ref": {"megatron": {"a": 1, "b": {"c": 2}}}},
+            "trainer_config.ref.megatron has no effect: trainer.trainer_strategy is fsdp2",
+        ),
     ],
 )
 def test_what_trinity_does_not_read_is_ignored_with_one_line(given: dict[str, Any], message: str) -> None:
@@ -152,7 +155,14 @@ def test_megatron_is_one_error() -> None:
 
 
 def test_references_inside_follow_the_keys() -> None:
-    c = config({"critic": {"ppo_max_token_len_per_gpu": 64, "forward_max_token_len_per_gpu": "${trainer.trainer_config.critic.ppo_max_token_len_per_gpu}"}})
+    c = config(
+        {
+            "critic": {
+                "ppo_max_token_len_per_gpu": 64,
+                "forward_max_token_len_per_gpu": "${trainer.trainer_config.critic.ppo_max_token_len_per_gpu}",
+            }
+        }
+    )
     assert c.trainer.critic.forward_max_token_len_per_gpu == 64
 
 

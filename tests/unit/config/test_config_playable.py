@@ -96,6 +96,16 @@ def test_rewards_data_and_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "needs the package gymnasium: pip install 'rft-platform[gymnasium]'" in line
 
 
+def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(name: str) -> str:
+        return f"data_processor.experience_pipeline.operators=[{{name: {name}, args: {{operators: [{{text_length_filter: {{}}}}]}}}}]"
+
+    assert "no such name is shipped" in needed(report(tmp_path, named("nosuch")))[0]
+    monkeypatch.setattr("rft.config.playable.importlib.util.find_spec", lambda name: None)
+    (line,) = needed(report(tmp_path, named("data_juicer")))
+    assert line.startswith("data_processor.experience_pipeline.operators[0]: operator 'data_juicer' needs the package data_juicer")
+
+
 def test_own_folders_may_bring_the_name(tmp_path: Path) -> None:
     (tmp_path / "plugins").mkdir(mode=0o755)
     assert needed(report(tmp_path, f"plugin_dirs=[{tmp_path}/plugins]", workflow="mine")) == []

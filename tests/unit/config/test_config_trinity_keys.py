@@ -41,7 +41,12 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 def example(pattern: str) -> str:
     """A key that a pattern of the table matches."""
-    return pattern.replace("[[]*]", "[0]").replace("input.*tasksets", "input.eval_tasksets").replace("explorer.*", "explorer.rollout_model").replace(".*.", ".x.")
+    return (
+        pattern.replace("[[]*]", "[0]")
+        .replace("input.*tasksets", "input.eval_tasksets")
+        .replace("explorer.*", "explorer.rollout_model")
+        .replace(".*.", ".x.")
+    )
 
 
 @pytest.mark.parametrize("pattern", IGNORED)
@@ -63,7 +68,6 @@ def test_a_key_without_meaning_is_one_warning(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("key", "off"),
     [
-        ("service", {}),
         ("model.tinker", None),
         ("explorer.rollout_model.enable_expert_parallel", False),
         ("explorer.rollout_model.enable_multimodal", False),
@@ -84,11 +88,15 @@ def test_typos_stay_errors() -> None:
 
 def test_moved_keys_keep_their_value() -> None:
     assert set(MOVED.values()) <= set(all_keys())
-    config = from_dict(merged({"algorithm": {"enable_router_replay": True, "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"}}}))
+    config = from_dict(
+        merged({"algorithm": {"enable_router_replay": True, "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"}}})
+    )
     assert config.explorer.rollout_model.router_replay and config.algorithm.loss_agg_mode == "seq-mean-token-sum"
     assert config.algorithm.policy_loss_fn_args == {} and len(config.source.warnings) == 2
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss_fn_args\.loss_agg_mode: .*two spellings of one key"):
-        from_dict(merged({"algorithm": {"loss_agg_mode": "token-mean", "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"}}}))
+        from_dict(
+            merged({"algorithm": {"loss_agg_mode": "token-mean", "policy_loss_fn_args": {"loss_agg_mode": "seq-mean-token-sum"}}})
+        )
 
 
 def plan(**over: Any) -> Any:
@@ -97,7 +105,9 @@ def plan(**over: Any) -> Any:
 
 def test_a_kl_coefficient_alone_means_trinitys_estimator() -> None:
     found = plan(algorithm={"kl_loss_fn_args": {"kl_coef": 0.01}})
-    assert found.learner.algorithm.kl_loss_fn == "k2" and any("is written without kl_loss_fn, so k2 is taken" in w for w in found.warnings)
+    assert found.learner.algorithm.kl_loss_fn == "k2" and any(
+        "is written without kl_loss_fn, so k2 is taken" in w for w in found.warnings
+    )
     for written in ({"kl_loss_fn_args": {"kl_coef": 0.0}}, {"kl_loss_fn": "none", "kl_loss_fn_args": {"kl_coef": 0.01}}):
         found = plan(algorithm=written)
         assert found.learner.algorithm.kl_loss_fn == "none" and found.learner.algorithm.kl_loss_fn_args == {}
