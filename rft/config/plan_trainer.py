@@ -88,7 +88,10 @@ def learner(
 
 def _holds(budget: int | None, longest: int, key: str, p: Problems) -> None:
     if budget is not None and budget < longest:
-        p.error(key, f"is {budget} tokens; the longest experience may have {longest} on a rank (max_model_len)")
+        p.note(
+            f"{key} is {budget} tokens and the longest experience may have {longest} on a rank (max_model_len): a longer one is a "
+            "micro-batch alone"
+        )
 
 
 def _row_layout(ctx: Context) -> AskedLayout:
