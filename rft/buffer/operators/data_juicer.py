@@ -85,7 +85,9 @@ class DataJuicer(Operator):
 
             made = load_ops([{name: args} for name, args in self.named])
             if wrong := next((one for one in made if not isinstance(one, Filter)), None):
-                raise ConfigError(f"{wrong._name} of Data-Juicer is no filter; rows are what the policy wrote, their texts stay as they are")
+                raise ConfigError(
+                    f"{wrong._name} of Data-Juicer is no filter; rows are what the policy wrote, their texts stay as they are"
+                )
             self._filters = made
         return self._filters
 
