@@ -57,7 +57,7 @@ _IDLE = TrainRow(  # what a rank computes, without effect, where others have one
 
 
 Scored = dict[Computed, np.ndarray]
-Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], None]
+Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], torch.Tensor | None]  # the policy's log-probs, [N]
 Update = Callable[[float], float]
 
 
@@ -137,6 +137,7 @@ class Learner:
         sums: dict[str, float] = defaultdict(float)
         maxima: dict[str, float] = {}
         norms: list[float] = []
+        kept: dict[int, torch.Tensor] = {}  # of the weights before the step, by micro-batch
         seconds = {"forward_backward": 0.0, "update": 0.0}
         tokens = positions = 0
         for epoch in range(epochs):
@@ -148,7 +149,9 @@ class Learner:
             if accumulate == self._accumulate and self._balance is not None:
                 self._balance.count(self.policy, batch, self._micro_batch)
             for i in order:
-                accumulate(batch.micro_batches[i], batch, totals)
+                logprobs = accumulate(batch.micro_batches[i], batch, totals)
+                if s.keep_trainer_logprobs and epoch == 0 and logprobs is not None:
+                    kept[i] = logprobs
             added, largest = totals.numbers()  # waits for the device
             computed = time.perf_counter()
             fault("trainer.update.before")
@@ -176,6 +179,7 @@ class Learner:
             grad_norm=float(np.mean(norms)) if norms else 0.0,
             lr=lr,
             seconds=seconds,
+            logprobs=[row for i in sorted(kept) for row in _by_row(kept[i], batch.micro_batches[i])],
         )
 
     def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
@@ -192,15 +196,15 @@ class Learner:
         size = s.loss_scale_factor or s.max_response_tokens
         return Denominators(batch.tokens, batch.rows, size, expert_tokens=batch.expert_tokens, expert_rows=batch.expert_rows)
 
-    def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
-        """Add the gradient of one micro-batch."""
+    def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> torch.Tensor | None:
+        """Add the gradient of one micro-batch; its log-probs [N]."""
         micro = self._micro_batch(rows)
         needs = self.algorithm.needs
         reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
         logprobs, entropy, *given = self.policy(micro, needs.entropy, balance=self._balance is not None)
         if not rows:
             (logprobs * 0).sum().backward()
-            return
+            return None
         # the sampler's, or the trainer's before the step; where that is not given, there is one update, and the policy before it is at hand
         old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
         x = LossInputs(
@@ -224,8 +228,10 @@ class Learner:
         loss, aux_sums, aux_maxima = (out.loss, {}, {}) if self._balance is None else self._balance.added(out.loss, given[0])
         loss.backward()
         sampled = micro.mask & ~micro.is_expert if needs.samples != "none" else torch.zeros_like(micro.mask)
-        sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, sampled)
+        found: torch.Tensor = logprobs.detach()
+        sums, maxima = mismatch(found - micro.rollout_logprobs, sampled)
         totals.add({**out.sums, **aux_sums, **sums}, {**out.maxima, **aux_maxima, **maxima}, rows, micro)
+        return found
 
     def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor:
         """Of the reference model: another one, or the policy without what its adapter has learnt.  Its routers choose themselves."""
@@ -258,9 +264,8 @@ class Learner:
         critic = self.critic if "values" in what else None
         with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal):
             for rows in micro_batches:
-                made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows, critic), what).items()}
-                ends = np.cumsum([int(r.loss_mask.sum()) for r in rows])[:-1]
-                parts = {name: np.split(values, ends) for name, values in made.items()}
+                made = self._scores(self._micro_batch(rows, critic), what)
+                parts = {name: _by_row(values, rows) for name, values in made.items()}
                 scored.append([{name: part[i] for name, part in parts.items()} for i in range(len(rows))])
             for model in (self.policy, self.reference, self.critic.model if self.critic is not None else None):
                 if model is not None:
@@ -361,6 +366,12 @@ class Learner:
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self.policy.names().items():
             yield name, self.policy.whole(name, p)
+
+
+def _by_row(values: torch.Tensor, rows: Sequence[TrainRow]) -> list[np.ndarray]:
+    """[N] of a micro-batch as float32 [L] of each of its rows."""
+    ends = np.cumsum([int(np.count_nonzero(r.loss_mask)) for r in rows])[:-1]
+    return np.split(values.cpu().numpy(), ends)
 
 
 @contextmanager

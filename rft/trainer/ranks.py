@@ -27,6 +27,7 @@ from rft.types.ports import ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
+    from rft.trainer.batch_builder import StepBatch
     from rft.trainer.learner import Learner, Scored
 
 
@@ -124,6 +125,10 @@ class Ranks:
         """One train step; `shares[r]` is rank r's, `critic[r]` what its critic learns."""
         learnt: Sequence[RankBatch | None] = critic or [None] * len(shares)
         return combined(await self._dealt("step", list(zip(shares, learnt, strict=True))))
+
+    def learns(self, batch: StepBatch) -> bool:
+        """Whether the policy is computed in this step, and not the critic alone."""
+        return batch.critic is None or batch.shares[0].step > self.settings.critic.warmup
 
     def steer(self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int) -> None:
         """Let the controllers see the KL of a step that changed the weights: of the reward's, and of the loss's by `report`."""

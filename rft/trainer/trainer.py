@@ -22,7 +22,7 @@ from rft.errors import RunFailed, WeightSyncFailed
 from rft.faults import fault
 from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
-from rft.trainer import batch_builder
+from rft.trainer import batch_builder, kept_logprobs
 from rft.trainer import manifest as manifests
 from rft.trainer.batch_builder import StepBatch
 from rft.trainer.checkpoints import Checkpoints, best_step
@@ -225,7 +225,9 @@ class Trainer:
                     kl_coefs=ranks.kl_coefs,
                 )
             self._kl_coefs = ranks.kl_coefs
+            kept = None
             if batch.tokens:
+                kept = await kept_logprobs.before(ranks, given, batch)
                 report = await ranks.step(batch.shares, batch.critic)
         if report is None:
             log.warning(
@@ -235,7 +237,7 @@ class Trainer:
         elif report.finite:
             self._nonfinite = 0
             ranks.steer(batch.kl, report, batch.rows, batch.tokens)
-            await self._buffer.use(lease.step)
+            await self._buffer.use(lease.step, None if kept is None else kept.frame(report))
             fault("trainer.used")
         else:
             self._nonfinite += 1
