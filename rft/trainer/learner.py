@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -38,8 +37,8 @@ from rft.trainer.lr_schedule import learning_rate
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.proximal import ProximalWeights
 from rft.trainer.settings import LearnerSettings, OptimSettings
-from rft.trainer.step_result import MISMATCH, StepResult
-from rft.trainer.step_totals import StepTotals, mismatch
+from rft.trainer.step_result import StepResult
+from rft.trainer.step_totals import StepTotals, mismatch, over_passes
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 
@@ -134,8 +133,7 @@ class Learner:
         """`epochs` times all micro-batches and one update.  One that is not finite is left out alone."""
         s = self.settings
         lr = learning_rate(optim, batch.step, s.total_steps)
-        sums: dict[str, float] = defaultdict(float)
-        maxima: dict[str, float] = {}
+        counted: list[tuple[dict[str, float], dict[str, float]]] = []
         norms: list[float] = []
         kept: dict[int, torch.Tensor] = {}  # of the weights before the step, by micro-batch
         seconds = {"forward_backward": 0.0, "update": 0.0}
@@ -152,25 +150,18 @@ class Learner:
                 logprobs = accumulate(batch.micro_batches[i], batch, totals)
                 if s.keep_trainer_logprobs and epoch == 0 and logprobs is not None:
                     kept[i] = logprobs
-            added, largest = totals.numbers()  # waits for the device
+            counted.append(totals.numbers())  # waits for the device
             computed = time.perf_counter()
             fault("trainer.update.before")
             norms.append(update(lr))
             fault("trainer.update.after")
             seconds["forward_backward"] += computed - began
             seconds["update"] += time.perf_counter() - computed
-            for name, value in added.items():
-                if not name.startswith(MISMATCH):
-                    sums[name] += value / epochs
-                elif epoch == 0:
-                    sums[name] = value
-            for name, value in largest.items():
-                if epoch == 0 or not name.startswith(MISMATCH):
-                    maxima[name] = max(maxima.get(name, value), value)
             tokens, positions = totals.tokens, positions + totals.positions
         finite = sum(bool(np.isfinite(norm)) for norm in norms)
+        sums, maxima = over_passes(counted)
         return StepResult(
-            sums=dict(sums),
+            sums=sums,
             maxima=maxima,
             trained_tokens=tokens,
             computed_positions=positions,

@@ -203,7 +203,7 @@ class Trainer:
 
     async def _train(self, lease: Lease) -> tuple[StepBatch, StepResult | None]:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
-        ranks, report = self._ranks, None
+        ranks, report, kept = self._ranks, None, None
         with self._timed("train"):
             needs = ranks.algorithm.needs
             given = batch_builder.read(lease, samples=needs.samples, pairs=needs.pairs)
@@ -225,10 +225,8 @@ class Trainer:
                     kl_coefs=ranks.kl_coefs,
                 )
             self._kl_coefs = ranks.kl_coefs
-            kept = None
             if batch.tokens:
-                kept = await kept_logprobs.before(ranks, given, batch)
-                report = await ranks.step(batch.shares, batch.critic)
+                report, kept = await kept_logprobs.step(ranks, given, batch)
         if report is None:
             log.warning(
                 "step %d: the algorithm rejects every token of its %d rows; nothing is learnt from them", lease.step, batch.rows
@@ -237,7 +235,7 @@ class Trainer:
         elif report.finite:
             self._nonfinite = 0
             ranks.steer(batch.kl, report, batch.rows, batch.tokens)
-            await self._buffer.use(lease.step, None if kept is None else kept.frame(report))
+            await self._buffer.use(lease.step, kept)
             fault("trainer.used")
         else:
             self._nonfinite += 1
