@@ -290,7 +290,8 @@ class Learner:
     def _micro_batch(self, rows: Sequence[TrainRow], critic: Critic | None = None) -> batches.MicroBatch:
         """What `critic` reads; without one the policy."""
         layout = (self.settings if critic is None else critic.settings).row_layout
-        return batches.make(rows or [_IDLE], layout=layout, device=torch.device(self.settings.device))
+        counted = critic is None and self._balance is not None
+        return batches.make(rows or [_IDLE], layout=layout, device=torch.device(self.settings.device), counted=counted)
 
     # ------------------------------------------------------------ weights out
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from rft.trainer.learner import Learner, Scored
 
 
+_FIRST_ROWS = 4  # of a run's first batch that are compared
+
+
 class RankPort(Protocol):
     """A rank in another process."""
 
@@ -138,9 +141,9 @@ class Ranks:
                 controller.update(kl, rows)
 
     async def check_rows(self, rows: Sequence[TrainRow]) -> None:
-        """The first time: compare some of these rows with transformers.  Raises RunFailed."""
+        """The first time: compare the shortest of these rows with transformers.  Raises RunFailed."""
         if not self._checked:
-            await self._same("check_rows", list(rows))
+            await self._same("check_rows", sorted(rows, key=lambda row: len(row.tokens))[:_FIRST_ROWS])
         self._checked = True
 
     async def remember(self) -> None:
