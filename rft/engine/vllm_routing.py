@@ -81,8 +81,9 @@ class Routing:
         size = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         first = start // size
         positions = np.arange(start, end)
-        found: np.ndarray = np.asarray(blocks[group][first : -(-end // size)], np.int64)[positions // size - first]
-        return found * size + positions % size
+        found = np.asarray(blocks[group][first : -(-end // size)], np.int64)[positions // size - first]
+        slots: np.ndarray = found * size + positions % size
+        return slots
 
     def _group(self) -> int:
         """The cache that keeps every position: that of full attention."""

@@ -128,7 +128,10 @@ def attend(
     tree: Spread | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, t, D], key [1, K, t, D] and value [1, K, t, E] over this rank's t positions → [1, t, H, E].  `over_tree` attends over all of them."""
+    """query [1, H, t, D], key [1, K, t, D] and value [1, K, t, E] over this rank's t positions → [1, t, H, E].
+
+    `over_tree` attends over all of them.
+    """
     if tree is None:
         return attention.attend(module, query, key, value, attention_mask, **others)  # says what is wrong
     size = tree.size

@@ -25,7 +25,7 @@ class FullAttentionSpec:
 
 def experts(tokens: Sequence[int]) -> np.ndarray:
     """What a token goes through follows from its id: uint8 [T, layers, 2]."""
-    return np.array([[[t % 8, (t + layer + 1) % 8] for layer in range(LAYERS)] for t in tokens], np.uint8)
+    return np.array([[[t % 8, (t + layer + 1) % 8] for layer in range(LAYERS)] for t in tokens], np.uint8).reshape(-1, LAYERS, 2)
 
 
 class Runner:
@@ -67,6 +67,10 @@ class Runner:
         for request, count in counts.items():
             self.requests[request].num_computed_tokens += count
 
+    def end(self, name: str) -> None:
+        del self.requests[f"{name}-01234567"]
+        self.input_batch.req_ids.remove(f"{name}-01234567")
+
     @property
     def routed(self) -> Any:
         return self.__dict__["execute_model"]  # what `Routing` has put in its place
@@ -80,8 +84,9 @@ def test_chunks_of_any_size_and_cached_prompts() -> None:
     runner.add("short", short, [200])
     runner.step(long=3, short=3)  # the first chunk is what the budget had left
     runner.step(long=397)
-    assert np.array_equal(routing.take(["short"])[0], experts(short))
-    assert np.array_equal(routing.take(["long"])[0], experts(long))
+    for name, tokens in (("short", short), ("long", long)):
+        runner.end(name)
+        assert np.array_equal(routing.take([name])[0], experts(tokens))
     again = [*long[:8], 77, 78]
     runner.add("again", again, [0, 1, 201], computed=8)  # its prompt is in the cache
     runner.step(again=2)
