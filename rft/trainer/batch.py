@@ -62,10 +62,7 @@ class MicroBatch:
 
 
 def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device, counted: bool = False) -> MicroBatch:
-    """The micro-batch of `rows`, on `device`; prefixes that rows share are computed once (`rft.trainer.prefix`) where `layout` says so.
-
-    `counted`: with `counts`.
-    """
+    """The micro-batch of `rows`, with `counts` if `counted`; prefixes are computed once (`rft.trainer.prefix`) where `layout` says so."""
 
     def tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype, copy=False)).to(device)

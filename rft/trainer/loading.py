@@ -88,7 +88,9 @@ def _buffers(lm: Any) -> None:
 
 def _initialised(model: Any, module: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
     """Each module below `module` with the model in it that gives it its values: the nearest one."""
-    model = module if hasattr(module, "_init_weights") else model
+    from transformers import PreTrainedModel
+
+    model = module if isinstance(module, PreTrainedModel) else model
     yield model, module
     for child in module.children():
         yield from _initialised(model, child)
