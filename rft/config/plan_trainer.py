@@ -58,6 +58,7 @@ def learner(
     critic = _critic(ctx, clip, budget, longest, steps)
     return filled(
         LearnerSettings,
+        ctx.config.monitor,
         t,
         model_path=ctx.find(ctx.config.model.model_path),
         tokenizer_path=None if ctx.config.model.tokenizer_path is None else ctx.find(ctx.config.model.tokenizer_path),
