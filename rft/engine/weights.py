@@ -213,6 +213,16 @@ class Loader(ABC):
         self._intake.close()
 
 
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What checkpoints hold beside parameters, by name: correction biases of routers, for instance."""
+    return {
+        f"{prefix}{'.' if prefix else ''}{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
 def _fetched(manifest: WeightManifest) -> tuple[Weights, str]:
     """The bytes through somebody's own transport; and why they did not come."""
     try:

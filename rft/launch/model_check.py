@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,9 @@ import msgspec
 import numpy as np
 import torch
 
-from rft.errors import ConfigError, RftError, SetupError
+from rft.errors import ConfigError, RftError, SetupError, is_out_of_memory
 from rft.launch import machine
-from rft.launch.model_engine import ANSWERS, Sampled
+from rft.launch.model_engine import ANSWERS, Sampled, Served
 from rft.trainer import layer_copy, loading
 from rft.trainer import policy as policies
 from rft.trainer.learner import Learner
@@ -32,7 +33,7 @@ from rft.types.row_layout import RowLayout
 
 Objective = Literal["grpo", "sft", "lora"]
 EXACT = 1e-5  # nats, and of a gradient relative to its length
-ENGINE_LIMIT = 1e-3  # nats, for the first version that an engine serves in float32
+ENGINE_LIMIT = 1e-3  # nats, of what an engine serves in float32
 _CLIP = 0.2
 _ALGORITHMS = {
     "grpo": AlgorithmSettings(),
@@ -102,7 +103,15 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="rft-doctor-") as aside:
         answers = {kind: _answers(kind, device, folder, Path(aside)) for kind in engines}
     given = rows(settings)
-    right, of_engines, double = _truth(settings, given, objectives, {k: v for k, v in answers.items() if not isinstance(v, str)})
+    served = {kind: found for kind, found in answers.items() if not isinstance(found, str)}
+    try:
+        right, of_engines, double = _truth(settings, given, objectives, {kind: found.sampled for kind, found in served.items()})
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as e:
+        if is_out_of_memory(e):
+            raise
+        raise SetupError(
+            f"{folder}: transformers itself cannot compute it: {type(e).__name__}: {e}; is its config.json right?"
+        ) from e
     told(double)
     given = _sampled(given, right.logprobs)
     chosen, error = _chosen(settings)
@@ -114,7 +123,8 @@ def compare(
         if isinstance(found, str):
             told(ModelLine(what=f"{kind} engine", refused=found))
         else:
-            told(ModelLine(what=f"{kind} engine", logprobs=of_engines[kind], limit=ENGINE_LIMIT))
+            worst = max(of_engines[kind], *found.canary)
+            told(ModelLine(what=f"{kind} engine", logprobs=worst, limit=ENGINE_LIMIT))
     return ModelReport(lines=tuple(lines), error=error)
 
 
@@ -306,9 +316,17 @@ def _relative(right: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor
 # ---------------------------------------------------------------- engines
 
 
-def _answers(kind: str, device: str, folder: Path, aside: Path) -> list[Sampled] | str:
-    """What an engine generates, or why it does not."""
+def _answers(kind: str, device: str, folder: Path, aside: Path) -> Served | str:
+    """What an engine generates before and after a weight sync, or why it does not."""
     for line in machine.checked(kind, device, folder, aside, module="rft.launch.model_engine"):
         if line.state != "ok":
-            return line.text
-    return msgspec.json.decode((aside / f"{kind}.{ANSWERS}").read_bytes(), type=list[Sampled])
+            return " <- ".join(filter(None, [line.text, _cause(aside / f"{kind}.out")]))
+    return msgspec.json.decode((aside / f"{kind}.{ANSWERS}").read_bytes(), type=Served)
+
+
+def _cause(printed: Path) -> str:
+    """The last error that an engine's own processes have printed."""
+    found = (
+        re.findall(r"\] (\w+(?:Error|Exception): .+)$", printed.read_text("utf-8", "replace"), re.M) if printed.exists() else []
+    )
+    return next((text for text in reversed(found) if not text.startswith("EngineDead")), "")

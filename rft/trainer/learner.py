@@ -303,7 +303,8 @@ class Learner:
         lora, dtype = self.settings.lora, self._compute_dtype
         alone = self.policy.adapter if lora is not None and not lora.merge else None
         weights = self._gathered() if alone is None else iter(alone.whole().items())
-        given = ((name, tensor.to(dtype)) for name, tensor in weights)
+        exact = self.policy.saved_buffers()
+        given = ((name, tensor if name in exact else tensor.to(dtype)) for name, tensor in weights)
         if transport is None:
             for _ in given:
                 pass
@@ -320,6 +321,7 @@ class Learner:
         if self.rank == 0:
             saving.side_files(self.settings, target)
         specs = {n: (dtype, p.shape) for n, p in self.policy.names().items()}
+        specs |= {n: (b.dtype, b.shape) for n, b in self.policy.saved_buffers().items()}
         tensors.write(target / "model.safetensors" if self.rank == 0 else None, specs, self._gathered())
 
     # ------------------------------------------------------------ checkpoints
@@ -361,6 +363,7 @@ class Learner:
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self.policy.names().items():
             yield name, self.policy.whole(name, p)
+        yield from self.policy.saved_buffers().items()
 
 
 @contextmanager

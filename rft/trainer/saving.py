@@ -75,7 +75,7 @@ def take(
         if "model" in settings.save_contents and adapter is not None:
             adapters.append((adapter, adapter.whole()))  # small, so all of it goes into one file, which peft reads
         elif "model" in settings.save_contents:
-            pieces[f"{part.prefix}model"] = shards.take(names, copy=copy)
+            pieces[f"{part.prefix}model"] = shards.take({**names, **part.policy.saved_buffers()}, copy=copy)
         if "optimizer" in settings.save_contents and (averages := optim.moments(part.optimizer, names)):
             pieces[f"{part.prefix}optimizer"] = shards.take(averages, copy=copy)
     numbers = {part.prefix: optim.numbers(part.optimizer) for part in parts}
@@ -154,10 +154,11 @@ def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor], 
     if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
         from rft.trainer import loading
 
-        loading.fill(names, {}, part.policy.tied(), exported)
+        loading.fill(names, part.policy.saved_buffers(), part.policy.tied(), exported)
         return
+    files, buffers = shards.find(folder, f"{part.prefix}model"), part.policy.saved_buffers()
     with torch.no_grad():
-        tensors.fill(shards.find(folder, f"{part.prefix}model"), names)
+        tensors.fill(files, {**names, **{n: b for n, b in buffers.items() if n in files}})
 
 
 def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
