@@ -98,7 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 1,
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
-        "num_experts": 2,
+        "num_experts": 4,
         "mamba_d_state": 8,
         "use_mamba_kernels": False,
     },
