@@ -17,7 +17,7 @@ import torch
 
 from rft.engine.adapter_layers import apart, worst
 from rft.engine.routers import holds_experts
-from rft.engine.weights import saved_buffers
+from rft.engine.weights import in_checkpoints, saved_buffers
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -49,10 +49,7 @@ class ExpertLayers:
 
     def as_in_checkpoints(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A whole version under the names of checkpoints; views of the same bytes."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        found: dict[str, torch.Tensor] = revert_weight_conversion(self._published, tensors)
-        return found
+        return dict(in_checkpoints(self._published, tensors.items()))
 
     def finish(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
         """After vLLM's reload of the version `tensors`: do what it leaves undone.  `stale`: a fault of the tests."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rft.algorithm.args import Computed
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.composition import build
+from rft.engine.weights import in_checkpoints
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.faults import fault
 from rft.trainer import attention, optim, profiling, row_proof, saving, sharding, tensors
@@ -320,9 +321,11 @@ class Learner:
         dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
         if self.rank == 0:
             saving.side_files(self.settings, target)
-        specs = {n: (dtype, p.shape) for n, p in self.policy.names().items()}
-        specs |= {n: (b.dtype, b.shape) for n, b in self.policy.saved_buffers().items()}
-        tensors.write(target / "model.safetensors" if self.rank == 0 else None, specs, self._gathered())
+        due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in self.policy.names().items()}
+        due |= {n: torch.empty_like(b, device="meta") for n, b in self.policy.saved_buffers().items()}
+        specs = {n: (t.dtype, t.shape) for n, t in in_checkpoints(self.policy.lm, due.items())}
+        path = target / "model.safetensors" if self.rank == 0 else None
+        tensors.write(path, specs, in_checkpoints(self.policy.lm, self._gathered()))
 
     # ------------------------------------------------------------ checkpoints
 

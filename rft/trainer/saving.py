@@ -128,7 +128,7 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
     for part in parts:
         names = part.policy.trainable()
         if "model" in wanted:
-            _load_model(folder, part, names, page)
+            _load_model(folder, part, names, page, settings)
         kind = f"{part.prefix}optimizer"
         if "optimizer" not in wanted or (kind not in there and settings.load_contents is None):
             continue  # nothing was updated yet, or it was not saved and not asked for
@@ -140,7 +140,9 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
             raise CheckpointInvalid(f"{folder}: holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents")
 
 
-def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor], page: Mapping[str, Any]) -> None:
+def _load_model(
+    folder: Path, part: Trained, names: Mapping[str, torch.Tensor], page: Mapping[str, Any], settings: LearnerSettings
+) -> None:
     if (adapter := part.policy.adapter) is not None:
         adapter.check_page(page.get("adapter"), str(folder / STATE))
         adapter.load(folder / ADAPTERS / adapter.settings.name)
@@ -154,7 +156,8 @@ def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor], 
     if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
         from rft.trainer import loading
 
-        loading.fill(names, part.policy.saved_buffers(), part.policy.tied(), exported)
+        policy, trust = part.policy, settings.trust_remote_code
+        loading.fill_from(names, policy.saved_buffers(), policy.tied(), exported, trust=trust)
         return
     files, buffers = shards.find(folder, f"{part.prefix}model"), part.policy.saved_buffers()
     with torch.no_grad():
