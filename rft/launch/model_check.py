@@ -11,7 +11,8 @@ import copy
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -90,10 +91,14 @@ def compare(
 ) -> ModelReport:  # fmt: skip
     """Every layout, and `engines`, of the model in `folder`.
 
-    Raises SetupError where its weights do not fit its configuration or do not fit into memory, ConfigError where it cannot be built.
+    Raises SetupError where its weights do not fit its configuration or do not fit into memory, or transformers cannot compute it,
+    ConfigError where it cannot be built.
     """
     settings = LearnerSettings(model_path=str(folder), device=device, row_layout="padded", cpu_threads=torch.get_num_threads())
     policies.load(settings)  # refuses files that do not fit
+    given = rows(settings)
+    with _computes(folder), torch.no_grad():  # before engines are started for nothing
+        _logprobs(_plain(settings), given[0].tokens, given[0].loss_mask.nonzero()[0])
     lines: list[ModelLine] = []
 
     def told(line: ModelLine) -> None:
@@ -102,16 +107,9 @@ def compare(
 
     with tempfile.TemporaryDirectory(prefix="rft-doctor-") as aside:
         answers = {kind: _answers(kind, device, folder, Path(aside)) for kind in engines}
-    given = rows(settings)
     served = {kind: found for kind, found in answers.items() if not isinstance(found, str)}
-    try:
+    with _computes(folder):
         right, of_engines, double = _truth(settings, given, objectives, {kind: found.sampled for kind, found in served.items()})
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as e:
-        if is_out_of_memory(e):
-            raise
-        raise SetupError(
-            f"{folder}: transformers itself cannot compute it: {type(e).__name__}: {e}; is its config.json right?"
-        ) from e
     told(double)
     given = _sampled(given, right.logprobs)
     chosen, error = _chosen(settings)
@@ -125,7 +123,21 @@ def compare(
         else:
             worst = max(of_engines[kind], *found.canary)
             told(ModelLine(what=f"{kind} engine", logprobs=worst, limit=ENGINE_LIMIT))
+    if engines and not served and error is None:
+        error = SetupError(f"no engine serves {folder}: {'; '.join(f'{kind}: {why}' for kind, why in answers.items())}")
     return ModelReport(lines=tuple(lines), error=error)
+
+
+@contextmanager
+def _computes(folder: Path) -> Iterator[None]:
+    """Raises SetupError where transformers' own code fails."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as e:
+        if is_out_of_memory(e) or isinstance(e, RftError):
+            raise
+        told = f"{type(e).__name__}: {e}"
+        raise SetupError(f"{folder}: transformers itself cannot compute it: {told}.  Compare config.json with the weights") from e
 
 
 def rows(settings: LearnerSettings) -> list[TrainRow]:

@@ -54,7 +54,9 @@ def test_rows_that_are_mixed_up_are_refused(tmp_path: Path, monkeypatch: pytest.
     model = loaded("lfm2", tmp_path / "m")
     forwards.prove(model, "engine")
     reorder = Cache.reorder_cache
-    monkeypatch.setattr(Cache, "reorder_cache", lambda self, order: reorder(self, order.flip(0) if len(order) == 2 else order - order))
+    monkeypatch.setattr(
+        Cache, "reorder_cache", lambda self, order: reorder(self, order.flip(0) if len(order) == 2 else order - order)
+    )
     with pytest.raises(SetupError, match=r"differ by .* nats from those without one, allowed are 0\.001"):
         forwards.prove(model, "engine")
 

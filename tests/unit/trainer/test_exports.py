@@ -72,7 +72,9 @@ def _exported_only(folder: Path, exported: Path, learner: Learner) -> Path:
     return folder / "only" / "trainer"
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", *(pytest.param(f, marks=SLOW) for f in ("deepseek_v3", "qwen3_moe", "llama4_text"))])
+@pytest.mark.parametrize(
+    "family", ["nemotron_h", *(pytest.param(f, marks=SLOW) for f in ("deepseek_v3", "qwen3_moe", "llama4_text"))]
+)
 def test_an_adapter_is_added_to_a_base_with_other_names(family: str, tmp_path: Path) -> None:
     base = families.make(family, tmp_path / "base")
     lora = LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")
