@@ -113,6 +113,7 @@ MONSTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", MONSTERS)
 def test_monsters_end_soon(tmp_path: Path, name: str) -> None:
     start = time.process_time()
