@@ -1,10 +1,11 @@
 """Writes docs/models.md: families of models x layouts of rows, against plain rows of transformers in float32; and engines.
 
-    python scripts/model_table.py [FAMILY ...] [--engines [transformers,vllm]] [--write]
+    python scripts/model_table.py [FAMILY ...] [--write]                                   layouts
+    python scripts/model_table.py [FAMILY ...] --engines [transformers,vllm] [--write]     engines
 
 Each tiny random model is compared as `rft doctor --model` compares one: log-probs, and the gradients of one GRPO step, of SFT and of an
 adapter of all linear layers in its first GRPO step.  With `--engines` each engine serves two versions that a trainer publishes, and its
-log-probs are compared, too.  "refused" says why a layout or an engine is not used.
+log-probs are compared.  "refused" says why a layout or an engine is not used.
 Exit code 1 if a layout that is used is more than 1e-5 off, or an engine more than 1e-3.
 `--write` replaces the lines of the families that were computed, and keeps the others.
 """
@@ -71,17 +72,19 @@ Made by `python scripts/model_table.py --engines --write` on {machine}.
 KINDS = ("transformers", "vllm")
 
 
-def cells(name: str, engines: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Of the family's line in each table, empty ones of engines that were not asked, and whether all that is used is exact."""
+def cells(name: str, engines: Sequence[str]) -> tuple[list[str], bool]:
+    """Of the family's line in the table of layouts or, with `engines`, of those; and whether all that is used is exact."""
     with tempfile.TemporaryDirectory() as made, no_progress():
         folder = families.make(name, Path(made) / name, words=True)
-        report = compare(folder, "cpu", engines=engines, objectives=get_args(Objective))
-    double, *layouts = report.lines[: 1 + len(get_args(RowLayout))]
-    served = {cell.what.removesuffix(" engine"): cell for cell in report.lines[1 + len(layouts) :]}
+        if engines:
+            report = compare(folder, "cpu", engines=engines, layouts=(), objectives=())
+            served = dict(zip(engines, report.lines, strict=True))
+            return [_cell(served[k]) if k in served else "" for k in KINDS], all(c.refused or c.exact for c in report.lines)
+        report = compare(folder, "cpu", objectives=get_args(Objective))
+    double, *layouts = report.lines
     exact = report.error is None and all(cell.refused or replace(cell, limit=EXACT).exact for cell in layouts)
-    exact = exact and all(cell.refused or cell.exact for cell in served.values())
-    assert [cell.what for cell in layouts] == list(get_args(RowLayout)) and list(served) == list(engines)
-    return [_cell(c) for c in (double, *layouts)], [_cell(served[kind]) if kind in served else "" for kind in KINDS], exact
+    assert [cell.what for cell in layouts] == list(get_args(RowLayout))
+    return [_cell(cell) for cell in (double, *layouts)], exact
 
 
 def _cell(cell: ModelLine) -> str:
@@ -119,10 +122,10 @@ def main() -> int:
         parser.error(f"{', '.join(unknown)}: not known; families are {', '.join(families.FAMILIES)}, engines {', '.join(KINDS)}")
     wrong = []
     for name in options.families or families.FAMILIES:
-        *both, exact = cells(name, engines)
-        print(*(_line(name, found) for found in both), sep="\n", flush=True)
+        found, exact = cells(name, engines)
+        print(_line(name, found), flush=True)
         if options.write:
-            PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), name, both), encoding="utf-8")
+            PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), name, found, bool(engines)), encoding="utf-8")
         if not exact:
             wrong.append(name)
     if wrong:
@@ -130,15 +133,15 @@ def main() -> int:
     return bool(wrong)
 
 
-def written(page: str, name: str, both: Sequence[Sequence[str]]) -> str:
-    """`page` with the family's cells in its two tables, below their heads of today; an empty cell keeps what was there."""
-    made = []
-    for table, found in zip(page.partition(ENGINES.splitlines()[1])[::2], both, strict=True):
-        there = {n: rest.split(" | ") for n, rest in re.findall(r"^\| (\w+) \| (.*) \|$", table, re.M) if n in families.FAMILIES}
-        if any(found):
-            there[name] = [new or old for new, old in zip(found, there.get(name, [""] * len(found)), strict=True)]
-        made.append("".join(_line(n, there[n]) + "\n" for n in families.FAMILIES if n in there))
-    return HEAD.format(machine=machine()) + LAYOUTS + made[0] + ENGINES.format(machine=machine()) + made[1]
+def written(page: str, name: str, found: Sequence[str], engines: bool) -> str:
+    """`page` with the family's cells in one of its tables, below its head of today; an empty cell keeps what was there."""
+    first, title, second = page.partition(ENGINES.splitlines()[1])
+    tables, heads = [first, title + second], [HEAD + LAYOUTS, ENGINES.lstrip("\n")]
+    there = {n: rest.split(" | ") for n, rest in re.findall(r"^\| (\w+) \| (.*) \|$", tables[engines], re.M)}
+    there[name] = [new or old for new, old in zip(found, there.get(name, [""] * len(found)), strict=True)]
+    rows = "".join(_line(n, there[n]) + "\n" for n in families.FAMILIES if n in there)
+    tables[engines] = heads[engines].format(machine=machine()) + rows
+    return "\n\n".join(table.strip("\n") for table in tables) + "\n"
 
 
 def _line(name: str, found: Sequence[str]) -> str:

@@ -87,9 +87,9 @@ class ModelReport:
 
 def compare(
     folder: Path, device: str, *, engines: Sequence[str] = (), objectives: Sequence[Objective] = ("grpo",),
-    on_line: Callable[[ModelLine], None] = lambda line: None,
+    layouts: Sequence[RowLayout] = get_args(RowLayout), on_line: Callable[[ModelLine], None] = lambda line: None,
 ) -> ModelReport:  # fmt: skip
-    """Every layout, and `engines`, of the model in `folder`.
+    """`layouts` and `engines` of the model in `folder`.
 
     Raises SetupError where its weights do not fit its configuration or do not fit into memory, or transformers cannot compute it,
     ConfigError where it cannot be built.
@@ -110,11 +110,13 @@ def compare(
     served = {kind: found for kind, found in answers.items() if not isinstance(found, str)}
     with _computes(folder):
         right, of_engines, double = _truth(settings, given, objectives, {kind: found.sampled for kind, found in served.items()})
-    told(double)
+    chosen, error = "", None
+    if layouts:
+        told(double)
+        chosen, error = _chosen(settings)
     given = _sampled(given, right.logprobs)
-    chosen, error = _chosen(settings)
     limit = max(EXACT, 4 * max([double.logprobs or 0.0, *double.gradients.values()]))  # float32 has no more digits of this model
-    for layout in get_args(RowLayout):
+    for layout in layouts:
         line = _measured(replace(settings, row_layout=layout), given, right, objectives)
         told(replace(line, limit=limit, chosen=layout == chosen))
     for kind, found in answers.items():
@@ -189,18 +191,18 @@ def _truth(
             f"{settings.model_path}: comparing gradients in float32 needs {needed / 1e9:.1f} GB of {settings.device} memory, and "
             f"{free / 1e9:.1f} GB are free"
         )
-    double = None
+    double, short = None, f"needs {numbers * 24 * _SPARE / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     if free >= numbers * 24 * _SPARE:
-        lm = _plain(settings).double()
-        double = _backward(lm, given, objectives)
-        del lm
+        try:
+            double = _backward(_plain(settings).double(), given, objectives)
+        except RuntimeError as e:  # some models have constants of float32
+            short = f"transformers cannot compute it in float64: {e}"
     lm = _plain(settings)
     right = _backward(lm, given, objectives)
     with torch.no_grad():
         apart = {kind: max(_apart(lm, answer) for answer in found) for kind, found in answers.items()}
     what = "transformers, float64"
     if double is None:
-        short = f"needs {numbers * 24 * _SPARE / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         return right, apart, ModelLine(what=what, refused=short)
     return right, apart, ModelLine(what=what, limit=ENGINE_LIMIT, **_differences(double, right))
 

@@ -269,7 +269,7 @@ def plain(lm: Any) -> Any:
 
 
 def _is_noise(name: str) -> bool:
-    return "drop" in name or "jitter" in name
+    return "drop" in name  # jitter of routers is for training mode alone; in eval mode it is a threshold of phimoe's
 
 
 def _deterministic(policy: Policy) -> None:
