@@ -84,7 +84,7 @@ class ExpertLayers:
                 yield into.data, sinks.narrow(0, get_tensor_model_parallel_rank() * len(into), len(into))
         biases = {_number(name): tensor for name, tensor in tensors.items() if name.endswith(".e_score_correction_bias")}
         for number, runner in expert_runners(self._model):
-            if (into := getattr(runner.router, "e_score_correction_bias", None)) is not None and number in biases:
+            if number in biases and (into := vars(runner.router).get("e_score_correction_bias")) is not None:
                 yield into.data, biases[number]
 
     def probe(

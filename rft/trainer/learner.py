@@ -7,7 +7,6 @@ Invariant: a step whose gradient is not finite changes neither weights nor optim
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -27,10 +26,9 @@ import torch.distributed as dist
 from rft.algorithm.args import Computed
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.composition import build
-from rft.engine.weights import in_checkpoints
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.faults import fault
-from rft.trainer import attention, optim, profiling, row_proof, saving, sharding, tensors
+from rft.trainer import attention, optim, profiling, row_proof, saving, sharding
 from rft.trainer import batch as batches
 from rft.trainer import policy as policies
 from rft.trainer.balance import RouterBalance
@@ -316,16 +314,7 @@ class Learner:
 
     def export(self, folder: str) -> None:
         """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""
-        target, source = Path(folder), Path(self.settings.model_path)
-        config = json.loads((source / "config.json").read_text())
-        dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
-        if self.rank == 0:
-            saving.side_files(self.settings, target)
-        due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in self.policy.names().items()}
-        due |= {n: torch.empty_like(b, device="meta") for n, b in self.policy.saved_buffers().items()}
-        specs = {n: (t.dtype, t.shape) for n, t in in_checkpoints(self.policy.lm, due.items())}
-        path = target / "model.safetensors" if self.rank == 0 else None
-        tensors.write(path, specs, in_checkpoints(self.policy.lm, self._gathered()))
+        saving.export(self.policy, self._gathered(), self.settings, Path(folder), self.rank)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -206,7 +206,8 @@ def _read_by_kernels(lm: Any, name: str) -> bool:
     """Whether kernels of a Mamba layer read the weight of the linear layer `name` without calling it."""
     parent, _, leaf = name.rpartition(".")
     mixer = lm.get_submodule(parent)
-    return leaf in ("out_proj", "x_proj", "dt_proj") and hasattr(mixer, "conv1d") and hasattr(mixer, "D")
+    own = {name for name, _ in (*mixer.named_children(), *mixer.named_parameters(recurse=False))}
+    return leaf in ("out_proj", "x_proj", "dt_proj") and {"conv1d", "D"} <= own
 
 
 def base_name(name: str) -> str | None:

@@ -10,16 +10,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rft.engine.weights import in_checkpoints
 from rft.errors import CheckpointInvalid
 from rft.faults import fault
-from rft.trainer import optim, shards, tensors
+from rft.trainer import optim, sharding, shards, tensors
 from rft.trainer.lora import Adapter
 from rft.trainer.policy import Policy
 from rft.trainer.settings import LearnerSettings
@@ -162,6 +163,20 @@ def _load_model(
     files, buffers = shards.find(folder, f"{part.prefix}model"), part.policy.saved_buffers()
     with torch.no_grad():
         tensors.fill(files, {**names, **{n: b for n, b in buffers.items() if n in files}})
+
+
+def export(
+    policy: Policy, gathered: Iterable[tuple[str, torch.Tensor]], settings: LearnerSettings, target: Path, rank: int
+) -> None:
+    """A Hugging Face folder of all tensors of `policy`, which rank 0 writes: in its base's dtype, under the names of checkpoints."""
+    config = json.loads((Path(settings.model_path) / "config.json").read_text(encoding="utf-8"))
+    dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    if rank == 0:
+        side_files(settings, target)
+    due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in policy.names().items()}
+    due |= {n: torch.empty_like(b, device="meta") for n, b in policy.saved_buffers().items()}
+    specs = {n: (t.dtype, t.shape) for n, t in in_checkpoints(policy.lm, due.items())}
+    tensors.write(target / "model.safetensors" if rank == 0 else None, specs, in_checkpoints(policy.lm, gathered))
 
 
 def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
