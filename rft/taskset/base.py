@@ -309,8 +309,22 @@ def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -
     digest.update(repr((len(rows), facts)).encode())
     count = min(len(rows), limit)
     for i in range(count):
-        digest.update(msgspec.json.encode(rows[i * len(rows) // count], enc_hook=repr, order="deterministic"))
+        digest.update(_as_bytes(rows[i * len(rows) // count]))
     return digest.hexdigest()
+
+
+def _as_bytes(row: Row) -> bytes:
+    """The same for equal rows, whatever the order of their keys."""
+    try:
+        return msgspec.json.encode(row, enc_hook=repr, order="deterministic")
+    except TypeError:  # only texts can be put in order
+        return msgspec.json.encode(_with_text_keys(row), enc_hook=repr, order="deterministic")
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else repr(k): _with_text_keys(v) for k, v in value.items()}
+    return [_with_text_keys(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> Any:
