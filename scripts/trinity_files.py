@@ -186,7 +186,8 @@ def page(found: list[Outcome], source: str) -> str:
     ]
     for one in found:
         said = "<br>".join(map(_cell, one.why))
-        lines.append(f"| `{one.name}` | {f'runs with {len(one.warnings)} warning(s)' if one.warnings and not one.why else one.outcome} | {said} |")
+        outcome = f"runs with {len(one.warnings)} warning(s)" if one.warnings and not one.why else one.outcome
+        lines.append(f"| `{one.name}` | {outcome} | {said} |")
     return "\n".join(lines) + "\n"
 
 

@@ -103,7 +103,9 @@ def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such name is shipped" in needed(report(tmp_path, named("nosuch")))[0]
     monkeypatch.setattr("rft.config.playable.importlib.util.find_spec", lambda name: None)
     (line,) = needed(report(tmp_path, named("data_juicer")))
-    assert line.startswith("data_processor.experience_pipeline.operators[0]: operator 'data_juicer' needs the package data_juicer")
+    assert line.startswith(
+        "data_processor.experience_pipeline.operators[0]: operator 'data_juicer' needs the package data_juicer"
+    )
 
 
 def test_own_folders_may_bring_the_name(tmp_path: Path) -> None:
