@@ -175,7 +175,7 @@ def page(found: list[Outcome], source: str) -> str:
         "# Trinity-RFT's example files",
         "",
         f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of {source}, with the extras",
-        "that workflows name installed, own Python files with their imports changed, a tiny model, and made rows in place of theirs. A",
+        "that workflows name installed, own Python files with their imports changed, and a tiny model and made rows in place of theirs. A",
         "file *needs* what its reason names; a refused one runs once that is changed. What means something else here is told in",
         "[Coming from Trinity-RFT](howto/from-trinity.md).",
         "",
@@ -186,9 +186,8 @@ def page(found: list[Outcome], source: str) -> str:
     ]
     for one in found:
         said = "<br>".join(map(_cell, one.why))
-        lines.append(
-            f"| `{one.name}` | {f'runs with {len(one.warnings)} warning(s)' if one.warnings and not one.why else one.outcome} | {said} |"
-        )
+        outcome = f"runs with {len(one.warnings)} warning(s)" if one.warnings and not one.why else one.outcome
+        lines.append(f"| `{one.name}` | {outcome} | {said} |")
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,7 @@ import msgspec
 import yaml
 from pydantic import Field
 
-from rft.buffer.operators.base import GroupView, Operator, OperatorArgs, Result, operator
+from rft.buffer.operators.base import GroupView, Operator, OperatorArgs, Result, Stage, operator
 from rft.disk import read_regular
 from rft.errors import ConfigError
 from rft.types.experience import Experience
@@ -39,7 +39,7 @@ class DataJuicerArgs(OperatorArgs):
 class DataJuicer(Operator):
     """Reports what filters measure as metrics of the row, and in `data_juicer_kept` whether all of them would keep it; drops nothing."""
 
-    stage = "reward"  # before operators that shape rewards by what is measured
+    stage: ClassVar[Stage] = "reward"  # before operators that shape rewards by what is measured
     needs: ClassVar[Mapping[str, str]] = {"data_juicer": "data-juicer"}
 
     def __init__(self, operators: Sequence[dict[str, Any]] = (), config_path: str | None = None) -> None:

@@ -54,7 +54,7 @@ def test_a_key_without_meaning_is_one_warning(pattern: str) -> None:
     key = example(pattern)
     given = nested(key, {"a": 1} if key == "trainer.megatron" else 3)
     above = undotted(key)[:-1]
-    if above[-1] in (0, "x"):  # what an entry of a list or mapping has to have
+    if above and above[-1] in (0, "x"):  # what an entry of a list or mapping has to have
         entry: Any = given
         for step in above:
             entry = entry[step]
