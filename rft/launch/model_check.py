@@ -41,6 +41,7 @@ _ALGORITHMS = {
     "sft": AlgorithmSettings(algorithm_type="sft", advantage_fn="none", policy_loss_fn="sft"),
 }
 _LORA = LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")
+_DEADLINE_S = 600.0  # of an engine's start and two versions
 _SPARE = 1.2  # memory that computing takes beside weights and gradients
 
 
@@ -324,7 +325,7 @@ def _relative(right: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor
 
 def _answers(kind: str, device: str, folder: Path, aside: Path) -> Served | str:
     """What an engine generates before and after a weight sync, or why it does not."""
-    for line in machine.checked(kind, device, folder, aside, module="rft.launch.model_engine"):
+    for line in machine.checked(kind, device, folder, aside, module="rft.launch.model_engine", deadline_s=_DEADLINE_S):
         if line.state != "ok":
             return " <- ".join(filter(None, [line.text, _cause(aside / f"{kind}.out")]))
     return msgspec.json.decode((aside / f"{kind}.{ANSWERS}").read_bytes(), type=Served)

@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
+    "deepseek_v3": {**_MLA, "topk_method": "noaux_tc"},  # as its checkpoints say; by it vLLM has the routers' biases
     "mistral": {"sliding_window": 6},
     "ministral": _WINDOW,
     "olmo3": _WINDOW,
