@@ -1,6 +1,6 @@
 """The Ray that a run uses, its own on this machine or one that is there, and who sits where on it.
 
-A Ray of our own listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
+A local Ray listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
 when it ends.  Must be called before anything imports ray: the settings are read at import.
 
 Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks.  `rft check`
@@ -61,7 +61,7 @@ class Cluster:
     def connect(cls, address: str | None, *, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
         """Join the Ray at `address`, or start one here.
 
-        A Ray of our own is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
+        A local Ray is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
         counting them (tests).
         """
         os.environ.update(_ALWAYS)
@@ -121,7 +121,7 @@ class Cluster:
                     raise SetupError(f"Ray could not be started on this machine: {e}") from e
             finally:
                 self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
-            log.warning("Ray did not start within the 30 s it gives itself (is the machine busy?); starting it again")
+            log.warning("Ray did not start within its limit of 30 s (is the machine busy?); starting it again")
             ray.shutdown()
             _end(self._processes)
 
@@ -160,7 +160,7 @@ def _end(processes: list[psutil.Process]) -> None:
     """Wait for processes that should be ending; after five seconds make them."""
     _, alive = psutil.wait_procs(processes, timeout=5)
     for process in alive:
-        log.warning("process %d (%s) did not end by itself; killing it", process.pid, process.name())
+        log.warning("process %d (%s) did not exit; killing it", process.pid, process.name())
         process.kill()
     psutil.wait_procs(alive, timeout=5)
 

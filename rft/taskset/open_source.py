@@ -43,7 +43,7 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
     if kind not in BUILT_IN:
         known = ", ".join([*BUILT_IN, *REGISTRY.names("task_source")])
         raise ConfigError(
-            f"storage type {kind!r} is not known; use {known}, or a class of your own as path/file.py:Name",
+            f"storage type {kind!r} is not known; use {known}, or your own class as path/file.py:Name",
             key=f"taskset {settings.name}.storage_type",
             given=kind,
         )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from rft.buffer.query import open_run
 from rft.launch import leftovers
 from rft.monitor.read import read, series
 from rft.trainer import manifest as manifests
@@ -46,6 +47,7 @@ def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
         f"explorer.rollout_model.engine_type={ENGINE}",
         "trainer.world_size=2",
         "trainer.save_interval=1",
+        "monitor.keep_trainer_logprobs=true",
         f"trainer.total_steps={STEPS}",
     )
     run = runs.Run(*arguments)
@@ -86,3 +88,14 @@ def test_every_version_is_proven(smoke: Smoke) -> None:
     errors = series(records, "sync/canary_max_abs")
     assert {step for step, _ in errors} == set(range(STEPS + 1)) and max(error for _, error in errors) <= 1e-4
     assert {step for step, _ in series(records, "actor/lr")} == set(range(1, STEPS + 1))
+
+
+def test_engine_and_trainer_agree_on_every_token(smoke: Smoke) -> None:
+    kept = """SELECT count(*), count(trainer_logprob), max(abs(trainer_logprob - logprob)), count(DISTINCT trainer_logprob)
+        FROM v_tokens t JOIN uses u ON u.experience = t.id AND u.lineage = t.train_lineage AND u.step = t.train_step"""
+    with open_run(smoke.folder) as questions:
+        with questions.ask(kept) as answer:
+            ((tokens, told, apart, values),) = answer.rows
+        with questions.ask("SELECT sum(num_response_tokens) FROM v_experiences WHERE state = 'used'") as answer:
+            ((used,),) = answer.rows
+    assert tokens == told >= used > 0 and apart <= 1e-4 and values > 10, "on policy, row by row"
