@@ -13,13 +13,25 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from sqlalchemy import Connection, Table, insert, inspect, select, update
+from sqlalchemy import Connection, Table, insert, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from rft.buffer.base import Storage, storage_reference
 from rft.buffer.intake import MADE_COLUMNS, made
 from rft.buffer.location import Location
-from rft.buffer.schema import FORMAT, V_EXPERIENCES, create_views, experiences, groups, meta, metadata, put_meta, texts
+from rft.buffer.schema import (
+    FORMAT,
+    V_EXPERIENCES,
+    create_views,
+    experiences,
+    groups,
+    meta,
+    metadata,
+    put_meta,
+    texts,
+    token_logprobs,
+    v_tokens,
+)
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
 from rft.types.block import decode
@@ -114,6 +126,14 @@ def _from_2(tx: Connection, storage: Storage) -> None:
     tx.exec_driver_sql(V_EXPERIENCES)
 
 
+def _from_3(tx: Connection, storage: Storage) -> None:
+    """The trainer's log-probs, which a run before did not keep."""
+    del storage
+    token_logprobs.create(tx, checkfirst=True)
+    tx.exec_driver_sql("DROP VIEW v_tokens")
+    tx.execute(text(v_tokens(tx)))
+
+
 def _add_columns(tx: Connection, table: Table) -> None:
     there = {c["name"] for c in inspect(tx).get_columns(table.name)}
     for column in table.columns:
@@ -137,4 +157,4 @@ def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
     return True
 
 
-_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2}
+_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2, 3: _from_3}

@@ -18,14 +18,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from rft.buffer import schema
 from rft.buffer.base import Storage, stored_by
 from rft.buffer.location import Location, connect, find
 from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
 from rft.logs import redact
+from rft.types import token_logprobs
 from rft.types.block import decode
 from rft.types.experience import Experience
 
@@ -217,6 +220,13 @@ class Questions:
         if missing := sorted(wanted - found.keys()):
             raise PayloadDamaged(f"the payload of {missing[0]} is not in its group's block; `rft buffer audit` says more")
         return found
+
+    def trainer_logprobs(self, ids: Sequence[str]) -> dict[str, np.ndarray]:
+        """Of these experiences, as far as they are kept: see `token_logprobs.of_trainer`."""
+        k = schema.token_logprobs.c
+        with self.errors("RUN"), self.reading() as tx:
+            rows = tx.execute(select(k.experience, k.token_start, k.pairs).where(k.experience.in_(ids))).all()
+        return {r.experience: token_logprobs.of_trainer(r.token_start, r.pairs) for r in rows}
 
     @contextmanager
     def _sqlite(self, sql: str) -> Iterator[QueryResult]:

@@ -58,6 +58,7 @@ def learner(
     critic = _critic(ctx, clip, budget, longest, steps)
     return filled(
         LearnerSettings,
+        ctx.config.monitor,
         t,
         model_path=ctx.find(ctx.config.model.model_path),
         tokenizer_path=None if ctx.config.model.tokenizer_path is None else ctx.find(ctx.config.model.tokenizer_path),
@@ -88,7 +89,10 @@ def learner(
 
 def _holds(budget: int | None, longest: int, key: str, p: Problems) -> None:
     if budget is not None and budget < longest:
-        p.error(key, f"is {budget} tokens; the longest experience may have {longest} on a rank (max_model_len)")
+        p.note(
+            f"{key} is {budget} tokens and the longest experience may have {longest} on a rank (max_model_len): a longer one is a "
+            "micro-batch alone"
+        )
 
 
 def _row_layout(ctx: Context) -> AskedLayout:

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rft.config.extends import SECTIONS
-from rft.config.foreign import instead, not_offered
+from rft.config.foreign import ignored, instead, not_offered
 from rft.config.inert import Inert, inert
 from rft.config.schema.root import RunConfig
 from rft.config.schema.walk import aliases, literals, models
@@ -85,6 +85,8 @@ def markdown() -> str:
     parts.append(STAGES)
     parts.append("\n## Keys of related tools that are not offered\n\n| Key | What to do |\n|---|---|\n")
     parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in instead().items()]
+    parts.append("\n## Keys of related tools that are left out with a warning\n\n| Key | Why |\n|---|---|\n")
+    parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in ignored().items()]
     parts.append("\n## Values that are planned or not offered\n\n| Key | Value | What to do |\n|---|---|---|\n")
     parts += [
         f"| `{_pattern(k)}` | `{value}` | {text} |\n" for k, values in not_offered().items() for value, text in values.items()

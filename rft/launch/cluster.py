@@ -46,6 +46,7 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
+_RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
 
@@ -83,18 +84,18 @@ class Cluster:
                 ) from e
             return cls(None)
         folder = Path(tempfile.mkdtemp(prefix="rft-"))
-        if len(str(folder)) > _SOCKET_PATH_LIMIT:
+        if len(str(folder / _RAYS)) > _SOCKET_PATH_LIMIT:
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="rft-", dir="/tmp"))
         cluster = cls(folder)
         try:
-            cluster._start(num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
+            cluster._start(folder / _RAYS, num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
         except BaseException:
             cluster.close()
             raise
         return cluster
 
-    def _start(self, **resources: int | None) -> None:
+    def _start(self, folder: Path, **resources: int | None) -> None:
         """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three attempts."""
         import ray
 
@@ -105,7 +106,7 @@ class Cluster:
                     ray.init(
                         **resources,
                         include_dashboard=False,
-                        _temp_dir=str(self._folder),
+                        _temp_dir=str(folder),
                         _node_ip_address="127.0.0.1",
                         object_store_memory=_OBJECT_STORE_BYTES,
                         log_to_driver=False,

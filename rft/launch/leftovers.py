@@ -110,7 +110,8 @@ def _remove_files() -> list[str]:
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")
     for path in _temp_folders():
-        dead = any(path.glob("session_*")) or (_OWNER_IN_NAME.match(path.name) is not None and not others.own(path))
+        of_ray = any(any(path.glob(name)) for name in ("ray/session_*", "session_*"))
+        dead = of_ray or (_OWNER_IN_NAME.match(path.name) is not None and not others.own(path))
         if dead and path.name.startswith("rft-") and _is_mine(path) and not others.use(path):
             shutil.rmtree(path, ignore_errors=True)
             done.append(f"removed folder {path}")

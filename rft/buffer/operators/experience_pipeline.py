@@ -40,9 +40,7 @@ KEY = "data_processor.experience_pipeline.input_save_path"
 
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
 REFUSED = dict.fromkeys(
-    ("data_juicer", "data-juicer", "datajuicer", "DataJuicerOperator"),
-    "Data-Juicer is not offered.  Use reward_shaping_mapper with numbers that the reward or the workflow reports, deduplicate, or "
-    "an operator that you write (docs/howto/operator.md)",
+    ("data-juicer", "datajuicer", "DataJuicerOperator"), "write data_juicer, or data_juicer_filter, which drops rows"
 )
 log = logging.getLogger(__name__)
 Judge = Callable[[list[Experience], int], tuple[bool, str]]
@@ -247,7 +245,10 @@ def _build(settings: OperatorSettings, engines: Collection[str] | None) -> Opera
                     key=f"{key}.args.{argument}",
                     given=engine,
                 )
-    made: Operator = cls(**args)
+    try:
+        made: Operator = cls(**args)
+    except ConfigError as e:
+        raise ConfigError(e.message, key=e.key or f"{key}.args", given=settings.args) from None
     return made
 
 

@@ -15,6 +15,7 @@ from rft.config.schema.source import Source, plain
 from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.config.schema.trainer_section import TrainerConfig
 from rft.monitor.settings import MonitorSettings
+from rft.trainer.settings import LearnerSettings
 from rft.types.ids import SEED
 
 
@@ -90,6 +91,11 @@ class MonitorConfig(Section):
         False,
         "Percentiles 10, 50 and 90 of rewards, response lengths, prompt lengths and run times of every explore step, besides mean, "
         "minimum and maximum.",
+    )
+    keep_trainer_logprobs: bool = safe_key(
+        LearnerSettings.keep_trainer_logprobs,
+        "Keep the trainer's log-prob of every trained token at its first use, beside the engine's, in the ledger (`v_tokens`).  Rows "
+        "that a step does not compute, because their advantage is 0, get a forward pass.",
     )
     enable_ray_timeline: bool = safe_key(
         False,

@@ -66,5 +66,5 @@ def test_what_a_workflow_has_to_give(
 
 
 def test_names_that_are_not_offered_are_told_what_to_do(tiny_model: Path) -> None:
-    (error,) = errors(tiny_model, f"{TASKSET}.default_workflow_type=alfworld_workflow")
+    (error,) = errors(tiny_model, f"{TASKSET}.default_workflow_type=webshop_workflow")
     assert "derive from EnvWorkflow" in error and TASKSET in error
