@@ -167,7 +167,7 @@ def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None =
         if wrong:
             raise BufferFailed(
                 f"experience {wrong[0]} is {found.get(wrong[0], 'not stored')} and cannot become {to} ({len(wrong)} such rows); "
-                "the buffer and what asks it disagree: end the run and resume it"
+                "the buffer and its caller disagree: end the run and resume it"
             )
 
 

@@ -135,7 +135,7 @@ class Ledger:
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), "
                 f"but the buffer {self.location} knows {len(counted)} ({digest(counted)}). "
-                "Checkpoint and buffer are not of the same run, or one was replaced: "
+                "Checkpoint and buffer belong to different runs, or one was replaced: "
                 "restore the buffer folder that belongs to it, or start a new run from its weights."
             )
 

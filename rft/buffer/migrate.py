@@ -65,7 +65,7 @@ def migrate(tx: Connection, found: str, location: Location, storage: Storage) ->
     if not found.isdecimal() or not 1 <= int(found) <= FORMAT:
         raise BufferFailed(
             f"{location} was made with format {found!r}, this rft knows formats 1 to {FORMAT}. "
-            "Go on with the rft that made it, or give the run another name."
+            "Use the rft that made it, or give the run another name."
         )
     for number in range(int(found), FORMAT):
         began = time.monotonic()
@@ -85,8 +85,7 @@ def _compare(then: dict[str, str], now: dict[str, str], location: Location) -> N
         if key == "format" or key not in then or then[key] == value or (key == "run" and location.url is None):
             continue
         raise BufferFailed(
-            f"{location} was made with {key} {then[key]!r}, this run has {value!r}. "
-            "Go on with what it was made with, or give the run another name."
+            f"{location} was made with {key} {then[key]!r}, this run has {value!r}. Use that, or give the run another name."
         )
 
 
@@ -110,12 +109,12 @@ def _from_1(tx: Connection, storage: Storage) -> None:
 
 
 def _from_2(tx: Connection, storage: Storage) -> None:
-    """Texts in a table of their own."""
+    """Texts in their own table."""
     del storage
     if tx.dialect.name == "sqlite" and sqlite3.sqlite_version_info < (3, 35):
         raise BufferFailed(
-            f"SQLite {sqlite3.sqlite_version} cannot bring this ledger to the present format: open it once where SQLite is 3.35 or newer "
-            '(python -c "import sqlite3; print(sqlite3.sqlite_version)"), or go on with the rft that made it.'
+            f"SQLite {sqlite3.sqlite_version} cannot migrate this ledger to the present format: open it once where SQLite is 3.35 or newer "
+            '(python -c "import sqlite3; print(sqlite3.sqlite_version)"), or use the rft that made it.'
         )
     texts.create(tx, checkfirst=True)
     columns = ("prompt_text", "response_text")

@@ -177,7 +177,7 @@ def human(num_bytes: int) -> str:
 
 
 class Words:
-    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not at hand."""
+    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not available."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tokenizer: Any = None
@@ -245,7 +245,7 @@ def _lineage(x: Shown) -> Iterator[str]:
         yield f"written by   weights {x.row['oldest_lineage']}:{x.row['oldest_step']} to {x.row['newest_lineage']}:{x.row['newest_step']}"
     for use in x.uses:
         if not use.counts:
-            after = "which no weights rest on any more: the run went on from before it"
+            after = "of no current weights: the run resumed from before it"
         elif use.checkpoint is None:
             after = "in no checkpoint yet"
         else:

@@ -32,7 +32,7 @@ _INSTEAD = {
     "enable_expert_parallel": "experts that are dealt over workers cannot be compared with what was published.  Write false, and cut them "
     "with tensor_parallel_size",
     "enable_eplb": "copies of experts that move cannot be compared with what was published.  Write false",
-    "worker_extension_cls": "it is what loads published weights.  Leave it out, or name an engine of your own as engine_type",
+    "worker_extension_cls": "it is what loads published weights.  Leave it out, or name your own engine as engine_type",
     "logprobs_mode": "training needs log-probs of the processed distribution.  Leave it out",
 }
 

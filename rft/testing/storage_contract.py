@@ -101,7 +101,7 @@ def ids(lease: Lease) -> list[tuple[int, int, int]]:
 
 
 def ask(settings: BufferSettings, sql: str) -> list[tuple[object, ...]]:
-    """One statement of a person with a client of their own, committed; its rows."""
+    """One statement through a separate client, committed; its rows."""
     engine = connect(ledger_location(settings))
     try:
         with engine.begin() as connection:

@@ -7,7 +7,6 @@ Invariant: a step whose gradient is not finite changes neither weights nor optim
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -28,7 +27,7 @@ from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.composition import build
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.faults import fault
-from rft.trainer import attention, optim, profiling, row_proof, saving, sharding, tensors
+from rft.trainer import attention, optim, profiling, row_proof, saving, sharding
 from rft.trainer import batch as batches
 from rft.trainer import policy as policies
 from rft.trainer.balance import RouterBalance
@@ -300,7 +299,8 @@ class Learner:
         lora, dtype = self.settings.lora, self._compute_dtype
         alone = self.policy.adapter if lora is not None and not lora.merge else None
         weights = self._gathered() if alone is None else iter(alone.whole().items())
-        given = ((name, tensor.to(dtype)) for name, tensor in weights)
+        exact = self.policy.saved_buffers()
+        given = ((name, tensor if name in exact else tensor.to(dtype)) for name, tensor in weights)
         if transport is None:
             for _ in given:
                 pass
@@ -311,13 +311,7 @@ class Learner:
 
     def export(self, folder: str) -> None:
         """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""
-        target, source = Path(folder), Path(self.settings.model_path)
-        config = json.loads((source / "config.json").read_text())
-        dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
-        if self.rank == 0:
-            saving.side_files(self.settings, target)
-        specs = {n: (dtype, p.shape) for n, p in self.policy.names().items()}
-        tensors.write(target / "model.safetensors" if self.rank == 0 else None, specs, self._gathered())
+        saving.export(self.policy, self._gathered(), self.settings, Path(folder), self.rank)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -358,6 +352,7 @@ class Learner:
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self.policy.names().items():
             yield name, self.policy.whole(name, p)
+        yield from self.policy.saved_buffers().items()
 
 
 def _by_row(values: torch.Tensor, rows: Sequence[TrainRow]) -> list[np.ndarray]:

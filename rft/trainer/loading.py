@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError, is_out_of_memory
+from rft.trainer import tensors
 from rft.trainer.tensors import Files
 from rft.types import modelfiles, rotary
 
@@ -161,6 +162,21 @@ def fill(
         set(files) - set(names) - set(tied) - set(buffers) - {n for n in files if n.endswith("rotary_emb.inv_freq")}
     ):
         log.warning("%s: %d tensors are of no use to this model, e.g. %s", folder, len(extra), extra[0])
+
+
+def fill_from(
+    names: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], tied: Mapping[str, str], folder: Path, *, trust: bool
+) -> None:
+    """As `fill`, also where the files have the names of checkpoints, which transformers has to change: then all of them are loaded."""
+    if readable_by_name(names, tied, folder):
+        fill(names, buffers, tied, folder)
+        return
+    config = config_of(folder, trust_remote_code=trust, override={})
+    found = pretrained(config, folder, trust_remote_code=trust, attn_implementation="eager").state_dict()
+    with torch.no_grad():
+        for name, into in {**names, **buffers}.items():
+            part = tensors.piece(name, into)
+            part.data.copy_(found[name][part.first : part.first + len(part.data)] if part.data.dim() else found[name])
 
 
 def readable_by_name(names: Mapping[str, object], tied: Mapping[str, str], folder: Path) -> bool:

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from rft.engine.forwards import body_of
 from rft.engine.routers import Routers
+from rft.engine.weights import saved_buffers
 from rft.errors import ConfigError, SetupError
 from rft.trainer import attention, loading, lora, recompute, sharding, tensors, ulysses
 from rft.trainer.balance import RouterLogits, probabilities
@@ -145,6 +147,10 @@ class Policy(nn.Module):
     def buffer_names(self) -> dict[str, torch.Tensor]:
         """Buffers by Hugging Face name."""
         return {name: b for n, b in self.named_buffers() if (name := self._name(n)) is not None}
+
+    def saved_buffers(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds beside `names`, by Hugging Face name."""
+        return saved_buffers(self.lm)
 
     def tied(self) -> dict[str, str]:
         """Names that are not in `names()`, each with the name of the same tensor that is."""
@@ -276,7 +282,7 @@ def plain(lm: Any) -> Any:
 
 
 def _is_noise(name: str) -> bool:
-    return "drop" in name or "jitter" in name
+    return "drop" in name  # jitter of routers is for training mode alone; in eval mode it is a threshold of phimoe's
 
 
 def _deterministic(policy: Policy) -> None:
@@ -284,12 +290,6 @@ def _deterministic(policy: Policy) -> None:
     for module in policy.eval().modules():
         if vars(module).get("gradient_checkpointing") is True:
             module.training = True
-
-
-def body_of(lm: Any) -> Any:
-    """What gives hidden states; some models have it under another name than their own `base_model_prefix`."""
-    children = dict(lm.named_children())
-    return children.get(lm.base_model_prefix) or children["model"]
 
 
 def _compile(policy: Policy, settings: LearnerSettings) -> None:

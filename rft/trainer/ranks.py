@@ -82,31 +82,18 @@ class Ranks:
         if not c.use_dynamic_bsz and c.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.critic.micro_batch_size_per_gpu")
         rows = None if c.use_dynamic_bsz else c.micro_batch_size
-        return Budget(
-            c.max_token_len_per_gpu * self.settings.sequence_parallel,
-            c.row_layout,
-            rows,
-            "trainer.critic.max_token_len_per_gpu",
-            self.settings.balance_batch,
-        )
+        return Budget(c.max_token_len_per_gpu * self.settings.sequence_parallel, c.row_layout, rows, self.settings.balance_batch)
 
     def forward_budget(self, what: Computed) -> Budget:
         """Of a forward pass that computes `what`, of any number of rows."""
         s, c = self.settings, self.settings.critic
         if what == "values":
             rows = None if c.use_dynamic_bsz else c.forward_micro_batch_size
-            return Budget(
-                c.forward_max_token_len_per_gpu * s.sequence_parallel,
-                c.row_layout,
-                rows,
-                "trainer.critic.forward_max_token_len_per_gpu",
-                s.balance_batch,
-            )
+            return Budget(c.forward_max_token_len_per_gpu * s.sequence_parallel, c.row_layout, rows, s.balance_batch)
         own = (s.ref or s.log_prob) if what == "ref" else s.log_prob
         if own is None:
             return self.budget
-        key = "trainer.ref.max_token_len_per_gpu" if what == "ref" else "trainer.log_prob_max_token_len_per_gpu"
-        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, own.micro_batch_size, key, s.balance_batch)
+        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, own.micro_batch_size, s.balance_batch)
 
     @property
     def before(self) -> frozenset[Computed]:

@@ -29,6 +29,7 @@ class Smoke(NamedTuple):
     folder: Path
     parts: list[str]
     listening: list[str]
+    open_sockets: list[Path]
     killed: int
     code: int
     output: str
@@ -54,17 +55,23 @@ def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     state = runs.state(root)
     family = [*runs.parts(state["run_id"]), psutil.Process(run.process.pid)]
     listening = [c.laddr.ip for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    sockets = {Path(c.laddr) for p in family for c in p.net_connections(kind="unix") if str(c.laddr).startswith("/")}
+    assert sockets, "Ray has some"
+    of_all = [path for path in sockets if all(folder.stat().st_mode & 0o077 for folder in path.parents)]
     runs.kill(family)
     killed = run.end()
     again = runs.Run(*arguments)
     code = again.end()
-    return Smoke(runs.folder(root), sorted(state["parts"]), listening, killed, code, again.output, leftovers.compare(before))
+    return Smoke(
+        runs.folder(root), sorted(state["parts"]), listening, of_all, killed, code, again.output, leftovers.compare(before)
+    )
 
 
 def test_every_part_is_there_and_listens_on_loopback_alone(smoke: Smoke) -> None:
     assert smoke.parts == ["buffer", "coordinator", "engine-0", "explorer", "trainer-0", "trainer-1"]
     assert smoke.listening, "a live run has listeners; none seen means the scan looked at nothing"
     assert {address.removeprefix("::ffff:") for address in smoke.listening} <= {"127.0.0.1", "::1"}
+    assert not smoke.open_sockets, "other accounts of the machine get to them"
 
 
 def test_the_same_command_goes_on_after_kill_nine(smoke: Smoke) -> None:

@@ -37,6 +37,7 @@ FAST = {
     "granite": "shared",  # scaled logits
     "deepseek_v3": "shared",  # values are narrower than keys
     "seed_oss": "shared",  # dropout that is on by default, and no module
+    "phimoe": "shared",  # a threshold of its routers is called jitter
     "stablelm": "padded",  # its layers are not told of the tree
 }
 
