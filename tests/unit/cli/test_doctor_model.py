@@ -126,7 +126,9 @@ def test_engines_are_compared_on_what_they_sampled(tmp_path: Path, monkeypatch: 
         logprobs = right(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
     given = [float(logprobs[at - 1, token]) for at, token in ((3, 8), (4, 9))]
 
-    def answered(kind: str, device: str, model: Path, aside: Path, *, module: str, deadline_s: float) -> list[model_check.machine.Line]:
+    def answered(
+        kind: str, device: str, model: Path, aside: Path, *, module: str, deadline_s: float
+    ) -> list[model_check.machine.Line]:
         if kind == "vllm":
             return [model_check.machine.Line(topic=kind, state="note", text="not installed")]
         off = [0.0, 0.25] if kind == "wrong" else [0.0, 0.0]
