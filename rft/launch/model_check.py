@@ -275,12 +275,12 @@ def _measured(settings: LearnerSettings, given: Sequence[TrainRow], right: Truth
         except (ConfigError, SetupError) as e:
             without[objective] = e.message if isinstance(e, ConfigError) else str(e)
             continue
-        scored = [part["old"] for micro in learner.score(_cut(given, how)) for part in micro]
-        mine = np.concatenate([scored[i] for i in np.argsort([i for m in _indexes(given, how) for i in m])])
+        (cut,) = plan(given, 1, Budget(how.max_token_len_per_gpu, how.row_layout))
+        micro_batches = tuple(tuple(given[i] for i in micro) for micro in cut)
+        scored = [part["old"] for micro in learner.score(micro_batches) for part in micro]
+        mine = np.concatenate([scored[i] for i in np.argsort([i for micro in cut for i in micro])])
         logprobs = max(logprobs, float(np.abs(mine - right.logprobs.cpu().numpy()).max()))
-        batch = RankBatch(
-            step=1, micro_batches=tuple(map(tuple, _cut(given, how))), tokens=float(len(mine)), rows=float(len(given))
-        )
+        batch = RankBatch(step=1, micro_batches=micro_batches, tokens=float(len(mine)), rows=float(len(given)))
         gradients[objective] = _relative(_right_gradient(learner, right, objective), learner.gradient(batch))
     if not gradients:
         return ModelLine(what=settings.row_layout, refused=without[objectives[0]])
@@ -302,14 +302,6 @@ def _right_gradient(learner: Learner, right: Truth, objective: Objective) -> Map
         else:
             made[name] = learner.policy.adapter.form.scale * whole @ values[adapter.key(module, "A")].detach().t()
     return made
-
-
-def _indexes(given: Sequence[TrainRow], settings: LearnerSettings) -> list[list[int]]:
-    return plan(given, 1, Budget(settings.max_token_len_per_gpu, settings.row_layout))[0]
-
-
-def _cut(given: Sequence[TrainRow], settings: LearnerSettings) -> list[list[TrainRow]]:
-    return [[given[i] for i in micro] for micro in _indexes(given, settings)]
 
 
 def _differences(a: Truth, b: Truth) -> dict[str, Any]:

@@ -9,7 +9,6 @@ the same weights and the same rows.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -152,15 +151,6 @@ def copy_pairs(split: Literal["train", "eval"] = "train", *, n: int | None = Non
         {"prompt": r["prompt"], "chosen": r["response"], "rejected": rng.choice([d for d in "0123456789" if d != r["response"]])}
         for r in rows
     ]
-
-
-def write_tasks(folder: Path, *, seed: int = 0) -> Path:
-    """Write `train.jsonl` and `eval.jsonl` of the copy task; returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "eval"):
-        lines = [json.dumps(row) + "\n" for row in copy_tasks(split, seed=seed)]
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return folder
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Policy(nn.Module):
     """A Hugging Face causal model whose output are log-probs."""
 
     exact: ClassVar[tuple[str, ...]] = ()  # modules that compute in float32, whatever the rest does
-    outermost: ClassVar[tuple[str, ...]] = ("plain",)  # methods that are called beside `forward` and not by it
+    outermost: ClassVar[tuple[str, ...]] = ("plain", "choices")  # methods that are called beside `forward` and not by it
 
     def __init__(self, lm: Any, chunk_tokens: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Policy(nn.Module):
         self.routers: Routers | None = None  # to go through the experts that an engine chose, and to count them
         self.router_logits: RouterLogits | None = None
         self.adapter: lora.Adapter | None = None  # what is trained instead of the whole model
-        self.head = row_layout.head(lm.config.to_dict())
+        self.head, self.state = row_layout.head(config := lm.config.to_dict()), row_layout.carries_state(config)
 
     def forward(
         self, batch: MicroBatch, entropy: bool = False, statistics: bool = False, balance: bool = False
@@ -67,7 +67,6 @@ class Policy(nn.Module):
         given = (hidden, head.weight, mine.targets, mine.temperatures)
         tiles: dict[str, Any] = {"bias": head.bias, "chunk_tokens": self.chunk_tokens, "fused": self.fused, "head": self.head}
         found: tuple[torch.Tensor | None, ...]
-        given_by_routers = (probabilities(self.router_logits.take(), mine.counts),) if balance and self.router_logits else ()
         if statistics:
             found = token_statistics(*given, **tiles)
         else:
@@ -75,11 +74,25 @@ class Policy(nn.Module):
             found = token_logprobs(*given, **tiles, entropy=entropy, whole=whole, keep_all=keep_all)
         if share is not None:
             found = tuple(None if x is None else share.gather(x) for x in found)
-        return found + given_by_routers
+        if not balance or self.router_logits is None:
+            return found
+        given_by_routers = probabilities(self.router_logits.take(), mine.counts)
+        return (*found, given_by_routers if share is None else share.add(given_by_routers))
+
+    def choices(self, batch: MicroBatch) -> torch.Tensor:
+        """How often routers choose each expert for the positions that this rank computes of `batch`: float32 [E]."""
+        assert self.routers is not None and batch.counts is not None, "the settings say so"
+        mine = batch if self.sequence is None else self.sequence.share(batch).batch
+        with self.routers.recorded():
+            self.hidden(mine)
+        assert mine.counts is not None
+        chosen = self.routers.chosen
+        none = torch.zeros(self.routers.sizes.experts, device=chosen.device)
+        return none.index_add_(0, chosen.flatten(), mine.counts[:, None, None].expand_as(chosen).flatten())
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Last hidden states [N, H], from which `batch`'s trained tokens are predicted."""
-        more = {} if batch.tree is None else {"tree": batch.tree, **batch.ends}
+        more = {} if batch.tree is None else {"tree": batch.tree, **(batch.ends() if self.state else {})}
         if self.routers is not None:
             self.routers.prescribe(batch.experts)
         out = body_of(self.lm)(
