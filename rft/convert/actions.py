@@ -27,7 +27,7 @@ from rft.convert.names import (
     estimator_name,
 )
 from rft.convert.rule import Rule, below, choice, expand, only_if, rule, to, via, write
-from rft.convert.sizes import has_critic, micro_batch, verl_ranks
+from rft.convert.sizes import colocated, has_critic, micro_batch, verl_ranks
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
@@ -108,7 +108,9 @@ def engine(d: Draft, a: Argument) -> ArgumentOutcome:
     if a.value == "hf":
         d.put(target, "transformers", a.key)
         return ArgumentOutcome("mapped", "the transformers engine", (target,))
-    return ArgumentOutcome("refused", f"the {a.value} engine is not offered; use vllm")
+    if target in d.overridden:
+        return ArgumentOutcome("derived", "the engine that --set names", (target,))
+    return ArgumentOutcome("refused", f"the {a.value} engine is not offered; --set {target}=vllm takes vllm instead")
 
 
 @rule("model.temperature")
@@ -171,11 +173,73 @@ def path(*targets: str) -> Rule:
     return Rule(act, targets)
 
 
-@rule()
+@rule("mode")
 def hybrid(d: Draft, a: Argument) -> ArgumentOutcome:
+    if colocated(d):
+        return ArgumentOutcome("derived", "engines and trainer share their GPUs in turns", ("mode",))
     if d.flag(a.key):
-        return ArgumentOutcome("derived", "engines and trainer have GPUs of their own here; see the GPU split", ("mode",))
+        return ArgumentOutcome("derived", "engines and trainer have GPUs of their own; --set mode=colocate shares them", ("mode",))
     return ArgumentOutcome("equal", "engines and trainer have GPUs of their own", ("mode",))
+
+
+@rule()
+def images(d: Draft, a: Argument) -> ArgumentOutcome:
+    if d.terse:
+        return ArgumentOutcome("ignored", "veRL's default; a taskset with images is refused when it is read")
+    return ArgumentOutcome("refused", "rows with images are not offered; --allow reads the texts alone")
+
+
+@rule("trainer.fsdp_size")
+def fsdp_size(d: Draft, a: Argument) -> ArgumentOutcome:
+    size, ranks = d.whole(a.key), d.trainer_ranks
+    if size > 0 and ranks % size:
+        return write(d, a, ("trainer.fsdp_size",), -1, f"{size} does not divide the {ranks} training ranks that are left here: all of them")
+    return write(d, a, ("trainer.fsdp_size",), size)
+
+
+@rule("trainer.profiler.ranks")
+def profiled_ranks(d: Draft, a: Argument) -> ArgumentOutcome:
+    named = a.value if isinstance(a.value, list) else [a.value]
+    there = [r for r in named if isinstance(r, int) and r < d.trainer_ranks]
+    gone = f"of {len(named)}, those of the {d.trainer_ranks} training ranks here" if len(there) < len(named) else ""
+    return write(d, a, ("trainer.profiler.ranks",), there, gone)
+
+
+_OLD_RS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+@rule("algorithm.rollout_correction.rollout_rs")
+def rejection(d: Draft, a: Argument) -> ArgumentOutcome:
+    name = str(a.value).strip("'\"")
+    if "," in name:
+        return ArgumentOutcome("refused", f"one statistic rejects here; choose one of {name}")
+    reason = f"older veRL calls it {name}" if name in _OLD_RS else ""
+    return write(d, a, ("algorithm.rollout_correction.rollout_rs",), _OLD_RS.get(name, name), reason)
+
+
+@rule("algorithm.rollout_correction.rollout_rs_threshold")
+def rejection_bounds(d: Draft, a: Argument) -> ArgumentOutcome:
+    """Older veRL has the lower bound in a key of its own."""
+    key = "algorithm.rollout_correction.rollout_rs_threshold"
+    upper, lower = (str(d.get(k)).strip("'\"") if d.stated(k) else "" for k in (key, f"{key}_lower"))
+    if "," in upper:
+        return ArgumentOutcome("ignored", "belongs to several statistics, which are refused")
+    if not upper:
+        return ArgumentOutcome("ignored", f"has no effect without {key}")
+    value: Any = f"{lower}_{upper}" if lower else upper
+    return write(d, a, (key,), value if "_" in str(value) else float(value))
+
+
+@rule("buffer.explorer_input.default_workflow_type")
+def agent_loop(d: Draft, a: Argument) -> ArgumentOutcome:
+    key = "buffer.explorer_input.default_workflow_type"
+    if key in d.overridden:
+        return ArgumentOutcome("derived", "played by the workflow that --set names", (key,))
+    if a.value == "single_turn_agent":
+        return ArgumentOutcome("equal", "asks once")
+    if a.value == "tool_agent":
+        return write(d, a, (key,), "tool_workflow", "tools are run by tool_workflow")
+    return ArgumentOutcome("refused", f"an agent loop is code of veRL's; write it as a workflow and name it with --set {key}=NAME")
 
 
 @rule("buffer.explorer_input.default_workflow_type")
@@ -354,6 +418,13 @@ def rm_enable(d: Draft, a: Argument) -> ArgumentOutcome:
     if not d.flag(a.key):
         return ArgumentOutcome("ignored", "rewards come from functions")
     return ArgumentOutcome("derived", "one more engine, which scores", ("explorer.auxiliary_models",))
+
+
+@rule("explorer.auxiliary_models[i].engine_type")
+def rm_engine(d: Draft, a: Argument) -> ArgumentOutcome:
+    if a.value == "vllm":
+        return write(d, a, ("explorer.auxiliary_models[i].engine_type",), "vllm")
+    return ArgumentOutcome("refused", f"the {a.value} engine is not offered; use vllm")
 
 
 MANAGER_TARGETS = tuple(f"{sets}[i].reward_fn_args.reward_manager" for sets in (TRAIN, EVAL))
