@@ -36,7 +36,6 @@ class Inert:
             object.__setattr__(self, "harmless", True)
 
 
-GPUS_IN_TURNS = "give engines and trainer GPUs of their own with mode: both; on a machine without GPUs they take turns"
 _GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
 _FOR_TASKS = "is for tasks; rows that are trained on have none"
 _FOR_DATA = "is for rows that are trained on (mode train): buffer.trainer_input.experience_buffer.format"
@@ -155,7 +154,7 @@ def listed() -> list[tuple[str, Inert]]:
         for name, field in model.model_fields.items():
             if entry := argument(field):
                 found.append((f"algorithm.{kind}_args.{name} of {part}", entry))
-    return [*found, ("mode: colocate on GPUs", Inert(GPUS_IN_TURNS, "later"))]
+    return found
 
 
 def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:

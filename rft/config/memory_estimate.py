@@ -129,7 +129,37 @@ def estimate(
                 "received weights", workers * sent, f"a copy of {_size(sent)} in each of {workers} engine workers while it loads"
             )
         )
-    return (*engines, *beside, *ranks, RoleMemory(role="others", device="cpu", terms=tuple(rest)))
+    phases = _phases(engines[0], ranks[0], plan.engines[0]) if plan.cluster.shared else ()
+    asleep = sum(e.nbytes for e in _weights(engines)) if plan.cluster.shared and plan.engines[0].sleep_level == 1 else 0
+    rest += [Term("weights of sleeping engines", asleep, "sleep level 1 keeps them on the host")] * bool(asleep)
+    return (*engines, *beside, *ranks, *phases, RoleMemory(role="others", device="cpu", terms=tuple(rest)))
+
+
+# ---------------------------------------------------------------- GPUs that engines and trainer have in turns
+
+_STAYS = ("CUDA context", "weights", "adapter", "moments", "reference model", "critic", "weights of the window's start")
+
+
+def _phases(engine: RoleMemory, rank: RoleMemory, e: EngineSettings) -> tuple[RoleMemory, RoleMemory]:
+    """One shared GPU while it explores, and while it trains.
+
+    The trainer keeps what is not in host memory anyway (trainer.param_offload); a sleeping engine keeps its context.
+    """
+    kept = sum(t.nbytes for t in rank.terms if t.name.endswith(_STAYS))
+    context = next((t.nbytes for t in engine.terms if t.name == "CUDA context"), 0)
+    exploring = (Term("engine", engine.nbytes, engine.role), Term("trainer at rest", kept, "weights, moments and frozen models"))
+    training = (
+        Term("trainer", rank.nbytes, rank.role),
+        Term("engine asleep", context, f"sleep level {e.sleep_level}: its context"),
+    )
+    return (
+        RoleMemory(role="shared GPU, exploring", device="cuda", terms=exploring),
+        RoleMemory(role="shared GPU, training", device="cuda", terms=training),
+    )
+
+
+def _weights(roles: tuple[RoleMemory, ...]) -> list[Term]:
+    return [t for r in roles for t in r.terms if t.name == "weights"]
 
 
 # ---------------------------------------------------------------- engines
@@ -442,6 +472,9 @@ def too_much(roles: tuple[RoleMemory, ...], plan: Plan, *, ram: int | None, gpu_
                 + (
                     "Lower trainer.max_token_len_per_gpu, set trainer.enable_gradient_checkpointing: true, or use more ranks"
                     if kind == "trainer"
+                    else "Lower explorer.rollout_model.gpu_memory_utilization, set trainer.param_offload: true, "
+                    "or give both sides GPUs of their own with mode: both"
+                    if kind.startswith("shared")
                     else "Raise explorer.rollout_model.tensor_parallel_size or lower max_num_batched_tokens"
                 )
             )

@@ -178,7 +178,9 @@ def hybrid(d: Draft, a: Argument) -> ArgumentOutcome:
     if colocated(d):
         return ArgumentOutcome("derived", "engines and trainer share their GPUs in turns", ("mode",))
     if d.flag(a.key):
-        return ArgumentOutcome("derived", "engines and trainer have GPUs of their own; --set mode=colocate shares them", ("mode",))
+        return ArgumentOutcome(
+            "derived", "engines and trainer have GPUs of their own; --set mode=colocate shares them", ("mode",)
+        )
     return ArgumentOutcome("equal", "engines and trainer have GPUs of their own", ("mode",))
 
 
@@ -193,7 +195,9 @@ def images(d: Draft, a: Argument) -> ArgumentOutcome:
 def fsdp_size(d: Draft, a: Argument) -> ArgumentOutcome:
     size, ranks = d.whole(a.key), d.trainer_ranks
     if size > 0 and ranks % size:
-        return write(d, a, ("trainer.fsdp_size",), -1, f"{size} does not divide the {ranks} training ranks that are left here: all of them")
+        return write(
+            d, a, ("trainer.fsdp_size",), -1, f"{size} does not divide the {ranks} training ranks that are left here: all of them"
+        )
     return write(d, a, ("trainer.fsdp_size",), size)
 
 
@@ -239,7 +243,9 @@ def agent_loop(d: Draft, a: Argument) -> ArgumentOutcome:
         return ArgumentOutcome("equal", "asks once")
     if a.value == "tool_agent":
         return write(d, a, (key,), "tool_workflow", "tools are run by tool_workflow")
-    return ArgumentOutcome("refused", f"an agent loop is code of veRL's; write it as a workflow and name it with --set {key}=NAME")
+    return ArgumentOutcome(
+        "refused", f"an agent loop is code of veRL's; write it as a workflow and name it with --set {key}=NAME"
+    )
 
 
 @rule("buffer.explorer_input.default_workflow_type")

@@ -15,8 +15,8 @@ from rft.convert.names import ACTOR, ENGINE, KL, OPTIM, RM, ROLLOUT, TRACKERS, e
 from rft.convert.sizes import (
     Gpus,
     ahead,
-    colocated,
     choose_engines,
+    colocated,
     fits,
     has_critic,
     interval,

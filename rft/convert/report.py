@@ -96,7 +96,13 @@ def markdown(c: Conversion) -> str:
             f"| critic accumulation steps | {_or(g.critic_accumulation)} | {_or(g.verl['critic_accumulation'])} |",
             "",
         ]  # fmt: skip
-    sections = (("To be decided", c.questions), ("Warnings", c.warnings), ("Notes", c.notes), ("`rft check` refuses", c.errors), ("Not active yet", c.not_active))
+    sections = (
+        ("To be decided", c.questions),
+        ("Warnings", c.warnings),
+        ("Notes", c.notes),
+        ("`rft check` refuses", c.errors),
+        ("Not active yet", c.not_active),
+    )
     for title, texts in sections:
         if texts:
             lines += [f"## {title}", "", *(f"- {_one_line(t)}" for t in texts), ""]

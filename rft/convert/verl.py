@@ -147,7 +147,11 @@ def _parameters(arguments: Sequence[Argument]) -> tuple[tuple[Argument, ...], li
         default, value = table.default(a.key, ASYNC), str(a.value)
         empty = a.value is not None and not value.strip() and default not in (None, "")
         if empty or (isinstance(default, bool | int | float) and "${oc.env:" in value):
-            whence = "empty" if not a.variables else f"left to {', '.join(f'${v}' for v in a.variables)}, which the script does not set"
+            whence = (
+                "empty"
+                if not a.variables
+                else f"left to {', '.join(f'${v}' for v in a.variables)}, which the script does not set"
+            )
             questions.append(
                 f"line {a.line}: {a.key} is {whence}; veRL's default, {default}, is taken.  Is that meant?  Else write the value into the "
                 "script"

@@ -56,7 +56,10 @@ def renamed(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     if any(a.key.startswith("actor_rollout_ref.") for a in arguments):
         return done
     given = {a.key for a in done}
-    return (*done, *(dataclasses.replace(done[0], key=k, value=v, text=str(v)) for k, v in OWN.items() if done and k not in given))
+    return (
+        *done,
+        *(dataclasses.replace(done[0], key=k, value=v, text=str(v)) for k, v in OWN.items() if done and k not in given),
+    )
 
 
 def prepare(d: Draft) -> None:
@@ -83,7 +86,9 @@ def prepare(d: Draft) -> None:
         d.put("monitor.eval_dump_dir", posixpath.splitext(d.text("data.output_path"))[0], "data.output_path")
     d.put("project", "verl", "free choice")
     d.put("name", "generation", "free choice")
-    d.note("answers are scored too, by the function that data_source names; main_eval, which scores stored answers, is not needed")
+    d.note(
+        "answers are scored too, by the function that data_source names; main_eval, which scores stored answers, is not needed"
+    )
 
 
 def finish(d: Draft) -> None:

@@ -75,6 +75,7 @@ class EngineSettings:
     fully_sharded_loras: bool = False  # of them
     max_cpu_loras: int | None = None  # of them
     router_replay: bool = False  # tell which experts each token went through
+    sleep_level: int = 0  # vllm, where it shares its GPU: 1 = weights go to host memory, 2 = they go away; 0 = it never sleeps
     fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused
     max_concurrent: int = 256  # requests under way (external)
     external: ExternalSettings | None = None

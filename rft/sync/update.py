@@ -2,6 +2,7 @@
 
     update:  pause -> load and check the reports -> resume -> canary
     restore: pause -> load the version before -> resume -> compare with its canary record
+    sleep:   pause -> sleep, until one of the two; engines that share their GPUs with the trainer
 
 A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and nobody waits for one that failed.
 
@@ -131,6 +132,11 @@ class WeightUpdates:
         self._records = {i: p for i, p in probes.items() if i in self._engines}
         self._proofs = tuple(probes.values())[:1]
         return Update(reports, verdict, began, paused, loaded, at, time.perf_counter())
+
+    async def sleep(self) -> None:
+        """The engines give their memory back until the next update.  Raises Rejected, NoEngines."""
+        await self._pause(self._engines.numbers)
+        await self._engines.ask_all("sleep", lambda e: e.sleep())
 
     async def sync(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
         """Bring these engines to the verified version `manifest`, and verify that they serve it.  Raises Rejected, NoEngines."""

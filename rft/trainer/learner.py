@@ -302,6 +302,8 @@ class Learner:
         """Hand the weights to `transport` (rank 0; the others give None and help to gather): all of them, or the adapter alone."""
         lora, dtype = self.settings.lora, self._compute_dtype
         alone = self.policy.adapter if lora is not None and not lora.merge else None
+        if self.settings.shares_device:
+            torch.accelerator.memory.empty_cache()
         weights = self._gathered() if alone is None else iter(alone.whole().items())
         given = ((name, tensor.to(dtype)) for name, tensor in weights)
         if transport is None:
