@@ -49,6 +49,8 @@ ALIASES = {  # other spellings of veRL's own, older and newer ones
     f"{MODEL}.lora.target_modules": f"{MODEL}.target_modules",
     f"{MODEL}.enable_activation_offloading": f"{MODEL}.enable_activation_offload",
     f"{MODEL}.torch_dtype": f"{ACTOR}.fsdp_config.model_dtype",
+    f"{ACTOR}.fsdp_config.strategy": f"{ACTOR}.strategy",
+    f"{REF}.fsdp_config.strategy": f"{REF}.strategy",
     "reward_manager.name": f"{RM}.reward_manager",
     "reward_manager": f"{RM}.reward_manager",
 }

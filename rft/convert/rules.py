@@ -107,7 +107,11 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.tau_neg": do.loss_arg("sapo"),
     f"{ACTOR}.loss_scale_factor": to("algorithm.loss_scale_factor"),
     f"{ACTOR}.calculate_entropy": ignored("a metric only"),
-    f"{ACTOR}.use_rollout_log_probs": to("algorithm.bypass_old_logprobs"),
+    f"{ACTOR}.use_rollout_log_probs": only_if(
+        lambda d: not d.flag("async_training.compute_prox_log_prob"),
+        "old log-probs are the trainer's: compute_prox_log_prob is on",
+        to("algorithm.bypass_old_logprobs"),
+    ),
     f"{ACTOR}.freeze_vision_tower": ignored("texts only"),
     f"{ACTOR}.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     f"{ACTOR}.tis_imp_ratio_cap": refused(_TIS, -1),
