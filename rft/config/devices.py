@@ -101,9 +101,8 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
             ctx.error(key, "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu")
             total = per_node = max(1, plan_engines.gpus(model) * plan_engines.copies(model) + (t.world_size or 1))
     tp, stages = model.tensor_parallel_size, plan_engines.stages(model)
-    engine_gpus = (
-        plan_engines.copies(model) * plan_engines.gpus(model) if device["engine"] == "cuda" and explores(ctx.config.mode) else 0
-    )
+    local = device["engine"] == "cuda" and explores(ctx.config.mode) and not ctx.config.model.external_model.enable
+    engine_gpus = plan_engines.copies(model) * plan_engines.gpus(model) if local else 0
     beside = plan_engines.distinct(ctx.config) if explores(ctx.config.mode) else ()
     auxiliary = tuple(n for i in beside for n in plan_engines.auxiliary_gpus(ctx, i, total, per_node))
     auxiliary_gpus = sum(auxiliary)

@@ -55,9 +55,6 @@ TABLE: dict[str, Inert] = {
     "mode": Inert("use both", "later", ("serve",)),
     "ignore_validator_suggestions": Inert("what is only a suggestion never stops a run", "noted"),
     "model.logprobs": Inert(_GENERATED_ONLY, "warned"),
-    "model.external_model": Inert(
-        "the policy's tokens and weights have to be known; name a local model in model_path, a server in explorer.auxiliary_models"
-    ),
     f"{_TASKS}.format.reply_prefix": Inert(_PREFIX),
     f"{_TASKS}.format.chosen_key": Inert(_FOR_DATA),
     f"{_TASKS}.format.rejected_key": Inert(_FOR_DATA),

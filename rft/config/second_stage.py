@@ -63,6 +63,8 @@ def _other_errors(config: RunConfig, plan: Plan, known: list[ConfigError]) -> li
 
 
 def _model(plan: Plan, problems: Problems) -> ModelFiles | None:
+    if plan.engines[0].external is not None:
+        return None
     with problems.taking():
         trusted = plan.learner.trust_remote_code or bool(plan.learner.external_lib)  # others may make its classes known
         return model_folder.look(plan.learner.model_path, plan.learner.tokenizer_path, trusted=trusted)

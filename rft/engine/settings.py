@@ -29,6 +29,8 @@ class ExternalSettings:
     requests_per_minute: float | None = None
     max_retries: int = 5
     extra_body: dict[str, Any] = field(default_factory=dict)  # further entries of every request
+    price_per_1k_prompt_tokens: float = 0.0  # US dollars
+    price_per_1k_completion_tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
