@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def rollout_many(quick: bool) -> harness.Result:
         busy.append((time.process_time() - began) / runs * 1e3)
         growth.append(_growth(writer.rss))
         nbytes = writer.nbytes // runs
-    alone = [play(runs, seed=i, writer=Writer(), own_clock=True) for i in range(rounds)]
+    alone = [play(runs, seed=i, writer=Writer(), loop=OwnClock) for i in range(rounds)]
     best = [ideal(runs, seed=i) for i in range(rounds)]
     leak = statistics.median(growth)
     ratio = 1.0 / max(leak, 1e-3)
@@ -138,8 +138,8 @@ def rollout_many(quick: bool) -> harness.Result:
     )
 
 
-def play(runs: int, *, seed: int, writer: Writer, own_clock: bool = False) -> float:
-    """Seconds that `runs` runs take, IN_FLIGHT of them at a time, by the wall or by the clock of `OwnClock`."""
+def play(runs: int, *, seed: int, writer: Writer, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> float:
+    """Seconds that `runs` runs take, IN_FLIGHT of them at a time, by the clock of `loop`; without one by the wall."""
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         file = Path(name) / "sums.jsonl"
         file.write_text("".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(2 * i)}) + "\n" for i in range(500)))
@@ -160,7 +160,7 @@ def play(runs: int, *, seed: int, writer: Writer, own_clock: bool = False) -> fl
             await explorer.run()
             return clock() - began
 
-        with asyncio.Runner(loop_factory=OwnClock if own_clock else None) as runner:
+        with asyncio.Runner(loop_factory=loop) as runner:
             return runner.run(timed())
 
 
@@ -176,6 +176,13 @@ class OwnClock(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return time.process_time() + self._selector_.skipped_s
+
+
+class NoTimeForWork(OwnClock):
+    """A clock that only the waits advance: what it shows is the order of the work, and always the same."""
+
+    def time(self) -> float:
+        return self._selector_.skipped_s
 
 
 class _Skipping(selectors.DefaultSelector):

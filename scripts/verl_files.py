@@ -129,7 +129,9 @@ def main(given: list[str]) -> int:
     text = page(found, " and ".join(sources))
     if write:
         PAGE.write_text(text, encoding="utf-8")
-    print(text if not write else "\n".join(line for line in text.splitlines() if re.match(r"\| (Needs|[A-Za-z ]+) \| [\ds]", line)))
+    print(
+        text if not write else "\n".join(line for line in text.splitlines() if re.match(r"\| (Needs|[A-Za-z ]+) \| [\ds]", line))
+    )
     return int(any(f.outcome == "crash" for f in found))
 
 

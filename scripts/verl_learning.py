@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rft.monitor.read import read, series  # noqa: E402
-from rft.testing import tiny  # noqa: E402
-from tests.helpers import converted  # noqa: E402
+from rft.monitor.read import read, series
+from rft.testing import tiny
+from tests.helpers import converted
 
 
 def main(scripts: list[str]) -> int:

@@ -124,7 +124,10 @@ def _policy_server(ctx: Context, lengths: tuple[int, int, int]) -> EngineSetting
     """A server in the policy's place: it can be evaluated, and nothing else."""
     e, key = ctx.config.model.external_model, "model.external_model"
     if ctx.config.mode != "bench":
-        ctx.error(f"{key}.enable", f"{_NO_POLICY}: it can be evaluated with mode: bench, not trained, and not with mode: {ctx.config.mode}")
+        ctx.error(
+            f"{key}.enable",
+            f"{_NO_POLICY}: it can be evaluated with mode: bench, not trained, and not with mode: {ctx.config.mode}",
+        )
     if not (e.model_name or ctx.config.model.model_path):
         ctx.error(f"{key}.model_name", "is required: the model's name there")
     return _behind(

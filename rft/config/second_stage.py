@@ -13,6 +13,7 @@ from rft.config import lora_plan, model_folder, offline_plan, plan_checks
 from rft.config.check_report import Report
 from rft.config.context import Context, Problems
 from rft.config.memory_estimate import RoleMemory, estimate, too_much
+from rft.config.memory_shared import phases
 from rft.config.model_folder import ModelFiles, ModelShape, shape
 from rft.config.plan import Facts, Plan, Tasksets
 from rft.config.resolve import build, resolve
@@ -132,8 +133,11 @@ def _memory(
         prompt_tokens=prompt_tokens,
         gpu_memory=facts.gpu_memory,
     )
+    roles += phases(plan, roles)
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
-    for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
+    for text in too_much(
+        roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory, disk=facts.disk(plan.run_dir)
+    ):
         problems.warn(text)
     return roles
 

@@ -10,6 +10,7 @@ import fnmatch
 
 from rft.compat.keys import verl_keys as table
 from rft.convert import actions as do
+from rft.convert import play_actions as play
 from rft.convert.draft import EVAL, TRAIN
 from rft.convert.names import (
     ACTOR,
@@ -59,7 +60,7 @@ RULES: dict[str, Rule] = {
     "data.train_max_samples": do.max_samples(TRAIN),
     "data.val_max_samples": do.max_samples(EVAL),
     "data.dataloader_num_workers": ignored("the reader is our own"),
-    "data.image_key": do.images,
+    "data.image_key": play.images,
     "data.sampler.class_path": refused("a sampler is a class of veRL's; the order is data_selector of the taskset, or one of your own"),
     "data.sampler.class_name": refused("a sampler is a class of veRL's; the order is data_selector of the taskset, or one of your own"),
     "data.custom_cls.path": each_set("reader_path"),
@@ -193,7 +194,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.enable_rollout_routing_replay": to(f"{ENGINE}.router_replay"),
     f"{ROLLOUT}.over_sample_rate": refused("over-sampling is not part of a conversion; see explorer.over_rollout", 0, 0.0),
     f"{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": ignored("texts only"),
-    f"{ROLLOUT}.multi_turn.enable": do.multi_turn,
+    f"{ROLLOUT}.multi_turn.enable": play.multi_turn,
     f"{ROLLOUT}.multi_turn.completion_callback": refused("write a workflow instead"),
     f"{ROLLOUT}.multi_turn.use_inference_chat_template": ignored("training uses the tokens that the engine returned"),
     f"{ROLLOUT}.multi_turn.enable_tokenization_sanity_check": do.sanity,
@@ -201,11 +202,11 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.val_kwargs.do_sample": derived(
         "off: evaluation is greedy", f"{EVAL}[i].rollout_args.temperature", f"{EVAL}[i].repeat_times"
     ),
-    **{f"{ROLLOUT}.val_kwargs.{n}": do.evaluated(n) for n in ("temperature", "top_p", "top_k", "n")},
+    **{f"{ROLLOUT}.val_kwargs.{n}": play.evaluated(n) for n in ("temperature", "top_p", "top_k", "n")},
     f"{ROLLOUT}.agent.custom_async_server.path": refused("veRL's extension point; ours is the workflow"),
     f"{ROLLOUT}.agent.custom_async_server.name": refused("veRL's extension point; ours is the workflow"),
     f"{ROLLOUT}.agent.num_workers": ignored("runs are coroutines of one process: explorer.max_concurrent_runs"),
-    f"{ROLLOUT}.agent.default_agent_loop": do.agent_loop,
+    f"{ROLLOUT}.agent.default_agent_loop": play.agent_loop,
     f"{ROLLOUT}.agent.agent_loop_config_path": refused("an agent loop is code of veRL's; write it as a workflow, `rft new workflow NAME`"),
     f"{ROLLOUT}.multi_turn.interaction_config_path": refused(
         "an interaction is code of veRL's; write it as an environment or a workflow, `rft new env NAME`"
@@ -243,26 +244,26 @@ RULES: dict[str, Rule] = {
     "critic.checkpoint.save_contents": derived("actor and critic are one checkpoint", "trainer.checkpoint.save_contents"),
     "critic.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     # ------------------------------------------------------------------ rewards
-    f"{RM}.enable": do.rm_enable,
-    f"{RM}.model.path": do.rm(do.path("explorer.auxiliary_models[i].model_path")),
+    f"{RM}.enable": play.rm_enable,
+    f"{RM}.model.path": play.rm(do.path("explorer.auxiliary_models[i].model_path")),
     f"{RM}.model.input_tokenizer": ignored("messages are rendered with the reward model's own template"),
-    f"{RM}.model.trust_remote_code": do.rm(to("explorer.auxiliary_models[i].trust_remote_code")),
-    f"{RM}.max_length": do.rm(to("explorer.auxiliary_models[i].max_model_len")),
+    f"{RM}.model.trust_remote_code": play.rm(to("explorer.auxiliary_models[i].trust_remote_code")),
+    f"{RM}.max_length": play.rm(to("explorer.auxiliary_models[i].max_model_len")),
     **{
         f"{RM}.{name}": ignored(RM_SERVED)
         for name in ("micro_batch_size", "ulysses_sequence_parallel_size", "num_workers",
                      "model.tokenizer_path")
     },
-    f"{RM}.reward_manager": do.manager,
+    f"{RM}.reward_manager": play.manager,
     f"{RM}.use_reward_loop": always("rewards are always computed as soon as a run ends"),
-    f"{RM}.rollout.name": do.rm(do.rm_engine),
-    f"{RM}.rollout.tensor_model_parallel_size": do.rm(via("", "explorer.auxiliary_models[i].tensor_parallel_size")),
+    f"{RM}.rollout.name": play.rm(play.rm_engine),
+    f"{RM}.rollout.tensor_model_parallel_size": play.rm(via("", "explorer.auxiliary_models[i].tensor_parallel_size")),
     **{
-        f"{RM}.rollout.{length}": do.rm(derived("prompt_length + response_length", "explorer.auxiliary_models[i].max_model_len"))
+        f"{RM}.rollout.{length}": play.rm(derived("prompt_length + response_length", "explorer.auxiliary_models[i].max_model_len"))
         for length in ("prompt_length", "response_length")
     },
     **{
-        f"{RM}.rollout.{name}": do.rm(to(f"explorer.auxiliary_models[i].{name}"))
+        f"{RM}.rollout.{name}": play.rm(to(f"explorer.auxiliary_models[i].{name}"))
         for name in ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
     },
     f"{RM}.launch_reward_fn_async": always("rewards are always computed beside generation"),
@@ -282,7 +283,7 @@ RULES: dict[str, Rule] = {
         "data.max_response_length", "model.max_response_tokens", "the penalty is measured from that"
     ),
     **{
-        f"{RM}.{name}": do.rm(derived("GPUs of its own, else of the run's", "explorer.auxiliary_models[i].engine_num"))
+        f"{RM}.{name}": play.rm(derived("GPUs of its own, else of the run's", "explorer.auxiliary_models[i].engine_num"))
         for name in ("enable_resource_pool", "nnodes", "n_gpus_per_node")
     },
     "custom_reward_function.path": via("", "buffer.explorer_input.default_reward_fn_type"),
@@ -298,9 +299,9 @@ RULES: dict[str, Rule] = {
     "algorithm.kl_ctrl.kl_coef": do.kl_arg("algorithm.kl_penalty_fn_args.kl_coef", "algorithm.use_kl_in_reward"),
     "algorithm.kl_ctrl.horizon": do.kl_arg("algorithm.kl_penalty_fn_args.horizon", "algorithm.use_kl_in_reward", adaptive=True),
     "algorithm.kl_ctrl.target_kl": do.kl_arg("algorithm.kl_penalty_fn_args.target_kl", "algorithm.use_kl_in_reward", adaptive=True),
-    "algorithm.rollout_correction.rollout_rs": do.rejection,
-    "algorithm.rollout_correction.rollout_rs_threshold": do.rejection_bounds,
-    "algorithm.rollout_correction.rollout_rs_threshold_lower": do.rejection_bounds,
+    "algorithm.rollout_correction.rollout_rs": play.rejection,
+    "algorithm.rollout_correction.rollout_rs_threshold": play.rejection_bounds,
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": play.rejection_bounds,
     "algorithm.rollout_correction.rollout_token_veto_threshold": refused(
         "older veRL: a single unlikely token takes its sequence out; the newer form is rollout_rs=seq_max_k1 with a threshold"
     ),
@@ -407,7 +408,7 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{RM}.rollout.*", ignored(RM_DECIDED)),
     ("algorithm.rollout_correction.*", below("algorithm.rollout_correction", after="algorithm.rollout_correction")),
     ("data.apply_chat_template_kwargs.*", below(*(f"{f}.chat_template_args" for f in FORMAT), after="data.apply_chat_template_kwargs")),
-    ("algorithm.filter_groups.*", do.filter_groups),
+    ("algorithm.filter_groups.*", play.filter_groups),
     ("custom_reward_function.reward_kwargs.*", below(*(f"{s}[i].reward_fn_args" for s in (TRAIN, EVAL)))),
     ("trainer.*nsight_options.*", ignored(_NSIGHT)),
     ("*.profiler.*", ignored(_TRACE)), ("global_profiler.*", ignored(_TRACE)), ("*.trace.*", ignored(_TRACE)),

@@ -96,8 +96,13 @@ def clean(run_id: str) -> list[str]:
     not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    done = _end([p for p in _all_processes() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
-    others = _Others()
+    ended = _end([p for p in _all_processes() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
+    return [*ended, *_remove_files()]
+
+
+def _remove_files() -> list[str]:
+    """Removes shared memory and folders of processes of this user that are dead; says what, one line each."""
+    done, others = [], _Others()
     for path in _shm():
         # a file without its owner's name that is only just made may belong to a process that has not opened it yet
         dead = not others.own(path) if _OWNER_IN_NAME.match(path.name) else _age_s(path) >= SETTLED_S
@@ -157,6 +162,7 @@ def collected() -> Iterator[list[str]]:
                 ended.append(f"{len(found)} processes could not be ended: {', '.join(map(_describe, found))}")
                 break
         adopt_orphans(False)
+        ended += _remove_files()
 
 
 # ------------------------------------------------------------ processes
@@ -199,6 +205,12 @@ def _ending(process: psutil.Process) -> bool:
         or status == psutil.STATUS_DEAD
         or (status == psutil.STATUS_ZOMBIE and _quietly(process.ppid) != os.getpid())
     )
+
+
+def _runs(pid: int) -> bool:
+    """Whether `pid` is there and has not ended; a zombie only waits to be collected."""
+    status = _quietly(lambda: psutil.Process(pid).status())
+    return status not in (None, psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 
 
 def _key(process: psutil.Process) -> str:
@@ -250,7 +262,7 @@ class _Others:
     def own(self, path: Path) -> bool:
         """Whether the process that the name of a file or folder tells is alive and one of these."""
         owner = _OWNER_IN_NAME.match(path.name)
-        return owner is not None and int(owner[1]) not in self._exclude and psutil.pid_exists(int(owner[1]))
+        return owner is not None and int(owner[1]) not in self._exclude and _runs(int(owner[1]))
 
 
 def _open_paths(pid: int) -> Iterable[str]:

@@ -166,6 +166,7 @@ def _nothing_is_in_reach(level: str, user: int | None, python: str, folder: Path
     return said
 
 
+@pytest.mark.e2e
 @attack(
     "H1",
     f"a program looks for the expected result, keys and files of the judge: {len(OPENED)} ways, as root and as an ordinary account",
@@ -221,6 +222,7 @@ transport.close()
 """
 
 
+@pytest.mark.e2e
 @attack("H1", "a judge that hides its memory still has to hand weights on", "by files where others cannot open its memory")
 def test_weights_reach_others_from_a_process_that_hides(user: int | None, anybodys_python: str, folder: Path) -> None:
     """Slots that another process cannot open any more are not used again: root still can, an ordinary account gets files."""

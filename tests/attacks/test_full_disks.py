@@ -59,6 +59,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     subprocess.run(["umount", "-l", place], check=True)
 
 
+@pytest.mark.e2e
 @attack(
     "L",
     "no file can be created any more, from the run folder to the last checkpoint",
@@ -72,6 +73,7 @@ def test_no_inodes(small_disk: Path, tiny_model: Path) -> None:
     assert done.code == 0 and "done  step 2" in done.output, done.output
 
 
+@pytest.mark.e2e
 @attack(
     "L",
     "no byte can be written any more: log, configuration, ledger, metrics, checkpoint",

@@ -79,6 +79,7 @@ def seed() -> Iterator[random.Random]:
     yield random.Random(5)
 
 
+@pytest.mark.e2e
 def test_users_of_one_ledger_never_spend_more_than_it_allows(tmp_path: Path, seed: random.Random) -> None:
     _attack(tmp_path, users=3, kills=2, cap=30.0, random_=seed)
 

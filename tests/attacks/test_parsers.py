@@ -35,6 +35,7 @@ def _run(size: int, cpu_s: int, timeout_s: float) -> None:
     assert asked == set(parser_child.PARSERS)
 
 
+@pytest.mark.e2e
 def test_no_text_makes_a_parser_slow() -> None:
     """A quadratic parser needs some 10^9 steps for 60 kB: more than the second of processor time that each call gets."""
     _run(60_000, 1, 900)

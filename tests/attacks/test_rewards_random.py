@@ -121,11 +121,13 @@ async def _attack(
     assert not living
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", TEXT)
 async def test_random_texts(name: str) -> None:
     await _attack(name, *TEXT[name], texts(7, 40))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", CODE)
 async def test_random_programs(name: str) -> None:
     await _attack(name, *CODE[name], programs(7, 8))
@@ -174,6 +176,7 @@ async def test_a_right_box_stays_right(box: str) -> None:
     assert (await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))).value == 1.0
 
 
+@pytest.mark.e2e
 async def test_known_forms_of_code_are_not_run_by_reasoning_gym() -> None:
     fn = build("reasoning_gym", {"timeout_s": 60})
     of = _row(task(INTEGRAL["answer"]), INTEGRAL)

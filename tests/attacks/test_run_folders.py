@@ -73,6 +73,7 @@ def test_a_run_with_a_cut_state(tiny_model: Path, tmp_path: Path) -> None:
     RunDir.claim(folder).release()
 
 
+@pytest.mark.e2e
 @attack(
     "L", "all checkpoints of a run are removed", "refused until resume_mode: fresh says to begin again; never a silent step 0"
 )

@@ -247,6 +247,7 @@ REPLIES: dict[str, tuple[str, set[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.e2e
 @attack(
     "H2, H3, M1",
     "a function that answers with numbers without end, lists without bottom, a byte now and then",

@@ -114,6 +114,7 @@ def installed(kind: str) -> bool:
     return kind == "jsonl" or importlib.util.find_spec(kind) is not None
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")  # of the trackers
 async def test_everything_logged_can_be_read_back(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,10 +68,14 @@ def test_a_server_is_evaluated_as_the_model_itself(
     own = execute(TINY, options(tmp_path / "own", f"model.model_path={tiny_model}"), in_process=True).run_dir
     prices = {"price_per_1k_prompt_tokens": 1.0, "price_per_1k_completion_tokens": 10.0}
     run = execute(TINY, options(tmp_path, "model.model_path=''", *external(server, **prices)), in_process=True).run_dir
-    numbers = {n: series(read(run / "metrics.jsonl"), f"bench/copied/{n}") for n in ("mean@2", "pass@2", "best@2", "failed", "tasks")}
+    numbers = {
+        n: series(read(run / "metrics.jsonl"), f"bench/copied/{n}") for n in ("mean@2", "pass@2", "best@2", "failed", "tasks")
+    }
     assert numbers == {n: series(read(own / "metrics.jsonl"), f"bench/copied/{n}") for n in numbers}
     assert numbers["mean@2"][0][1] > 0 and numbers["tasks"] == [(0, 100.0)]
-    told = {n: series(read(run / "metrics.jsonl"), f"bench/{n}")[0][1] for n in ("prompt_tokens", "completion_tokens", "cost_usd")}
+    told = {
+        n: series(read(run / "metrics.jsonl"), f"bench/{n}")[0][1] for n in ("prompt_tokens", "completion_tokens", "cost_usd")
+    }
     assert told["prompt_tokens"] > 200 and told["completion_tokens"] >= 200
     assert told["cost_usd"] == pytest.approx((told["prompt_tokens"] + 10 * told["completion_tokens"]) / 1000)
     assert "cost_usd" in capsys.readouterr().out

@@ -125,6 +125,7 @@ def found() -> list[tuple[str, int, str]]:
     return [(str(path.relative_to(ROOT)), line, what) for path in CODE for line, what in forbidden(path)]
 
 
+@pytest.mark.e2e
 def test_no_code_from_data_and_no_sleeping(found: list[tuple[str, int, str]]) -> None:
     """Files and messages must not be able to run code; waits are on events with deadlines."""
     wrong = [f"{name}:{line}: {what}" for name, line, what in found if (name, what) not in ALLOWED]
@@ -167,6 +168,7 @@ def test_no_private_hosts_or_machine_paths() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.e2e
 def test_every_import_is_declared() -> None:
     """What `rft` imports from others is in pyproject.toml, as a dependency or an extra."""
     from importlib.metadata import packages_distributions

@@ -68,6 +68,7 @@ def rss() -> int:
 # ---------------------------------------------------------------- back-pressure
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_stopped_trainer_holds_the_explorers_back(tmp_path: Path, kind: str) -> None:
     frame = len(encode(group(1, 0, 0, tokens=2000)))

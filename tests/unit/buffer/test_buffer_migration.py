@@ -147,6 +147,7 @@ def killed_at(folder: Path, nth: int) -> None:
     assert audit_run(folder).ok
 
 
+@pytest.mark.e2e
 def test_a_death_in_between_leaves_the_old_ledger(tmp_path: Path) -> None:
     old(tmp_path / "whole")
     whole = int(migrate(tmp_path / "whole", 0).stdout)

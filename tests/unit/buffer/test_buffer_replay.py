@@ -346,6 +346,7 @@ def play(max_uses: int, actions: list[str]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("max_uses", [1, 3])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)

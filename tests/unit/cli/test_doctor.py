@@ -79,6 +79,7 @@ def test_vllm_and_what_is_left(tiny_model: Path, lines: list[Line]) -> None:
     assert [line.text.partition(":")[0] for line in lines[2:5]] == ["memory", "checkpoint", "nccl over gloo"]
 
 
+@pytest.mark.e2e
 def test_a_check_that_fails_has_reason_and_remedy(tmp_path: Path, lines: list[Line]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 10}')  # and no weights
     assert not machine.run("cpu", tmp_path, 1, lines.append, checks=("training", "arithmetic"))
@@ -93,6 +94,7 @@ def test_a_check_that_does_not_end_is_ended(tiny_model: Path, lines: list[Line])
     assert line.state == "failed" and line.text.startswith("no end after 0 s") and line.remedy
 
 
+@pytest.mark.e2e
 def test_wrong_log_probs_are_found(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rft.trainer.learner import Learner
 

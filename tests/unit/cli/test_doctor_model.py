@@ -56,6 +56,7 @@ def test_every_layout_has_a_verdict(family: str, exact: tuple[str, ...], tmp_pat
     assert [line["what"] for line in lines if line["auto"]] == [exact[0]]
 
 
+@pytest.mark.e2e
 def test_what_is_not_exact_is_said_and_ends_with_4(tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is wrong while log-probs are right, which no proof at load can see."""
     folder = families.make("llama", tmp_path / "model")
@@ -67,6 +68,7 @@ def test_what_is_not_exact_is_said_and_ends_with_4(tmp_path: Path, report: Repor
     assert all(line["logprobs"] <= 1e-5 < line["gradient"] for line in lines[1:])
 
 
+@pytest.mark.e2e
 def test_unknown_layers_are_named_with_the_way_out(tmp_path: Path, report: Report) -> None:
     folder = families.make("llama", tmp_path / "model")
     page = json.loads((folder / "config.json").read_text())
@@ -112,6 +114,7 @@ def test_what_cannot_be_a_model_is_refused(tmp_path: Path, report: Report) -> No
     assert isinstance(error, ConfigError) and "unheard_of" in str(error)
 
 
+@pytest.mark.e2e
 def test_engines_are_compared_on_what_they_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs of an engine's own tokens against plain rows; one that cannot load says why."""
     import msgspec

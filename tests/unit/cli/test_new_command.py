@@ -13,6 +13,7 @@ from rft.cli.new_command import SKELETONS
 from tests.helpers.command import forget_plugins, rft
 
 
+@pytest.mark.e2e
 def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for kind in SKELETONS:

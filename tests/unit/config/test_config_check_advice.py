@@ -97,12 +97,20 @@ def rft(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.e2e
 def test_dry_run_is_check(tiny_model: Path, tmp_path: Path) -> None:
     given = ["-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}"]
     given.append(f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}")
     code, plain = rft("check", *given)
     assert code == 0, plain
-    for text in ("0.4 epochs in 2 explore steps", "memory at the peak", "trainer-0", "AdamW moments", "published weights"):
+    for text in (
+        "0.4 epochs in 2 explore steps",
+        "memory and disk at the peak",
+        "checkpoints",
+        "trainer-0",
+        "AdamW moments",
+        "published weights",
+    ):
         assert text in plain
     assert rft("run", "--dry-run", *given) == (code, plain)
     assert rft("check", "--dry-run", *given) == (code, plain)
@@ -110,6 +118,7 @@ def test_dry_run_is_check(tiny_model: Path, tmp_path: Path) -> None:
     assert rft("run", "--dry-run", *given, "buffer.batch_sise=3")[0] == 2
 
 
+@pytest.mark.e2e
 def test_json_has_the_promised_keys(tiny_model: Path) -> None:
     rows = f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}"
     code, out = rft("check", "--json", "-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", rows)
@@ -122,6 +131,7 @@ def test_json_has_the_promised_keys(tiny_model: Path) -> None:
     assert found["step"]["epochs"] == 0.4 and found["step"]["staleness_bound"] == 0 and "explore 1 waits" in found["step"]["sync"]
 
 
+@pytest.mark.e2e
 def test_gpu_memory_is_judged(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     sizes = {

@@ -8,6 +8,7 @@ import pytest
 
 from rft.config.load import load
 from rft.config.memory_estimate import CUDA_CONTEXT, estimate, too_much
+from rft.config.memory_shared import phases
 from rft.config.model_folder import ModelShape
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
@@ -94,11 +95,13 @@ def test_check_plans_the_memory_of_both_phases() -> None:
         parameters=494_032_768, vocab=151_936, hidden=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864, tied=True
     )
     made, gpu = plan(gpus=1), 24 << 30
-    roles = {r.role: r for r in estimate(made, shape, gpu_memory=gpu)}
+    found = estimate(made, shape, gpu_memory=gpu)
+    roles = {r.role: r for r in (*found, *phases(made, found))}
     exploring, training = roles["shared GPU, exploring"], roles["shared GPU, training"]
     assert exploring.nbytes == roles["engine-0"].nbytes + 12 * shape.parameters + CUDA_CONTEXT
     assert training.nbytes == roles["trainer-0"].nbytes + CUDA_CONTEXT
     assert too_much(tuple(roles.values()), made, ram=None, gpu_memory=gpu) == []
     greedy = plan("explorer.rollout_model.gpu_memory_utilization=0.9", gpus=1)
-    (said,) = too_much(estimate(greedy, shape, gpu_memory=gpu), greedy, ram=None, gpu_memory=gpu)
+    found = estimate(greedy, shape, gpu_memory=gpu)
+    (said,) = too_much((*found, *phases(greedy, found)), greedy, ram=None, gpu_memory=gpu)
     assert "shared GPU, exploring" in said and "gpu_memory_utilization" in said

@@ -327,6 +327,7 @@ def test_a_buffer_that_nothing_reads_is_refused(key: str) -> None:
         plan(written(key))
 
 
+@pytest.mark.e2e
 @for_each(
     "key",
     [k for k, f in FIELDS.items() if not list(models(f.annotation)) and k not in SAME_PLAN and not k.startswith(f"{AUXILIARY}.")],

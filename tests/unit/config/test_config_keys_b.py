@@ -236,6 +236,7 @@ def test_engine_names() -> None:
     assert plan(f"{ENGINE}.name=policy").engines[0].name == "policy-0"
 
 
+@pytest.mark.e2e
 def test_vllm_takes_its_arguments(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from rft.engine.vllm_args import engine_args

@@ -129,6 +129,7 @@ def test_scalars(text: str, value: Any) -> None:
         assert yamlfile.scalar(text) == value
 
 
+@pytest.mark.e2e
 @given(st.text(max_size=200))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     """Whatever is in a file, the answer is values or a ConfigError."""

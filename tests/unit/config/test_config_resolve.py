@@ -352,6 +352,7 @@ def another(key: str) -> str | None:
     return "other"
 
 
+@pytest.mark.e2e
 @for_each("key", sorted(leaves()))
 def test_every_key_refuses_a_bad_value_and_reaches_the_plan(key: str) -> None:
     with pytest.raises(ConfigError) as caught:

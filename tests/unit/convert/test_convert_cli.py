@@ -232,6 +232,7 @@ VALUES = st.one_of(
 KEYS = st.one_of(st.sampled_from(KNOWN), st.sampled_from(["nonsense", "trainer.nothing", "data.train_batchsize", "a.b.c"]))
 
 
+@pytest.mark.e2e
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=12), st.sampled_from(["main_ppo", "fully_async", "sft", "main_eval", "yaml"]),
        st.sampled_from(["exact", "guide"]))  # fmt: skip

@@ -87,7 +87,7 @@ def test_all_bad_words_are_told_together(tmp_path: Path) -> None:
 
 def test_a_backslash_before_a_blank_does_not_end_the_launch(tmp_path: Path) -> None:
     """As veRL's own scripts have it: a comment behind the backslash, a doubled one."""
-    launch = read(tmp_path, RUN + "a.b=1 \\  # [\"x\"]\n    a.c=2 \\\\\n    +a.d=3 \\\n    a.e=4\n")
+    launch = read(tmp_path, RUN + 'a.b=1 \\  # ["x"]\n    a.c=2 \\\\\n    +a.d=3 \\\n    a.e=4\n')
     assert [(a.key, a.value) for a in launch.arguments] == [("a.b", 1), ("a.c", 2), ("a.d", 3), ("a.e", 4)]
     assert sum("no backslash ends the line before" in n for n in launch.notes) == 2
 
@@ -133,6 +133,7 @@ MONSTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", MONSTERS)
 def test_monsters_end_soon(tmp_path: Path, name: str) -> None:
     start = time.process_time()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rft.convert.launch import Launch, read_launch
-from rft.errors import ConfigError
 
 RUN = "python3 -m verl.trainer.main_ppo "
 

@@ -138,6 +138,7 @@ def launches(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
     return "\n".join([*before, "python3 -m verl.trainer.main_ppo " + between.join(words)]) + "\n", pairs
 
 
+@pytest.mark.e2e
 @QUICK
 @given(launches())
 def test_round_trip(case: tuple[str, list[tuple[str, Any]]]) -> None:
@@ -243,6 +244,7 @@ def mutated(draw: st.DrawFn) -> str:
     return text
 
 
+@pytest.mark.e2e
 @settings(QUICK, max_examples=400, deadline=5000)
 @given(mutated())
 def test_mutated_scripts_are_read_or_refused(text: str) -> None:

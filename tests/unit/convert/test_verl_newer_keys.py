@@ -1,4 +1,4 @@
-"""veRL's newer and older spellings, and what a person has to decide: the reward loop, correction, one step off, generation, the environment."""
+"""veRL's newer and older spellings, and what a person has to decide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rft.cli.main import main
 from rft.convert.launch import read_launch
 from rft.convert.verl import Conversion, convert
-from tests.unit.convert.test_verl_vectors import A, R, SHARED, found, made, outcome
+from tests.unit.convert.test_verl_vectors import SHARED, A, R, found, made, outcome
 
 RM = "reward_model"
 CORRECTION = "algorithm.rollout_correction"
@@ -164,7 +164,11 @@ def test_generation_is_a_bench_that_writes_its_answers() -> None:
     assert (v["mode"], v["explorer.eval_on_startup"], v["monitor.eval_dump_dir"]) == ("bench", True, "/out/answers")
     assert (v[f"{sets}.path"], v[f"{sets}.split"], v[f"{sets}.repeat_times"]) == ("/d/math", "test", 8)
     assert [v[f"{sets}.rollout_args.{n}"] for n in ("temperature", "top_p", "top_k")] == [0.6, 0.95, 50]
-    assert (v["model.max_prompt_tokens"], v["model.max_response_tokens"], v["explorer.rollout_model.engine_num"]) == (1024, 4096, 4)
+    assert (v["model.max_prompt_tokens"], v["model.max_response_tokens"], v["explorer.rollout_model.engine_num"]) == (
+        1024,
+        4096,
+        4,
+    )
 
 
 def test_the_generation_server_has_the_trainer_s_keys() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 from pydantic import AliasChoices
 
 from rft.compat.keys.verl_keys import Row, rows
@@ -100,6 +101,7 @@ def sample(row: Row) -> Any:
         return True if "enable" in row.path or "use_" in row.path or "offload" in row.path else 3
 
 
+@pytest.mark.e2e
 @for_each("row", ROWS, ids=lambda r: r.name.replace(" ", ""))
 def test_row_is_accounted_for(row: Row) -> None:
     """Not unknown; a native row's target is written, a derived or ignored one has a reason."""

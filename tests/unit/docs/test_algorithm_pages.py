@@ -46,6 +46,7 @@ def test_example(page: str, i: int, body: str, tmp_path: Path, monkeypatch: pyte
     assert not report.errors and not report.warnings and not report.not_active
 
 
+@pytest.mark.e2e
 @for_each("page", TEXTS)
 def test_tests_that_are_named_are_there(page: str) -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXTS[page])

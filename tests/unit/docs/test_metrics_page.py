@@ -100,6 +100,7 @@ def _written(folder: Path, tiny_model: Path, judge: str) -> dict[str, set[str]]:
     return names
 
 
+@pytest.mark.e2e
 def test_everything_that_is_written_is_documented(written: dict[str, set[str]]) -> None:
     pages = documented()
     unknown = [

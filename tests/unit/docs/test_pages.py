@@ -85,6 +85,7 @@ def test_keys_on_the_right_of_the_other_tools_are_keys() -> None:
                 assert name in keys or name.rsplit(".", 1)[0] in keys, text
 
 
+@pytest.mark.e2e
 def test_messages_are_those_of_the_code() -> None:
     known = re.sub(r"\s+", " ", strings(ROOT / "rft")) + "unknown workflow"  # its kind is filled in
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## It runs, and does not learn")[0]

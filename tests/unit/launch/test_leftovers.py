@@ -162,6 +162,28 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
         ended(other)
 
 
+def test_memory_of_a_process_that_ended_and_is_not_collected_yet() -> None:
+    zombie = started()
+    file = leftovers.SHM / f"__KMP_REGISTERED_LIB_{zombie.pid}_0"
+    file.write_bytes(b"x")
+    try:
+        assert leftovers.clean("no such run") == [] and file.exists()
+        zombie.kill()
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        assert leftovers.clean("no such run") == [f"removed shared memory {file}"]
+    finally:
+        ended(zombie)
+
+
+def test_memory_of_a_process_that_the_end_of_a_run_ends() -> None:
+    with leftovers.collected() as done:
+        child = started()
+        file = leftovers.SHM / f"__KMP_REGISTERED_LIB_{child.pid}_0"
+        file.write_bytes(b"x")
+    ended(child)
+    assert done[0].startswith(f"ended process {child.pid} ") and done[1:] == [f"removed shared memory {file}"]
+
+
 def test_a_part_ends_what_it_was_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = uuid.uuid4().hex
     ours = started(RFT_RUN_ID=run_id, RFT_PART="engine-0")

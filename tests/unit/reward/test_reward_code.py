@@ -276,6 +276,7 @@ async def test_no_service_is_no_verdict(service: Service) -> None:
     remote.close()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"], ids=["head", "body"])
 async def test_an_answer_has_one_deadline_and_closing_waits_for_none(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many pieces its head or its body comes in."""

@@ -57,6 +57,7 @@ def test_names_defaults_and_reads_of_attributes(house: Any, tmp_path: Path) -> N
     assert found.duck_typed() == ["pkg/two/a.py:2 getattr(x, 'hook', None)"]
 
 
+@pytest.mark.e2e
 def test_the_table_of_this_package_and_its_reading_order(
     house: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

@@ -213,6 +213,7 @@ class Child:
         self.process.communicate()
 
 
+@pytest.mark.e2e
 def test_a_worker_killed_between_two_buckets_costs_one_round(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
     """Engine 0 is here, engine 1 has two processes, of which one is killed (-9) when it has its second bucket."""
     manifest, workers, here = stage(transport, 1), (1, 2), WeightIntake()

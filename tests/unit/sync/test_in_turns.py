@@ -113,5 +113,7 @@ async def test_a_load_that_fails_ends_awake_under_the_version_before(turns: Turn
 async def test_an_engine_that_does_not_sleep_ends_the_run_before_the_step(turns: Turns) -> None:
     await turns.publish(0)
     turns.engines[1].cannot = EngineFailed("it cannot")
-    with pytest.raises(WeightSyncFailed, match=r"train step 1 needs the engines' memory.*engine 1: sleep: EngineFailed: it cannot"):
+    with pytest.raises(
+        WeightSyncFailed, match=r"train step 1 needs the engines' memory.*engine 1: sleep: EngineFailed: it cannot"
+    ):
         await turns.sync.step_started(1)

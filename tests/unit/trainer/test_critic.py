@@ -167,6 +167,7 @@ def test_policy_and_critic_are_trained_apart(made: Made, rows: list[TrainRow]) -
     assert not all(torch.equal(p, policy[n]) for n, p in learner.policy.names().items())
 
 
+@pytest.mark.e2e
 def test_it_learns_what_it_is_taught(made: Made, rows: list[TrainRow]) -> None:
     learner = made(critic={"warmup": 100})
     losses = []

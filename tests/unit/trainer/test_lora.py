@@ -589,6 +589,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapters" / "lora" / adapterfiles.WEIGHTS)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", VARIANTS)
 def test_however_it_is_spread_it_is_the_same_adapter(name: str, one: Path, two: Path) -> None:
     first, same = adapter(one / "0"), adapter(two / name / "0")

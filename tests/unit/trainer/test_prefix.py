@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def test_paths_spell_their_rows_and_every_prefix_is_there_once(rows: list[list[i
     assert sorted(np.concatenate([b.own for b in tree.branches]).tolist()) == list(range(len(tree.tokens)))
 
 
+@pytest.mark.e2e
 @given(sequences)
 def test_rows_whose_mask_would_be_too_large_share_nothing(rows: list[list[int]]) -> None:
     tree = prefix.build(arrays(rows), max_mask=0)

@@ -62,6 +62,7 @@ def mine(learner: Learner, rows: list[TrainRow], budget: Budget) -> tuple[Any, d
     return result, found
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("family", "layout"),
     [("qwen3_moe", "shared"), ("qwen3_moe", "packed"), ("qwen3_moe", "padded"), ("mixtral", "shared"), ("gpt_oss", "padded")],

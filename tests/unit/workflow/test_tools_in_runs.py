@@ -252,6 +252,7 @@ async def test_wrong_tool_files(folder: Path, text: str, says: str) -> None:
         await toolrun.load_tool_file(str(folder / "bad.yaml"))
 
 
+@pytest.mark.e2e
 async def test_a_server_in_this_process() -> None:
     server = pytest.importorskip("mcp.server.mcpserver")
     app = server.MCPServer("demo", log_level="CRITICAL")
