@@ -12,7 +12,6 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from rft.errors import ConfigError
 
 _DOTTED = re.compile(r"\+{0,2}[a-z_]+(\.\w+)+=")  # key=value, as only a launch has it
 MAX_STEPS = 20_000
-MAX_CALLS = 12
 MAX_TURNS = 500
 MAX_LOOK = 3  # how deep functions are followed to see what they would do
 
@@ -49,7 +47,7 @@ class Interpreter(ShellState):
         self.prefer_launch = prefer_launch
         self.started: list[StartedProgram] = []
         self.others: list[StartedProgram] = []
-        self.steps = self.nesting = 0
+        self.steps = 0
 
     def script(self, commands: Sequence[Command]) -> None:
         try:
@@ -94,16 +92,6 @@ class Interpreter(ShellState):
 
     def operand(self, word: Word) -> Operand:
         return Operand(self.expander.string(word), self.expander.pattern(word))
-
-    @contextmanager
-    def nested(self, line: int, what: str) -> Iterator[None]:
-        self.nesting += 1
-        try:
-            if self.nesting > MAX_CALLS:
-                raise ConfigError(f"{self.name}, line {line}: {what} more than {MAX_CALLS} levels deep")
-            yield
-        finally:
-            self.nesting -= 1
 
     # -- which way
 

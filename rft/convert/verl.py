@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from rft.convert.launch import Argument, Launch
 
 
+Judge = Callable[[Draft, "Argument"], ArgumentOutcome]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """The result.  `values` is empty where the program has no run configuration (main_eval): then `command` says what to start."""
@@ -65,35 +68,12 @@ def convert(
     opened, questions = _parameters(verl_generation.renamed(read) if family == "generation" else read)
     d = Draft(dataclasses.replace(launch, arguments=opened), profile, engine_num, overridden, questions=questions)
     d.colocate = any(o.replace(" ", "") == "mode=colocate" for o in overrides)
-    gpus, command = None, ""
-    if family == "main_eval":
-        command, outcome = verl_eval.command(d), verl_eval.outcome
-    elif family == "sft":
-        verl_sft.prepare(d)
-        outcome = verl_sft.outcome
-    elif family == "generation":
-        verl_generation.prepare(d)
-        outcome = verl_generation.outcome
-    else:
-        for group in (
-            key_groups.batch,
-            key_groups.tasksets,
-            key_groups.evaluation,
-            key_groups.algorithm,
-            key_groups.names,
-            key_groups.reward,
-        ):
-            group(d)
-        gpus, outcome = key_groups.gpus(d), _outcome
+    command = verl_eval.command(d) if family == "main_eval" else ""
+    prepare, outcome, finish = _FAMILIES.get(family, (_prepare, _outcome, _finish))
+    gpus = prepare(d)
     pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, opened, strict=False)]
     rows = tuple(ArgumentRow(a, _account(d, b, outcome)) for a, b in pairs)
-    if family == "sft":
-        verl_sft.finish(d)
-    elif family == "generation":
-        verl_generation.finish(d)
-    elif family != "main_eval":
-        defaults.write(d)
-        key_groups.explain(d)
+    finish(d)
     for text in launch.notes:
         d.note(text)
     if launch.passed_through:
@@ -119,6 +99,23 @@ def convert(
         not_active=not_active,
         counts={k: kinds.count(k) for k in ("mapped", "equal", "derived", "ignored", "refused")},
     )
+
+
+def _prepare(d: Draft) -> Gpus:
+    """What is written whatever the arguments of a trainer are."""
+    k = key_groups
+    for group in (k.batch, k.tasksets, k.evaluation, k.algorithm, k.names, k.reward):
+        group(d)
+    return k.gpus(d)
+
+
+def _finish(d: Draft) -> None:
+    defaults.write(d)
+    key_groups.explain(d)
+
+
+def _nothing(d: Draft) -> None:
+    """An evaluation of stored answers has no configuration."""
 
 
 def _family(launch: Launch) -> str:
@@ -194,7 +191,11 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
-Judge = Callable[[Draft, "Argument"], ArgumentOutcome]
+_FAMILIES: dict[str, tuple[Callable[[Draft], Gpus | None], Judge, Callable[[Draft], None]]] = {
+    "main_eval": (_nothing, verl_eval.outcome, _nothing),
+    "sft": (verl_sft.prepare, verl_sft.outcome, verl_sft.finish),
+    "generation": (verl_generation.prepare, verl_generation.outcome, verl_generation.finish),
+}
 
 
 def _account(d: Draft, a: Argument, outcome: Judge) -> ArgumentOutcome:

@@ -65,7 +65,6 @@ class Synchronizer:
         rounds = Rounds(sender, settings.timeout_s)
         self._updates = WeightUpdates(settings, self._engines, Canary(settings, probes, scorer), rounds)
         self._publishing = asyncio.Lock()
-        self._asleep = False
         self._idle = WaitShare()
         self.owned, self.fail = self._engines.owned, self._waits.fail
 
@@ -117,7 +116,6 @@ class Synchronizer:
             self._gate.loaded = manifest.version
             await self._waits.changed()
 
-        self._asleep = False  # a load wakes them, that of this version or of the one before
         update = await self._updates.run(manifest, resumed)
         window, bound = self._idle.window(), self._gate.schedule.staleness_bound
         self._gate.verify(manifest.version)
@@ -146,22 +144,10 @@ class Synchronizer:
         """See `WeightSync`.  Engines that take turns with the trainer sleep when this returns, until the next version."""
         self._gate.demand = None
         await self._waits.changed()
-        if not self._settings.in_turns or self._asleep:
-            return
-        async with self._publishing:
-            self._waits.raise_failure()
-            try:
-                await self._updates.sleep()
-            except NoEngines:
-                pass
-            except Rejected as e:  # a process that died holds no memory, and is restarted with the next version
-                if not self._engines.dead:
-                    await self.fail(
-                        WeightSyncFailed(f"train step {step} needs the engines' memory, and they do not give it: {e}")
-                    )
-                    self._waits.raise_failure()
-                log.warning("%s; it is restarted with the next weights", e)
-            self._asleep = True
+        if self._settings.in_turns:
+            async with self._publishing:
+                self._waits.raise_failure()
+                await self._updates.sleep(step)
 
     async def allow_batch(self, batch: int) -> None:
         log.info("explore batch %d may begin before its turn: step %d lacks rows", batch, self._gate.trained + 1)

@@ -45,6 +45,7 @@ from rft.types.ports import WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
+    from rft.trainer.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -304,7 +305,7 @@ class Learner:
         alone = self.policy.adapter if lora is not None and not lora.merge else None
         if self.settings.shares_device:
             torch.accelerator.memory.empty_cache()
-        weights = self._gathered() if alone is None else iter(alone.whole().items())
+        weights = _gathered(self.policy) if alone is None else iter(alone.whole().items())
         given = ((name, tensor.to(dtype)) for name, tensor in weights)
         if transport is None:
             for _ in given:
@@ -322,7 +323,7 @@ class Learner:
         if self.rank == 0:
             saving.side_files(self.settings, target)
         specs = {n: (dtype, p.shape) for n, p in self.policy.names().items()}
-        tensors.write(target / "model.safetensors" if self.rank == 0 else None, specs, self._gathered())
+        tensors.write(target / "model.safetensors" if self.rank == 0 else None, specs, _gathered(self.policy))
 
     # ------------------------------------------------------------ checkpoints
 
@@ -360,9 +361,10 @@ class Learner:
         if self._grouped and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, p in self.policy.names().items():
-            yield name, self.policy.whole(name, p)
+
+def _gathered(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the policy, whole."""
+    return ((name, policy.whole(name, p)) for name, p in policy.names().items())
 
 
 @contextmanager

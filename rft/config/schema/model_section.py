@@ -73,10 +73,16 @@ class ExternalPolicyConfig(ExternalModelConfig):
     max_concurrent: int = safe_key(64, "Requests under way at the same time; others wait.", unit="requests", ge=1)
     request_timeout: float = safe_key(600.0, "How long one request may take.", unit="s", gt=0)
     price_per_1k_prompt_tokens: float = safe_key(
-        0.0, "What a thousand tokens of prompts cost; for bench/cost_usd.", unit="USD", ge=0
+        ExternalSettings.price_per_1k_prompt_tokens,
+        "What a thousand tokens of prompts cost; for bench/cost_usd.",
+        unit="USD",
+        ge=0,
     )
     price_per_1k_completion_tokens: float = safe_key(
-        0.0, "What a thousand tokens of answers cost; for bench/cost_usd.", unit="USD", ge=0
+        ExternalSettings.price_per_1k_completion_tokens,
+        "What a thousand tokens of answers cost; for bench/cost_usd.",
+        unit="USD",
+        ge=0,
     )
 
     def rules(self, at: str, told: Told) -> None:
