@@ -76,7 +76,7 @@ def one(source: str, name: str, path: Path) -> File:
 
 
 def _outcome(done: Conversion) -> tuple[str, str]:
-    named = [f"`{r.argument.key}`" for r in done.refused] + [f"`{e.partition(':')[0]}`" for e in done.errors]
+    named = [r.argument.key for r in done.refused] + [e.partition(":")[0] for e in done.errors]
     if named:
         return "to decide", ", ".join(dict.fromkeys(named))
     return ("asks" if done.questions else "clean"), ""

@@ -77,9 +77,7 @@ def in_turns(
         return tuple(engines)
     level = 1 if learner.lora is not None and not learner.lora.merge else 2
     if shared and engines[0].engine_type == "transformers":
-        ctx.error(
-            "explorer.rollout_model.engine_type", "is transformers, which keeps its memory while the trainer works; use vllm"
-        )
+        ctx.warn("explorer.rollout_model.engine_type transformers keeps its memory while the trainer works; vllm gives it back")
     if shared and "gpu_memory_utilization" not in ctx.config.explorer.rollout_model.model_fields_set:
         key, why = "explorer.rollout_model.gpu_memory_utilization", "the trainer's weights and moments stay beside it"
         ctx.derive(key, SHARED_MEMORY, why)

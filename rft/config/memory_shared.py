@@ -19,9 +19,10 @@ def phases(plan: Plan, roles: tuple[RoleMemory, ...]) -> tuple[RoleMemory, ...]:
     engines = [next(r for r in roles if r.role == e.name) for e in plan.engines]
     rank, engine, level = next(r for r in roles if r.role == "trainer-0"), engines[0], plan.engines[0].sleep_level
     kept = sum(t.nbytes for t in rank.terms if t.name.endswith(_STAYS))
-    context = sum(t.nbytes for t in engine.terms if t.name == "CUDA context")
+    asleep = sum(t.nbytes for t in engine.terms if t.name == "CUDA context" or not level)
+    how = f"sleep level {level}: its context" if level else "it does not sleep"
     exploring = (Term("engine", engine.nbytes, engine.role), Term("trainer at rest", kept, "weights, moments and frozen models"))
-    training = (Term("trainer", rank.nbytes, rank.role), Term("engine asleep", context, f"sleep level {level}: its context"))
+    training = (Term("trainer", rank.nbytes, rank.role), Term("engine asleep", asleep, how))
     found = [
         RoleMemory(role="shared GPU, exploring", device="cuda", terms=exploring),
         RoleMemory(role="shared GPU, training", device="cuda", terms=training),

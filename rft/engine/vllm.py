@@ -200,11 +200,13 @@ class VllmEngine(LocalEngine):
         if self.settings.sleep_level and not self._asleep:
             await self._call("sleep", self._llm.sleep(self.settings.sleep_level, mode="keep"))
             self._asleep = {"weights", "kv_cache"}
+            log.info("%s sleeps at level %d", self.settings.name, self.settings.sleep_level)
 
     async def _wake(self, what: str) -> None:
         if what in self._asleep:
             await self._call(f"wake its {what}", self._llm.wake_up([what]))
             self._asleep.discard(what)
+            log.info("%s has its %s again", self.settings.name, what)
 
     async def resume(self) -> None:
         if "weights" in self._asleep and self.settings.sleep_level > 1:

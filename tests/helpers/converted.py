@@ -19,7 +19,7 @@ from rft.convert.verl import convert
 from rft.testing import tiny
 from tests.helpers.command import Done, rft
 
-STEPS = 96
+STEPS = 64
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(solution_str == ground_truth)\n"
 SMALL = (
     "model.max_prompt_tokens=63",

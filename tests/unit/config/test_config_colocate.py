@@ -80,13 +80,17 @@ def test_one_gpu_is_shared_by_itself() -> None:
         ("trainer.device=cpu", "mode", "engines are on cuda, the trainer on cpu"),
         ("synchronizer.sync_method=nccl", "synchronizer.sync_method", "use memory"),
         ("explorer.rollout_model.engine_num=3", "explorer.rollout_model.engine_num", "need 3 GPUs"),
-        ("explorer.rollout_model.engine_type=transformers", "explorer.rollout_model.engine_type", "keeps its memory"),
     ],
 )
 def test_what_cannot_share_a_gpu_is_refused(override: str, key: str, said: str) -> None:
     with pytest.raises(ConfigErrors) as caught:
         plan(override, gpus=2)
     assert [said in e.message for e in caught.value.errors if e.key == key] == [True]
+
+
+def test_an_engine_that_does_not_sleep_is_told() -> None:
+    made = plan("explorer.rollout_model.engine_type=transformers", gpus=1)
+    assert made.engines[0].sleep_level == 0 and any("keeps its memory while the trainer works" in w for w in made.warnings)
 
 
 def test_check_plans_the_memory_of_both_phases() -> None:
