@@ -55,7 +55,7 @@ def namespace(config: RunConfig) -> str:
 
 
 def ray_address(config: RunConfig) -> str | None:
-    """The Ray to join; None: one of its own."""
+    """The Ray to join; None: the run starts one."""
     return config.cluster.ray_address or (_FOUND if apart(config) else None)
 
 

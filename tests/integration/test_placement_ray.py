@@ -88,7 +88,9 @@ print("placed")
 def test_ranks_have_the_gpus_of_the_engines_they_take_turns_with():
     """mode: colocate: each of two engines of two GPUs is told the very devices that its ranks get."""
     out = run(
-        HEAD.replace("placement(engines, learner, gpus_per_node)", "placement(engines, learner, gpus_per_node, shared=True)").replace(
+        HEAD.replace(
+            "placement(engines, learner, gpus_per_node)", "placement(engines, learner, gpus_per_node, shared=True)"
+        ).replace(
             "ray.remote(Seen).options(**places.options(s.role, s.index))",
             "ray.remote(Seen).options(**places.options(s.role, s.index), runtime_env={'env_vars': places.env(s.role, s.index)})",
         )
