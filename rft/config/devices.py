@@ -59,22 +59,22 @@ def ray_address(config: RunConfig) -> str | None:
     return config.cluster.ray_address or (_FOUND if apart(config) else None)
 
 
-def chosen_mode(ctx: Context) -> RunConfig:
-    """`ctx.config`; with one GPU in all, mode both becomes colocate."""
-    config, total = ctx.config, (ctx.config.cluster.node_num or 1) * (ctx.config.cluster.gpu_per_node or ctx.facts.gpus)
+def chosen_mode(ctx: Context, config: RunConfig) -> RunConfig:
+    """`config`; with one GPU in all, mode both becomes colocate."""
+    total = (config.cluster.node_num or 1) * (config.cluster.gpu_per_node or ctx.facts.gpus)
     wanted = (config.explorer.rollout_model.device, config.trainer.device)
     if config.mode != "both" or total != 1 or "cpu" in wanted or reads_data(config):
         return config
-    ctx.derive("mode", "colocate", "one GPU: engines and trainer have it in turns")
+    ctx.derive("mode", "colocate", "one GPU: engines and trainer use it in turns")
     return config.model_copy(update={"mode": "colocate"})
 
 
 def in_turns(
     ctx: Context, engines: Sequence[EngineSettings], learner: LearnerSettings, *, shared: bool
-) -> tuple[EngineSettings, ...]:
-    """Engines that give their memory back while the trainer works.  Where an adapter comes alone they keep the weights, on the host."""
+) -> tuple[tuple[EngineSettings, ...], LearnerSettings]:
+    """Engines that give their memory back while the trainer works.  Where an adapter is sent alone they keep the weights, on the host."""
     if ctx.config.mode != "colocate":
-        return tuple(engines)
+        return tuple(engines), learner
     level = 1 if learner.lora is not None and not learner.lora.merge else 2
     if shared and engines[0].engine_type == "transformers":
         ctx.warn("explorer.rollout_model.engine_type transformers keeps its memory while the trainer works; vllm gives it back")
@@ -82,7 +82,8 @@ def in_turns(
         key, why = "explorer.rollout_model.gpu_memory_utilization", "the trainer's weights and moments stay beside it"
         ctx.derive(key, SHARED_MEMORY, why)
         engines = [replace(e, gpu_memory_utilization=SHARED_MEMORY) for e in engines]
-    return tuple(replace(e, sleep_level=level if e.engine_type == "vllm" else 0) for e in engines)
+    sleeping = tuple(replace(e, sleep_level=level if e.engine_type == "vllm" else 0) for e in engines)
+    return sleeping, replace(learner, shares_device=shared)
 
 
 def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
