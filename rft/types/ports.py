@@ -372,9 +372,10 @@ class Consumption(Struct, frozen=True, kw_only=True):
 class BufferWriter(Protocol):
     """The explorer's view of the buffer."""
 
-    async def append(self, frame: bytes, *, accepted: bool, reason: str = "") -> AppendResult:
+    async def append(self, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = ()) -> AppendResult:
         """Append one group (a block; failed runs are header rows in it).  Returns when durable.  Raises IdConflict, Fenced.
 
+        `sessions` that are served: the group's runs are theirs, in run order; they do not wait for anything any more.
         Rows of a group that is not accepted are discarded for `reason` at once and never leased; they still count as acknowledged.
         """
         ...
