@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection
 
-from rft.buffer.query import Questions
+from rft.buffer.query import Order, Questions
 from rft.errors import ConfigError, PayloadDamaged
 from rft.types.experience import Experience
 from rft.types.ids import Version
@@ -100,9 +100,17 @@ class Shown(msgspec.Struct, frozen=True):
     uses: tuple[Use, ...]
 
 
-def look(questions: Questions, *, num: int = 3, id: str | None = None, where: str = "") -> list[Shown]:
-    """The experience `id`, or `num` that fulfil `where`, drawn at random.  Raises ConfigError where there is no such id."""
-    rows = questions.draw(where, num) if id is None else questions.row(id)
+def look(
+    questions: Questions,
+    *,
+    num: int = 3,
+    id: str | None = None,
+    where: str = "",
+    step: int | None = None,
+    order: Order = "random",
+) -> list[Shown]:
+    """The experience `id`, or `num` of those that fulfil `where` and were trained in `step`.  ConfigError where there is no such id."""
+    rows = questions.draw(where, num, step=step, order=order) if id is None else questions.row(id)
     if id is not None and not rows:
         raise ConfigError(
             f'{id!r} is not in {questions.where}; `rft buffer query RUN "SELECT id FROM v_experiences LIMIT 5"` shows some ids',

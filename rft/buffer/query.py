@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
@@ -30,6 +30,7 @@ from rft.types.block import decode
 from rft.types.experience import Experience
 
 TIMEOUT_S = 60.0
+Order = Literal["random", "best", "worst"]  # of reward
 _LONGEST = 1 << 28  # bytes of a value: one that a query makes takes memory, and its time is that of one step
 LOCK_WAIT_S = 5
 _PORTION_BYTES = 16 << 20  # of payload that is read at once
@@ -175,10 +176,14 @@ class Questions:
         """At most `size` rows of v_experiences with a greater id than `after` that fulfil `where`, a person's condition; by id."""
         return self._rows(where, "WHERE id > {0} ORDER BY id LIMIT {0}", (after, size))
 
-    def draw(self, where: str, num: int) -> list[dict[str, Any]]:
-        """`num` rows of v_experiences that fulfil `where`, drawn at random; by id."""
-        ids = [row["id"] for row in self._rows(where, "ORDER BY random() LIMIT {0}", (num,), what="id")]
-        return [row for x in sorted(ids) for row in self.row(x)]
+    def draw(self, where: str, num: int, *, step: int | None = None, order: Order = "random") -> list[dict[str, Any]]:
+        """`num` rows of v_experiences that fulfil `where` and were trained in `step`: random ones by id, or those of the best or worst
+        reward, which have one, from it on."""
+        by = {"random": "random()", "best": "reward DESC, id", "worst": "reward, id"}[order]
+        only = [*(["reward IS NOT NULL"] if order != "random" else []), *([] if step is None else [f"used_step = {step:d}"])]
+        rest = f"{'WHERE' if only else ''} {' AND '.join(only)} ORDER BY {by} LIMIT {{0}}"
+        ids = [row["id"] for row in self._rows(where, rest, (num,), what="id")]
+        return [row for x in (sorted(ids) if order == "random" else ids) for row in self.row(x)]
 
     def row(self, id: str) -> list[dict[str, Any]]:
         """The row of v_experiences with this id, or none."""

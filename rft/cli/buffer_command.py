@@ -16,7 +16,7 @@ from rft.cli.options import Json
 from rft.errors import BufferFailed, ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
-    from rft.buffer.query import Questions
+    from rft.buffer.query import Order, Questions
 
 buffer = typer.Typer(no_args_is_help=True, help="Look into a run's experience buffer.")
 Run = Annotated[Path | None, typer.Argument(help="folder of the run", show_default=False)]
@@ -123,6 +123,9 @@ def export(
 def sample(
     run: Run = None,
     num: Annotated[int, typer.Option("-n", "--n", min=1, max=1000, help="how many, drawn at random")] = 3,
+    step: Annotated[int | None, typer.Option(min=1, help="only those that this train step used", show_default=False)] = None,
+    best: Annotated[int, typer.Option(min=0, max=1000, help="instead so many of the highest reward")] = 0,
+    worst: Annotated[int, typer.Option(min=0, max=1000, help="and so many of the lowest")] = 0,
     id: Annotated[str | None, typer.Option("--id", help="this experience", show_default=False)] = None,
     where: Where = "",
     tokens: Annotated[bool, typer.Option("--tokens", help="also every token: trained ones with their log-prob")] = False,
@@ -133,10 +136,13 @@ def sample(
     from rft.buffer.inspect import look
     from rft.cli import show
 
-    if id is not None and where:
-        raise ConfigError("cannot stand beside --id; give one of them", key="--where")
+    if id is not None and (where or step or best or worst):
+        raise ConfigError("--where, --step, --best and --worst cannot stand beside --id", key="--id")
+    counts: dict[Order, int] = {"best": best, "worst": worst} if best or worst else {"random": num}
     with _opened(run, config) as questions:
-        found = look(questions, num=num, id=id, where=where)
+        found = [
+            x for order, n in counts.items() if n for x in look(questions, num=n, id=id, where=where, step=step, order=order)
+        ]
         if as_json:
             print(show.as_json([show.plain(x, tokens=tokens) for x in found]))
             return

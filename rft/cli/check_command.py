@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,13 +50,21 @@ def check(
         for stage in stages
     } or {"": wrong}
     seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
+    again = [
+        "rft",
+        "run",
+        "--config",
+        str(config),
+        *(x for d in plugin_dir or () for x in ("--plugin-dir", d)),
+        *(overrides or ()),
+    ]
     if as_json:
         print(json.dumps(_json(found, seats), indent=2, default=str))
     else:
         for stage, report in found.items():
             if stage:
                 print(f"stage {stage}")
-            _show(report, *seats[stage], config)
+            _show(report, *seats[stage], config, shlex.join(again))
     if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
         raise typer.Exit(2)
 
@@ -93,7 +102,7 @@ def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
     return rows, ""
 
 
-def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path) -> None:
+def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path, command: str) -> None:
     from rich.console import Console
 
     out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
@@ -113,7 +122,7 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
     else:
         stage = " (the file alone; plugins, data and model were not looked at)" if report.schema_only else ""
         waiting = sum(not n.harmless for n in report.not_active)
-        start = f"Start it with: rft run --config {path}" if not waiting else f"It cannot run before {waiting} key(s) are active"
+        start = f"Start it with: {escape(command)}" if not waiting else f"It cannot run before {waiting} key(s) are active"
         out.print(f"[bold green]{path} is fine[/]{stage}.  {start}")
 
 
@@ -130,7 +139,7 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
     rows = [("run folder", str(plan.run_dir)), *[(k, v) for k, v in _summary(report, plan)], *seats]
     _table(out, "what will happen", ("", ""), rows)
     if report.memory:
-        _table(out, "memory at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report))
+        _table(out, "memory and disk at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report))
     for t in report.tasksets:
         for row in t.rows:
             gold = f", gold answer {row.truth!r}" + (f" scores {row.gold_reward:g}" if row.gold_reward is not None else "")
@@ -144,11 +153,11 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
 def _memory(report: Report) -> list[tuple[str, str, str]]:
     """A row for each kind of role; roles that are alike stand together."""
     rows: dict[tuple[str, str], list[str]] = {}
+    where = {"cpu": "", "cuda": " of a GPU", "disk": " of disk"}
     for r in report.memory:
         terms = ", ".join(f"{t.name} {t.nbytes / (1 << 20):,.0f} MiB" for t in r.terms)
-        rows.setdefault((f"{r.nbytes / (1 << 30):.2f} GiB" + (" of a GPU" if r.device == "cuda" else ""), terms), []).append(
-            r.role
-        )
+        size = f"{r.nbytes / (1 << 30):.2f} GiB" if r.nbytes >= 1 << 27 else f"{r.nbytes / (1 << 20):.0f} MiB"
+        rows.setdefault((size + where[r.device], terms), []).append(r.role)
     return [
         (roles[0] if len(roles) == 1 else f"{roles[0]} ... {roles[-1]}, each", size, terms)
         for (size, terms), roles in rows.items()

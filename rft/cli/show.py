@@ -213,9 +213,19 @@ def experience(x: Shown, words: Words | None, *, colour: bool) -> Iterator[str]:
     yield f"reward       {cell(row['reward'])}" + (
         "" if not parts else "  = " + ", ".join(f"{safe(k)} {v:g}" for k, v in parts.items())
     )
+    yield f"group        {row['group_id']}"
+    for name, value in ({} if x.payload is None else x.payload.info).items():
+        yield from _text(safe(name)[:12], value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
     yield from _lineage(x)
-    yield from _text("prompt", row["prompt_text"])
-    yield from _text("response", row["response_text"])
+    if x.payload is not None and len(x.payload.messages) > 2:
+        for message in x.payload.messages:
+            content = message.get("content")
+            yield from _text(
+                safe(str(message.get("role")))[:12], content if isinstance(content, str) else json.dumps(content, default=str)
+            )
+    else:
+        yield from _text("prompt", row["prompt_text"])
+        yield from _text("response", row["response_text"])
     if words is not None:
         yield from _tokens(x, words, colour)
     yield ""

@@ -104,6 +104,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         else f"checkpoint   step {c['step']}: {c['problem']}"
         for c in facts["checkpoints"][-3:]
     ]
+    if len(kept := [c["bytes"] for c in facts["checkpoints"] if not c["problem"]]) > 1:
+        out.append(f"             {len(kept)} checkpoints, {sum(kept) / 1e6:.0f} MB in all")
     return [*out, *(f"note         {n}" for n in facts["notes"] if not facts["stages"])]
 
 

@@ -13,10 +13,12 @@ from functools import cache
 from rft.compat.keys.verl_keys import Row, by_path, by_target
 from rft.compat.keys.verl_spellings import native
 from rft.config.describe import Description, described, listed, own, unknown
+from rft.config.schema.walk import all_keys
 
 
 def describe(name: str) -> list[Description]:
-    """The key called `name`: ours, with or without list indexes, veRL's, or Trinity-RFT's.  veRL's may have become several.
+    """The key called `name`: ours, with or without list indexes, veRL's, or Trinity-RFT's.  veRL's may have become several; a last part
+    alone means every key that ends in it.
 
     Raises ConfigError naming the nearest key, or what to do about a key that is not offered.
     """
@@ -28,12 +30,16 @@ def describe(name: str) -> list[Description]:
     ours = own(trinity().get(listed(asked), ""))
     if ours is not None and (said := described(ours)):
         return [replace(_named(said), asked=asked)]
-    raise unknown(asked, _of_that_name)
+    if found := _ending_in(asked):
+        return found
+    raise unknown(asked)
 
 
-def _of_that_name(last: str) -> str:
-    found = [path for path in by_path() if path.rpartition(".")[2] == last]
-    return f"  veRL's keys of that name: {', '.join(found[:4])}" if found else ""
+def _ending_in(last: str) -> list[Description]:
+    """Every key that has this last part, ours or, by what it became, a related tool's; each of ours once."""
+    names = [*all_keys(), *(path for path in (*by_path(), *trinity()) if own(path) is None)]
+    found = [said for name in names if name != last and name.rpartition(".")[2] == last for said in describe(name)]
+    return list({said.key if said.key != "none" else said.asked: said for said in reversed(found)}.values())[::-1]
 
 
 def _named(said: Description) -> Description:

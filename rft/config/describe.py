@@ -7,7 +7,6 @@ Knows the schema.  Invariant: everything said is read from it; nothing is descri
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +83,10 @@ class Description:
         return {k: v for k, v in said.items() if v not in ("", []) or k == "default"}
 
 
-def _nearest(loc: tuple[str, ...], elsewhere: Callable[[str], str]) -> str:
-    """What to say of a name that nobody knows: the nearest keys, else a related tool's names that end like it, else what there is."""
+def _nearest(loc: tuple[str, ...]) -> str:
+    """What to say of a name that nobody knows: the nearest keys, else what there is."""
     if len(loc[-1]) <= 120 and (near := did_you_mean(loc, list(fields_at(loc[:-1])))):
         return near
-    if theirs := elsewhere(loc[-1]):
-        return theirs
     if own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
         return f"  {dotted(loc[:-1])} is a value; no keys stand below it"
     parent = loc[:-1] if fields_at(loc[:-1]) else ()
@@ -107,11 +104,11 @@ def described(name: str) -> Description | None:
     return _argument(name)
 
 
-def unknown(name: str, nearest: Callable[[str], str] = lambda last: "") -> ConfigError:
-    """What to do about a key that is not offered, or the nearest keys; `nearest`: what a related tool's table says of a last part."""
+def unknown(name: str) -> ConfigError:
+    """What to do about a key that is not offered, or the nearest keys."""
     said = advice(re.sub(r"\[\]", "[0]", listed(name)))
     loc = tuple(re.sub(r"\[\]", "", listed(name)).split("."))
-    return ConfigError(said or f"unknown key.{_nearest(loc, nearest)}", key=name if len(name) <= 120 else f"{name[:117]}...")
+    return ConfigError(said or f"unknown key.{_nearest(loc)}", key=name if len(name) <= 120 else f"{name[:117]}...")
 
 
 def _before_the_schema(asked: str) -> Description | None:

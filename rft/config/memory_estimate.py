@@ -6,6 +6,7 @@ sizes and the constants below, which are the same for every model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -56,7 +57,7 @@ class RoleMemory:
     """Peak of one role: all processes of one engine, one trainer rank, or what the rest of the run takes together."""
 
     role: str
-    device: str  # cpu: resident bytes of its processes; cuda: bytes of each of its GPUs
+    device: str  # cpu: resident bytes of its processes; cuda: bytes of each of its GPUs; disk: bytes of files
     terms: tuple[Term, ...]
 
     @property
@@ -129,7 +130,34 @@ def estimate(
                 "received weights", workers * sent, f"a copy of {_size(sent)} in each of {workers} engine workers while it loads"
             )
         )
-    return (*engines, *beside, *ranks, RoleMemory(role="others", device="cpu", terms=tuple(rest)))
+    others = RoleMemory(role="others", device="cpu", terms=tuple(rest))
+    kept = (checkpoints(plan, shape, critic or shape, trained),) if trains(plan.mode) else ()
+    return (*engines, *beside, *ranks, others, *kept)
+
+
+def checkpoints(plan: Plan, shape: ModelShape, critic: ModelShape, trained: int | None) -> RoleMemory:
+    """The checkpoints that are on disk together at the most: those that are kept, and one that is written before the oldest goes."""
+    s, t = plan.learner, plan.trainer
+    moments = _moments(s)
+    own = 4 * (shape.parameters if trained is None else trained)
+    values = 4 * critic.parameters if needs(s.algorithm).critic else 0
+    every = (own + values if "model" in s.save_contents else 0) + (
+        moments * own + 2 * values if "optimizer" in s.save_contents else 0
+    )
+    saved = 1 if plan.total_steps is None or not t.save_interval else math.ceil(plan.total_steps / t.save_interval)
+    keep = t.max_checkpoints_to_keep and t.max_checkpoints_to_keep + 1 + (t.best_metric is not None)
+    number = min(saved, keep or saved)
+    exported = {"never": 0, "last": 1, "always": number}[t.save_hf_checkpoint] * shape.parameters * BYTES[s.dtype]
+    terms = (
+        Term(f"{number} x weights, {_NAMES[s.optim.optimizer_type]} moments", number * every, f"{saved} are written"),
+        Term("exported models", exported, f"save_hf_checkpoint: {t.save_hf_checkpoint}"),
+    )
+    return RoleMemory(role="checkpoints", device="disk", terms=tuple(t for t in terms if t.nbytes))
+
+
+def _moments(s: LearnerSettings) -> int:
+    """Numbers that the optimizer keeps for each weight."""
+    return {"sgd": int(s.optim.momentum > 0), "adagrad": 1}.get(s.optim.optimizer_type, 2)
 
 
 # ---------------------------------------------------------------- engines
@@ -263,7 +291,7 @@ def trainer(
     shards = _shards(s)
     share = 0 if s.offload_policy else shape.parameters * 4 // shards
     own = share if trained is None else 0 if s.offload_policy else trained * 4 // shards  # what is trained
-    moments = {"sgd": int(s.optim.momentum > 0), "adagrad": 1}.get(s.optim.optimizer_type, 2)
+    moments = _moments(s)
     needed = needs(s.algorithm)
     micro = micro_batch(plan, prompt)
     forward, backward = logits(shape, s, micro, entropy=needed.entropy, reference=needed.reference)
@@ -420,9 +448,16 @@ def _gathered(shape: ModelShape, s: LearnerSettings, item: int) -> int:
 # ---------------------------------------------------------------- the machine
 
 
-def too_much(roles: tuple[RoleMemory, ...], plan: Plan, *, ram: int | None, gpu_memory: int | None) -> list[str]:
-    """What does not fit, in words: CPU roles together into this machine's memory, each GPU role into one GPU."""
-    found = []
+def too_much(
+    roles: tuple[RoleMemory, ...], plan: Plan, *, ram: int | None, gpu_memory: int | None, disk: int | None = None
+) -> list[str]:
+    """What does not fit, in words: CPU roles together into this machine's memory, each GPU role into one GPU, files on the disk."""
+    found = [
+        f"disk: the checkpoints that are kept take about {_size(r.nbytes)}, and {plan.run_dir} has {_size(disk)} free.  Lower "
+        "trainer.max_checkpoints_to_keep, raise trainer.save_interval, or move checkpoint_root_dir"
+        for r in roles
+        if r.device == "disk" and disk is not None and r.nbytes > disk
+    ]
     on_cpu = [r for r in roles if r.device == "cpu"]
     wanted = sum(r.own for r in on_cpu)
     if ram is not None and plan.cluster.ray_address is None and plan.cluster.node_num == 1 and wanted > ram:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,6 +167,12 @@ def _memory() -> int | None:
     return min(limits, default=None)
 
 
+def _free(folder: Path) -> int | None:
+    """Bytes that `folder`, which may not be there yet, may still take of its disk."""
+    there = next((p for p in (folder, *folder.parents) if p.is_dir()), None)
+    return None if there is None else shutil.disk_usage(there).free
+
+
 @dataclass(frozen=True)
 class Facts:
     """What `resolve` may know of the world.  Give your own for another machine."""
@@ -174,6 +181,7 @@ class Facts:
     gpus: int = field(default_factory=_gpus)
     memory: int | None = field(default_factory=_memory)  # bytes of this machine; None = not judged
     gpu_memory: int | None = None  # bytes of each GPU; None = not known
+    disk: Callable[[Path], int | None] = _free  # bytes that a folder may still take; None = not judged
     exists: Callable[[str], bool] = os.path.exists
     read_text: Callable[[str], str] = _read
     plugins_loaded: bool = False  # whether names of plugins can be looked up

@@ -131,7 +131,9 @@ def _memory(
         gpu_memory=facts.gpu_memory,
     )
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
-    for text in too_much(roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory):
+    for text in too_much(
+        roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory, disk=facts.disk(plan.run_dir)
+    ):
         problems.warn(text)
     return roles
 

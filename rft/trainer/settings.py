@@ -170,7 +170,7 @@ class TrainerSettings:
     batch_rows: int | None  # rows per step
     save_interval: int = 0  # 0 = only at the end
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
-    max_checkpoints_to_keep: int = 0  # 0 = all
+    max_checkpoints_to_keep: int = 3  # 0 = all
     best_metric: str | None = None  # the checkpoint where it is best is kept beside the newest
     best_mode: Literal["max", "min"] = "max"
     async_save: bool = False  # checkpoints are written while steps go on

@@ -397,6 +397,17 @@ def test_sample_draws_as_many_as_asked_and_no_other(run_dir: Path) -> None:
     assert code == 0 and not out and "no experience fulfils the condition" in err
 
 
+def test_sample_by_step_and_reward(run_dir: Path) -> None:
+    out, _, _ = said("buffer", "sample", str(run_dir), "--step", "1", "--best", "2", "--worst", "1", "--json")
+    rows = json.loads(out)
+    of_step = json.loads(
+        said("buffer", "query", str(run_dir), "SELECT reward FROM v_experiences WHERE used_step = 1", "-f", "json")[0]
+    )
+    rewards = sorted((r["reward"] for r in of_step), reverse=True)
+    assert [r["reward"] for r in rows] == [*rewards[:2], rewards[-1]] and {r["used_step"] for r in rows} == {1}
+    assert not said("buffer", "sample", str(run_dir), "--step", "9")[0]
+
+
 def test_sample_shows_tokens_with_their_log_probs(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models
 

@@ -103,7 +103,14 @@ def test_dry_run_is_check(tiny_model: Path, tmp_path: Path) -> None:
     given.append(f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}")
     code, plain = rft("check", *given)
     assert code == 0, plain
-    for text in ("0.4 epochs in 2 explore steps", "memory at the peak", "trainer-0", "AdamW moments", "published weights"):
+    for text in (
+        "0.4 epochs in 2 explore steps",
+        "memory and disk at the peak",
+        "checkpoints",
+        "trainer-0",
+        "AdamW moments",
+        "published weights",
+    ):
         assert text in plain
     assert rft("run", "--dry-run", *given) == (code, plain)
     assert rft("check", "--dry-run", *given) == (code, plain)

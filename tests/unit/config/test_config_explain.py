@@ -96,7 +96,7 @@ def test_trinitys_keys_are_known() -> None:
     ("key", "message"),
     [
         ("trainer.gradclip", "Did you mean trainer.grad_clip?"),
-        ("lr", "Did you mean algorithm.optimizer.lr"),
+        ("optimizer.lrr", "unknown key"),
         ("trainer.megatron", "Megatron is not offered"),
         ("buffer.explorer_input.taskset.format.image_key", "multimodal inputs are not offered"),
         ("nonsense", "unknown key"),
@@ -107,6 +107,19 @@ def test_unknown(key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         describe(key)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "keys"),
+    [
+        ("lr", {"algorithm.optimizer.lr", "trainer.critic.optimizer.lr"}),
+        ("ppo_mini_batch_size", {"buffer.batch_size"}),  # veRL's
+        ("sync_interval", {"synchronizer.sync_interval"}),
+    ],
+)
+def test_a_last_part_means_every_key_of_that_name(last: str, keys: set[str]) -> None:
+    found = [said.key for said in describe(last)]
+    assert keys <= set(found) and len(found) == len(set(found))
 
 
 def test_program() -> None:

@@ -157,8 +157,8 @@ def test_an_adapter_takes_no_moments_of_the_base(tiny_model: Path) -> None:
     assert trained == 4 * sum(o + i for o, i in lora_plan.linear(files.tensors).values())
     assert trained == lora_plan.parameters(settings, sizes, None), "from the sizes alone too"
     kl = ("algorithm.kl_loss_fn=k2",)
-    (_, whole, _) = estimate(plan(*kl), sizes)
-    (_, rank, _) = estimate(plan(*kl, f"{KEY}=[{{lora_rank: 4}}]"), sizes, trained=trained)
+    (_, whole, *_) = estimate(plan(*kl), sizes)
+    (_, rank, *_) = estimate(plan(*kl, f"{KEY}=[{{lora_rank: 4}}]"), sizes, trained=trained)
     weights = sizes.parameters * 4
     assert term(rank, "weights") == term(whole, "weights") == weights
     assert (term(rank, "adapter"), term(rank, "AdamW moments")) == (4 * trained, 8 * trained)

@@ -191,7 +191,7 @@ GPUS = ("cluster.gpu_per_node=8", "explorer.rollout_model.engine_num=2", "explor
 def test_engines_on_cpu() -> None:
     sizes = shape(LLAMA)
     roles = estimate(plan(*STEP, "explorer.rollout_model.engine_type=vllm", "explorer.rollout_model.engine_num=2"), sizes)
-    first, second, _, others = roles
+    first, second, _, others, _ = roles
     assert (first.role, second.role, others.role) == ("engine-0", "engine-1", "others") and first.nbytes == second.nbytes
     assert term(first, "key/value cache") == GIB and term(first, "packed output layer") == 800 * 4
     assert first.nbytes - first.own == sizes.parameters * 4  # the mapped version stands in "others" too
@@ -227,6 +227,27 @@ def test_more_than_there_is() -> None:
     assert too_much(estimate(gpus, big, gpu_memory=80 * GIB), gpus, ram=None, gpu_memory=80 * GIB) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [
+        ((), 1),  # the last one alone
+        (("trainer.save_interval=1",), 4),  # three are kept, and one is written before the oldest goes
+        (("trainer.save_interval=4",), 3),
+        (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=0"), 9),
+        (("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1", "trainer.checkpoint.best_metric=reward/mean"), 3),
+    ],
+)
+def test_checkpoints_on_disk(given: tuple[str, ...], number: int) -> None:
+    made, sizes = plan(*STEP, "buffer.total_steps=9", "trainer.total_steps=9", *given), shape(LLAMA)
+    roles = estimate(made, sizes)
+    (files,) = [r for r in roles if r.device == "disk"]
+    assert term(files, f"{number} x weights, AdamW moments") == number * 12 * sizes.parameters
+    assert term(files, "exported models") == 4 * sizes.parameters
+    assert too_much(roles, made, ram=None, gpu_memory=None, disk=files.nbytes) == []
+    (told,) = too_much(roles, made, ram=None, gpu_memory=None, disk=files.nbytes - 1)
+    assert told.startswith("disk: the checkpoints that are kept take about") and "max_checkpoints_to_keep" in told
+
+
 def test_check_reports_it(tiny_model: Path) -> None:
     rows = GOOD.parent / "rows.jsonl"
     given = [f"model.model_path={tiny_model}", f"buffer.explorer_input.taskset.path={rows}"]
@@ -234,7 +255,7 @@ def test_check_reports_it(tiny_model: Path) -> None:
     def run(*, ram: int | None = None) -> Report:
         return check(GOOD / "short.yaml", given, facts=Facts(cpus=2, gpus=0, memory=ram))
 
-    assert [r.role for r in run().memory] == ["engine-0", "trainer-0", "others"]
+    assert [r.role for r in run().memory] == ["engine-0", "trainer-0", "others", "checkpoints"]
     assert not any("memory" in w for w in run().warnings)
     assert any(w.startswith("memory: about") for w in run(ram=100 * MIB).warnings)
     found = json.loads(json.dumps(run().to_json()))

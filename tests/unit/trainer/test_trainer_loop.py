@@ -342,7 +342,9 @@ async def test_checkpoints_written_while_steps_go_on_are_the_same(
 ) -> None:
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(4))
-    stage = Stage(buffer, tmp_path, learner(), lineage, total_steps=4, save_interval=1, async_save=True)
+    stage = Stage(
+        buffer, tmp_path, learner(), lineage, total_steps=4, save_interval=1, max_checkpoints_to_keep=0, async_save=True
+    )
     await stage.trainer.run()
     folders = manifests.committed(tmp_path / "checkpoints")
     assert [manifests.read(f).version.step for f in folders] == [1, 2, 3, 4]
@@ -358,7 +360,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run(
     lineage = (await buffer.start_lineage(None, None)).lineage
     await fill(buffer, lineage, range(4))
     made = learner()
-    stage = Stage(buffer, tmp_path, made, lineage, total_steps=4, save_interval=1, async_save=True)
+    stage = Stage(buffer, tmp_path, made, lineage, total_steps=4, save_interval=1, max_checkpoints_to_keep=0, async_save=True)
 
     def full(folder: str) -> dict[str, str]:
         raise OSError(28, "No space left on device", folder)
