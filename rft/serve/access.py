@@ -54,6 +54,11 @@ def clients(settings: ServeSettings) -> dict[str, str]:
     return found
 
 
+def line_of(name: str, key: str) -> str:
+    """What `clients_file` says of a client."""
+    return f"{name} {hashed(key)}"
+
+
 @dataclass
 class Bucket:
     """`per_minute` units come back each minute, and no more than that are there at a time."""

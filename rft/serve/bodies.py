@@ -18,7 +18,7 @@ from rft.workflow.endpoint_wire import ApiError
 M = TypeVar("M", bound="Body")
 MAX_METADATA = 16 << 10  # bytes of its JSON
 Value = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False, strict=True)]
-Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]*$")]
+Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class Body(BaseModel):

@@ -187,7 +187,7 @@ class SessionBook:
 
     def _overdue(self, now: float) -> Iterator[str]:
         while self._expiries and self._expiries[0][0] <= now:
-            expires, id = heapq.heappop(self._expiries)
+            _, id = heapq.heappop(self._expiries)
             session = self.sessions.get(id)
             if session is None or session.stored.state != "open":
                 continue

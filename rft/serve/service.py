@@ -9,14 +9,17 @@ Invariant: a session becomes rows of one group in the transaction that ends its 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline, OperatorFailed
 from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
+from rft.disk import write_whole
 from rft.errors import DiskFull, FrameRejected
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.serve.access import clients
@@ -37,6 +40,7 @@ from rft.workflow.play_run import PlayedRun, experiences, value
 log = logging.getLogger(__name__)
 _ORPHANED = ("future_version", "unknown_version")
 _DISK_RETRY_S = 1.0
+ADDRESS = "serve.json"  # in the run folder, while the service listens
 
 
 class ServiceBuffer(BufferWriter, SessionStore, Protocol):
@@ -57,8 +61,9 @@ class Service:
         sink: MetricSink,
         lineage: int,
         models: Mapping[str, ChatModel] = NO_MODELS,
+        folder: Path,
     ) -> None:
-        """Raises SetupError where no client has a key."""
+        """`folder` gets serve.json, with the address.  Raises SetupError where no client has a key."""
         self.settings = settings
         self._model, self._buffer, self._gate, self._sink, self._lineage, self._models = (
             model,
@@ -68,6 +73,7 @@ class Service:
             lineage,
             models,
         )
+        self._folder = folder
         self._pipeline = ExperiencePipeline(pipeline, judge, 60.0)
         self.gateway = Gateway(settings, clients(settings), model)
         self.book = SessionBook(settings, model, buffer, self.gateway.add, self.gateway.remove)
@@ -102,6 +108,8 @@ class Service:
             given = await self._next_batch()  # engines serve from here on
             await self.book.restore()
             await self.gateway.serve(self.book)
+            write_whole(self._folder / ADDRESS, json.dumps({"base_url": f"{self.gateway.address}/v1"}))
+            log.info("the policy is served at %s/v1", self.gateway.address)
             feeding = asyncio.ensure_future(self._feed(given))
             finished = asyncio.ensure_future(self._gate.finished())
             try:
@@ -114,6 +122,7 @@ class Service:
                     job.cancel()
                 await asyncio.gather(feeding, finished, return_exceptions=True)
         finally:
+            (self._folder / ADDRESS).unlink(missing_ok=True)
             await self.gateway.close()
             await self._pipeline.close()
         await self._buffer.finish("the trainer is finished")

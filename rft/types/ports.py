@@ -303,6 +303,10 @@ class ExploreGate(Protocol):
         """Whether this explorer is the one that evaluates the final weights."""
         ...
 
+    async def finished(self) -> None:
+        """Wait, however long, until the trainer makes no further step."""
+        ...
+
     async def wait_final(self) -> Version:
         """Wait until the trainer is finished and its last version is served."""
         ...
