@@ -43,7 +43,7 @@ class SessionBook:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings, self._model, self._store, self._clock = settings, model, store, clock
-        self._on_open, self._on_over = on_open, on_over
+        self._on_open, self.on_over = on_open, on_over
         self.sessions: dict[str, LiveSession] = {}
         self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
         self.changed = asyncio.Event()  # a group closed, or a deadline is earlier than the ones before
@@ -159,7 +159,7 @@ class SessionBook:
     def _leave(self, session: LiveSession) -> None:
         del self.sessions[session.id]
         self._per_client[session.stored.client] -= 1
-        self._on_over(session)
+        self.on_over(session)
 
     # ------------------------------------------------------------ deadlines
 

@@ -14,6 +14,7 @@ refused has changed nothing.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -45,12 +46,14 @@ class Gateway(Endpoint):
         self._quotas = {key: Quota(settings.limits) for key in clients}
         self._of_sessions: dict[str, Quota] = {}  # by id
         self._book: SessionBook | None = None
+        self.listening = asyncio.Event()
         self.counts: Counter[str] = Counter()
 
     async def serve(self, book: SessionBook) -> None:
         """Listens.  Raises SetupError where the port is taken."""
         self._book = book
         await self.start(host=self._settings.host, port=self._settings.port)
+        self.listening.set()
 
     @property
     def book(self) -> SessionBook:
