@@ -21,6 +21,7 @@ import typer
 from rft.cli.options import Json, RunDir
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 
+NOTES = 5  # the newest that a run has told
 LEVELS = ("debug", "info", "warning", "error", "critical")
 # 2026-11-21 10:15:28,123 I rft.launch.drive: text
 _HEAD = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?P<level>[DIWEC]) ")
@@ -144,7 +145,8 @@ def _metrics(path: Path) -> dict[str, Any]:
     for name in sorted(means):
         points = [{"step": r.step, "name": name, "value": r.values[name]} for r in found.records if name in r.values]
         evals += [points[0], points[-1]] if len(points) > 1 else points
-    return {"last_step": last, "evals": evals, "notes": [found.note] if found.note else []}
+    told = [f"{r.role} {r.step}: {n}" for r in found.records for n in r.notes][-NOTES:]
+    return {"last_step": last, "evals": evals, "notes": told + ([found.note] if found.note else [])}
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:

@@ -22,8 +22,8 @@ from rft.explorer.state import Batch, Breaker, RunTimes, Slots
 from rft.taskset.task_order import TaskOrder
 from rft.types.block import encode
 from rft.types.ids import GroupId, Version
-from rft.types.metrics import Metric
-from rft.types.ports import BufferWriter, ChatModel, ExploreGate
+from rft.types.metrics import Metric, MetricRecord
+from rft.types.ports import BufferWriter, ChatModel, ExploreGate, MetricSink
 from rft.types.task import Task
 from rft.workflow.base import seed_for
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, run_group
@@ -47,10 +47,12 @@ class BatchRunner:
         buffer: BufferWriter,
         gate: ExploreGate,
         slots: Slots,
+        sink: MetricSink,
         lineage: int,
     ) -> None:
         self._settings, self._model, self._models, self._recipes = settings, model, models, recipes
         self._pipeline, self._buffer, self._gate, self._slots, self._lineage = pipeline, buffer, gate, slots, lineage
+        self._sink = sink
         self._limits = RunLimits(
             settings.max_timeout_s,
             settings.max_retry_times,
@@ -62,6 +64,7 @@ class BatchRunner:
         self.breaker = Breaker(settings.breaker)
         self.playing: dict[GroupId, float] = {}  # since when
         self._verified: set[Version] = set()
+        self._noted: set[str] = set()  # kinds of rejection that were told
 
     async def run(self, batch: Batch, order: TaskOrder) -> None:
         """Fills every place of the batch.  Raises RunFailed (breaker) and what engine, gate and buffer raise."""
@@ -94,6 +97,11 @@ class BatchRunner:
             if self._pipeline.active:
                 batch.pipeline += [Metric(f"time/{name}", time.monotonic() - began, "sum") for name in ("write", "total")]
             batch.add(group, played if group is processed else group)
+            if group.reason and group.reason not in self._noted:
+                self._noted.add(group.reason)
+                note = f"group {group.id} cannot be trained, {group.why}; all of its kind: `rft buffer stats`, rollout/groups/rejected"
+                record = MetricRecord(role="explorer", step=batch.number + 1, time=time.time(), values={}, notes=(note,))
+                await self._sink.log(record)
             self.breaker.see(group)
             number = None if group.accepted else batch.after(number)
 

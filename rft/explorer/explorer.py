@@ -79,6 +79,7 @@ class Explorer:
             buffer=buffer,
             gate=gate,
             slots=self._slots,
+            sink=sink,
             lineage=lineage,
         )
         self._engines = engine_metrics(model, models)

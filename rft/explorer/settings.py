@@ -55,7 +55,7 @@ class ExplorerSettings:
     eval_samples: int | None = 64  # answers of each evaluation that are handed on; None = all, 0 = none
     max_concurrent_runs: int = 256
     report_interval_s: float = 0.0  # how often the log says what every batch does; 0 = never
-    breaker: int = 10  # consecutive groups that fail wholly before the run stops
+    breaker: int = 10  # consecutive groups that fail completely, or get no reward, before the run stops
     deterministic: bool = False
     apis: tuple[ApiSettings, ...] = ()
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

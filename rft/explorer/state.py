@@ -98,7 +98,7 @@ class Batch:
 
 
 class Breaker:
-    """Stops a run in which nothing works: `limit` groups in a row whose runs all failed."""
+    """Stops a run in which nothing works: `limit` groups in a row whose runs all failed, or none of which got a reward."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -113,12 +113,15 @@ class Breaker:
         if failures:  # a run that was ended because others of its task had failed does not say why
             told = next((r for r in failures if not r.reason.startswith("ended: ")), failures[0])
             self.last = f"{told.id}: {told.reason}\n{told.info.get('traceback', '')}"
-        if not group.wholly_failed:
+        elif group.reason == "unscored":
+            self.last = f"{group.rows[0].id}: {group.why}"
+        if not group.wholly_failed and group.reason != "unscored":
             self._row = 0
             return
         self._row += 1
         if self._row >= self._limit:
-            raise RunFailed(f"{self._row} groups in a row failed wholly, so the run stops.  The last failed run was {self.last}")
+            how = "failed completely" if group.wholly_failed else "got no reward"
+            raise RunFailed(f"{self._row} groups in a row {how}, so the run stops.  The last failed run was {self.last}")
 
 
 class RunTimes:

@@ -67,6 +67,8 @@ class Progress:
         for name, value in record.values.items():
             if found := _EVAL.fullmatch(name):
                 self._say(f"eval  step {record.step}: {found['taskset']} {found['what']} {value:.3f}")
+        for note in record.notes:
+            self._say(f"note  {record.role} {record.step}: {note}")
         if record.role == "trainer":
             self._step(record)
         elif record.role == "synchronizer" and self._bar is not None and not self._times:

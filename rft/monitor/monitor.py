@@ -61,7 +61,8 @@ class Monitor:
 
     async def log(self, record: MetricRecord) -> None:
         """On disk when this returns (in the sense that it survives kill -9).  Raises RunFailed when it cannot be written."""
-        record = msgspec.structs.replace(record, values={redact(k): float(v) for k, v in record.values.items()})
+        values = {redact(k): float(v) for k, v in record.values.items()}
+        record = msgspec.structs.replace(record, values=values, notes=tuple(map(redact, record.notes)))
         self._last = record
         self._append(record)
         self._mirror(lambda tracker: tracker.log(record))

@@ -26,6 +26,7 @@ class _Line(msgspec.Struct):
     step: int
     time: float
     values: dict[str, float | None]
+    notes: tuple[str, ...] = ()
 
 
 _decoder = msgspec.json.Decoder(_Line)
@@ -66,4 +67,4 @@ def _record(path: Path, number: int, line: bytes) -> MetricRecord:
     except msgspec.MsgspecError as e:
         raise RunFailed(f"{path}:{number} is not a metric record: {e}; remove the line to read the rest") from e
     values: dict[str, Any] = {k: math.nan if v is None else v for k, v in found.values.items()}
-    return MetricRecord(role=found.role, step=found.step, time=found.time, values=values)
+    return MetricRecord(role=found.role, step=found.step, time=found.time, values=values, notes=found.notes)

@@ -19,13 +19,14 @@ class Metric(Struct, frozen=True):
     reduction: Reduction = "mean"
 
 
-class MetricRecord(Struct, frozen=True, kw_only=True):
+class MetricRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step of one role reports; one line of metrics.jsonl."""
 
     role: Role
     step: int
     time: float  # seconds since the epoch
     values: dict[str, float]
+    notes: tuple[str, ...] = ()  # what a person should hear of, in words
 
 
 def reduce(metrics: Iterable[Metric]) -> dict[str, float]:

@@ -61,6 +61,12 @@ class PlayedGroup:
         """Rewards of the scored runs."""
         return [r.value for r in self.runs if r.value is not None]
 
+    @property
+    def why(self) -> str:
+        """Why it is not accepted, with what the first run that tells more says."""
+        told = (r.reason or str(r.info.get("reward_reason", "")) for r in self.rows)
+        return ": ".join(filter(None, (self.reason, next(filter(None, told), ""))))
+
     def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> PlayedGroup:
         """The same group with every run turned into a failed record, which can be stored: what is left when its rows cannot be used."""
         info = {"traceback": _unicode(traceback)} if traceback else None

@@ -238,7 +238,7 @@ RUNS = {
         (f"{INPUT}.default_workflow_type=FILE:Blocks", "cluster.stall_timeout=3"),
         ("run() in FILE", "blocks its event loop"),
     ),
-    "isolated workflow dies": ((f"{INPUT}.default_workflow_type=FILE:Dies",), ("10 groups in a row failed wholly",)),
+    "isolated workflow dies": ((f"{INPUT}.default_workflow_type=FILE:Dies",), ("10 groups in a row failed completely",)),
     "operator exits": (("data_processor.experience_pipeline.operators=[{name: 'FILE:OperatorExits'}]",), ("called sys.exit(0)",)),
     "source exits": ((f"{INPUT}.taskset.storage_type=FILE:Source",), ("called sys.exit(0)",)),
     "source exits when made": ((f"{INPUT}.taskset.storage_type=FILE:SourceExits",), ("called sys.exit(0)",)),

@@ -112,7 +112,7 @@ def test_user_code_that_always_fails_stops_the_run(tiny_model: Path, tmp_path: P
     key, name, says = FAILS[kind]
     done = start(tmp_path, tiny_model, f"{key}={broken}:{name}")
     assert done.code == 4, done.output
-    for text in ("10 groups in a row failed wholly, so the run stops", *says):
+    for text in ("10 groups in a row failed completely, so the run stops", *says):
         assert text in done.output, done.output
     assert "bug in rft" not in done.output and done.cpu_s < 30
     assert state(tmp_path)["phase"] == "failed" and "10 groups in a row" in str(state(tmp_path)["reason"])

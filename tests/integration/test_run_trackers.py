@@ -71,7 +71,7 @@ def test_no_secret_in_what_a_failed_run_leaves(failed_ray_run: Any, canaries: tu
 
 def test_the_failed_run_shows_the_users_traceback_and_leaves_nothing(failed_ray_run: Any) -> None:
     assert "PermissionError" in failed_ray_run.output and "in run" in failed_ray_run.output
-    assert "failed wholly" in failed_ray_run.output
+    assert "failed completely" in failed_ray_run.output
     assert failed_ray_run.left == ()
 
 

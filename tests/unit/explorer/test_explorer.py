@@ -166,11 +166,19 @@ async def test_a_short_batch_stops_the_run_or_not(world):
     with pytest.raises(
         ShortBatch, match=r"batch 0: only 0 of 2 groups can be trained \(6 unscored\), and all 4 refills are used up"
     ):
-        await world.explorer(tasksets=tasksets, max_refill=4).run()
+        await world.explorer(tasksets=tasksets, max_refill=4, breaker=50).run()
     assert world.buffer.closed == [(0, 0, 2, {"unscored": 6})]
     world.buffer.closed.clear()
-    await world.explorer(tasksets=tasksets, max_refill=0, on_short_batch="carry", total_batches=2).run()
+    await world.explorer(tasksets=tasksets, max_refill=0, on_short_batch="carry", total_batches=2, breaker=50).run()
     assert world.buffer.closed == [(0, 0, 2, {"unscored": 2}), (1, 0, 2, {"unscored": 2})]
+
+
+async def test_groups_without_a_reward_are_told_once_and_trip_the_breaker(world):
+    tasksets = (world.taskset(reward="test_never"),)
+    with pytest.raises(RunFailed, match="3 groups in a row got no reward, so the run stops"):
+        await world.explorer(tasksets=tasksets, breaker=3, batch_size=1).run()
+    (note,) = [n for r in world.sink.records for n in r.notes]
+    assert note.startswith("group 0001.00.00000000.000000 cannot be trained, unscored")
 
 
 @workflow("test_raises_always")
@@ -181,7 +189,7 @@ class RaisesAlways(Workflow):
 
 async def test_a_workflow_that_raises_every_time_trips_the_breaker(world):
     tasksets = (world.taskset(workflow="test_raises_always"),)
-    with pytest.raises(RunFailed, match="5 groups in a row failed wholly") as caught:
+    with pytest.raises(RunFailed, match="5 groups in a row failed completely") as caught:
         await world.explorer(tasksets=tasksets, breaker=5, batch_size=2).run()
     assert 'raise ZeroDivisionError("my bug")' in str(caught.value)
     assert {r.status for r in world.buffer.rows} == {"failed"}

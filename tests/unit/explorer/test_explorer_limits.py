@@ -251,7 +251,7 @@ async def test_the_report_names_batches_and_the_longest_run(world, caplog):
 async def test_an_engine_that_answers_nothing_any_more_ends_the_run_with_its_reason(world):
     """It is not dead, so nothing restarts it: its runs pass their deadline, and the run stops instead of waiting for ever."""
     world.engine.hold()
-    with pytest.raises(RunFailed, match=r"2 groups in a row failed wholly.*took longer than 0\.05 s"):
+    with pytest.raises(RunFailed, match=r"2 groups in a row failed completely.*took longer than 0\.05 s"):
         await world.explorer(total_batches=9, max_timeout_s=0.05, max_retry_times=0, breaker=2, batch_size=1).run()
     world.engine.release()
 

@@ -195,7 +195,7 @@ async def test_an_operator_that_always_breaks_stops_the_run(world):
     shaping = ("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "qualty", "op_type": "ADD"}]})
     with pytest.raises(
         RunFailed,
-        match=r"\d groups in a row failed wholly[\s\S]*has no 'qualty' to shape its reward by[\s\S]*built_in_operators.py",
+        match=r"\d groups in a row failed completely[\s\S]*has no 'qualty' to shape its reward by[\s\S]*built_in_operators.py",
     ):
         await world.explorer(breaker=4, max_refill=20, pipeline=pipeline(shaping)).run()
 
