@@ -122,9 +122,10 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(folder: Path, monkeypatch: Any, engine: ScriptedEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
-    """`settings`: of the service; the buffer of `folder` goes on."""
-    monkeypatch.setenv(ENVIRONMENT, KEY)
+async def started(
+    folder: Path, engine: ScriptedEngine, **settings: Any
+) -> AsyncIterator[tuple[Service, Buffer, OpenGate, Sink, int]]:
+    """A service that listens; the buffer of `folder` goes on."""
     buffer = Buffer(BufferSettings(folder=folder / "buffer"))
     await buffer.open()
     lineage = (await buffer.start_lineage(None, None)).lineage
@@ -132,7 +133,7 @@ async def serving(folder: Path, monkeypatch: Any, engine: ScriptedEngine | None 
     service = Service(
         ServeSettings(**{"port": 0, **settings}),
         PipelineSettings(),
-        model=engine or ScriptedEngine(answer=lambda m: f"to {m[-1]['content']}"),
+        model=engine,
         buffer=buffer.writer(lineage),  # type: ignore[arg-type]  # it has the store's methods, too
         gate=gate,  # type: ignore[arg-type]  # what a service asks of it
         sink=sink,  # type: ignore[arg-type]
@@ -140,21 +141,28 @@ async def serving(folder: Path, monkeypatch: Any, engine: ScriptedEngine | None 
         folder=folder,
     )
     running = asyncio.ensure_future(service.run())
+    listening = asyncio.ensure_future(service.gateway.listening.wait())
     try:
         async with asyncio.timeout(20):
-            await asyncio.wait(
-                {running, listening := asyncio.ensure_future(service.gateway.listening.wait())},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await asyncio.wait({running, listening}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
-            listening.cancel()
             running.result()
-        served = Served(service, buffer, gate, sink, lineage)
+        yield service, buffer, gate, sink, lineage
+    finally:
+        listening.cancel()
+        await service.stop()
+        await asyncio.gather(running, listening, return_exceptions=True)
+        await buffer.close()
+
+
+@asynccontextmanager
+async def serving(folder: Path, monkeypatch: Any, engine: ScriptedEngine | None = None, **settings: Any) -> AsyncIterator[Served]:
+    """`settings`: of the service."""
+    monkeypatch.setenv(ENVIRONMENT, KEY)
+    engine = engine or ScriptedEngine(answer=lambda m: f"to {m[-1]['content']}")
+    async with started(folder, engine, **settings) as parts:
+        served = Served(*parts)
         try:
             yield served
         finally:
             await served.client.aclose()
-    finally:
-        await service.stop()
-        await asyncio.gather(running, return_exceptions=True)
-        await buffer.close()
