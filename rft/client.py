@@ -36,7 +36,7 @@ class ServeError(Exception):
 
 
 @dataclass(frozen=True)
-class Session:
+class ClientSession:
     """What an OpenAI client needs to play one run."""
 
     id: str
@@ -73,9 +73,9 @@ class _Calls:
     def _open(self, task_id: str, metadata: dict[str, Any] | None, ttl_s: float | None) -> _Call:
         body = {"task_id": task_id, "metadata": metadata or {}, "ttl": ttl_s}
         found = yield from self._call("POST", "/v1/sessions", body)
-        return Session(found["id"], found["base_url"], found["api_key"])
+        return ClientSession(found["id"], found["base_url"], found["api_key"])
 
-    def _reward(self, session: Session, reward: float | dict[str, float], message: str | None, final: bool) -> _Call:
+    def _reward(self, session: ClientSession, reward: float | dict[str, float], message: str | None, final: bool) -> _Call:
         body = {"reward": reward, "message": message, "final": final}
         found = yield from self._call("POST", f"/v1/sessions/{session.id}/reward", body)
         return found["status"]
@@ -88,17 +88,17 @@ class Client(_Calls):
         super().__init__(address, key, patience_s)
         self._http = httpx.Client(timeout=timeout_s)
 
-    def session(self, task_id: str = "", metadata: dict[str, Any] | None = None, ttl_s: float | None = None) -> Session:
-        opened: Session = self._do(self._open(task_id, metadata, ttl_s))
+    def session(self, task_id: str = "", metadata: dict[str, Any] | None = None, ttl_s: float | None = None) -> ClientSession:
+        opened: ClientSession = self._do(self._open(task_id, metadata, ttl_s))
         return opened
 
     def reward(
-        self, session: Session, reward: float | dict[str, float], *, message: str | None = None, final: bool = False
+        self, session: ClientSession, reward: float | dict[str, float], *, message: str | None = None, final: bool = False
     ) -> str:
         """ok | replaced | duplicate.  `message`: of that answer alone; `final`: no reward of the whole session follows."""
         return str(self._do(self._reward(session, reward, message, final)))
 
-    def withdraw(self, session: Session) -> None:
+    def withdraw(self, session: ClientSession) -> None:
         """It is never trained."""
         self._do(self._call("DELETE", f"/v1/sessions/{session.id}"))
 
@@ -106,7 +106,7 @@ class Client(_Calls):
         """Closes the groups that can be trained already; how many."""
         return int(self._do(self._call("POST", "/commit"))["closed_groups"])
 
-    def state(self, session: Session) -> dict[str, Any]:
+    def state(self, session: ClientSession) -> dict[str, Any]:
         return dict(self._do(self._call("GET", f"/v1/sessions/{session.id}")))
 
     def _do(self, call: _Call) -> Any:
@@ -139,22 +139,24 @@ class AsyncClient(_Calls):
         super().__init__(address, key, patience_s)
         self._http = httpx.AsyncClient(timeout=timeout_s)
 
-    async def session(self, task_id: str = "", metadata: dict[str, Any] | None = None, ttl_s: float | None = None) -> Session:
-        opened: Session = await self._do(self._open(task_id, metadata, ttl_s))
+    async def session(
+        self, task_id: str = "", metadata: dict[str, Any] | None = None, ttl_s: float | None = None
+    ) -> ClientSession:
+        opened: ClientSession = await self._do(self._open(task_id, metadata, ttl_s))
         return opened
 
     async def reward(
-        self, session: Session, reward: float | dict[str, float], *, message: str | None = None, final: bool = False
+        self, session: ClientSession, reward: float | dict[str, float], *, message: str | None = None, final: bool = False
     ) -> str:
         return str(await self._do(self._reward(session, reward, message, final)))
 
-    async def withdraw(self, session: Session) -> None:
+    async def withdraw(self, session: ClientSession) -> None:
         await self._do(self._call("DELETE", f"/v1/sessions/{session.id}"))
 
     async def commit(self) -> int:
         return int((await self._do(self._call("POST", "/commit")))["closed_groups"])
 
-    async def state(self, session: Session) -> dict[str, Any]:
+    async def state(self, session: ClientSession) -> dict[str, Any]:
         return dict(await self._do(self._call("GET", f"/v1/sessions/{session.id}")))
 
     async def _do(self, call: _Call) -> Any:

@@ -60,7 +60,7 @@ def line_of(name: str, key: str) -> str:
 
 
 @dataclass
-class Bucket:
+class TokenBucket:
     """`per_minute` units come back each minute, and no more than that are there at a time."""
 
     per_minute: float
@@ -90,8 +90,8 @@ class Quota:
     def __init__(self, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
         now = clock()
-        self._requests = Bucket(limits.requests_per_minute, limits.requests_per_minute, now)
-        self._tokens = Bucket(limits.tokens_per_minute, limits.tokens_per_minute, now)
+        self._requests = TokenBucket(limits.requests_per_minute, limits.requests_per_minute, now)
+        self._tokens = TokenBucket(limits.tokens_per_minute, limits.tokens_per_minute, now)
         self._under_way = 0
 
     @contextmanager

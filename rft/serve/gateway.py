@@ -31,7 +31,7 @@ from rft.types.ports import ChatModel, Measured
 from rft.types.sessions import StoredSession
 from rft.workflow.endpoint import WRONG_KEY, Endpoint, key_of, read_json
 from rft.workflow.endpoint_sessions import Session
-from rft.workflow.endpoint_wire import Answer, ApiError, ApiRequest, usage
+from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest, usage
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -86,7 +86,7 @@ class Gateway(Endpoint):
             raise ApiError(401, "wrong key: this takes the key of a client", code="invalid_api_key")
         return name
 
-    async def respond(self, request: web.Request, asked: ApiRequest, retry_key: str) -> tuple[Session, Answer]:
+    async def respond(self, request: web.Request, asked: ApiRequest, retry_key: str) -> tuple[Session, ApiAnswer]:
         key = key_of(request)
         name = None if "run" in request.match_info else self._clients.get(key)
         if name is None:

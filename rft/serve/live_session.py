@@ -20,7 +20,7 @@ from rft.types.sessions import CallStored, SessionStore, StoredCall, StoredSessi
 from rft.types.task import Task
 from rft.workflow.base import RunContext
 from rft.workflow.endpoint_sessions import RunSession, understood
-from rft.workflow.endpoint_wire import Answer, ApiError, ApiRequest
+from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest
 
 Stored = Callable[[Awaitable[bool]], Awaitable[bool]]
 
@@ -30,7 +30,7 @@ class _Retry:
     """A request that may be sent again."""
 
     asked: str  # its hash
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[ApiAnswer]
 
 
 class LiveSession(RunSession):
@@ -63,8 +63,8 @@ class LiveSession(RunSession):
                 turns = unpack_turns(call.turns)
                 self._add(call, turns)
                 if call.retry_key:
-                    done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-                    done.set_result(Answer(completions=[t.completion for t in turns], id=call.id, created=call.created))
+                    done: asyncio.Future[ApiAnswer] = asyncio.get_running_loop().create_future()
+                    done.set_result(ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created))
                     self._retries[call.retry_key] = _Retry(call.asked, done)
             self._loading = None
 
@@ -75,7 +75,7 @@ class LiveSession(RunSession):
             self._add(call, turns)
         self.scores |= other.scores
 
-    async def answer(self, asked: ApiRequest, retry_key: str) -> Answer:
+    async def answer(self, asked: ApiRequest, retry_key: str) -> ApiAnswer:
         await self.load()
         digest = _digest(asked) if retry_key else ""
         if (known := self._retries.get(retry_key)) is not None:
@@ -96,11 +96,11 @@ class LiveSession(RunSession):
         job.add_done_callback(lambda done: self._forget(retry_key, done))
         return await asyncio.shield(job)
 
-    def _forget(self, retry_key: str, done: asyncio.Future[Answer]) -> None:
+    def _forget(self, retry_key: str, done: asyncio.Future[ApiAnswer]) -> None:
         if done.cancelled() or done.exception() is not None:
             del self._retries[retry_key]
 
-    async def _answered(self, asked: ApiRequest, retry_key: str, digest: str) -> Answer:
+    async def _answered(self, asked: ApiRequest, retry_key: str, digest: str) -> ApiAnswer:
         self.under_way += 1
         try:
             turns = await understood(self.generate(asked))
@@ -121,7 +121,7 @@ class LiveSession(RunSession):
             self._add(call, turns)
         finally:
             self.under_way -= 1
-        return Answer(completions=[t.completion for t in turns], id=call.id, created=call.created)
+        return ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created)
 
     def _add(self, call: StoredCall, turns: Any) -> None:
         self._number = max(self._number, call.number + 1)

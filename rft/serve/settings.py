@@ -28,6 +28,6 @@ class ServeSettings:
     session_ttl_s: float = 3600.0  # a session without a reward is given up then
     group_deadline_s: float = 600.0  # a group closes so long after its first reward, with what it has
     num_runs: int = 1  # rewarded runs of one task_id that make a group; 1: runs are not compared
-    batch_size: int = 1  # groups of an explore batch
+    batch_size: int  # groups of an explore batch
     sampling: SamplingArgs = field(default_factory=SamplingArgs)
     limits: LimitSettings = field(default_factory=LimitSettings)

@@ -105,7 +105,7 @@ class Endpoint:
         """Raises ApiError where the request shows no key that counts."""
         self._session(request)
 
-    async def respond(self, request: web.Request, asked: wire.ApiRequest, retry_key: str) -> tuple[Session, wire.Answer]:
+    async def respond(self, request: web.Request, asked: wire.ApiRequest, retry_key: str) -> tuple[Session, wire.ApiAnswer]:
         """Whose call it is, and its answer.  Raises ApiError where there is nobody, or it asks too much."""
         session = self._session(request)
         return session, await session.answer(asked, retry_key)

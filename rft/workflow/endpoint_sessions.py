@@ -21,7 +21,7 @@ from rft.types.completion import Completion, Score, Turn
 from rft.types.ports import ChatModel, GenerateRequest
 from rft.types.task import SamplingArgs, Task
 from rft.workflow.base import RunContext
-from rft.workflow.endpoint_wire import Answer, ApiError, ApiRequest
+from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest
 
 T = TypeVar("T")
 Rule = Literal["taskset", "request"]
@@ -66,12 +66,12 @@ class Session:
     async def complete(self, asked: ApiRequest) -> list[Completion]:
         raise NotImplementedError
 
-    async def answer(self, asked: ApiRequest, retry_key: str) -> Answer:
+    async def answer(self, asked: ApiRequest, retry_key: str) -> ApiAnswer:
         """What is sent back.  `retry_key`: the request's Idempotency-Key; a session without a memory generates anew."""
         completions = await self.call(understood(self.complete(asked)))
         if any(c.finish_reason == "abort" for c in completions):
             raise ApiError(503, "the engine aborted this call")
-        return Answer(completions=completions)
+        return ApiAnswer(completions=completions)
 
     def ignored(self, asked: ApiRequest) -> list[str]:
         """Sampling fields of the request that are not applied."""

@@ -93,7 +93,7 @@ class ApiRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ApiAnswer:
     """What a request got; `id` and `created` (epoch seconds) are the same when it is sent again."""
 
     completions: Sequence[Completion]
@@ -299,7 +299,7 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
 # ---------------------------------------------------------------- answers
 
 
-def chat_body(asked: ApiRequest, answer: Answer) -> dict[str, Any]:
+def chat_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
     """A whole chat.completion."""
     return _head(asked, answer, "chat.completion", "chatcmpl") | {
         "choices": [
@@ -311,7 +311,7 @@ def chat_body(asked: ApiRequest, answer: Answer) -> dict[str, Any]:
     } | ({"prompt_token_ids": answer.completions[0].prompt_tokens.tolist()} if asked.token_ids else {})  # fmt: skip
 
 
-def chat_chunks(asked: ApiRequest, answer: Answer) -> Iterator[dict[str, Any]]:
+def chat_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
     """The same as chat.completion.chunk: for each choice its role, its text, its tool calls, then why it ended; then the usage."""
     head = _head(asked, answer, "chat.completion.chunk", "chatcmpl") | ({"usage": None} if asked.usage_in_stream else {})
 
@@ -332,13 +332,13 @@ def chat_chunks(asked: ApiRequest, answer: Answer) -> Iterator[dict[str, Any]]:
         yield head | {"choices": [], "usage": usage(answer.completions, asked.n)}
 
 
-def text_body(asked: ApiRequest, answer: Answer) -> dict[str, Any]:
+def text_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
     """A whole text_completion."""
     choices = [_text_choice(asked, i, c) for i, c in enumerate(answer.completions)]
     return _head(asked, answer, "text_completion", "cmpl") | {"choices": choices, "usage": usage(answer.completions, asked.n)}
 
 
-def text_chunks(asked: ApiRequest, answer: Answer) -> Iterator[dict[str, Any]]:
+def text_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
     head = _head(asked, answer, "text_completion", "cmpl")
     for i, c in enumerate(answer.completions):
         yield head | {"choices": [_text_choice(asked, i, c)]}
@@ -346,7 +346,7 @@ def text_chunks(asked: ApiRequest, answer: Answer) -> Iterator[dict[str, Any]]:
         yield head | {"choices": [], "usage": usage(answer.completions, asked.n)}
 
 
-def _head(asked: ApiRequest, answer: Answer, kind: str, prefix: str) -> dict[str, Any]:
+def _head(asked: ApiRequest, answer: ApiAnswer, kind: str, prefix: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{answer.id}", "object": kind, "created": int(answer.created), "model": asked.model}
 
 

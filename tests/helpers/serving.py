@@ -131,7 +131,7 @@ async def started(
     lineage = (await buffer.start_lineage(None, None)).lineage
     gate, sink = OpenGate(), Sink()
     service = Service(
-        ServeSettings(**{"port": 0, **settings}),
+        ServeSettings(**{"port": 0, "batch_size": 1, **settings}),
         PipelineSettings(),
         model=engine,
         buffer=buffer.writer(lineage),  # type: ignore[arg-type]  # it has the store's methods, too

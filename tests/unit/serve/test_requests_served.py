@@ -189,4 +189,4 @@ def test_without_a_good_key_nothing_starts(tmp_path, monkeypatch, environment, l
     if lines not in (None, "absent"):
         file.write_text(lines)
     with pytest.raises(SetupError, match=told):
-        clients(ServeSettings(clients_file=file))
+        clients(ServeSettings(clients_file=file, batch_size=1))
