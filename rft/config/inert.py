@@ -99,7 +99,7 @@ TABLE: dict[str, Inert] = {
     "explorer.max_repeat_times_per_runner": Inert(_ONE_PROCESS, "noted"),
     "explorer.concurrent_mode": Inert(_ONE_PROCESS, "noted"),
     "explorer.service_status_check_interval": Inert(
-        "new weights are served when they are verified; nothing looks for them", "noted"
+        "new weights are served when they are verified; nothing looks for them", "warned"
     ),
     "explorer.min_running_model_num": Inert(_LATER, "later", harmless=True),
     "explorer.db_url": Inert(

@@ -26,6 +26,9 @@ def config(ctx: Context) -> RunConfig:
     """The configuration as a service needs it."""
     made = ctx.config
     if made.mode != "serve":
+        e, why = made.explorer, f"mode is {made.mode}"
+        e.idle("explorer", ("proxy_port", "listen_address"), why, ctx)
+        e.serve.idle("explorer.serve", type(e.serve).model_fields, why, ctx)
         return made
     for (name, key), (value, why) in _KEYS.items():
         part: Section = getattr(made, name)
@@ -38,13 +41,10 @@ def config(ctx: Context) -> RunConfig:
         ctx.note("no trainer.total_steps: the service goes on until it is stopped")
         made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})})
     given = made.buffer.explorer_input
-    for key in ("taskset", "tasksets", "eval_tasksets"):
-        if getattr(given, key):
-            ctx.error(
-                f"buffer.explorer_input.{key}",
-                "has no meaning with mode: serve, where clients bring the tasks; evaluate its checkpoints with mode: bench",
-            )
-    return made
+    why = "mode is serve, where clients bring the tasks; evaluate its checkpoints with mode: bench"
+    given.idle("buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), why, ctx)
+    none = {"taskset": None, "tasksets": (), "eval_tasksets": ()}
+    return made.model_copy(update={"buffer": made.buffer.model_copy(update={"explorer_input": given.model_copy(update=none)})})
 
 
 def taskset(ctx: Context, sampling: SamplingArgs, num_runs: int) -> Tasksets:

@@ -31,7 +31,7 @@ from rft.serve.settings import ServeSettings
 from rft.types.block import encode
 from rft.types.ids import ExperienceId, GroupId, Version
 from rft.types.metrics import Metric, MetricRecord
-from rft.types.ports import Assignment, BufferWriter, ChatModel, ExploreGate, MetricSink
+from rft.types.ports import AppendResult, Assignment, BufferWriter, ChatModel, MetricSink
 from rft.types.sessions import SessionStore
 from rft.workflow.base import NO_MODELS
 from rft.workflow.group import REJECTED_WEIGHTS, PlayedGroup, judge
@@ -46,6 +46,23 @@ ADDRESS = "serve.json"  # in the run folder, while the service listens
 class ServiceBuffer(BufferWriter, SessionStore, Protocol):
     """The buffer as a service sees it."""
 
+    async def append(self, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = ()) -> AppendResult:
+        """As `BufferWriter`; the group's runs are those of `sessions`, in run order, which do not wait for anything any more."""
+        ...
+
+
+class ServiceGate(Protocol):
+    """What a service asks of the coordinator; see `ExploreGate`."""
+
+    async def next_batch(self, *, lag: int | None, fingerprint: str, total: int | None) -> Assignment | str: ...
+    async def wait_verified(self, version: Version) -> bool: ...
+    async def explored(self, batch: int) -> None: ...
+    async def finished(self) -> None:
+        """Wait, however long, until the trainer makes no further step."""
+        ...
+
+    async def wait_final(self) -> Version: ...
+
 
 class Service:
     """Serves under weights of `lineage`, and fills explore batches from the one that is assigned first."""
@@ -57,7 +74,7 @@ class Service:
         *,
         model: ChatModel,
         buffer: ServiceBuffer,
-        gate: ExploreGate,
+        gate: ServiceGate,
         sink: MetricSink,
         lineage: int,
         models: Mapping[str, ChatModel] = NO_MODELS,
@@ -136,9 +153,9 @@ class Service:
         held = Counter[int]()
         next_task: dict[int, int] = {}
         first = given.batch if isinstance(given, Assignment) else 0
-        for group in await self._buffer.stored_groups(first):
-            held[group.batch] += group.accepted
-            next_task[group.batch] = max(next_task.get(group.batch, 0), group.task + 1)
+        for stored in await self._buffer.stored_groups(first):
+            held[stored.batch] += stored.accepted
+            next_task[stored.batch] = max(next_task.get(stored.batch, 0), stored.task + 1)
         while isinstance(given, Assignment):
             b, began, played, reasons = given.batch, time.monotonic(), list[PlayedGroup](), Counter[str]()
             operated: list[Metric] = []

@@ -303,10 +303,6 @@ class ExploreGate(Protocol):
         """Whether this explorer is the one that evaluates the final weights."""
         ...
 
-    async def finished(self) -> None:
-        """Wait, however long, until the trainer makes no further step."""
-        ...
-
     async def wait_final(self) -> Version:
         """Wait until the trainer is finished and its last version is served."""
         ...
@@ -376,10 +372,9 @@ class Consumption(Struct, frozen=True, kw_only=True):
 class BufferWriter(Protocol):
     """The explorer's view of the buffer."""
 
-    async def append(self, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = ()) -> AppendResult:
+    async def append(self, frame: bytes, *, accepted: bool, reason: str = "") -> AppendResult:
         """Append one group (a block; failed runs are header rows in it).  Returns when durable.  Raises IdConflict, Fenced.
 
-        `sessions` that are served: the group's runs are theirs, in run order; they do not wait for anything any more.
         Rows of a group that is not accepted are discarded for `reason` at once and never leased; they still count as acknowledged.
         """
         ...

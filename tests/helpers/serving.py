@@ -135,7 +135,7 @@ async def started(
         PipelineSettings(),
         model=engine,
         buffer=buffer.writer(lineage),  # type: ignore[arg-type]  # it has the store's methods, too
-        gate=gate,  # type: ignore[arg-type]  # what a service asks of it
+        gate=gate,
         sink=sink,  # type: ignore[arg-type]
         lineage=lineage,
         folder=folder,
