@@ -111,7 +111,7 @@ class Registry:
         known = self.names(kind)
         raise PluginError(
             f"unknown {kind} {name!r}.  Known: {', '.join(known) or 'none'}.{nearest(name, known)}  "
-            "A plugin of your own is found with --plugin-dir DIR, as pkg.module:Name or as path/file.py:Name."
+            "Your own plugin is found with --plugin-dir DIR, as pkg.module:Name or as path/file.py:Name."
         )
 
     def names(self, kind: str) -> list[str]:
@@ -286,13 +286,18 @@ def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> d
 
 
 def load_all(plugin_dirs: Iterable[str | Path] = ()) -> None:
-    """Everything a configuration may name: shipped workflows, rewards and operators, entry points, then the given folders."""
-    REGISTRY.scan_package("rft.reward")
-    REGISTRY.scan_package("rft.buffer.operators")
-    REGISTRY.scan_folder(shipped_workflows())
+    """Everything a configuration may name: what is shipped, entry points, then the given folders."""
+    load_shipped()
     REGISTRY.scan_entry_points()
     for folder in plugin_dirs:
         REGISTRY.scan_folder(Path(folder).expanduser())
+
+
+def load_shipped() -> None:
+    """Shipped workflows, rewards and operators."""
+    REGISTRY.scan_package("rft.reward")
+    REGISTRY.scan_package("rft.buffer.operators")
+    REGISTRY.scan_folder(shipped_workflows())
 
 
 def may_come(name: str, plugin_dirs: Iterable[str]) -> bool:

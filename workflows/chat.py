@@ -4,6 +4,9 @@ explorer_input:
   taskset: {path: questions.jsonl, default_workflow_type: simple_workflow, default_reward_fn_type: exact_answer}
 """
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from pydantic import BaseModel, ConfigDict
 
 from rft import RunContext, Task, Transcript, Workflow, register
@@ -32,3 +35,11 @@ class SimpleWorkflow(Workflow):
 
 
 register.workflow("async_simple_workflow", args=ChatArgs)(SimpleWorkflow)  # Trinity-RFT's name; every workflow may be async here
+
+
+@register.workflow("rubric_judge_workflow", args=ChatArgs)
+class RubricJudged(SimpleWorkflow):
+    """The same, scored by a judge with the criteria in a row's column `rubric`: a list of {description, weight}."""
+
+    usual_reward = "rubric_judge"
+    usual_reward_args: ClassVar[Mapping[str, Any]] = {"rubric_key": "rubric"}

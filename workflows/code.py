@@ -25,6 +25,8 @@ class CodeArgs(BaseModel):
 class CodeWorkflow(Workflow):
     """Asks once, with an instruction in front; a system prompt of the task itself wins."""
 
+    usual_reward = "code_reward"
+
     def __init__(self, system_prompt: str | None = None) -> None:
         self.instruction = system_prompt if system_prompt is not None else INSTRUCTION
 

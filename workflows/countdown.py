@@ -13,6 +13,8 @@ from rft.taskset.generated_tasks import COUNTDOWN_PROMPT
 class CountdownWorkflow(Workflow):
     """Asks once; rows that have only `nums` and `target` get the usual question."""
 
+    usual_reward = "countdown_reward"
+
     async def run(self, task: Task, ctx: RunContext) -> Transcript:
         messages = task.chat()
         if task.prompt in (None, "") or "nums" in task.row:

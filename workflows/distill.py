@@ -37,7 +37,7 @@ class OnPolicyDistill(Workflow):
         await ctx.chat(messages)
         if not task.is_eval:
             await ctx.teach(self._name(ctx))
-        return ctx.transcript(score=Score(value=0.0) if task.reward is None else None)
+        return ctx.transcript(score=Score(value=0.0) if (task.reward or self.usual_reward) is None else None)
 
     def _name(self, ctx: RunContext) -> str:
         if self.teacher is not None:
@@ -50,6 +50,8 @@ class OnPolicyDistill(Workflow):
 @register.workflow("on_policy_distill_math_workflow", args=DistillArgs)
 class OnPolicyDistillMath(OnPolicyDistill):
     """The same with the instruction to reason and to mark the result; goes with `math_boxed_reward`."""
+
+    usual_reward = "math_boxed_reward"
 
     def __init__(self, teacher: str | None = None, system_prompt: str | None = None) -> None:
         super().__init__(teacher, MATH if system_prompt is None else system_prompt)

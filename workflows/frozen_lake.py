@@ -23,6 +23,8 @@ class FrozenLakeArgs(GymArgs):
     """As GymArgs; `desc`, `size` and `p` are for rows that have none of their own."""
 
     max_turns: int = Field(8, ge=1, description="moves at most")
+    agent_max_steps: int | None = Field(None, ge=1, description="Trinity-RFT's name of max_turns")
+    env_max_steps: int | None = Field(None, ge=1, description="moves of the environment at most; null: as max_turns")
     max_turn_tokens: int | None = Field(16, ge=1, description="tokens of one answer at most")
     is_slippery: bool = Field(False, description="moves go astray in two of three cases")
     desc: list[str] | None = Field(None, description="map of all rows, lines of S, F, H, G")
@@ -31,6 +33,10 @@ class FrozenLakeArgs(GymArgs):
     view: Literal["map", "words", "both"] = Field(
         "both", description="show the map with P for the player, say where goal and holes are, or both"
     )
+
+    def model_post_init(self, _: Any) -> None:
+        if self.agent_max_steps is not None:
+            object.__setattr__(self, "max_turns", self.agent_max_steps)
 
 
 @register.workflow("frozen_lake_workflow", args=FrozenLakeArgs)
@@ -44,7 +50,9 @@ class FrozenLake(GymWorkflow):
     def make(self, task: Task) -> Any:
         self.lake = self._map(task)
         # one place, not always the upper left corner, is the start: gymnasium takes any S
-        return gymnasium().make(self.env_id, desc=self.lake, is_slippery=self.args.is_slippery)
+        return gymnasium().make(
+            self.env_id, desc=self.lake, is_slippery=self.args.is_slippery, max_episode_steps=self.args.env_max_steps
+        )
 
     def instruction(self, task: Task) -> str:
         return task.system_prompt or "You cross a frozen lake. Never step into a hole."

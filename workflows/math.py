@@ -30,6 +30,8 @@ class MathArgs(BaseModel):
 class MathWorkflow(Workflow):
     """Asks once, with an instruction in front; a system prompt of the task itself wins."""
 
+    usual_reward = "math_reward"
+
     def __init__(self, style: Literal["tags", "boxed"] = "tags", system_prompt: str | None = None) -> None:
         self.instruction = system_prompt if system_prompt is not None else PROMPTS[style]
 
@@ -53,6 +55,8 @@ class BoxedArgs(BaseModel):
 @register.workflow("math_boxed_workflow", args=BoxedArgs)
 class MathBoxedWorkflow(Workflow):
     """Asks once for a result inside \\boxed{}.  What an answer without <think> loses is an argument of `math_boxed_reward`."""
+
+    usual_reward = "math_boxed_reward"
 
     def __init__(self, use_base: bool = False, with_think: bool = False, system_prompt: str | None = None) -> None:
         think = "Write your reasoning between <think> and </think> first. " if with_think else ""
@@ -79,8 +83,16 @@ class MathEvalWorkflow(MathBoxedWorkflow):
         super().__init__(system_prompt="Please reason step by step, and put your final answer within \\boxed{}.")
 
 
+class MathRuler(MathWorkflow):
+    """The same, scored by comparing all answers to a task."""
+
+    usual_reward = "ruler_judge"
+
+
 # Trinity-RFT's names.  math_rm_workflow is for rewards that look at the whole conversation, which all rewards can.
 for _name in ("async_math_workflow", "math_rm_workflow", "async_math_rm_workflow"):
     register.workflow(_name, args=MathArgs)(MathWorkflow)
+for _name in ("math_ruler_workflow", "async_math_ruler_workflow"):
+    register.workflow(_name, args=MathArgs)(MathRuler)
 register.workflow("async_math_boxed_workflow", args=BoxedArgs)(MathBoxedWorkflow)
 register.workflow("async_math_eval_workflow", args=EvalArgs)(MathEvalWorkflow)

@@ -71,6 +71,9 @@ class ToolCallWorkflow(Workflow):
         return matches([(c.name, c.arguments) for c in calls], wanted(truth))
 
 
+register.workflow("toolcall_workflow", args=ToolCallArgs)(ToolCallWorkflow)  # Trinity-RFT's older name
+
+
 def _question(task: Task) -> list[dict[str, Any]]:
     asked = _listed(task.row.get("question"))
     if asked and isinstance(asked[0], list):

@@ -48,22 +48,6 @@ _REFUSED: dict[tuple[str, str], str] = {
     ("kl_loss_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use low_var_kl, k2 or k3",
     ("kl_penalty_fn", "full"): "it needs both models' logits over the whole vocabulary at once; use k1 or low_var_kl",
 }
-_KEY_HINTS: dict[tuple[str, str], str] = {
-    ("policy_loss_fn", "loss_agg_mode"): "set algorithm.loss_agg_mode, which holds for all losses",
-    **dict.fromkeys(
-        [
-            ("policy_loss_fn", name)
-            for name in (
-                *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
-                *("train_batch_size_usual", "train_batch_size_expert", "sft_loss_agg_mode", "grpo_loss_agg_mode"),
-            )
-        ],
-        "rows are counted by themselves; leave it out",
-    ),
-    ("kl_loss_fn", "kl_coef"): "name an estimator in kl_loss_fn, such as k2, to switch the KL loss on",
-    ("kl_penalty_fn", "kl_coef"): "name an estimator in kl_penalty_fn, such as k1, to put the KL into the reward",
-    ("entropy_loss_fn", "entropy_coef"): "set entropy_loss_fn: default to switch the bonus on",
-}
 
 
 def _ours(kind: str) -> list[Plugin]:
@@ -118,7 +102,7 @@ def check_args(kind: str, name: str, given: Mapping[str, Any], *, key: str = "")
     unknown name, ConfigErrors with one entry per wrong argument.
     """
     key = key or f"algorithm.{kind}"
-    return validate(part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args", kind=kind)
+    return validate(part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args")
 
 
 def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
@@ -138,24 +122,22 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{_near(name, known)}", key=key, given=name)
 
 
-def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str, kind: str = "") -> BaseModel:
+def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str) -> BaseModel:
     """`given` as a `model`; raises ConfigErrors that name each offending key and the nearest known one."""
     try:
         return model.model_validate(dict(given))
     except ValidationError as e:
-        raise ConfigErrors([_error(model, error, what, key, kind) for error in e.errors(include_url=False)]) from None
+        raise ConfigErrors([_error(model, error, what, key) for error in e.errors(include_url=False)]) from None
 
 
-def _error(model: type[BaseModel], error: Any, what: str, key: str, kind: str) -> ConfigError:
+def _error(model: type[BaseModel], error: Any, what: str, key: str) -> ConfigError:
     path = ".".join(str(p) for p in error["loc"])
     full = f"{key}.{path}" if path else key
     given = error["input"]
     if error["type"] == "extra_forbidden":
         known = list(model.model_fields)
         listed = f"Known: {', '.join(known)}." if known else "It takes no arguments."
-        hint = _KEY_HINTS.get((kind, path))
-        tail = f"  {path}: {hint}." if hint else _near(path, known)
-        return ConfigError(f"unknown key for {what}.  {listed}{tail}", key=full, given=given)
+        return ConfigError(f"unknown key for {what}.  {listed}{_near(path, known)}", key=full, given=given)
     field = model.model_fields.get(path)
     meaning = f"  ({field.description})" if field is not None and field.description else ""
     text = error["msg"].removeprefix("Value error, ")

@@ -40,7 +40,7 @@ from sqlalchemy import (
 
 from rft.buffer.base import Audit
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
-from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, uses
+from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, token_logprobs, uses
 from rft.buffer.session_rows import count_answers
 from rft.errors import BufferFailed
 from rft.types.ids import Version
@@ -168,7 +168,7 @@ def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None =
         if wrong:
             raise BufferFailed(
                 f"experience {wrong[0]} is {found.get(wrong[0], 'not stored')} and cannot become {to} ({len(wrong)} such rows); "
-                "the buffer and what asks it disagree: end the run and resume it"
+                "the buffer and its caller disagree: end the run and resume it"
             )
 
 
@@ -223,6 +223,14 @@ def parts(values: Sequence[str]) -> Iterator[Sequence[str]]:
     """`values` in pieces that fit into one statement."""
     for start in range(0, len(values), _PART):
         yield values[start : start + _PART]
+
+
+def strays(tx: Connection) -> list[str]:
+    """What is wrong with the log-probs that trainers left: each belongs to a use."""
+    k, u = token_logprobs.c, uses.c
+    of_a_use = exists().where(and_(u.experience == k.experience, u.lineage == k.lineage, u.step == k.step))
+    found = tx.scalars(select(k.experience).where(~of_a_use)).all()
+    return [f"trainer's log-probs of {found[0]} belong to no use ({len(found)} such rows)"] if found else []
 
 
 def count(

@@ -290,7 +290,7 @@ def same_tasksets(tx: Connection, lineage: int, explorer: int, fingerprints: Map
         changed = sorted(n for n in {*before, *fingerprints} if before.get(n) != fingerprints.get(n))
         raise ConfigError(
             f"the rows of {', '.join(changed)} are not those that the checkpoint was trained on (another file, filter or function result), "
-            "so the run cannot go on where it was.  Bring the old rows back, or give the run another name to begin anew",
+            "so the run cannot resume.  Bring the old rows back, or give the run another name to begin anew",
             key="buffer.explorer_input.tasksets",
             given=changed,
         )

@@ -81,7 +81,7 @@ def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]]
         whole.append({"stage_name": stage, **one} if stage else one)
     if "" in found:
         return whole[0]
-    both = {name: [x for one in whole for x in one[name]] for name in ("errors", "warnings", "notes", "not_active")}
+    both = {name: [x for one in whole for x in one[name]] for name in ("errors", "warnings", "notes", "not_active", "needs")}
     return {"ok": all(one["ok"] for one in whole), **both, "plan": None, "stages": whole}
 
 
@@ -113,6 +113,7 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
         ("note", "dim", report.notes),
         ("warning", "yellow", report.warnings),
         ("later", "yellow", report.not_active),
+        ("needs", "yellow", report.needs),
         ("error", "red", errors),
     ):
         for text in texts:
@@ -120,10 +121,10 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
     if errors:
         out.print(f"[bold red]{path}: {len(errors)} error(s)[/]")
     else:
-        stage = " (the file alone; plugins, data and model were not looked at)" if report.schema_only else ""
+        stage = " (the file and its names; plugins, data and model were not opened)" if report.schema_only else ""
         waiting = sum(not n.harmless for n in report.not_active)
         start = f"Start it with: {escape(command)}" if not waiting else f"It cannot run before {waiting} key(s) are active"
-        out.print(f"[bold green]{path} is fine[/]{stage}.  {start}")
+        out.print(f"[bold green]{path} is fine[/]{stage}: {report.outcome}.  {start}")
 
 
 def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]]) -> None:

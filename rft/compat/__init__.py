@@ -1,6 +1,6 @@
 """The classes that workflow and reward files of Trinity-RFT 0.6 import, played by `rft`.
 
-    sed -E -i 's/from trinity\\.[a-z_.]+ import/from rft.compat import/' my_workflow.py
+    sed -E -i 's/from (trinity|verl)\\.[a-z0-9_.]+ import/from rft.compat import/' my_workflow.py
 
 A leaf: nothing else of `rft` imports it.  Names are looked up when they are asked for, so a reward file does not import torch.
 Invariant: a name that cannot be kept says what to use instead.
@@ -13,6 +13,9 @@ from typing import Any
 
 NAMES = {
     "trinity_experience": ("EID", "Experience", "CustomField", "group_by"),
+    "trinity_grading": (
+        "fix_fracs", "grade_answer", "match_answer", "math_equal", "remove_right_units", "timeout_limit", "validate_think_pattern",
+    ),
     "trinity_model": ("ModelWrapper",),
     "trinity_operators": ("ExperienceOperator", "ExperienceOperatorV1"),
     "trinity_registry": (
@@ -25,6 +28,7 @@ NAMES = {
     "trinity_task": ("Task", "FormatConfig", "GenerationConfig"),
     "trinity_workflow": (
         "Workflow", "BaseSimpleWorkflow", "SimpleWorkflow", "AsyncSimpleWorkflow", "MathWorkflow", "AsyncMathWorkflow", "MultiTurnWorkflow",
+        "MathBoxedWorkflow", "AsyncMathBoxedWorkflow",
     ),
     "trinity_steps": (
         "StepWiseRewardWorkflow", "AsyncStepWiseRewardWorkflow", "RewardPropagationWorkflow", "AsyncRewardPropagationWorkflow",

@@ -104,6 +104,9 @@ def _transcripts(name: str, found: Any, home: Home) -> list[Transcript]:
     if not found:
         raise CompatError(f"workflow {name} returned no experience")
     runs: list[list[TrinityExperience]] = [[] for _ in home.contexts]
+    if len(found) == len(runs) and not any(x.eid.run for x in found):
+        for i, x in enumerate(found):  # the workflow left the numbers out
+            x.eid.run = i
     for x in found:
         run = x.eid.run if len(runs) > 1 else 0
         if not 0 <= run < len(runs):

@@ -74,7 +74,7 @@ def of(task: ours.Task, workflow: type, reward_fn: Any) -> TrinityTask:
     """Ours as Trinity's.  Where prompt or truth are no column of the row, they are put into `raw_task` as one."""
     raw = copy.deepcopy(task.row)
     form = TrinityFormatConfig(
-        prompt_key=_column(raw, task.prompt, "prompt"),
+        prompt_key=_column(raw, list(task.messages) or None if task.prompt is None else task.prompt, "prompt"),
         response_key=_column(raw, task.truth, "response"),
         system_prompt=task.system_prompt,
         chat_template=task.chat_template,

@@ -15,13 +15,15 @@ from rft.compat import trinity_play as play
 from rft.compat.trinity_experience import TrinityExperience
 from rft.compat.trinity_model import ModelWrapper
 from rft.compat.trinity_registry import get_logger
-from rft.compat.trinity_rewards import MathRewardFn, RewardFn
+from rft.compat.trinity_rewards import MathBoxedRewardFn, MathRewardFn, RewardFn
 from rft.compat.trinity_task import TrinityTask
 
 INSTRUCTION = (
     "Solve the problem step by step. Write your reasoning between <think> and </think>, "
     "then the final result alone between <answer> and </answer>."
 )
+BOXED = "Solve the problem step by step. Put the final result inside \\boxed{}."
+THINK = "Write your reasoning between <think> and </think> first. "
 
 
 class TrinityWorkflow:
@@ -169,3 +171,49 @@ class MathWorkflow(SimpleWorkflow):
 
 class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
     pass
+
+
+class MathBoxedWorkflow(SimpleWorkflow):
+    r"""Asks for a result in \boxed{} and scores with `math_boxed_reward` unless the taskset names another reward."""
+
+    def reset(self, task: TrinityTask) -> None:
+        args = self.workflow_args = task.workflow_args
+        self.use_base, self.with_think = args.get("use_base", False), args.get("with_think", False)
+        self.format_score_coef = args.get("format_score_coef", 0.1)
+        if task.reward_fn is None:
+            task.reward_fn = MathBoxedRewardFn
+        super().reset(task)
+        if self.system_prompt is None:
+            self.system_prompt = (THINK if self.with_think else "") + BOXED
+
+    def format_prompt(self) -> str:
+        return "".join(f"{m['role'].capitalize()}: {m['content']}\n" for m in self.format_messages()) + "Assistant: "
+
+    def _scored(self, responses: list[TrinityExperience]) -> list[TrinityExperience]:
+        for i, response in enumerate(responses):
+            parts = self.reward_fn(
+                response=response.response_text,
+                truth=self.truth,
+                with_think=self.with_think,
+                format_score_coef=self.format_score_coef,
+                response_token=response.tokens[response.prompt_length :],
+                info=response.info,
+            )
+            response.metrics |= parts
+            response.reward = sum(parts.values())
+            response.eid.run = i + self.run_id_base
+        return responses
+
+    def run(self) -> list[TrinityExperience]:
+        if self.use_base:
+            return self._scored(self.model.generate([self.format_prompt()], **self.rollout_args))
+        return super().run()
+
+
+class AsyncMathBoxedWorkflow(MathBoxedWorkflow):
+    is_async = True
+
+    async def run_async(self) -> list[TrinityExperience]:
+        if self.use_base:
+            return self._scored(await self.model.generate_async([self.format_prompt()], **self.rollout_args))
+        return self._scored(await self.model.chat_async(self.format_messages(), **self.rollout_args))

@@ -14,6 +14,7 @@ from rft.logs import redact
 
 if TYPE_CHECKING:
     from rft.config.memory_estimate import RoleMemory
+    from rft.config.playable import Need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Report:
     model: dict[str, Any] = field(default_factory=dict)
     memory: tuple[RoleMemory, ...] = ()  # empty where the model's sizes are not known
     schema_only: bool = False
+    needs: tuple[Need, ...] = ()  # with `schema_only`: what is named and not here
 
     @property
     def ok(self) -> bool:
@@ -36,17 +38,30 @@ class Report:
 
     @property
     def not_active(self) -> tuple[NotActive, ...]:
-        """What is accepted and comes later."""
+        """What is accepted but not implemented yet."""
         return self.plan.not_active if self.plan is not None else ()
+
+    @property
+    def outcome(self) -> str:
+        """One line for a whole file: refused, needs, runs with warnings, or runs as it is."""
+        waiting = [n.key for n in self.not_active if not n.harmless]
+        lacking = list(dict.fromkeys(need.kind for need in self.needs)) + waiting
+        if self.errors:
+            return f"refused because of {len(self.errors)} error(s)"
+        if lacking:
+            return f"needs {', '.join(lacking)}"
+        return "runs with the listed warnings" if self.warnings else "runs as it is"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, secrets redacted."""
         return {
             "ok": self.ok,
+            "outcome": self.outcome,
             "errors": [plain({"key": e.key, "given": e.given, "message": redact(e.message)}) for e in self.errors],
             "warnings": [redact(w) for w in self.warnings],
             "notes": [redact(n) for n in self.notes],
             "not_active": plain(self.not_active),
+            "needs": plain(self.needs),
             "plan": plain(self.plan) if self.plan is not None else None,
             "tasksets": plain(self.tasksets),
             "model": plain(self.model),
@@ -64,7 +79,7 @@ class Report:
 
 
 def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
-    """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are not known."""
+    """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are unknown."""
     from rft.config.describe import timeline
     from rft.config.offline_plan import summary
     from rft.sync.timeline import picture

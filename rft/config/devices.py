@@ -51,7 +51,7 @@ def namespace(config: RunConfig) -> str:
 
 
 def ray_address(config: RunConfig) -> str | None:
-    """The Ray to join; None: one of its own."""
+    """The Ray to join; None: the run starts one."""
     return config.cluster.ray_address or (_FOUND if apart(config) else None)
 
 
@@ -142,7 +142,7 @@ def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
     if ctx.config.mode != "colocate":
         return
     if "cuda" in devices:
-        ctx.error("mode", f"colocate on GPUs comes later; {GPUS_IN_TURNS}")
+        ctx.error("mode", f"colocate on GPUs is not implemented yet; {GPUS_IN_TURNS}")
     s, e = ctx.config.synchronizer, ctx.config.explorer
     wanted = (
         ("synchronizer.sync_style", s.sync_style, "fixed"),

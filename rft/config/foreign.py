@@ -7,11 +7,12 @@ of them a configuration in our own spelling is read in the same way.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
-from rft.config.schema.source import Loc
+from rft.config.schema.source import Loc, dotted
 from rft.plugins import REGISTRY, kind
 
 foreign_keys = kind("foreign_keys")
@@ -23,6 +24,8 @@ class ForeignKeys:
 
     instead: ClassVar[Mapping[str, str]] = {}
     """Keys that people know and that are not in the schema: what to do about each."""
+    ignored: ClassVar[Mapping[str, str]] = {}
+    """Keys that are taken out with a warning, because what they ask for is so anyway or is decided elsewhere: why."""
     values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Values of a choice that are not offered: key → value → what to do."""
 
@@ -42,7 +45,53 @@ def tables() -> tuple[ForeignKeys, ...]:
 
 def expand(values: dict[str, Any], origins: Origins, same_layer: Callable[[Loc], bool] = lambda _: True) -> list[str]:
     """Every tool's spellings in `values` and `origins` become ours.  Raises ConfigError or ConfigErrors."""
-    return [warning for table in tables() for warning in table.expand(values, origins, same_layer)]
+    moved = [warning for table in tables() for warning in table.expand(values, origins, same_layer)]
+    return [*moved, *_without_ignored(values, origins)]
+
+
+def ignored() -> dict[str, str]:
+    return {key: why for table in tables() for key, why in table.ignored.items()}
+
+
+def _without_ignored(values: dict[str, Any], origins: Origins) -> list[str]:
+    """Takes out the ignored keys, and those not offered whose value asks for nothing (null, false, empty); a warning for each."""
+    warnings = []
+    for place, loc in list(_mappings(values, ())):
+        for name, value in list(place.items()):
+            key = dotted((*loc, name))
+            found = _which().fullmatch(key)
+            off = value is None or value is False or value in ("", {}, [])
+            why = (
+                ignored()[_patterns()[found.lastindex - 1]] if found and found.lastindex else "it is off here too" if off else ""
+            )
+            if not why or not advice(key):
+                continue
+            where = next((o for at, o in origins.items() if at[: len(loc) + 1] == (*loc, name)), "")
+            warnings.append(f"{key} has no effect: {why}{f'  ({where})' if where else ''}")
+            del place[name]
+            for at in [at for at in origins if at[: len(loc) + 1] == (*loc, name)]:
+                del origins[at]
+    return warnings
+
+
+@cache
+def _patterns() -> tuple[str, ...]:
+    return tuple(ignored())
+
+
+@cache
+def _which() -> re.Pattern[str]:
+    """Group i matches what the i-th ignored pattern matches."""
+    return re.compile("|".join(f"({fnmatch.translate(pattern)})" for pattern in _patterns()))
+
+
+def _mappings(value: Any, loc: Loc) -> Iterator[tuple[dict[str, Any], Loc]]:
+    """Every mapping in `value`, the outer ones first."""
+    if isinstance(value, dict):
+        yield value, loc
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in inner:
+        yield from _mappings(item, (*loc, name))
 
 
 def instead() -> dict[str, str]:
@@ -55,7 +104,11 @@ def not_offered() -> dict[str, Mapping[str, str]]:
 
 def advice(key: str) -> str:
     """What to do about a key that is not in the schema; "" for one that nobody knows."""
-    return next((f"not a key here: {text}" for pattern, text in instead().items() if fnmatch.fnmatchcase(key, pattern)), "")
+    said = {
+        **{k: f"has no effect: {why}" for k, why in ignored().items()},
+        **{k: f"not a key here: {v}" for k, v in instead().items()},
+    }
+    return next((text for pattern, text in said.items() if fnmatch.fnmatchcase(key, pattern)), "")
 
 
 def value_advice(key: str, value: object) -> str:

@@ -36,17 +36,17 @@ class Inert:
             object.__setattr__(self, "harmless", True)
 
 
-GPUS_IN_TURNS = "give engines and trainer GPUs of their own with mode: both; on a machine without GPUs they take turns"
+GPUS_IN_TURNS = "give engines and trainer separate GPUs with mode: both; on a machine without GPUs they take turns"
 _GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
 _FOR_TASKS = "is for tasks; rows that are trained on have none"
-_FOR_DATA = "is for rows that are trained on (mode train): buffer.trainer_input.experience_buffer.format"
+_FOR_DATA = "is for rows to train on (mode train): buffer.trainer_input.experience_buffer.format"
 _STREAMS = (
     "experiences come from the explorer and go to the experience buffer; use buffer.trainer_input.auxiliary_buffers for others"
 )
 _ONE_PROCESS = "runs are coroutines of one process; explorer.max_concurrent_runs bounds them"
 _ASKER = "whoever asks an auxiliary model says how its answer is sampled"
 _PREFIX = (
-    "an answer is what the model writes itself; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
+    "an answer is only what the model writes; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
 )
 _LATER = "engines take new weights at the same time; requests wait meanwhile"
 _ROLLOUT, _AUXILIARY = "explorer.rollout_model", "explorer.auxiliary_models[]"
@@ -113,7 +113,7 @@ TABLE: dict[str, Inert] = {
     "trainer.enable_preview": Inert(
         "rft buffer shows the rows of any step, and samples of every evaluation are logged", "warned"
     ),
-    "synchronizer.group_name": Inert("the name is chosen by itself", "noted"),
+    "synchronizer.group_name": Inert("the name is chosen automatically", "noted"),
     "synchronizer.wait_for_checkpoint": Inert("a version is used when it is complete", "noted"),
 }
 _SAME_KEYS = (  # sections with the keys of another

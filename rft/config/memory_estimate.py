@@ -122,7 +122,7 @@ def estimate(
     if plan.trainer.offline_data is not None:
         rest[0] = Term("coordinator", PART_PROCESS, f"a process of {PART_PROCESS // MIB} MiB")
     elif plan.sync.method in ("memory", "nccl"):
-        rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in memory of their own"))
+        rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in separate memory"))
     if plan.trainer.offline_data is None and plan.sync.method == "nccl":
         workers = sum(plan.sync.workers)
         rest.append(

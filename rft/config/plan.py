@@ -69,7 +69,6 @@ class NotActive:
     value: Any
     instead: str
     harmless: bool = False  # the run may start: speed, memory or an extra file, never other weights
-    moot: bool = False  # it can have no meaning here; else it comes later
 
     def __str__(self) -> str:
         return f"{self.key} {self.value!r} is accepted, not active yet: {self.instead}"

@@ -28,6 +28,7 @@ from rft.plugins import REGISTRY
 from rft.trainer.settings import AlgorithmSettings
 
 REINFORCE = "reinforce"
+WRITTEN_KL = "k2"
 
 
 def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
@@ -44,13 +45,19 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
     parts: dict[str, Any] = {}
     for kind in KINDS:
         written, default = getattr(a, kind), getattr(base, kind)
+        own = getattr(a, f"{kind}_args")
+        if kind == "kl_loss_fn" and written is None and default == "none" and own.get("kl_coef"):
+            written = WRITTEN_KL  # Trinity-RFT's own where only the coefficient is written
+            ctx.warn(
+                f"algorithm.{kind}_args.kl_coef is written without {kind}, so {written} is taken; name an estimator, or none"
+            )
         part = RENAMED.get((kind, written or default), written or default)
         if written is None:
             ctx.derive(f"algorithm.{kind}", part, f"of algorithm {base.name}")
         elif part != written:
             ctx.warn(f"algorithm.{kind}: {written} is another name of {part}")
         inherited = getattr(base, f"{kind}_args") if part == default else {}
-        args = {**inherited, **getattr(a, f"{kind}_args")}
+        args = {**inherited, **_of_none(kind, part, own, ctx)}
         if ctx.judged(kind, part):
             with ctx.taking():
                 check_args(kind, part, args)
@@ -61,6 +68,15 @@ def algorithm(ctx: Context) -> tuple[AlgorithmSettings, int, bool]:
     settings = AlgorithmSettings(algorithm_type=base.name, loss_agg_mode=loss_agg_mode, **parts)
     settings = policies(ctx, settings)
     return settings, repeat_times, compares_in_groups(a.advantage_fn or base.advantage_fn)
+
+
+def _of_none(kind: str, part: str, args: dict[str, Any], p: Problems) -> dict[str, Any]:
+    """`args` without those that the part would have if it were not `none`."""
+    others = [model for (k, _), model in shipped().items() if k == kind] if part == "none" else []
+    idle = [name for name in args if any(name in model.model_fields for model in others)]
+    for name in idle:
+        p.warn(f"algorithm.{kind}_args.{name} has no effect: {kind} is none")
+    return {name: value for name, value in args.items() if name not in idle}
 
 
 def _loss_agg_mode(written: AggMode | None, base: AlgorithmDefaults, loss: str, p: Problems) -> AggMode:
@@ -86,21 +102,32 @@ def reads_baseline(algorithm: AlgorithmSettings) -> bool:
     return args is not None and args.baseline
 
 
-def advantage_inputs(algorithm: AlgorithmSettings, rows: int | None, p: Problems) -> None:
+def needs_whole_groups(algorithm: AlgorithmSettings, compares: bool) -> bool:
+    """Whether a step must have all rows of a group.
+
+    So it is where the advantage compares what only the rows themselves hold, and where a KL in the reward changes rewards that are
+    compared (`compares`).
+    """
+    if algorithm.kl_penalty_fn != "none" and compares:
+        return True
+    try:
+        return declared(check_args("advantage_fn", algorithm.advantage_fn, algorithm.advantage_fn_args)).whole_groups
+    except ConfigError:
+        return False  # told by `algorithm`
+
+
+def takes_any_sampling(algorithm: AlgorithmSettings) -> bool:
+    """Whether tokens may be drawn from a part of the distribution: the loss reads no log-probs of the sampler, or a correction rejects."""
+    model = losses().get(algorithm.policy_loss_fn)
+    rejects = (algorithm.rollout_correction or {}).get("rollout_rs", "none") != "none"
+    return rejects or (model is not None and model.samples == "none")
+
+
+def advantage_inputs(algorithm: AlgorithmSettings, p: Problems) -> None:
     """What the advantage reads that a step may not have."""
     name = algorithm.advantage_fn
     if (model := shipped().get(("advantage_fn", name))) is None:
         return
-    try:
-        args = check_args("advantage_fn", name, algorithm.advantage_fn_args)
-    except ConfigError:
-        return  # told by `_algorithm`
-    if rows is not None and declared(args).whole_groups:
-        p.error(
-            "buffer.train_batch_size",
-            f"counts rows, which may split a group, but advantage {name!r} as it is set compares tokens of all rows of a group; leave it "
-            "out, or write batch_size x repeat_times",
-        )
     loss = shipped().get(("policy_loss_fn", algorithm.policy_loss_fn))
     if algorithm.sample_strategy == "pf_ppo" and loss is not None and loss.pairs:
         p.error(
@@ -189,16 +216,6 @@ def _corrected(ctx: Context, settings: AlgorithmSettings) -> AlgorithmSettings:
     if settings.policy_loss_fn != REINFORCE:
         ctx.derive("algorithm.policy_loss_fn", REINFORCE, f"{key}.loss_type")
     return replace(settings, policy_loss_fn=REINFORCE, policy_loss_fn_args={})
-
-
-def whole_groups(settings: AlgorithmSettings, compares: bool, rows: int | None, p: Problems) -> None:
-    """A KL in the reward changes the rewards of all members of a group, so these have to be in one step where they are compared."""
-    if settings.kl_penalty_fn != "none" and compares and rows is not None:
-        p.error(
-            "buffer.train_batch_size",
-            f"counts rows, which may split a group, but with kl_penalty_fn {settings.kl_penalty_fn} advantages need the KL of all rows "
-            "of a group; leave it out, or write batch_size x repeat_times",
-        )
 
 
 def has_critic(settings: AlgorithmSettings, facts: Facts) -> bool | None:

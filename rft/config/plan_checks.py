@@ -1,4 +1,4 @@
-"""Whether a plan fits the models that it names, and its storage; what is allowed and probably not meant.  Before anything starts.
+"""Whether a plan fits the models that it names, and its storage; what is allowed but probably not meant.  Before anything starts.
 
 Knows plans and what model folders say of themselves.  Invariant: which layout of rows is accepted here is proven again by the trainer
 when the model is loaded.
@@ -82,7 +82,7 @@ def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
 
 
 def _critic_fits(policy: ModelFiles, plan: Plan, problems: Problems) -> None:
-    """The critic reads the policy's tokens with weights of its own."""
+    """The critic reads the policy's tokens with its own weights."""
     path, key = plan.learner.critic.model_path, "model.critic_model_path"
     if path in ("", plan.learner.model_path) or not needs(plan.learner.algorithm).critic:
         return

@@ -30,7 +30,7 @@ def gpus(model: ServedModelConfig) -> int:
 
 
 def copies(model: ServedModelConfig) -> int:
-    """Engines in all; a copy of data_parallel_size is an engine of its own."""
+    """Engines in all; each copy of data_parallel_size is a separate engine."""
     return model.engine_num * model.data_parallel_size
 
 
@@ -85,7 +85,7 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
     if e.engine_type == "external":
         ctx.error(
             f"{key}.engine_type",
-            "a server gives no token ids and takes no new weights, so it cannot be the policy; name a local model here, and the server "
+            "a server returns no token ids and takes no new weights, so it cannot be the policy; name a local model here, and the server "
             "in explorer.auxiliary_models",
         )
     provable.engine(ctx)
@@ -185,7 +185,7 @@ def _auxiliary(ctx: Context, i: int, names: tuple[str, ...], max_model_len: int,
     shared = _shared(ctx, model, key, device, length)
     trusted = ctx.config.model.trust_remote_code if model.trust_remote_code is None else model.trust_remote_code
     if model.task == "score" and (model.tool_call_parser or model.reasoning_parser):
-        ctx.error(f"{key}.task", "score: a model that gives numbers has no answer to parse; leave the parsers out")
+        ctx.error(f"{key}.task", "score: a model that returns numbers has no answer to parse; leave the parsers out")
     if model.task == "score" and model.engine_type == "scripted":
         ctx.error(f"{key}.task", "score: the scripted engine writes texts; use vllm or transformers")
     if trusted and not ctx.config.model.trust_remote_code:
@@ -220,7 +220,7 @@ def _server(ctx: Context, model: AuxiliaryModelConfig, key: str, name: str, max_
         for n in model.model_fields_set - ours
         if getattr(model, n) != type(model).model_fields[n].default and not inert(f"explorer.auxiliary_models[].{n}")
     ):
-        ctx.warn(f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect, the server decides that")
+        ctx.warn(f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect; the server decides this")
     if model.task == "score":
         ctx.error(f"{key}.task", "score: a server that chats gives no scores; use engine_type vllm or transformers")
     known = [h for h in e.headers if h in e.header_envs]

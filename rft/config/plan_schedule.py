@@ -113,8 +113,11 @@ def elsewhere(ctx: Context, repeat_times: int) -> Tasksets:
     return (TasksetSettings(name="elsewhere", path="", workflow="", reward=None, num_runs=repeat_times),)
 
 
-def batch(ctx: Context, train: Tasksets, compares: bool) -> tuple[int | None, int | None]:
-    """(groups, rows) of a train step; one of them is None.  `compares`: advantages come from the other runs of a task."""
+def batch(ctx: Context, train: Tasksets, compares: bool, whole: bool) -> tuple[int | None, int | None]:
+    """(groups, rows) of a train step; one of them is None.
+
+    `compares`: advantages come from the other runs of a task; `whole`: from all rows of a group, which have to be in one step.
+    """
     b = ctx.config.buffer
     runs = {t.num_runs for t in train} or {1}
     if runs == {1} and compares:
@@ -130,6 +133,12 @@ def batch(ctx: Context, train: Tasksets, compares: bool) -> tuple[int | None, in
             f"buffer.train_batch_size {high} is batch_size x repeat_times: a step trains whole groups, also when a run failed"
         )
         return b.batch_size, None
+    if whole:
+        ctx.warn(
+            f"buffer.train_batch_size {b.train_batch_size} counts rows, and the advantages of this algorithm need all rows of a group: a "
+            f"step trains the {b.batch_size} groups of buffer.batch_size instead"
+        )
+        return b.batch_size, None
     ctx.warn(
         f"buffer.train_batch_size {b.train_batch_size} is not batch_size x runs ({low if low == high else f'{low} to {high}'}): groups are "
         "split over train steps, and a failed run leaves its row missing (see on_short_batch).  Leave it out to train whole groups"
@@ -137,11 +146,11 @@ def batch(ctx: Context, train: Tasksets, compares: bool) -> tuple[int | None, in
     return None, b.train_batch_size
 
 
-def steps(ctx: Context, train: Tasksets, num_batches: NumBatches | None) -> tuple[int | None, int | None]:
-    """(explore steps, train steps); None where the tasksets would have to be opened."""
+def steps(ctx: Context, train: Tasksets, written: int | None, num_batches: NumBatches | None) -> tuple[int | None, int | None]:
+    """(explore steps, train steps); None where the tasksets would have to be opened.  `written`: rows of a step where these are counted."""
     b, t = ctx.config.buffer, ctx.config.trainer
     rows = b.batch_size * min((s.num_runs for s in train), default=1)
-    size = b.train_batch_size or rows  # rows of a train step
+    size = written or rows  # rows of a train step
     batches, epochs = b.total_steps, b.total_epochs or 1
     if b.total_tasks is not None:
         wanted = -(-b.total_tasks // b.batch_size)
@@ -214,8 +223,8 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
     with ctx.taking():
         if schedule(settings).staleness_bound is None:
             ctx.warn(
-                f"sync_style {s.sync_style} without synchronizer.max_staleness: experiences may be of any age, as many as the buffer's "
-                f"capacity lets wait; write max_staleness: {2 * s.sync_interval}, for example"
+                f"sync_style {s.sync_style} without synchronizer.max_staleness: experiences may be of any age, as many as the buffer "
+                f"holds; write max_staleness: {2 * s.sync_interval}, for example"
             )
     if ctx.config.deterministic and s.sync_style != "fixed" and s.max_staleness != 0:
         ctx.error("synchronizer.sync_style", "must be fixed with deterministic: true, or max_staleness 0")
@@ -228,7 +237,7 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
 
 
 def _transport(ctx: Context, name: str) -> str:
-    """A transport of somebody's own, looked at once plugins may be imported."""
+    """A plugin transport, checked once plugins may be imported."""
     key = "synchronizer.sync_method"
     if ctx.facts.plugins_loaded:
         try:

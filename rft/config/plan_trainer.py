@@ -27,7 +27,7 @@ from rft.types import rotary
 from rft.types.row_layout import AskedLayout
 
 _HOST = ("param_offload", "optimizer_offload", "grad_offload")
-_IN_HOST_ANYWAY = "no effect on CPU, where everything is in the host's memory"
+_IN_HOST_ANYWAY = "no effect on CPU, where everything is in host memory already"
 _BY_ROWS = "is required with use_dynamic_bsz: false"
 
 
@@ -58,6 +58,7 @@ def learner(
     critic = _critic(ctx, clip, budget, longest, steps)
     return filled(
         LearnerSettings,
+        ctx.config.monitor,
         t,
         model_path=ctx.find(ctx.config.model.model_path),
         tokenizer_path=None if ctx.config.model.tokenizer_path is None else ctx.find(ctx.config.model.tokenizer_path),
@@ -88,7 +89,10 @@ def learner(
 
 def _holds(budget: int | None, longest: int, key: str, p: Problems) -> None:
     if budget is not None and budget < longest:
-        p.error(key, f"is {budget} tokens; the longest experience may have {longest} on a rank (max_model_len)")
+        p.note(
+            f"{key} is {budget} tokens and the longest experience may have {longest} on a rank (max_model_len): a longer one is a "
+            "micro-batch alone"
+        )
 
 
 def _row_layout(ctx: Context) -> AskedLayout:
@@ -276,7 +280,7 @@ def _fused(ctx: Context, device: str) -> bool:
     if t.fused_kernel_backend == "torch":
         if t.use_fused_kernels:
             ctx.note(
-                "trainer.use_fused_kernels with fused_kernel_backend torch: log-probs and entropies are always computed so, by tiles"
+                "trainer.use_fused_kernels with fused_kernel_backend torch: log-probs and entropies are always computed by tiles"
             )
         return False
     if not t.use_fused_kernels:

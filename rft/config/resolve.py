@@ -77,8 +77,9 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     check_rules(ctx.config, ctx)
     lengths = plan_engines.lengths(ctx)
     algorithm, repeat_times, compares = plan_algorithm.algorithm(ctx)
-    train, evals = tasksets(ctx, max_response_tokens=lengths[2], repeat_times=repeat_times)
-    sampling = sampling_args(ctx, RolloutArgs(), lengths[2], "model", False)
+    any_sampling = plan_algorithm.takes_any_sampling(algorithm)
+    train, evals = tasksets(ctx, max_response_tokens=lengths[2], repeat_times=repeat_times, any_sampling=any_sampling)
+    sampling = sampling_args(ctx, RolloutArgs(), lengths[2], "model", False, any_sampling)
     served = plan_serve.taskset(ctx, sampling, repeat_times if compares else 1)
     cluster, engine_device, world_size, trainer_device = devices.devices(ctx)
     devices.check_colocated(ctx, (engine_device, trainer_device))
@@ -86,8 +87,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     auxiliary = plan_engines.auxiliary(ctx, lengths[0], cluster.gpus)
     work = _workload(ctx, train, evals, served, algorithm, repeat_times, compares, engines[0], num_batches)
     devices.check_processes(ctx)
-    plan_algorithm.advantage_inputs(algorithm, work.rows, ctx)
-    plan_algorithm.whole_groups(algorithm, compares, work.rows, ctx)
+    plan_algorithm.advantage_inputs(algorithm, ctx)
     plan_algorithm.critic(ctx, algorithm)
     learner = plan_trainer.learner(ctx, algorithm, lengths, trainer_device, world_size, work.train_steps)
     engines, learner = lora_plan.published(ctx, engines, learner)
@@ -160,7 +160,8 @@ def _workload(
     elif ctx.config.mode == "bench":
         work = Workload(evals=evals, explore_steps=0, train_steps=0, groups=1)
     else:
-        work = _sampled(ctx, train, evals, served, repeat_times, compares, num_batches)
+        whole = plan_algorithm.needs_whole_groups(algorithm, compares)
+        work = _sampled(ctx, train, evals, served, repeat_times, (compares, whole), num_batches)
     own_rows = work.rows or (work.groups or 1) * max((t.num_runs for t in work.counted), default=1)
     return replace(work, task_pipeline=prepared, expert=offline_plan.expert(ctx, algorithm, own_rows, engine))
 
@@ -176,20 +177,20 @@ def _sampled(
     evals: Tasksets,
     served: Tasksets,
     repeat_times: int,
-    compares: bool,
+    of_groups: tuple[bool, bool],
     num_batches: NumBatches | None,
 ) -> Workload:
-    """Modes that train on what engines sample, in this process or in another."""
+    """Modes that train on what engines sample, in this process or in another.  `of_groups` as in `plan_schedule.batch`."""
     counted = train or served or plan_schedule.elsewhere(ctx, repeat_times)
-    explore_steps, train_steps = plan_schedule.steps(ctx, counted, num_batches if train else None)
-    groups, rows = plan_schedule.batch(ctx, counted, compares)
+    groups, rows = plan_schedule.batch(ctx, counted, *of_groups)
+    explore_steps, train_steps = plan_schedule.steps(ctx, counted, rows, num_batches if train else None)
     return Workload(
         train=train, counted=counted, evals=evals, explore_steps=explore_steps, train_steps=train_steps, groups=groups, rows=rows
     )
 
 
 def _inert_keys(ctx: Context, read: tuple[str, ...]) -> tuple[NotActive, ...]:
-    """Refuses, warns of or notes what is written and does nothing; what comes later is returned.  `read`: keys that this run does read."""
+    """Refuses, warns of or notes what is written and does nothing; returns what is not implemented yet.  `read`: keys this run reads."""
     later = []
     for key, value, entry in used(ctx.config):
         if key.startswith(read):

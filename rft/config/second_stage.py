@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import rft.plugins as plugins
-from rft.config import lora_plan, model_folder, offline_plan, plan_checks
+from rft.config import lora_plan, model_folder, offline_plan, plan_checks, playable
 from rft.config.check_report import Report
 from rft.config.context import Context, Problems
 from rft.config.memory_estimate import RoleMemory, estimate, too_much
@@ -32,7 +32,8 @@ def checked(config: RunConfig, facts: Facts, name: str, schema_only: bool) -> Re
         problems = Problems()
         plan_checks.advise(plan, _keys(config, plan), problems)
         roles = _memory(plan, model_folder.sizes(plan.learner.model_path), None, facts, problems)
-        return _report(config, plan, problems, schema_only=True, memory=roles)
+        needs = playable.look(plan, _keys(config, plan), facts)
+        return _report(config, plan, problems, schema_only=True, memory=roles, needs=needs)
     try:
         plugins.load_all(plan.plugin_dirs)
     except ConfigError as e:
@@ -74,6 +75,8 @@ def _second_stage(config: RunConfig, plan: Plan, facts: Facts, name: str) -> Rep
 
     problems = Problems()
     plan_checks.storage(plan, problems)
+    for need in playable.operators(plan):
+        problems.error(need.key, need.message)
     model = _model(plan, problems)
     rows = plan_checks.models(config, plan, model, problems) if model is not None else None
     seen = preview.look(plan, _keys(config, plan), model, problems)

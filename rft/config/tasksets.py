@@ -34,8 +34,11 @@ from rft.types.task import SamplingArgs
 INPUT = "buffer.explorer_input"
 
 
-def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int) -> tuple[Tasksets, Tasksets]:
-    """Settings of the tasksets to train on and to evaluate on."""
+def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int, any_sampling: bool) -> tuple[Tasksets, Tasksets]:
+    """Settings of the tasksets to train on and to evaluate on.
+
+    `any_sampling`: training may draw tokens from a part of the distribution, e.g. with top_p.
+    """
     given = ctx.config.buffer.explorer_input
     train = _train(given, ctx, needed=samples(ctx.config) and ctx.config.mode not in ("train", "serve"))
     evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
@@ -66,7 +69,7 @@ def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int) -> tu
                     workflow=ctx.find(workflow or ""),
                     reward=_found(named, ctx.find),
                     reward_args=dict(t.reward_fn_args),
-                    sampling=sampling_args(ctx, t.rollout_args, max_response_tokens, key, is_eval),
+                    sampling=sampling_args(ctx, t.rollout_args, max_response_tokens, key, is_eval, any_sampling),
                     num_runs=t.repeat_times or t.rollout_args.n or (1 if is_eval else repeat_times),
                     **_selector(ctx, t, name, is_eval, key),
                     seed=t.data_selector.seed,
@@ -164,10 +167,14 @@ def _train(given: ExplorerInputConfig, problems: Problems, *, needed: bool) -> l
 
 def _name(t: TasksetConfig, is_eval: bool, names: dict[str, str], key: str, problems: Problems) -> str:
     if t.name is not None:
-        if t.name in names:
-            problems.error(f"{key}.name", f"is also the name of {names[t.name]}; names must differ")
-        names[t.name] = key
-        return t.name
+        name = t.name
+        if is_eval and name in names and f"{name}_eval" not in names:
+            name = f"{name}_eval"
+            problems.warn(f"{key}.name: {t.name} is the name of {names[t.name]}; this one is called {name}, in metrics too")
+        elif name in names:
+            problems.error(f"{key}.name", f"is also the name of {names[name]}; names must differ")
+        names[name] = key
+        return name
     stem = t.path.split("://")[-1].split("?")[0].rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
     base = re.sub(r"\.(jsonl?|parquet|csv)$", "", stem) or "taskset"
     base = re.sub(r"[^\w.+-]", "_", base).lstrip("._") or "taskset"
@@ -184,7 +191,9 @@ def _found(name: str | None, find: Callable[[str], str]) -> str | None:
     return None if name is None else find(name)
 
 
-def sampling_args(ctx: Context, args: RolloutArgs, max_response_tokens: int, key: str, is_eval: bool) -> SamplingArgs:
+def sampling_args(
+    ctx: Context, args: RolloutArgs, max_response_tokens: int, key: str, is_eval: bool, any_sampling: bool
+) -> SamplingArgs:
     m = ctx.config.model
     values: dict[str, Any] = {
         "temperature": m.temperature,
@@ -210,19 +219,23 @@ def sampling_args(ctx: Context, args: RolloutArgs, max_response_tokens: int, key
         ctx.error(f"{key}.rollout_args", str(e))
         return SamplingArgs()
     if not is_eval:
-        _reproducible(sampling, args, key, ctx)
+        _reproducible(sampling, args, key, any_sampling, ctx)
     elif sampling.temperature == 0 and (config_runs := (args.n or 1)) > 1:
         ctx.warn(f"{key}: temperature 0 gives the same answer {config_runs} times; use a temperature above 0 or one run")
     return sampling
 
 
-def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, problems: Problems) -> None:
-    """The trainer knows the temperature; anything else that bends the distribution cannot be trained on-policy."""
+def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, any_sampling: bool, problems: Problems) -> None:
+    """The trainer knows the temperature; what else bends the distribution is for losses that read no log-probs, or reject by them."""
     if sampling.temperature == 0:
         where = f"{key}.rollout_args.temperature" if args.temperature is not None else "model.temperature"
-        problems.error(where, "training samples at temperature 0 are all alike and have no on-policy gradient; use e.g. 1.0")
+        problems.error(where, "training samples at temperature 0 are all identical and have no on-policy gradient; use e.g. 1.0")
     off = SamplingArgs(max_tokens=sampling.max_tokens)
-    for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"):
+    for name in (
+        ()
+        if any_sampling
+        else ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+    ):
         value = getattr(sampling, name)
         if value == getattr(off, name):
             continue
@@ -231,7 +244,8 @@ def _reproducible(sampling: SamplingArgs, args: RolloutArgs, key: str, problems:
         problems.error(
             f"{key}.rollout_args.{name}" if written else top,
             f"is {value} for a training taskset; the trainer cannot compute the log-probs of tokens drawn that way, so the policy "
-            f"gradient would be wrong.  Use {getattr(off, name)} (off); evaluation tasksets may use any value",
+            f"gradient would be wrong.  Use {getattr(off, name)} (off), or algorithm.rollout_correction with rollout_rs; evaluation "
+            "tasksets may use any value",
         )
 
 

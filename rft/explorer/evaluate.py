@@ -67,11 +67,11 @@ class Evaluator:
             name, began = taskset.settings.name, time.monotonic()
             groups = await self._play(taskset, order, version)
             while not await self._all_verified(groups):
-                log.warning("evaluation on %s is played again: the canary of its weights failed", name)
+                log.warning("evaluation on %s is repeated: the canary of its weights failed", name)
                 groups = await self._play(taskset, order, version)
             played_s = time.monotonic() - began
             values = eval_metrics(f"{self._prefix}/{name}", groups, taskset.settings.num_runs, played_s)
-            if self._verified is None:  # weights that stay as they are have no version of their own
+            if self._verified is None:  # weights that stay as they are have no version
                 values = {k: v for k, v in values.items() if "/model_version/" not in k}
             await self._sink.log(MetricRecord(role="eval", step=version.step, time=time.time(), values=values))
             if self.settings.eval_samples != 0:

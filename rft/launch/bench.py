@@ -5,7 +5,6 @@ Invariant: a checkpoint whose files are not what its manifest says is refused by
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from rft.launch.runtime import Parts, PartSpec, Runtime, engine_specs, explorer_
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
-log = logging.getLogger(__name__)
 BASE = Version(1, 0)  # the model of model.model_path: what a run has before its first step
 Results = list[tuple[Version, dict[str, float]]]
 

@@ -1,6 +1,6 @@
 """The Ray that a run uses, its own on this machine or one that is there, and who sits where on it.
 
-A Ray of our own listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
+A local Ray listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
 when it ends.  Must be called before anything imports ray: the settings are read at import.
 
 Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks.  `rft check`
@@ -46,6 +46,7 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
+_RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
 
@@ -60,7 +61,7 @@ class Cluster:
     def connect(cls, address: str | None, *, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
         """Join the Ray at `address`, or start one here.
 
-        A Ray of our own is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
+        A local Ray is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
         counting them (tests).
         """
         os.environ.update(_ALWAYS)
@@ -83,18 +84,18 @@ class Cluster:
                 ) from e
             return cls(None)
         folder = Path(tempfile.mkdtemp(prefix="rft-"))
-        if len(str(folder)) > _SOCKET_PATH_LIMIT:
+        if len(str(folder / _RAYS)) > _SOCKET_PATH_LIMIT:
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="rft-", dir="/tmp"))
         cluster = cls(folder)
         try:
-            cluster._start(num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
+            cluster._start(folder / _RAYS, num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
         except BaseException:
             cluster.close()
             raise
         return cluster
 
-    def _start(self, **resources: int | None) -> None:
+    def _start(self, folder: Path, **resources: int | None) -> None:
         """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three attempts."""
         import ray
 
@@ -105,7 +106,7 @@ class Cluster:
                     ray.init(
                         **resources,
                         include_dashboard=False,
-                        _temp_dir=str(self._folder),
+                        _temp_dir=str(folder),
                         _node_ip_address="127.0.0.1",
                         object_store_memory=_OBJECT_STORE_BYTES,
                         log_to_driver=False,
@@ -120,7 +121,7 @@ class Cluster:
                     raise SetupError(f"Ray could not be started on this machine: {e}") from e
             finally:
                 self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
-            log.warning("Ray did not start within the 30 s it gives itself (is the machine busy?); starting it again")
+            log.warning("Ray did not start within its limit of 30 s (is the machine busy?); starting it again")
             ray.shutdown()
             _end(self._processes)
 
@@ -159,7 +160,7 @@ def _end(processes: list[psutil.Process]) -> None:
     """Wait for processes that should be ending; after five seconds make them."""
     _, alive = psutil.wait_procs(processes, timeout=5)
     for process in alive:
-        log.warning("process %d (%s) did not end by itself; killing it", process.pid, process.name())
+        log.warning("process %d (%s) did not exit; killing it", process.pid, process.name())
         process.kill()
     psutil.wait_procs(alive, timeout=5)
 

@@ -175,7 +175,7 @@ def _clean_after_a_crash(rundir: RunDir) -> None:
     """A run that was killed could not clean up; whatever of it is still on this machine goes now."""
     if run_id := rundir.read_state().get("run_id"):
         for line in leftovers.clean(run_id):
-            log.info("left by the run before: %s", line)
+            log.info("left by an earlier run: %s", line)
 
 
 def _runtime(plan: Plan, in_process: bool) -> Runtime:

@@ -233,7 +233,7 @@ class TrainerPart:
             self._transport.close()
 
     async def run_offline(self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None) -> None:
-        """Train on a data set, without anybody to sample or to publish to.  `consumption`: what the checkpoint of `start` says."""
+        """Train on a data set, with no engines to sample from or publish to.  `consumption`: what the checkpoint of `start` says."""
         from rft.taskset.offline_data import open_offline_data
         from rft.trainer.offline_reader import HeldOut, OfflineReader
 

@@ -20,6 +20,7 @@ from rft.errors import EngineFailed, Interrupted, RunFailed
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, here, placement, reserve
 from rft.launch.drive import Signals
+from rft.launch.progress import STARTING
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec
@@ -45,6 +46,7 @@ class RayRuntime:
         try:
             cluster = await signals.guard(asyncio.shield(connecting))
             signals.take()
+            log.info("Ray is up", extra=STARTING)
         except BaseException as e:
             if isinstance(e, Interrupted) and plan.cluster.ray_address is None and not await _let_up(connecting, signals):
                 raise  # asked twice: this process ends at once, Ray's processes with it, and the next start cleans up
@@ -153,7 +155,7 @@ class RayParts(Parts):
         await guarded(handle.start.remote(), name, error, deadline_s)
         self.made[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         self._listening.append(asyncio.ensure_future(_tell(name, handle)))
-        log.info("%s is up (pid %d)", name, self.pids[name])
+        log.info("%s is up (pid %d)", name, self.pids[name], extra=STARTING)
 
     async def stop(self, names: Sequence[str]) -> None:
         import ray
@@ -161,9 +163,6 @@ class RayParts(Parts):
         await asyncio.gather(*(drive.quietly(self.made.pop(name).close()) for name in names))
         for name in names:
             ray.kill(self._handles.pop(name), no_restart=True)
-
-    def bound(self, name: str, *first: Any) -> Any:
-        return self.made[name].bind(*first)
 
     async def watch(self) -> None:
         """Raises RunFailed that names the first part which died or hangs, of those that are not restarted."""

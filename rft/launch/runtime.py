@@ -63,10 +63,6 @@ class Parts(ABC):
         """Close and end these parts."""
 
     @abstractmethod
-    def bound(self, name: str, *first: Any) -> Any:
-        """The part, with these arguments put first in every call."""
-
-    @abstractmethod
     async def watch(self) -> None:
         """Ends only by raising: a part that is not restarted has died, or hangs."""
 
@@ -86,6 +82,19 @@ class Parts(ABC):
     @property
     def ranks(self) -> list[Any]:
         return [self.made[f"trainer-{rank}"] for rank in range(self.plan.learner.world_size)]
+
+
+class Bound:
+    """A part, or a proxy of one, with these arguments put first in every call.  Can be sent to other actors."""
+
+    def __init__(self, part: Any, *first: Any) -> None:
+        self._part, self._first = part, first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Bound, (self._part, *self._first))
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(getattr(self._part, method), *self._first)
 
 
 class Runtime(Protocol):
@@ -141,16 +150,6 @@ class LocalRuntime:
             yield LocalParts(plan, rundir)
 
 
-class _BoundPart:
-    """Calls of a local part with these arguments put first."""
-
-    def __init__(self, part: Any, first: tuple[Any, ...]) -> None:
-        self._part, self._first = part, first
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(getattr(self._part, method), *self._first)
-
-
 class LocalParts(Parts):
     restarts = False
 
@@ -165,9 +164,6 @@ class LocalParts(Parts):
         async with AsyncExitStack() as closing:  # all are closed, also where one of them fails
             for part in [self.made.pop(name) for name in names]:
                 closing.push_async_callback(part.close)
-
-    def bound(self, name: str, *first: Any) -> Any:
-        return _BoundPart(self.made[name], first)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -194,7 +190,7 @@ def check_local(plan: Plan) -> None:
             )
     if engines and plan.sync.method == "nccl" and plan.mode != "bench":
         raise ConfigError(
-            "a broadcast needs engines in processes of their own; leave out --in-process, or use memory",
+            "a broadcast needs engines in their own processes; leave out --in-process, or use memory",
             key="synchronizer.sync_method",
             given="nccl",
         )

@@ -7,6 +7,7 @@ program from the network, from files, memory and environment of others, or from 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -122,6 +123,10 @@ class Sandbox(JobPool):
             with self._lock:
                 self.timeouts += 1
         return verdict
+
+    async def run(self, program: str, limits: ProgramLimits, stdin: bytes = b"") -> jobs.Ran:
+        """What the program prints, and why it did not end well."""
+        return await asyncio.wrap_future(self._submit(lambda: jobs.run(self._open(), program, stdin, limits)))
 
     def level(self) -> Level:
         """How programs are closed off here.  Raises SandboxUnavailable."""

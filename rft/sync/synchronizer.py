@@ -238,7 +238,7 @@ class Synchronizer:
             if not (why := await self._engines.why_dead(index)):
                 return
             began = time.perf_counter()
-            log.warning("%s; it is restarted with %s", why, self._gate.served_text)
+            log.warning("%s; restarting it with %s", why, self._gate.served_text)
             try:
                 await self._engines.restart_dead()
                 if self._updates.manifest is not None:
@@ -277,7 +277,7 @@ class Synchronizer:
         self._gate.holding = not self._settings.partial_rollout
         try:
             if self._gate.holding:
-                whom = "groups under way (partial_rollout is off)"
+                whom = "groups in progress (partial_rollout is off)"
                 await self._wait(lambda: not self._gate.groups, f"version {version}", whom)
             yield
         finally:
@@ -301,7 +301,7 @@ class Synchronizer:
             except asyncio.CancelledError:
                 continue  # asked again to stop: the way back has its own deadlines
         if (why := restoring.result()) is not None:
-            await self.fail(WeightSyncFailed(f"a cancelled publish could not be taken back: {why}. Restart the engines."))
+            await self.fail(WeightSyncFailed(f"a cancelled publish could not be rolled back: {why}. Restart the engines."))
 
     async def _restore_or_leave(self) -> str | None:
         try:
@@ -324,6 +324,6 @@ class Synchronizer:
         log.info("version %s waits for an explorer to join", version)
         remedy = (
             ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
-            "The run goes on from its last checkpoint when it is started again"
+            "The run resumes from its last checkpoint when it is started again"
         )
         await self._waits.until(lambda: bool(self._engines.numbers), f"version {version}", "an explorer to join", lambda: remedy)

@@ -3,7 +3,7 @@
     update:  pause -> load and check the reports -> resume -> canary
     restore: pause -> load the version before -> resume -> compare with its canary record
 
-A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and nobody waits for one that failed.
+A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no side waits for an engine that failed.
 
 Knows the engines, not who explores with them.  Invariant: after `run` or `restore` the engines serve one whole verified version, or
 the error says that they do not.
@@ -45,7 +45,7 @@ class Rounds:
         Raises what an engine raised (the first one's), else WeightSyncFailed that says why the trainer could not send.
         """
         if self._sender is None or manifest.broadcast is None:
-            raise WeightSyncFailed(f"version {manifest.version} has to be sent, and nobody was named who sends it")
+            raise WeightSyncFailed(f"version {manifest.version} has to be sent, but no sender was named")
         self._number += 1
         group = replace(manifest.broadcast, round=self._number, engines=tuple(engines), workers=tuple(engines.values()))
         sending = asyncio.ensure_future(self._send(self._sender, replace(manifest, broadcast=group)))
@@ -81,7 +81,7 @@ class Rounds:
         assert self._sender is not None
         try:
             await self._sender.abandon(self._number, reason)
-        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have deadlines of their own
+        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have their own deadlines
             log.warning("round %d could not be given up: %s", self._number, e)
 
     async def _send(self, sender: Sender, manifest: WeightManifest) -> None:
@@ -201,7 +201,7 @@ class WeightUpdates:
         if report.bad_hash:
             return f"{_some(report.bad_hash)} arrived damaged (xxh3-128 differs)"
         if report.missing:
-            return f"{_some(report.missing)} of the model did not get any weights"
+            return f"{_some(report.missing)} of the model got no weights"
         if report.unexpected:
             return f"{_some(report.unexpected)} of the published weights are not in the model"
         if report.version != manifest.version:

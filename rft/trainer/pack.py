@@ -85,7 +85,6 @@ class Budget:
     tokens: int
     layout: AskedLayout = "auto"  # not yet chosen: as shared
     rows: int | None = None  # fixed micro-batches
-    key: str = field(default="trainer.max_token_len_per_gpu", compare=False)  # what may be raised
     balance: bool = True  # units are dealt over ranks by their cost; False: in their order, as many rows to each as can be
 
     def cost(self, inputs: Sequence[np.ndarray]) -> int:
@@ -114,8 +113,8 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
     """For each rank its micro-batches, as indexes into `rows`.
 
     Groups stay together where their prompt is shared, pairs always, and are dealt over ranks by tokens, heaviest first (else see
-    `Budget.balance`).  Inside a rank they are packed first-fit decreasing with the budget as a hard limit.  Raises ConfigError when one
-    row or pair alone exceeds it, or when fixed micro-batches do not divide the rows.
+    `Budget.balance`).  Inside a rank they are packed first-fit decreasing within the budget; a row or pair that exceeds it has a
+    micro-batch of its own.  Raises ConfigError when fixed micro-batches do not divide the rows.
     """
     if budget.rows is not None:
         if budget.rows % 2 and any(row.pair for row in rows):
@@ -170,9 +169,9 @@ def _fixed(count: int, world_size: int, size: int) -> list[list[list[int]]]:
 def _units(rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Budget) -> list[tuple[list[int], int]]:
     """Sets of rows that stay together, with their cost."""
     if any(row.pair for row in rows):
-        return [(pair, _checked(budget.cost([inputs[i] for i in pair]), budget, "pair")) for pair in _pairs(rows)]
+        return [(pair, budget.cost([inputs[i] for i in pair])) for pair in _pairs(rows)]
     if not budget.shares:
-        return [([i], _checked(len(tokens), budget)) for i, tokens in enumerate(inputs)]
+        return [([i], len(tokens)) for i, tokens in enumerate(inputs)]
     groups: dict[str, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         groups[row.group].append(i)
@@ -196,19 +195,9 @@ def _pairs(rows: Sequence[TrainRow]) -> list[list[int]]:
 def _within(members: list[int], inputs: Inputs, budget: Budget) -> list[tuple[list[int], int]]:
     cost = budget.cost([inputs[i] for i in members])
     if cost <= budget.tokens or len(members) == 1:
-        return [(members, _checked(cost, budget))]
+        return [(members, cost)]
     half = len(members) // 2
     return _within(members[:half], inputs, budget) + _within(members[half:], inputs, budget)
-
-
-def _checked(cost: int, budget: Budget, what: str = "row") -> int:
-    if cost > budget.tokens:
-        raise ConfigError(
-            f"one {what} alone has {cost} tokens, more than the {budget.tokens} of a micro-batch.  Raise it, or lower the response length.",
-            key=budget.key,
-            given=budget.tokens,
-        )
-    return cost
 
 
 def _first_fit(units: list[tuple[list[int], int]], inputs: Inputs, budget: Budget) -> list[list[int]]:

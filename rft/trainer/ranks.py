@@ -27,7 +27,11 @@ from rft.types.ports import ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
+    from rft.trainer.batch_builder import StepBatch
     from rft.trainer.learner import Learner, Scored
+
+
+_FIRST_ROWS = 4  # of a run's first batch that are compared
 
 
 class RankPort(Protocol):
@@ -78,31 +82,18 @@ class Ranks:
         if not c.use_dynamic_bsz and c.micro_batch_size is None:
             raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.critic.micro_batch_size_per_gpu")
         rows = None if c.use_dynamic_bsz else c.micro_batch_size
-        return Budget(
-            c.max_token_len_per_gpu * self.settings.sequence_parallel,
-            c.row_layout,
-            rows,
-            "trainer.critic.max_token_len_per_gpu",
-            self.settings.balance_batch,
-        )
+        return Budget(c.max_token_len_per_gpu * self.settings.sequence_parallel, c.row_layout, rows, self.settings.balance_batch)
 
     def forward_budget(self, what: Computed) -> Budget:
         """Of a forward pass that computes `what`, of any number of rows."""
         s, c = self.settings, self.settings.critic
         if what == "values":
             rows = None if c.use_dynamic_bsz else c.forward_micro_batch_size
-            return Budget(
-                c.forward_max_token_len_per_gpu * s.sequence_parallel,
-                c.row_layout,
-                rows,
-                "trainer.critic.forward_max_token_len_per_gpu",
-                s.balance_batch,
-            )
+            return Budget(c.forward_max_token_len_per_gpu * s.sequence_parallel, c.row_layout, rows, s.balance_batch)
         own = (s.ref or s.log_prob) if what == "ref" else s.log_prob
         if own is None:
             return self.budget
-        key = "trainer.ref.max_token_len_per_gpu" if what == "ref" else "trainer.log_prob_max_token_len_per_gpu"
-        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, own.micro_batch_size, key, s.balance_batch)
+        return Budget(own.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, own.micro_batch_size, s.balance_batch)
 
     @property
     def before(self) -> frozenset[Computed]:
@@ -125,6 +116,10 @@ class Ranks:
         learnt: Sequence[RankBatch | None] = critic or [None] * len(shares)
         return combined(await self._dealt("step", list(zip(shares, learnt, strict=True))))
 
+    def learns(self, batch: StepBatch) -> bool:
+        """Whether the policy is computed in this step, and not the critic alone."""
+        return batch.critic is None or batch.shares[0].step > self.settings.critic.warmup
+
     def steer(self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int) -> None:
         """Let the controllers see the KL of a step that changed the weights: of the reward's, and of the loss's by `report`."""
         seen = {"kl_penalty": kl_penalty, "kl_loss": report.sums["kl"] / tokens if "kl" in report.sums else None}
@@ -133,9 +128,9 @@ class Ranks:
                 controller.update(kl, rows)
 
     async def check_rows(self, rows: Sequence[TrainRow]) -> None:
-        """The first time: compare some of these rows with transformers.  Raises RunFailed."""
+        """The first time: compare the shortest of these rows with transformers.  Raises RunFailed."""
         if not self._checked:
-            await self._same("check_rows", list(rows))
+            await self._same("check_rows", sorted(rows, key=lambda row: len(row.tokens))[:_FIRST_ROWS])
         self._checked = True
 
     async def remember(self) -> None:

@@ -132,6 +132,7 @@ class LearnerSettings:
     loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
     router_aux_loss_coef: float = 0.0  # of the loss that keeps experts equally busy; 0 = off
     router_replay: bool = False  # tokens go through the experts that the engine chose
+    keep_trainer_logprobs: bool = False  # a step tells the log-probs of its tokens before it, and the buffer keeps them
     row_layout: AskedLayout = "auto"  # of a learner: the one that was proven, never "auto"
     balance_batch: bool = True  # rows are dealt to ranks by tokens; False: in equal numbers, in their order
     logprob_chunk_tokens: int = 1024  # of a tile of logits

@@ -426,8 +426,11 @@ class BufferReader(Protocol):
         """
         ...
 
-    async def use(self, step: int) -> None:
-        """The lease of `step` was trained on: record one use of each row by (lineage, step).  Durable on return."""
+    async def use(self, step: int, logprobs: bytes | None = None) -> None:
+        """The lease of `step` was trained on: record one use of each row by (lineage, step).  Durable on return.
+
+        `logprobs`, a frame of `rft.types.token_logprobs`: what the trainer gave the rows' tokens; kept at the first use of each row.
+        """
         ...
 
     async def discard(self, step: int, reason: str) -> None:

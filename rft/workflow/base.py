@@ -33,12 +33,15 @@ class Workflow(Provider):
     Override `run`, or `run_group` to play all runs of a task at once.  The attributes declare what a class is like: `isolated` (True or
     an `Isolation`) plays each run in a process of its own; `needs` maps libraries to the extra that installs them; `gives` names what
     algorithms find in the rows ("info.NAME" or a field), also as a static method of `workflow_args`; `scores_itself` says that every
-    run brings its own score, so that a reward of the taskset would never be used.
+    run brings its own score, so that a reward of the taskset would never be used; `usual_reward`, with `usual_reward_args`, scores runs
+    where the taskset names none.
     """
 
     isolated: ClassVar[Any] = False
     needs: ClassVar[Mapping[str, str]] = {}
     scores_itself: ClassVar[bool] = False
+    usual_reward: ClassVar[str | None] = None
+    usual_reward_args: ClassVar[Mapping[str, Any]] = {}
 
     def run(self, task: Task, ctx: RunContext) -> Any:
         """The transcript of one run."""

@@ -18,6 +18,7 @@ from rft.errors import ConfigError, SetupError
 from rft.plugins import REGISTRY, Plugin, checked_args, derived
 from rft.reward.base import Reward
 from rft.reward.build_reward import build as build_reward
+from rft.threads import guarded
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, Workflow
@@ -29,38 +30,14 @@ _TEXT = "images and videos are not offered: use text"
 _JUDGE = "is a reward here: use simple_workflow with default_reward_fn_type"
 
 INSTEAD: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "agentscope_workflow_adapter",
-            "agentscope_workflow_adapter_v1",
-            "agentscope_react_workflow",
-            "as_react_workflow",
-            "agentscope_react_math_workflow",
-            "agentscopev0_react_math_workflow",
-            "agentscope_v1_react_search_workflow",
-        ),
-        _AGENT,
-    ),
+    **dict.fromkeys(("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"), _AGENT),
+    "agentscope_v1_react_search_workflow": "it asks a search service: name that tool in an MCP file and use tool_workflow",
     "email_search_workflow": "its mailbox is not part of this package: write the tools and use tool_workflow (docs/howto/environment.md)",
-    **dict.fromkeys(
-        (
-            "alfworld_workflow",
-            "step_wise_alfworld_workflow",
-            "RAFT_alfworld_workflow",
-            "RAFT_reflect_alfworld_workflow",
-            "sciworld_workflow",
-            "webshop_workflow",
-        ),
-        _WORLD,
-    ),
+    "webshop_workflow": _WORLD,
+    "RAFT_reflect_alfworld_workflow": "it imitates texts that the policy did not write: use alfworld_workflow with algorithm_type raft",
     "intercode_sql_workflow": "it needs containers: use sql_workflow, which keeps its databases in SQLite",
     "sudoku_workflow": "use the taskset reasoning_gym://mini_sudoku with simple_workflow",
-    **dict.fromkeys(
-        ("math_ruler_workflow", "async_math_ruler_workflow"),
-        "use math_workflow with default_reward_fn_type: ruler_judge, which compares the answers of a task",
-    ),
     "math_trainable_ruler_workflow": "use math_workflow with default_reward_fn_type: ruler_judge and a judge in explorer.auxiliary_models",
-    "rubric_judge_workflow": f"{_JUDGE}: rubric_judge",
     "rubric_judge_openai_workflow": f"{_JUDGE}: rubric_judge and an auxiliary model of engine_type: external",
     **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), _TEXT),
     "harbor_workflow": "its task packages need containers: play them with agent_command_workflow or a workflow of your own",
@@ -118,7 +95,10 @@ class Recipes:
         if (reward := recipe.reward) is None:
             return
         if (ready := self._ready.get(id(reward))) is None:
-            ready = self._ready[id(reward)] = (reward, asyncio.ensure_future(reward.prepare(self._models)))
+            ready = self._ready[id(reward)] = (
+                reward,
+                asyncio.ensure_future(guarded(reward.prepare(self._models), f"the reward of {recipe.name}")),
+            )
         await asyncio.shield(ready[1])
 
     async def close(self) -> None:
@@ -139,12 +119,17 @@ class Recipes:
 
 
 def _build(task: Task) -> Recipe:
-    reward = None
-    if task.reward is not None:
-        reward = build_reward(task.reward, task.reward_args, key=f"taskset {task.taskset}.reward_fn_args")
     if (why := INSTEAD.get(task.workflow)) and task.workflow not in REGISTRY.names("workflow"):
         raise ConfigError(f"workflow {task.workflow!r}: {why}", key=f"taskset {task.taskset}.workflow", given=task.workflow)
-    return recipe(REGISTRY.get("workflow", task.workflow), task, reward)
+    plugin = REGISTRY.get("workflow", task.workflow)
+    cls = workflow_class(plugin, key=f"taskset {task.taskset}.workflow")
+    named, args = task.reward, task.reward_args
+    if named is None and cls.usual_reward is not None:
+        named, args = cls.usual_reward, {**cls.usual_reward_args, **args}
+    reward = None
+    if named is not None:
+        reward = build_reward(named, args, key=f"taskset {task.taskset}.reward_fn_args")
+    return recipe(plugin, task, reward)
 
 
 def refuse_group_reward(recipe: Recipe, task: Task) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import socket
 import subprocess
 import sys
@@ -167,8 +166,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _names(place: Path, port: int) -> str:
-    home = pwd.getpwuid(os.getuid()).pw_dir
-    values = {"MARK": str(place / "mark"), "SECRET": str(place / "secret"), "HOME": home, "PORT": port, "CALLER": os.getpid()}
+    values = {"MARK": str(place / "mark"), "SECRET": str(place / "secret"), "PORT": port, "CALLER": os.getpid()}
+    values["HOME"] = str(Path.home())
     return "".join(f"{name} = {value!r}\n" for name, value in values.items())
 
 

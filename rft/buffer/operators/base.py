@@ -33,9 +33,9 @@ Stage = Literal["reward", "statistics", "drop"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """The order in which operators run.
 
-    reward       gives other rewards (also to rows that have none); returns every row
-    statistics   looks, and may write `info` and `metrics`; returns every row
-    drop         leaves rows out, or takes tokens out of training
+    reward       sets rewards (also of rows without one); returns every row
+    statistics   reads, and may write `info` and `metrics`; returns every row
+    drop         drops rows, or excludes tokens from training
 """
 
 
@@ -81,10 +81,13 @@ class Result(Struct, frozen=True):
 class Operator(Provider):
     """Subclass it.  `__init__` takes the checked `args` as keyword arguments; one object serves the whole run.
 
+    `needs` maps libraries to the extra that installs them.
+
     `process` may be `async`: then groups may overlap.  An ordinary function runs in a thread, one group after the other.
     """
 
     stage: ClassVar[Stage] = ""  # type: ignore[assignment]  # every operator sets it
+    needs: ClassVar[Mapping[str, str]] = {}
 
     async def prepare(self, models: Mapping[str, ChatModel]) -> None:
         """Once, before the first group.  `models` may be asked, by name: "rollout_model", the policy, and the auxiliary models."""

@@ -11,25 +11,13 @@ _ENGINE = "explorer.rollout_model"
 
 INSTEAD: dict[str, str] = {
     "model.tinker*": "Tinker is not offered: training runs on your own machines with the FSDP2 trainer; remove it",
-    "model.fully_sharded_loras": "write explorer.rollout_model.fully_sharded_loras",
-    "model.max_cpu_loras": "write explorer.rollout_model.max_cpu_loras",
-    "model.lora_configs[[]*].is_dummy": "without path the adapter is a new one; remove it",
     "model.lora_configs[[]*].lora_dropout": "engines sample without dropout, so there is none in training; remove it",
     "model.lora_configs[[]*].use_rslora": "write lora_alpha x sqrt(lora_rank) as lora_alpha; an adapter in path brings its own",
-    "trainer.megatron*": "Megatron is not offered: use trainer.trainer_strategy: fsdp2",
-    "service*": "the Data-Juicer service is not offered: prepare the data beforehand and name the file in a taskset's path",
-    "algorithm.enable_router_replay": "MoE router replay is not offered; remove it",
     "explorer.*.enable_expert_parallel": "expert parallel is not offered: use tensor_parallel_size",
     "explorer.*.enable_multimodal": "multimodal inputs are not offered: use text",
-    "explorer.*.weight_sync_buffer_size": "belongs to SGLang, which is not offered: use engine_type: vllm",
     "buffer.*.format.image_key": "multimodal inputs are not offered: use text",
     "buffer.*.format.video_key": "multimodal inputs are not offered: use text",
     "trainer.trainer_config_path": "write the native keys under trainer",
-    "trainer.trust_remote_code": "set model.trust_remote_code",
-    "buffer.explorer_output": "it is the experience buffer; remove it",
-    "buffer.tokenizer_path": "set model.tokenizer_path; remove it",
-    "buffer.cache_dir": "it is chosen by itself; remove it",
-    "checkpoint_job_dir": "the run lives in <checkpoint_root_dir>/<project>/<group>/<name>; set those",
 }
 
 _DEVICES = {"npu": "NPU devices are not offered; use cuda or cpu", "mps": "is not offered; use cpu"}

@@ -49,6 +49,12 @@ _SAME = {  # derived rows that are another name of their target, value for value
     "critic.loss_agg_mode",
     "critic.checkpoint.save_contents",
 }
+_OWN = ("trainer.", "algorithm.", "data.", "reward_model.", "ray_init.")
+"""Groups that Trinity-RFT fills in from its own keys; of them only what `_HONOURED` names is read."""
+_HONOURED = ("trainer.critic_warmup", "trainer.balance_batch", "trainer.max_actor_ckpt_to_keep")
+_CORRECTION = "algorithm.rollout_correction."
+_REFERENCE = re.compile(r"\$\{trainer\.trainer_config\.([\w.]+)\}")
+_MEGATRON = re.compile(r"(^|\.)megatron(\.|$)")
 _IGNORED = re.compile(  # rows without a target that change neither weights nor data
     r"use_shm$|forward_prefetch$|wrap_policy|micro_batch_size$|sglang|mm_preprocessor_cache$|use_checkpoint_opt_param_scheduler$"
 )
@@ -77,9 +83,14 @@ class VerlKeys(ForeignKeys):
         if not isinstance(given, dict):
             raise ConfigError("must be a mapping of veRL's keys, such as actor_rollout_ref", key=dotted(HERE), given=given)
         warnings: list[str] = []
+        idle: dict[str, str] = {}  # sections without effect: why
         errors: list[ConfigError] = []
         moved: dict[str, tuple[Loc, Any]] = {}
+        refuse_megatron(given, where)
         for loc, name, value in _leaves(given, ()):
+            if _MEGATRON.search(name):
+                idle[dotted((*HERE, *loc[: loc.index("megatron") + 1]))] = "trainer.trainer_strategy is fsdp2"
+                continue
             if value == {} or (value is None and any(n.startswith(f"{name}.") for n in _known())):
                 continue  # an empty group
             written = (*HERE, *loc)
@@ -87,18 +98,46 @@ class VerlKeys(ForeignKeys):
             try:
                 target = _target(name, value)
                 if target is None:
-                    warnings.append(f"{dotted(written)} is ignored: {by_path()[name].note or 'it is always so here'}")
+                    warnings.append(f"{dotted(written)} is ignored: {_why_ignored(name)}")
                     continue
-                key, new = target
+                key, new = target[0], _pointed(target[1])
                 if key in moved and moved[key][1] != new:
                     other, earlier = moved[key]
                     raise _differs(value, dotted(other), earlier, key, origin)
                 moved[key] = (written, new)
-                _put(values, origins, key, new, written, origin, same_layer)
+                put(values, origins, key, new, written, origin, same_layer)
             except ConfigError as e:
                 errors.append(ConfigError(e.message + (f"  ({origin})" if origin else ""), key=dotted(written), given=value))
         raise_all(errors)
-        return warnings
+        return warnings + [f"{section} has no effect: {why}" for section, why in idle.items()]
+
+
+def refuse_megatron(given: Values, where: Origins) -> None:
+    """One error for a whole configuration of Megatron."""
+    for at, name, value in _leaves(given, ()):
+        if name.endswith(".strategy") and str(value).strip().lower() == "megatron":
+            text = "Megatron is not offered: leave out strategy and the sections called megatron; the trainer is FSDP2"
+            line = where.get((*HERE, *at), "")
+            raise ConfigError(text + (f"  ({line})" if line else ""), key=dotted((*HERE, *at)), given=value)
+
+
+def _pointed(value: Any) -> Any:
+    """References to keys below trainer_config as references to the native keys."""
+
+    def moved(found: re.Match[str]) -> str:
+        row = native(found[1])
+        return f"${{{row.targets[0]}}}" if row is not None and len(row.targets) == 1 else found[0]
+
+    return _REFERENCE.sub(moved, value) if isinstance(value, str) else value
+
+
+def _why_ignored(name: str) -> str:
+    if "hybrid_engine" in name:
+        return "mode says whether engines and trainer share their GPUs"
+    if name.startswith(_OWN) and name not in _HONOURED:
+        row = by_path().get(name)
+        return f"{' and '.join(row.targets)} is read" if row and row.targets else (row.note if row else "") or "nothing reads it"
+    return by_path()[name].note or "it is always so here"
 
 
 def native(name: str) -> Row | None:
@@ -124,7 +163,7 @@ def _leaves(given: Any, loc: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def _known() -> list[str]:
-    return [n for n in by_path() if n.startswith(("actor_rollout_ref.", "critic.")) or n == "trainer.critic_warmup"]
+    return [n for n in by_path() if n.startswith(("actor_rollout_ref.", "critic.")) or n in _HONOURED]
 
 
 def _below_open(name: str) -> str:
@@ -135,6 +174,10 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
     """(native key, value for it), or None for what is ignored.  Raises ConfigError for what is neither."""
     if name.rpartition(".")[2] == "ppo_mini_batch_size":
         raise ConfigError(_MINI_BATCH)
+    if name.startswith(_CORRECTION):
+        return name, value
+    if (name.startswith(_OWN) and (name not in _HONOURED or value is None)) or "hybrid_engine" in name:
+        return None
     row = by_path().get(name) if name in _known() else None
     if row is None:
         return _open_target(name), value
@@ -147,7 +190,7 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
         if isinstance(value, str) and "${" in value and name in _VALUES:
             raise ConfigError(f"its value has another name here, so an interpolation cannot be read; write {row.targets[0]}")
         return row.targets[0], _VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
-    if row.kind == "derived" and (value is None or _is_default(row, value)) and "hybrid_engine" not in name:
+    if row.kind == "derived" and (value is None or _is_default(row, value)):
         return None
     instead = f"write the native key {' and '.join(row.targets)}" if row.targets else "remove it"
     raise ConfigError(f"has no plain counterpart{f' ({row.note})' if row.note else ''}; {instead}")
@@ -156,12 +199,6 @@ def _target(name: str, value: Any) -> tuple[str, Any] | None:
 def _open_target(name: str) -> str:
     if base := _below_open(name):
         return f"{by_path()[base].targets[0]}{name.removeprefix(base)}"
-    row = by_path().get(name)
-    if row is not None and row.targets:
-        raise ConfigError(
-            f"trainer_config takes actor_rollout_ref, its parts {', '.join(_GROUPS)}, critic and trainer.critic_warmup; "
-            f"write the native key {' and '.join(row.targets)}"
-        )
     near = nearest(name, _known())
     hint = f"  Did you mean {near}?" if near else ""
     raise ConfigError(f"unknown key: veRL's table has no {name}.{hint}")
@@ -173,7 +210,7 @@ def _is_default(row: Row, value: Any) -> bool:
     return any(part and part[0] not in "=—" and scalar(part) == value for part in map(str.strip, text.split(";")))
 
 
-def _put(
+def put(
     values: Values, origins: Origins, key: str, new: Any, written: Loc, origin: str, same_layer: Callable[[Loc], bool]
 ) -> None:
     loc: Loc = tuple(key.split("."))

@@ -221,7 +221,7 @@ async def test_failed_runs_are_not_shown_and_stay_failed() -> None:
 
 
 def test_the_order_is_reward_statistics_drop() -> None:
-    with pytest.raises(ConfigError, match=r"operators\[1\]: reward_shaping_mapper \(reward\) stands behind an operator of stage drop.*"
+    with pytest.raises(ConfigError, match=r"operators\[1\]: reward_shaping_mapper \(reward\) comes after an operator of stage drop.*"
                        r"Write them so: reward_shaping_mapper, pass_rate_calculator, reward_filter"):  # fmt: skip
         made(
             "reward_filter",
@@ -245,7 +245,10 @@ def test_the_order_is_reward_statistics_drop() -> None:
             {"reward_shaping_configs": [{"stats_key": "x", "op_type": "POW"}]},
             "reward_shaping_configs.0.op_type",
         ),
-        ("data_juicer", {}, "Data-Juicer is not offered.  Use reward_shaping_mapper"),
+        ("datajuicer", {}, "write data_juicer, or data_juicer_filter, which drops rows"),
+        ("data_juicer", {}, "data_juicer needs operators, or config_path"),
+        ("data_juicer", {"config_path": "no.yaml"}, "the recipe no.yaml cannot be read"),
+        ("data_juicer", {"operators": [3]}, "is no operator of Data-Juicer|should be a valid dictionary"),
         ("no_class", {}, "must be a class"),
         ("no_stage", {}, "with `stage`, one of reward, statistics, drop"),
     ],

@@ -107,11 +107,9 @@ def test_ppo_mini_batch_size_is_always_refused(given: dict[str, Any]) -> None:
     [
         ({"actor": {"grad_clipp": 1.0}}, "Did you mean actor_rollout_ref.actor.grad_clip?"),
         ({"actor": {"model": {"use_liger": True}}}, "Did you mean actor_rollout_ref.model.use_liger?"),
-        ({"algorithm": {"gamma": 0.9}}, "write the native key algorithm.advantage_fn_args.gamma"),
-        ({"data": {"train_files": "x"}}, "write the native key buffer.explorer_input.tasksets[i].path"),
         ({"actor": {"use_kl_loss": True}}, "write the native key algorithm.kl_loss_fn"),
         ({"rollout": {"val_kwargs": {"n": 4}}}, "write the native key buffer.explorer_input.eval_tasksets[i].repeat_times"),
-        ({"actor_rollout_ref": {"hybrid_engine": True}}, "write the native key mode"),
+        ({"actor": {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}}}, "Megatron is not offered"),
         ({"actor": {"optim": {"lr_warmup_init": 0.1}}}, "is not offered: Megatron only"),
         ({"rollout": {"use_fire_sampling": True}}, "is not offered"),
         ({"rollout": {"name": "${oc.env:ENGINE}"}}, "an interpolation cannot be read; write explorer.rollout_model.engine_type"),
@@ -122,6 +120,50 @@ def test_ppo_mini_batch_size_is_always_refused(given: dict[str, Any]) -> None:
 def test_what_has_no_plain_counterpart(given: dict[str, Any], message: str) -> None:
     e = refused(given)
     assert message in e.message and e.key.startswith("trainer.trainer_config.")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma is ignored: algorithm.advantage_fn_args.gamma is read"),
+        ({"data": {"train_files": "x"}}, "data.train_files is ignored: buffer.explorer_input.tasksets[i].path is read"),
+        ({"trainer": {"max_critic_ckpt_to_keep": 5}}, "max_critic_ckpt_to_keep is ignored: same count as the actor"),
+        ({"trainer": {"whatever": 5}}, "whatever is ignored: nothing reads it"),
+        ({"actor_rollout_ref": {"hybrid_engine": True}}, "hybrid_engine is ignored: mode says"),
+        (
+            {"ref": {"megatron": {"a": 1, "b": {"c": 2}}}},
+            "trainer_config.ref.megatron has no effect: trainer.trainer_strategy is fsdp2",
+        ),
+    ],
+)
+def test_what_trinity_does_not_read_is_ignored_with_one_line(given: dict[str, Any], message: str) -> None:
+    (warning,) = config(given).source.warnings
+    assert message in warning
+
+
+def test_what_trinity_reads_of_other_groups_is_moved() -> None:
+    c = config({"trainer": {"max_actor_ckpt_to_keep": 5, "balance_batch": False}})
+    assert (c.trainer.max_checkpoints_to_keep, c.trainer.balance_batch) == (5, False)
+    c = config({"algorithm": {"rollout_correction": {"bypass_mode": False}}})
+    assert c.algorithm.rollout_correction is not None and not c.algorithm.rollout_correction.bypass_mode
+
+
+def test_megatron_is_one_error() -> None:
+    section = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "override_transformer_config": {"a": 1}}
+    both = {"actor": {"strategy": "megatron", "megatron": section}, "critic": {"strategy": "megatron", "megatron": section}}
+    assert len(refused(both).errors) == 1
+
+
+def test_references_inside_follow_the_keys() -> None:
+    c = config(
+        {
+            "critic": {
+                "ppo_max_token_len_per_gpu": 64,
+                "forward_max_token_len_per_gpu": "${trainer.trainer_config.critic.ppo_max_token_len_per_gpu}",
+            }
+        }
+    )
+    assert c.trainer.critic.forward_max_token_len_per_gpu == 64
 
 
 def test_trainer_config_must_be_a_mapping() -> None:

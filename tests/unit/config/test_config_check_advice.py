@@ -123,9 +123,10 @@ def test_json_has_the_promised_keys(tiny_model: Path) -> None:
     rows = f"buffer.explorer_input.taskset.path={DATA / 'rows.jsonl'}"
     code, out = rft("check", "--json", "-c", str(DATA / "good" / "short.yaml"), f"model.model_path={tiny_model}", rows)
     found = json.loads(out)
-    assert code == 0 and list(found)[:2] == ["ok", "errors"]
+    assert code == 0 and list(found)[:3] == ["ok", "outcome", "errors"]
     assert set(found) == {
-        "ok", "errors", "warnings", "notes", "not_active", "plan", "tasksets", "model", "values", "step", "memory", "placement",
+        "ok", "outcome", "errors", "warnings", "notes", "not_active", "needs", "plan",
+        "tasksets", "model", "values", "step", "memory", "placement",
     }  # fmt: skip
     assert found["placement"] == [{"role": "engine 0", "place": "node 0, CPU"}, {"role": "trainer 0", "place": "node 0, CPU"}]
     assert found["step"]["epochs"] == 0.4 and found["step"]["staleness_bound"] == 0 and "explore 1 waits" in found["step"]["sync"]

@@ -366,3 +366,12 @@ def test_the_intervals_of_the_two_sides_go_together() -> None:
 
 def test_exceptions_are_keys() -> None:
     assert {*VALUES, *SAME_PLAN, *BESIDE} <= set(FIELDS)
+
+
+def test_log_probs_are_kept_of_what_was_sampled() -> None:
+    values = written("monitor.keep_trainer_logprobs", True)
+    assert plan(values).learner.keep_trainer_logprobs
+    for key, value in DATA_SET.items():
+        _put(values, key, value)
+    with pytest.raises(ConfigError, match=r"monitor\.keep_trainer_logprobs: .*rows of a data set are in none"):
+        plan(values)

@@ -97,7 +97,7 @@ def test_trinitys_keys_are_known() -> None:
     [
         ("trainer.gradclip", "Did you mean trainer.grad_clip?"),
         ("optimizer.lrr", "unknown key"),
-        ("trainer.megatron", "Megatron is not offered"),
+        ("trainer.megatron", "has no effect: trainer.trainer_strategy is fsdp2"),
         ("buffer.explorer_input.taskset.format.image_key", "multimodal inputs are not offered"),
         ("nonsense", "unknown key"),
         ("trainer.grad_clip.x", "unknown key"),

@@ -73,7 +73,6 @@ def test_of_an_adapter_in_a_folder_only_what_is_written_is_asked(tmp_path: Path)
         ("{target_modules: []}", "target_modules", "no names"),
         ("{target_modules: ['']}", "target_modules", "no names, or an empty one"),
         ("{target_modules: '(q_proj'}", "target_modules", "neither a name nor a regular expression"),
-        ("{is_dummy: true}", "is_dummy", "without path the adapter is a new one"),
         ("{lora_dropout: 0.1}", "lora_dropout", "engines sample without dropout"),
         ("{use_rslora: true}", "use_rslora", "lora_alpha x sqrt"),
     ],

@@ -57,10 +57,10 @@ def test_operators_reach_the_explorer_in_their_order() -> None:
 
 
 def test_every_fault_is_told_with_its_path() -> None:
-    given = "{name: reward_filter, args: {treshold: 1}}, {name: data_juicer}, {name: deduplicate, args: {max_copies: 0}}"
+    given = "{name: reward_filter, args: {treshold: 1}}, {name: datajuicer}, {name: deduplicate, args: {max_copies: 0}}"
     found = errors(f"{KEY}.operators=[{given}]")
     assert "Did you mean threshold?" in found[f"{KEY}.operators[0].args"]
-    assert "Data-Juicer is not offered" in found[f"{KEY}.operators[1].name"]
+    assert "write data_juicer, or data_juicer_filter" in found[f"{KEY}.operators[1].name"]
     assert "greater than or equal to 1" in found[f"{KEY}.operators[2].args"]
 
 

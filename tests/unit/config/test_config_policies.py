@@ -59,13 +59,7 @@ def test_which_policy_is_the_old_one(overrides: tuple[str, ...], bypass: bool, w
             "policy_loss_fn: is gspo, but .*loss_type means reinforce",
         ),
         (("trainer.critic_warmup=3",), "trainer.critic_warmup: is 3, but advantage grpo has no critic"),
-        (("trainer.critic.max_token_len_per_gpu=10", PPO), "max_token_len_per_gpu: is 10 tokens; the longest"),
-        (("trainer.critic.forward_max_token_len_per_gpu=10", PPO), "forward_max_token_len_per_gpu: is 10 tokens"),
         (("trainer.critic.use_dynamic_bsz=false", PPO), "trainer.critic.micro_batch_size_per_gpu: is required"),
-        (
-            ("algorithm.kl_penalty_fn=k1", "buffer.batch_size=3", "algorithm.repeat_times=4", "buffer.train_batch_size=6"),
-            "train_batch_size: counts rows, which may split a group, but with kl_penalty_fn k1",
-        ),
     ],
 )
 def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> None:
@@ -96,6 +90,17 @@ def test_kl_terms_and_their_controllers() -> None:
     assert controllers(plan().learner.algorithm) == {}
     ppo = ("algorithm.kl_penalty_fn=k1", PPO, "algorithm.repeat_times=4", "buffer.batch_size=3", "buffer.train_batch_size=6")
     assert plan(*ppo).trainer.batch_rows == 6, "nothing is compared in groups"
+
+
+def test_a_kl_in_the_reward_takes_whole_groups() -> None:
+    found = plan("algorithm.kl_penalty_fn=k1", "buffer.batch_size=3", "algorithm.repeat_times=4", "buffer.train_batch_size=6")
+    assert (found.trainer.batch_groups, found.trainer.batch_rows) == (3, None)
+    assert any("counts rows, and the advantages of this algorithm need all rows" in w for w in found.warnings)
+
+
+@pytest.mark.parametrize("key", ["max_token_len_per_gpu", "forward_max_token_len_per_gpu"])
+def test_longer_rows_are_micro_batches_alone(key: str) -> None:
+    assert any(f"trainer.critic.{key} is 10 tokens and the longest" in n for n in plan(PPO, f"trainer.critic.{key}=10").notes)
 
 
 def test_the_critic_takes_from_the_policy_what_is_not_written() -> None:

@@ -46,6 +46,6 @@ def test_what_overlaps_is_refused(override: str) -> None:
 def test_gpus_are_not_shared_yet() -> None:
     with pytest.raises(ConfigErrors) as caught:
         plan("cluster.gpu_per_node=4", gpus=4)
-    assert any(e.key == "mode" and "comes later" in e.message and "mode: both" in e.message for e in caught.value.errors)
+    assert any(e.key == "mode" and "not implemented yet" in e.message and "mode: both" in e.message for e in caught.value.errors)
     on_cpu = plan("cluster.gpu_per_node=4", "explorer.rollout_model.device=cpu", "trainer.device=cpu", gpus=4)
     assert on_cpu.cluster.trainer_gpus == 0
