@@ -1,7 +1,7 @@
 """Does it learn?  Tiny models, whole runs in one process, several seeds; each goal is measured on rows that were never trained.
 
     python scripts/learning.py [--only ppo,sft] [--seeds 0,1,2] [--write]
-    python scripts/learning.py --only moe,hybrid [--write]     GRPO: qwen3_moe with vLLM and router replay; qwen3_5 with the transformers engine
+    python scripts/learning.py --only moe,hybrid [--write]     a mixture of experts with vLLM, linear attention
     python scripts/learning.py --only frozen_lake,judge [--seeds 42,1,2] [--write]     SmolLM2-135M-Instruct, `rft run` with vLLM
 
 `--write` puts the table into docs/learning.md.  Exit code 1 if a goal is missed.  A seed is that of the model's random weights (those of
