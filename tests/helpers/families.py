@@ -135,6 +135,7 @@ _LATENT = {  # the kernel for latent attention knows the sizes of real models on
 }
 _SERVED_TOO: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128},
+    "lfm2": {"conv_dim": 128},
     "opt": {"word_embed_proj_dim": 128},
     **{key: {"mamba_d_head": 64} for key in ("granitemoehybrid", "bamba", "zamba2")},
     "falcon_h1": {"mamba_d_head": 64, "mamba_d_ssm": 256},
