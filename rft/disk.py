@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +16,7 @@ from rft.errors import DiskFull
 
 REMEDY = "Free space (`df -h`; `df -i` for the number of files) or raise the quota; the same command then goes on from the last checkpoint"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PIECE = 1 << 16  # bytes that are read at once in search of a line's end
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")  # of libraries that hide the number
 
 
@@ -51,6 +53,21 @@ def write_whole(path: Path, data: str | bytes, *, mode: int = 0o600) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+def drop_cut_line(file: FileIO | BinaryIO) -> int:
+    """Truncates `file`, open for reading and writing, after its last end of a line; how many bytes a crash had left there."""
+    at = size = file.seek(0, os.SEEK_END)
+    found = -1
+    while at > 0 and found < 0:
+        start = max(0, at - _PIECE)
+        file.seek(start)
+        found = file.read(at - start).rfind(b"\n")
+        at = start
+    whole = at + found + 1
+    if whole < size:
+        file.truncate(whole)
+    return size - whole
 
 
 def sync_path(path: Path) -> None:

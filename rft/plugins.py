@@ -111,7 +111,7 @@ class Registry:
         known = self.names(kind)
         raise PluginError(
             f"unknown {kind} {name!r}.  Known: {', '.join(known) or 'none'}.{nearest(name, known)}  "
-            "A plugin of your own is found with --plugin-dir DIR, as pkg.module:Name or as path/file.py:Name."
+            "Your own plugin is found with --plugin-dir DIR, as pkg.module:Name or as path/file.py:Name."
         )
 
     def names(self, kind: str) -> list[str]:

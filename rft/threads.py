@@ -11,7 +11,7 @@ import contextvars
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -35,17 +35,22 @@ def contained(what: str) -> Iterator[None]:
     """Code of the plugin `what` in this block raises nothing but an Exception or asyncio's own cancelling."""
     try:
         yield
-    except (Exception, asyncio.CancelledError, GeneratorExit):
+    except (asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as e:
-        raise as_failure(e, what) from e
+        if (failure := as_failure(e, what)) is e:
+            raise
+        raise failure from (None if isinstance(e, StopIteration) else e)  # contextlib takes what one causes for Python's own
 
 
-async def in_thread(call: Callable[[], T], name: str, *, error: Callable[[BaseException], BaseException] | None = None) -> T:
-    """The result of `call`, in a daemon thread called `name`, with the context variables of the caller.
+async def guarded(work: Awaitable[T], what: str) -> T:
+    """The result of `work`, contained: for code of a plugin in a task of its own, where SystemExit would end the loop past all others."""
+    with contained(what):
+        return await work
 
-    `error`: what is raised here for what `call` raised; None: that.
-    """
+
+async def in_thread(call: Callable[[], T], name: str) -> T:
+    """The result of `call`, in a daemon thread called `name`, with the context variables of the caller."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -58,7 +63,7 @@ async def in_thread(call: Callable[[], T], name: str, *, error: Callable[[BaseEx
         try:
             outcome: tuple[Callable[[Any], None], Any] = (result.set_result, context.run(call))
         except BaseException as e:
-            outcome = (result.set_exception, as_failure(e if error is None else error(e), name))
+            outcome = (result.set_exception, as_failure(e, name))
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, *outcome)
 

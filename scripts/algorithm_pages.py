@@ -89,7 +89,7 @@ def _type(name: str) -> str:
     parts = ("advantage_fn", "policy_loss_fn", "kl_loss_fn", "kl_penalty_fn", "entropy_loss_fn", "sample_strategy")
     rows = [f"| `{kind}` | {_link(kind, getattr(d, kind), name)}{_own_args(d, kind)} |" for kind in parts]
     rows += [f"| `loss_agg_mode` | [`{d.loss_agg_mode}`](aggregation.md) |", f"| `repeat_times` | `{d.repeat_times}` |"]
-    table = "\n".join(["| Key of `algorithm` | Where it is not written |", "|---|---|", *rows])
+    table = "\n".join(["| Key of `algorithm` | Default |", "|---|---|", *rows])
     return "\n\n".join([_linked(d.doc), table, *_needs(d)])
 
 

@@ -44,6 +44,8 @@ from rft.types.ids import GroupId, Version
 from rft.types.ports import Engine, GenerateRequest, GroupStats, Lease
 from rft.types.task import SamplingArgs
 
+SEEDS, REAL_SEEDS = (0, 1, 2), (42, 1, 2)
+REAL_TIMEOUT_S = 4 * 3600.0
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "learning.md"
 EXAMPLES = ROOT / "examples"
@@ -69,9 +71,9 @@ class Goal:
     run: Callable[[Path, int], Learnt]
 
 
-def of_run(example: str, folder: Path, seed: int, steps: int, number: str, *changes: str) -> Learnt:
+def of_run(example: str, folder: Path, seed: int, steps: int, number: str, *changes: str, family: str = "llama") -> Learnt:
     """A run of an example; `number` is one of its metrics."""
-    model = tiny.make(folder / "model", seed=seed)
+    model = tiny.make(folder / "model", seed=seed, family=family)
     overrides = [
         *(f"model.model_path={model}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
         *(f"trainer.total_steps={steps}", "trainer.save_hf_checkpoint=never", *changes),
@@ -89,6 +91,43 @@ def grpo(folder: Path, seed: int) -> Learnt:
     return of_run("tiny", folder, seed, 80, ACCURACY, *EVALUATED)
 
 
+def hybrid(folder: Path, seed: int) -> Learnt:
+    """Linear attention and attention by turns."""
+    return of_run("tiny", folder, seed, 120, ACCURACY, *EVALUATED, family="qwen3_5_text")
+
+
+def moe(folder: Path, seed: int) -> Learnt:
+    """With vLLM, whose experts the trainer goes through: a run of its own processes."""
+    model = tiny.make(folder / "model", seed=seed, family="qwen3_moe")
+    engine = ("engine_type=vllm", "router_replay=on", "max_num_seqs=128")
+    changes = [f"model.model_path={model}", *(f"explorer.rollout_model.{e}" for e in engine)]
+    (found,) = of_command("tiny", folder, seed, 140, [ACCURACY], *changes)
+    return found
+
+
+def of_command(
+    example: str, folder: Path, seed: int, steps: int, numbers: Sequence[str], *changes: str, **environment: str
+) -> list[Learnt]:
+    """The metrics `numbers` of `rft run`, with Ray, as users call it.  Raises RuntimeError with the end of its output where it fails."""
+    arguments = [f"checkpoint_root_dir={folder}", f"seed={seed}", f"name=seed{seed}", f"trainer.total_steps={steps}"]
+    arguments += ["trainer.save_hf_checkpoint=never", *EVALUATED, *changes]
+    done = subprocess.run(
+        [sys.executable, "-m", "rft.cli.main", "run", "--config", str(Path("examples") / example / "config.yaml"), *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=REAL_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{example}, seed {seed}, ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    told = read(folder / "rft" / "examples" / f"seed{seed}" / "metrics.jsonl")
+    found = [dict(series(told, metric)) for metric in numbers]
+    return [Learnt(values[0], values[steps], steps) for values in found]
+
+
 def ppo(folder: Path, seed: int) -> Learnt:
     more = ("algorithm.algorithm_type=ppo", "trainer.ppo_epochs=4", "trainer.critic.optimizer.lr=1e-3")
     return of_run("tiny", folder, seed, 36, ACCURACY, *EVALUATED, *more)
@@ -104,9 +143,6 @@ def dpo(folder: Path, seed: int) -> Learnt:
 
 # ---------------------------------------------------------------- with a real engine
 
-SEEDS, REAL_SEEDS = (0, 1, 2), (42, 1, 2)
-REAL_TIMEOUT_S = 4 * 3600.0
-
 
 @dataclass(frozen=True)
 class Real:
@@ -119,25 +155,9 @@ class Real:
     numbers: tuple[tuple[str, str, float | None], ...]
 
     def run(self, folder: Path, seed: int, model: Path) -> list[Learnt]:
-        """Raises RuntimeError with the end of its output where it fails."""
-        arguments = [f"checkpoint_root_dir={folder}", f"seed={seed}", f"name=seed{seed}", f"trainer.total_steps={self.steps}"]
-        arguments += ["trainer.save_hf_checkpoint=never", "explorer.eval_interval=1000", "explorer.eval_on_startup=true"]
-        config = ["--config", str(Path("examples") / self.example / "config.yaml")]
-        done = subprocess.run(
-            [sys.executable, "-m", "rft.cli.main", "run", *config, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "MODEL_PATH": str(model)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=REAL_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{self.example}, seed {seed}, ended with {done.returncode}:\n{done.stdout[-3000:]}")
-        told = read(folder / "rft" / "examples" / f"seed{seed}" / "metrics.jsonl")
-        found = [dict(series(told, metric)) for _, metric, _ in self.numbers]
-        return [Learnt(values[0], values[self.steps], self.steps) for values in found]
+        """Raises RuntimeError where it fails."""
+        metrics = [metric for _, metric, _ in self.numbers]
+        return of_command(self.example, folder, seed, self.steps, metrics, MODEL_PATH=str(model))
 
 
 def pretrained() -> Path:
@@ -268,6 +288,10 @@ def _gain(least: float) -> Callable[[Learnt], bool]:
     return lambda x: x.after >= x.before + least
 
 
+def _reaches(least: float) -> Callable[[Learnt], bool]:
+    return lambda x: x.after >= least
+
+
 def _falls(share: float) -> Callable[[Learnt], bool]:
     return lambda x: x.after <= x.before * (1 - share)
 
@@ -276,9 +300,11 @@ GOALS = {
     goal.name: goal
     for goal in (
         Goal("grpo", "held-out accuracy", "+0.3", _gain(0.3), grpo),
+        Goal("moe", "held-out accuracy", "≥ 0.9", _reaches(0.9), moe),
+        Goal("hybrid", "held-out accuracy", "≥ 0.9", _reaches(0.9), hybrid),
         Goal("ppo", "held-out accuracy", "+0.3", _gain(0.3), ppo),
         Goal("sft", "held-out negative log-likelihood, nats per token", "−30 %", _falls(0.3), sft),
-        Goal("dpo", "held-out accuracy of pairs", "≥ 0.9", lambda x: x.after >= 0.9, dpo),
+        Goal("dpo", "held-out accuracy of pairs", "≥ 0.9", _reaches(0.9), dpo),
         Goal("on_policy_distill", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("on_policy_distill")),
         Goal("jsd", "held-out reverse KL, nats per token", "−50 %", _falls(0.5), distilled("jsd")),
     )
@@ -312,8 +338,10 @@ INTRODUCTION = """# Does it learn?
 
 Written by `python scripts/learning.py --write`. Models of 0.3 million random parameters and the task of `examples/tiny`, copying the digit
 that is shown; each algorithm with its own defaults and the learning rate of its example, 1e-3. PPO makes four updates of each batch. A
-teacher is such a model after supervised fine-tuning, from other random weights than the student's. Everything is measured on rows that
-were never trained. A seed is that of the weights, the data and the sampling.
+teacher is such a model after supervised fine-tuning, from other random weights than the student's. `moe` is GRPO with a mixture of
+experts (qwen3_moe, 8 experts, 2 of a token), real vLLM and router replay, `hybrid` GRPO with linear attention and attention by turns
+(qwen3_5) and the transformers engine. Everything is measured on rows that were never trained. A seed is that of the weights, the data and
+the sampling.
 """
 
 

@@ -135,7 +135,7 @@ class Pipes:
         self._began = time.monotonic()
         return replace(self._lease, step=step)
 
-    async def use(self, step: int) -> None:
+    async def use(self, step: int, logprobs: bytes | None = None) -> None:
         """Every step may have the rows again."""
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:

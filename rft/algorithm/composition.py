@@ -54,10 +54,12 @@ class Algorithm:
             estimates = self._penalty(x)
             _check_shapes("the KL penalty", estimates, x.rows)
             x, kl = penalised(x, estimates, self._penalty_coef if kl_coef is None else kl_coef)
-        made = self._advantages(self._weighed(x))
+        corrected = correct(x, c, None) if (c := self.correction) is not None and c.weighted else None
+        made = self._advantages(x if corrected is None else _weighed(x, corrected.weights))
         if drawn is not None:
             x, made = _drawn(x, made, drawn)
-        corrected = correct(x, self.correction, made.keep) if self.correction is not None else Corrected()
+        if corrected is None or drawn is not None or made.keep is not None:  # it is not that of all tokens
+            corrected = Corrected() if c is None else correct(x, c, made.keep)
         keep = made.keep if corrected.keep is None else corrected.keep
         extra = self._extra(replace(x, keep=keep), made.values) if self._extra is not None else {}
         return PreparedStep(
@@ -71,11 +73,6 @@ class Algorithm:
             rewards=[row.rewards for row in x.rows] if kl is not None else None,
             kl=kl,
         )
-
-    def _weighed(self, x: StepInputs) -> StepInputs:
-        """`x` with the weights of the off-policy correction, where there are some."""
-        weights = correct(x, self.correction, None).weights if self.correction is not None and self.correction.weighted else None
-        return x if weights is None else replace(x, rows=[replace(r, weights=w) for r, w in zip(x.rows, weights, strict=True)])
 
     def _advantages(self, x: StepInputs) -> Advantages:
         """Of the policy's own rows, compared with each other alone; an expert's have advantage 0."""
@@ -143,6 +140,11 @@ def build(settings: PartSettings) -> Algorithm:
         coef,
         correction_args(settings),
     )
+
+
+def _weighed(x: StepInputs, weights: Sequence[np.ndarray] | None) -> StepInputs:
+    """`x` with the weights of the off-policy correction, where there are some."""
+    return x if weights is None else replace(x, rows=[replace(r, weights=w) for r, w in zip(x.rows, weights, strict=True)])
 
 
 def _drawn(x: StepInputs, made: Advantages, drawn: Sequence[int]) -> tuple[StepInputs, Advantages]:

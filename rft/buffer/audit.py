@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rft.buffer.base import Audit, Storage, stored_by
 from rft.buffer.database import cause
-from rft.buffer.derived_state import chain, count, digest, uses_of
+from rft.buffer.derived_state import chain, count, digest, strays, uses_of
 from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
@@ -69,6 +69,7 @@ def _audit(
     audit, derived = count(tx, chain(tx, latest), max_uses=max_uses, resume_rows=resume_rows, version=str(latest or ""))
     for manifest in manifests:
         problems += _compare(tx, manifest, max_uses)
+    problems += strays(tx) if about["format"] == str(FORMAT) else []
     storage = stored_by(about, location.name, folder)
     available, discarded = audit.available, dict(audit.discarded)
     if not storage.durable and available:  # what only memory held went with its process

@@ -156,12 +156,12 @@ class BufferCore:
                 return await loop.run_in_executor(self._thread, call)
             except DiskFull as e:
                 if not appends and await loop.run_in_executor(self._thread, self._reserve.spend):
-                    log.warning("%s.  The space that is kept for the trainer is used now.", e)
+                    log.warning("%s.  The space reserved for the trainer is in use now.", e)
                     continue
                 wait_s = self._settings.full_disk_wait_s
                 if deadline is None:
                     deadline = loop.time() + wait_s
-                    log.error("%s.  It is tried again for %g s, then the run stops.", e, wait_s)
+                    log.error("%s.  Retrying for %g s, then the run stops.", e, wait_s)
                 if loop.time() >= deadline or self._closed:
                     raise
             idle.set()

@@ -331,7 +331,7 @@ class Database:
 
     def _failed(self, error: BaseException) -> Exception:
         if self._unknown:
-            what = "Whether the last call is stored is not known; resume the run, which finds out."
+            what = "It is unknown whether the last call was stored; resume the run to find out."
         else:
             what = "Nothing of the last call is stored."
         if self._lost(error) and not self._owned:

@@ -40,7 +40,8 @@ from sqlalchemy import (
 
 from rft.buffer.base import Audit
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
-from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, uses
+from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, token_logprobs, uses
+from rft.buffer.session_rows import count_answers
 from rft.errors import BufferFailed
 from rft.types.ids import Version
 
@@ -167,7 +168,7 @@ def move(tx: Connection, ids: Sequence[str], to: str, *, explained: str | None =
         if wrong:
             raise BufferFailed(
                 f"experience {wrong[0]} is {found.get(wrong[0], 'not stored')} and cannot become {to} ({len(wrong)} such rows); "
-                "the buffer and what asks it disagree: end the run and resume it"
+                "the buffer and its caller disagree: end the run and resume it"
             )
 
 
@@ -224,6 +225,14 @@ def parts(values: Sequence[str]) -> Iterator[Sequence[str]]:
         yield values[start : start + _PART]
 
 
+def strays(tx: Connection) -> list[str]:
+    """What is wrong with the log-probs that trainers left: each belongs to a use."""
+    k, u = token_logprobs.c, uses.c
+    of_a_use = exists().where(and_(u.experience == k.experience, u.lineage == k.lineage, u.step == k.step))
+    found = tx.scalars(select(k.experience).where(~of_a_use)).all()
+    return [f"trainer's log-probs of {found[0]} belong to no use ({len(found)} such rows)"] if found else []
+
+
 def count(
     tx: Connection, ancestry: dict[int, int], *, max_uses: int, resume_rows: str, version: str
 ) -> tuple[Audit, dict[str, tuple[str, str | None]]]:
@@ -236,12 +245,16 @@ def count(
     stored: dict[str, int] = dict(tx.execute(select(experiences.c.group_id, func.count()).group_by(experiences.c.group_id)).all())
     short = [g.id for g in tx.execute(select(groups.c.id, groups.c.num_rows)) if stored.get(g.id) != g.num_rows]
     problems += [f"group {short[0]} has not the rows it was acknowledged with ({len(short)} such groups)"] if short else []
+    served = count_answers(tx)
+    problems += served.problems
+    discarded = Counter(reason or "" for state, reason in derived.values() if state == "explained") + served.explained
     audit = Audit(
-        acked=tx.scalar(select(func.sum(groups.c.num_rows))) or 0,
+        acked=(tx.scalar(select(func.sum(groups.c.num_rows))) or 0) + served.waiting + served.explained.total(),
         used=by_state["used"],
         leased=0,
         available=by_state["available"],
-        discarded=dict(sorted(Counter(reason or "" for state, reason in derived.values() if state == "explained").items())),
+        waiting=served.waiting,
+        discarded=dict(sorted(discarded.items())),
         used_twice=sum(n > max_uses for n in times.values()),
         num_uses=len(counted),
         digest=digest(counted),

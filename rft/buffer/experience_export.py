@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Boolean, Float, Integer
@@ -33,6 +34,7 @@ PAYLOAD = pa.schema(
         ("tokens", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
+        ("trainer_logprobs", pa.list_(pa.float32())),
         ("token_rewards", pa.list_(pa.float32())),
         ("teacher_logprobs", pa.list_(pa.float32())),
         ("version_spans", pa.list_(SPAN)),
@@ -67,8 +69,9 @@ def export(
             count = 0
             for rows in pages(questions, where):
                 if tokens:
-                    found = questions.payload([row["id"] for row in rows])
-                    rows = [{**row, **unpacked(found[row["id"]])} for row in rows]
+                    ids = [row["id"] for row in rows]
+                    found, kept = questions.payload(ids), questions.trainer_logprobs(ids)
+                    rows = [{**row, **unpacked(found[x], kept.get(x))} for x, row in zip(ids, rows, strict=True)]
                 write(rows)
                 told(count := count + len(rows))
         if to.exists():
@@ -106,12 +109,13 @@ def _arrow(kind: TypeEngine[Any] | None) -> pa.DataType:
     return pa.int64() if isinstance(kind, Integer) else pa.float64() if isinstance(kind, Float) else pa.string()
 
 
-def unpacked(x: Experience) -> dict[str, Any]:
-    """What the payload adds to the columns; arrays as they are, the rest as JSON."""
+def unpacked(x: Experience, trainer_logprobs: np.ndarray | None) -> dict[str, Any]:
+    """What the payload, and what the trainer left, add to the columns; arrays as they are, the rest as JSON."""
     return {
         "tokens": x.tokens,
         "loss_mask": x.loss_mask,
         "logprobs": x.logprobs if x.has_logprobs else None,
+        "trainer_logprobs": trainer_logprobs,
         "token_rewards": x.token_rewards,
         "teacher_logprobs": x.teacher_logprobs,
         "version_spans": [{"version": str(s.version), "start": s.start, "end": s.end} for s in x.version_spans],

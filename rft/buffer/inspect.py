@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 from sqlalchemy import Connection
 
 from rft.buffer.query import Order, Questions
@@ -37,6 +38,7 @@ _USES = """
     SELECT count(*) AS uses, count(DISTINCT experience) AS experiences,
            (SELECT lineage || ':' || max(step) FROM uses WHERE lineage = (SELECT max(lineage) FROM uses) GROUP BY lineage) AS last
     FROM uses"""
+_KEPT = "SELECT CAST(sum(length(pairs)) AS BIGINT) FROM token_logprobs"
 _REJECTED = "SELECT reason, CAST(sum(count) AS BIGINT) FROM rejections GROUP BY reason ORDER BY reason"
 _EDITS = "SELECT count(*) FROM reward_edits"
 _PAYLOAD = "SELECT CAST(coalesce(sum(num_bytes), 0) AS BIGINT) FROM groups"
@@ -69,7 +71,11 @@ def collect(questions: Questions) -> dict[str, Any]:
             "uses": rows(_USES)[0],
             "rejected": counts(_REJECTED),
             "edits": tx.exec_driver_sql(_EDITS).scalar(),
-            "bytes": {"payload": tx.exec_driver_sql(_PAYLOAD).scalar(), **_sizes(questions, tx)},
+            "bytes": {
+                "payload": tx.exec_driver_sql(_PAYLOAD).scalar(),
+                **({"trainer_logprobs": kept} if (kept := tx.exec_driver_sql(_KEPT).scalar()) else {}),
+                **_sizes(questions, tx),
+            },
         }
 
 
@@ -98,6 +104,7 @@ class Shown(msgspec.Struct, frozen=True):
     payload: Experience | None
     gone: str
     uses: tuple[Use, ...]
+    trainer_logprobs: np.ndarray | None  # float32 [T] of its first use, where they are kept
 
 
 def look(
@@ -117,7 +124,8 @@ def look(
             key="--id",
             given=id,
         )
-    return [Shown(row, *_payload(questions, row["id"]), _uses(questions, row["id"])) for row in rows]
+    kept = questions.trainer_logprobs([row["id"] for row in rows])
+    return [Shown(row, *_payload(questions, row["id"]), _uses(questions, row["id"]), kept.get(row["id"])) for row in rows]
 
 
 def _payload(questions: Questions, id: str) -> tuple[Experience | None, str]:

@@ -220,7 +220,7 @@ class LeaseOrder:
         if self._policy == "carry" or not any(g.fresh for g in self._groups.values()):
             raise EndOfData(
                 f"{self.finished}; {self._words(wanted, choice.missing)}, "
-                f"so {left} experiences stay in the buffer, too few for a step of their own"
+                f"so {left} experiences stay in the buffer, too few for a step"
             )
         raise ShortBatch(f"no more rows come ({self.finished}), but {self._words(wanted, choice.missing)}{self._why()}. {REMEDY}")
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, and_, exists, func, insert, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
-from rft.buffer.derived_state import chain, count, derive_states, digest, has_used_rows, parts, uses_of, waiting_groups
+from rft.buffer.derived_state import chain, count, derive_states, digest, has_used_rows, parts, strays, uses_of, waiting_groups
 from rft.buffer.migrate import prepare
 from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
@@ -135,7 +135,7 @@ class Ledger:
             raise BufferFailed(
                 f"the checkpoint {parent} was made after {given.num_uses} uses (digest {given.digest}), "
                 f"but the buffer {self.location} knows {len(counted)} ({digest(counted)}). "
-                "Checkpoint and buffer are not of the same run, or one was replaced: "
+                "Checkpoint and buffer belong to different runs, or one was replaced: "
                 "restore the buffer folder that belongs to it, or start a new run from its weights."
             )
 
@@ -173,15 +173,18 @@ class Ledger:
             return str(error)
         return None
 
-    def run_for(self, lineage: int, work: Callable[[Connection], R], point: str = "") -> R:
-        """`work` in one transaction, for the trainer of `lineage` or its explorers; `point`: where it may be made to fail."""
+    def run_for(self, lineage: int, work: Callable[[Connection], R], point: str = "", *, size: int = 0) -> R:
+        """`work` in one transaction, for the trainer of `lineage` or its explorers; `point`: where it may be made to fail.
+
+        `size`: bytes of payload that it writes.
+        """
 
         def fenced(tx: Connection) -> R:
             self.fence(lineage)
             fault(point)
             return work(tx)
 
-        return self.run(fenced)
+        return self.run(fenced, size=size)
 
     def fence(self, lineage: int) -> None:
         """Raises Fenced for a caller of another lineage than the current one."""
@@ -202,6 +205,7 @@ class Ledger:
 
         def work(tx: Connection) -> tuple[Audit, dict[str, tuple[str, str | None]], dict[str, tuple[str, str | None]]]:
             facts, derived = count(tx, self.ancestry, max_uses=s.max_uses, resume_rows=s.resume_rows, version=version)
+            facts = msgspec.structs.replace(facts, problems=(*facts.problems, *strays(tx)))
             return facts, derived, {r.id: (r.state, r.explained) for r in tx.execute(select(e.id, e.state, e.explained))}
 
         facts, derived, stored = self.run(work)

@@ -13,13 +13,25 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from sqlalchemy import Connection, Table, insert, inspect, select, update
+from sqlalchemy import Connection, Table, insert, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
 from rft.buffer.base import Storage, storage_reference
 from rft.buffer.intake import MADE_COLUMNS, made
 from rft.buffer.location import Location
-from rft.buffer.schema import FORMAT, V_EXPERIENCES, create_views, experiences, groups, meta, metadata, put_meta, texts
+from rft.buffer.schema import (
+    FORMAT,
+    V_EXPERIENCES,
+    create_views,
+    experiences,
+    groups,
+    meta,
+    metadata,
+    put_meta,
+    texts,
+    token_logprobs,
+    v_tokens,
+)
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
 from rft.types.block import decode
@@ -53,7 +65,7 @@ def migrate(tx: Connection, found: str, location: Location, storage: Storage) ->
     if not found.isdecimal() or not 1 <= int(found) <= FORMAT:
         raise BufferFailed(
             f"{location} was made with format {found!r}, this rft knows formats 1 to {FORMAT}. "
-            "Go on with the rft that made it, or give the run another name."
+            "Use the rft that made it, or give the run another name."
         )
     for number in range(int(found), FORMAT):
         began = time.monotonic()
@@ -73,8 +85,7 @@ def _compare(then: dict[str, str], now: dict[str, str], location: Location) -> N
         if key == "format" or key not in then or then[key] == value or (key == "run" and location.url is None):
             continue
         raise BufferFailed(
-            f"{location} was made with {key} {then[key]!r}, this run has {value!r}. "
-            "Go on with what it was made with, or give the run another name."
+            f"{location} was made with {key} {then[key]!r}, this run has {value!r}. Use that, or give the run another name."
         )
 
 
@@ -98,12 +109,12 @@ def _from_1(tx: Connection, storage: Storage) -> None:
 
 
 def _from_2(tx: Connection, storage: Storage) -> None:
-    """Texts in a table of their own."""
+    """Texts in their own table."""
     del storage
     if tx.dialect.name == "sqlite" and sqlite3.sqlite_version_info < (3, 35):
         raise BufferFailed(
-            f"SQLite {sqlite3.sqlite_version} cannot bring this ledger to the present format: open it once where SQLite is 3.35 or newer "
-            '(python -c "import sqlite3; print(sqlite3.sqlite_version)"), or go on with the rft that made it.'
+            f"SQLite {sqlite3.sqlite_version} cannot migrate this ledger to the present format: open it once where SQLite is 3.35 or newer "
+            '(python -c "import sqlite3; print(sqlite3.sqlite_version)"), or use the rft that made it.'
         )
     texts.create(tx, checkfirst=True)
     columns = ("prompt_text", "response_text")
@@ -113,6 +124,14 @@ def _from_2(tx: Connection, storage: Storage) -> None:
     for column in columns:
         tx.exec_driver_sql(f"ALTER TABLE experiences DROP COLUMN {column}")
     tx.exec_driver_sql(V_EXPERIENCES)
+
+
+def _from_3(tx: Connection, storage: Storage) -> None:
+    """The trainer's log-probs, which a run before did not keep."""
+    del storage
+    token_logprobs.create(tx, checkfirst=True)
+    tx.exec_driver_sql("DROP VIEW v_tokens")
+    tx.execute(text(v_tokens(tx)))
 
 
 def _add_columns(tx: Connection, table: Table) -> None:
@@ -138,4 +157,4 @@ def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
     return True
 
 
-_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2}
+_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2, 3: _from_3}

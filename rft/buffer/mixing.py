@@ -6,9 +6,7 @@ step used which row, and which source it was.  The one invariant: every train ba
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 
 import msgspec
 import numpy as np
@@ -24,11 +22,6 @@ from rft.types.experience import Demonstration, Experience
 from rft.types.ids import ExperienceId
 
 KEY = "buffer.trainer_input.auxiliary_buffers"
-
-
-def expert_rows(ratio: float, batch_rows: int) -> int:
-    """How many of `batch_rows` come from the other source: `ratio` of them, rounded up.  Example: expert_rows(0.3, 32) == 10"""
-    return math.ceil(Fraction(str(ratio)) * batch_rows)
 
 
 class Mix:

@@ -48,12 +48,12 @@ class PriorityArgs(BaseModel):
 
 
 class LinearDecayArgs(PriorityArgs):
-    decay: float = Field(2.0, description="how many train steps older a use makes a group")
+    decay: float = Field(2.0, description="how many train steps older each use makes a group")
 
 
 class DecayLimitRandomizationArgs(LinearDecayArgs):
     use_count_limit: int = Field(3, description="uses after which a group is not read again; 0 or less: no limit")
-    sigma: float = Field(0.0, ge=0, description="standard deviation of normal noise, drawn anew for each use")
+    sigma: float = Field(0.0, ge=0, description="standard deviation of normal noise, drawn for each use")
 
 
 @priority("linear_decay", args=LinearDecayArgs)

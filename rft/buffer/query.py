@@ -18,14 +18,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from rft.buffer import schema
 from rft.buffer.base import Storage, stored_by
 from rft.buffer.location import Location, connect, find
 from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
 from rft.logs import redact
+from rft.types import token_logprobs
 from rft.types.block import decode
 from rft.types.experience import Experience
 
@@ -104,9 +107,7 @@ class Questions:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
         if (found := self.about.get("format")) != str(FORMAT):
             newer = found is not None and found.isdecimal() and int(found) > FORMAT
-            remedy = (
-                "use the rft that wrote it, or a newer one" if newer else "`rft run` brings it up to date when the run goes on"
-            )
+            remedy = "use the rft that wrote it, or a newer one" if newer else "`rft run` migrates it when the run resumes"
             raise ConfigError(f"{self.where} has format {found}, this rft reads format {FORMAT}; {remedy}", key="RUN")
 
     @cached_property
@@ -197,7 +198,7 @@ class Questions:
     def _rows(
         self, where: str, rest: str, values: tuple[Any, ...], *, view: str = "v_experiences", what: str = "*"
     ) -> list[dict[str, Any]]:
-        """The condition stands in a query of its own, so that nothing in it can reach `rest`."""
+        """The condition stands in its own query, so that nothing in it can reach `rest`."""
         condition = where if self.sqlite else where.replace("%", "%%")
         chosen = f"(SELECT * FROM {view} WHERE ({condition}\n)) AS chosen" if where.strip() else view
         sql = f"SELECT {what} FROM {chosen} {rest.format('?' if self.sqlite else '%s')}"
@@ -219,6 +220,13 @@ class Questions:
         if missing := sorted(wanted - found.keys()):
             raise PayloadDamaged(f"the payload of {missing[0]} is not in its group's block; `rft buffer audit` says more")
         return found
+
+    def trainer_logprobs(self, ids: Sequence[str]) -> dict[str, np.ndarray]:
+        """Of these experiences, as far as they are kept: see `token_logprobs.of_trainer`."""
+        k = schema.token_logprobs.c
+        with self.errors("RUN"), self.reading() as tx:
+            rows = tx.execute(select(k.experience, k.token_start, k.pairs).where(k.experience.in_(ids))).all()
+        return {r.experience: token_logprobs.of_trainer(r.token_start, r.pairs) for r in rows}
 
     @contextmanager
     def _sqlite(self, sql: str) -> Iterator[QueryResult]:
@@ -255,7 +263,7 @@ class Questions:
             return ConfigError(f"{self.where} cannot be opened: {line}; {rights}", key="RUN")
         if not self.about or any(x in line for x in ("not a database", "malformed", "disk I/O error")):
             return ConfigError(
-                f"{self.where} cannot be read, it is damaged or no ledger: {line}; `rft buffer audit` says more", key="RUN"
+                f"{self.where} cannot be read, it is damaged or not a ledger: {line}; `rft buffer audit` says more", key="RUN"
             )
         return ConfigError(line + self._hint(line), key=key)
 

@@ -6,7 +6,8 @@ of `rft.types.ids`.  Times are seconds since the epoch; for people, nothing is o
 
     v_experiences  one row per experience, all typed columns, its state and its newest lease and use
     v_groups       one row per group: rewards, lengths and states counted over its experiences
-    v_tokens       one row per span of tokens that one weight version wrote (the tokens themselves are packed: `rft buffer sample`)
+    v_tokens       one row per span of tokens that one weight version wrote, or per token where the trainer's log-probs are kept
+                   (the tokens themselves are packed: `rft buffer sample`)
     v_lineage      weight version -> experience -> optimizer step -> checkpoint, one row per experience and use
 
 The one exception among facts is `experiences.reward`: `UPDATE experiences SET reward = ...` changes it until its row is leased.  Triggers
@@ -36,7 +37,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import SchemaItem
 
-FORMAT = 3  # 1: before typed sampling columns, leases, checkpoints, edits and views; 2: texts in the experiences' own rows
+FORMAT = 4  # 1: before typed columns, leases, checkpoints, edits, views; 2: texts in the experiences' rows; 3: no token_logprobs
 metadata = MetaData()
 Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
 
@@ -124,6 +125,13 @@ uses = _table(
     _all(Integer, "lineage", "step", key=True),
     Column("created", Float),  # null in rows of format 1
     Index("ix_uses_step", "lineage", "step"),
+)
+
+token_logprobs = _table(  # of the first use that counts, see `rft.types.token_logprobs`; with monitor.keep_trainer_logprobs
+    "token_logprobs",
+    _all(Id, "experience", key=True),
+    _all(Integer, "lineage", "step", "token_start"),
+    _all(Text, "pairs"),
 )
 
 mixed_uses = _table(  # of rows that are read from another source than this ledger
@@ -262,8 +270,12 @@ FROM groups g JOIN (
 ) s ON s.group_id = g.id"""
 
 _TOKENS = """CREATE VIEW v_tokens AS SELECT e.id, e.group_id, e.batch, e.taskset, e.engine, {span} AS span,
-  {lineage} AS version_lineage, {step} AS version_step, {start} AS token_start, {end} AS token_end, {end} - {start} AS num_tokens
-FROM experiences e CROSS JOIN {spans}"""
+  {lineage} AS version_lineage, {step} AS version_step,
+  coalesce({token}, {start}) AS token_start, coalesce({token} + 1, {end}) AS token_end,
+  CASE WHEN {token} IS NULL THEN {end} - {start} ELSE 1 END AS num_tokens,
+  {theirs} AS logprob, {ours} AS trainer_logprob, k.lineage AS train_lineage, k.step AS train_step
+FROM experiences e CROSS JOIN {spans} LEFT JOIN token_logprobs k ON k.experience = e.id
+LEFT JOIN {pairs} ON {token} >= {start} AND {token} < {end}"""
 
 _LINEAGE = """CREATE VIEW v_lineage AS
 WITH RECURSIVE counted(lineage, step) AS (
@@ -312,13 +324,30 @@ END $$""",
 
 def create_views(tx: Connection) -> None:
     """Views and triggers of a ledger that has none."""
-    sqlite = tx.dialect.name == "sqlite"
-    if sqlite:
-        part, spans, number = "json_extract(s.value, '$[{}]')", "json_each(e.version_spans) s", "s.key"
-    else:
-        part, number = "(s.value ->> {})::integer", "(s.number - 1)::integer"
-        spans = "LATERAL jsonb_array_elements(e.version_spans::jsonb) WITH ORDINALITY AS s(value, number)"
-    names = ("lineage", "step", "start", "end")
-    tokens = _TOKENS.format(span=number, spans=spans, **{name: part.format(i) for i, name in enumerate(names)})
-    for statement in (V_EXPERIENCES, _GROUPS, tokens, _LINEAGE, *(_SQLITE if sqlite else _POSTGRES)):
+    for statement in (V_EXPERIENCES, _GROUPS, v_tokens(tx), _LINEAGE, *(_SQLITE if tx.dialect.name == "sqlite" else _POSTGRES)):
         tx.execute(text(statement))
+
+
+def v_tokens(tx: Connection) -> str:
+    """The statement that makes this view."""
+    names = ("lineage", "step", "start", "end")
+    if tx.dialect.name == "sqlite":
+        part = "json_extract({0}.value, '$[{1}]')"
+        more = {
+            "span": "s.key",
+            "spans": "json_each(e.version_spans) s",
+            "pairs": "json_each(k.pairs) t",
+            "token": "(k.token_start + t.key)",
+        }
+    else:
+        part = "({0}.value ->> {1})::integer"
+        listed = "LATERAL jsonb_array_elements({}::jsonb) WITH ORDINALITY AS {}(value, number)"
+        more = {
+            "span": "(s.number - 1)::integer",
+            "spans": listed.format("e.version_spans", "s"),
+            "pairs": listed.format("k.pairs", "t"),
+        }
+        more["token"] = "(k.token_start + t.number - 1)::integer"
+    numbers = part.replace("integer", "double precision")
+    more |= {name: numbers.format("t", i) for i, name in enumerate(("theirs", "ours"))}
+    return _TOKENS.format(**more, **{name: part.format("s", i) for i, name in enumerate(names)})

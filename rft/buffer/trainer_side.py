@@ -15,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, func, or_, select
 
+from rft.buffer import schema
 from rft.buffer.core import BufferCore
 from rft.buffer.derived_state import chain, counted_uses, digest, move, parts, uses_of
 from rft.buffer.intake import clean
@@ -25,6 +26,7 @@ from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, Selection, 
 from rft.buffer.schema import ask, batches, experiences, explanations, leases, mixed_uses, put_many, uses
 from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatch
 from rft.faults import fault
+from rft.types import token_logprobs
 from rft.types.block import bundle
 from rft.types.ids import Version
 from rft.types.ports import Consumption, GroupStats, Lease
@@ -113,8 +115,12 @@ class TrainerSide(BufferCore):
             group.frozen = group.frozen or _statistics(group.id, scored[group.id])
         return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
 
-    async def use(self, lineage: int, step: int) -> None:
-        """The lease of `step` was trained on.  Repeating it is a no-op."""
+    async def use(self, lineage: int, step: int, logprobs: bytes | None = None) -> None:
+        """The lease of `step` was trained on.  Repeating it is a no-op.
+
+        Of `logprobs` those of the rows' first uses are kept, in the same transaction.  A first use that does not count any more is
+        replaced by the one that does.
+        """
         async with self._about(step):
             order, choice = await self._leased(lineage, step)
             if choice is None:
@@ -122,10 +128,13 @@ class TrainerSide(BufferCore):
             most = self._settings.max_uses
             rows = [row for _, part in choice.picked for row in part]
             used = [r.id for r in rows if r.uses + 1 >= most]
+            first = {r.id for r in rows if r.uses == 0}
+            kept = [] if logprobs is None else [x for x in token_logprobs.decode(logprobs) if x.id in first]
 
             def work(tx: Connection) -> None:
                 now = time.time()
                 put_many(tx, uses, [(r.id, lineage, step, now) for r in rows])
+                put_many(tx, schema.token_logprobs, [(x.id, lineage, step, x.token_start, x.pairs) for x in kept], replace=True)
                 if (mix := self._mix) is not None:
                     put_many(tx, mixed_uses, [(mix.name, x, lineage, step) for x in mix.ids(step)])
                 move(tx, used, "used")
@@ -158,7 +167,8 @@ class TrainerSide(BufferCore):
 
     async def _wait(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Selection:
         now = asyncio.get_running_loop().time
-        deadline, say = now() + deadline_s, now() + SAY_EVERY_S
+        began = now()
+        deadline, say = began + deadline_s, began + SAY_EVERY_S
         async with contextlib.AsyncExitStack() as held:
             await held.enter_async_context(self._changed)
             starving = False
@@ -174,8 +184,7 @@ class TrainerSide(BufferCore):
                         "Raise buffer.trainer_input.experience_buffer.max_read_timeout if the explorer is merely slow."
                     )
                 if now() >= say:
-                    waited = deadline_s - (deadline - now())
-                    log.warning("the trainer has waited %.0f s for the explorer: %s", waited, self._order.missing(wanted))
+                    log.warning("the trainer has waited %.0f s for the explorer: %s", now() - began, self._order.missing(wanted))
                     say = now() + SAY_EVERY_S
                 if not starving:
                     starving = True

@@ -32,7 +32,7 @@ def _buffer() -> None:
 
 
 def _told(count: int) -> None:
-    """How far an export is, for somebody who watches."""
+    """Progress of an export, for display."""
     if sys.stderr.isatty():
         print(f"\r{count} experiences", end="\r", file=sys.stderr, flush=True)
 
@@ -82,8 +82,8 @@ def query(
     ] = None,
     config: Config = None,
     output: Annotated[str, typer.Option("--format", "-f", help="table, csv or json")] = "table",
-    limit: Annotated[int, typer.Option(min=0, help="most rows that are printed; 0: all")] = 1000,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds after which the question is given up")] = 60.0,
+    limit: Annotated[int, typer.Option(min=0, help="print at most this many rows; 0: all")] = 1000,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds after which the query is cancelled")] = 60.0,
 ) -> None:
     """Ask one SQL question; nothing can be changed, and the run is not held up."""
     from rft.cli import show
@@ -137,7 +137,7 @@ def sample(
     from rft.cli import show
 
     if id is not None and (where or step or best or worst):
-        raise ConfigError("--where, --step, --best and --worst cannot stand beside --id", key="--id")
+        raise ConfigError("--where, --step, --best and --worst cannot be combined with --id", key="--id")
     counts: dict[Order, int] = {"best": best, "worst": worst} if best or worst else {"random": num}
     with _opened(run, config) as questions:
         found = [
@@ -151,14 +151,14 @@ def sample(
             for line in show.experience(x, words, colour=show.in_colour()):
                 print(line)
     if not found:
-        print("no experience fulfils the condition", file=sys.stderr)
+        print("no experience matches the condition", file=sys.stderr)
 
 
 @buffer.command()
 def audit(
     run: Run = None,
     as_json: Json = False,
-    payload: Annotated[bool, typer.Option("--payload/--no-payload", help="also read every available experience back")] = True,
+    payload: Annotated[bool, typer.Option("--payload/--no-payload", help="also read back every available experience")] = True,
     config: Config = None,
 ) -> None:
     """Check by files alone that nothing was lost and nothing trained twice.  Exit code 4 if something was."""

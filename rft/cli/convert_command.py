@@ -43,7 +43,7 @@ def verl(
         Path | None, typer.Option("--out", "-o", help="the YAML file to write; default: print it", show_default=False)
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="write the whole account to this .md or .json file", show_default=False)
+        Path | None, typer.Option(help="write the full report to this .md or .json file", show_default=False)
     ] = None,
     profile: Annotated[
         ProfileName, typer.Option(help="exact: what veRL computes; guide: the values of the alignment guide")
@@ -66,8 +66,13 @@ def verl(
     for option, path in (("-o", out), ("--report", report)):
         _replaceable(option, path)
     if out is not None and report is not None and out.absolute() == report.absolute():
-        raise ConfigError(f"given {out}, as for -o; the account needs a file of its own", key="--report", given=str(report))
-    done = verls.convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
+        raise ConfigError(f"given {out}, as for -o; the account needs its own file", key="--report", given=str(report))
+    try:
+        done = verls.convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
+    except ConfigError as e:
+        if report is not None:
+            _write(report, reports.refusal(script.name, e, as_json=report.suffix == ".json"))
+        raise
     if report is not None:
         as_json = report.suffix == ".json"
         _write(report, json.dumps(reports.to_json(done), indent=2, ensure_ascii=False) if as_json else reports.markdown(done))
@@ -92,7 +97,7 @@ def _replaceable(option: str, path: Path | None) -> None:
     except OSError as e:
         raise ConfigError(f"cannot be read: {e.strerror}", key=f"{option} {path}") from None
     if not _OURS.match(begin):
-        raise ConfigError("exists, and no conversion wrote it; move it away or give another name", key=f"{option} {path}")
+        raise ConfigError("exists and was not written by a conversion; move it away or give another name", key=f"{option} {path}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -118,7 +123,7 @@ def _show(done: Conversion, script: Path, out: Path | None, report: Path | None,
             console.print(f"[bold]{LABELS[kind]}[/] ({len(rows)})")
             _table(console, [(str(r.argument.line), f"{r.argument.key}={_short(r.argument.text)}", *_told(r)) for r in rows])
     for name, style, texts in (
-        ("note", "dim", done.notes), ("warning", "yellow", done.warnings),
+        ("note", "dim", done.notes), ("warning", "yellow", done.warnings), ("question", "magenta", done.questions),
         ("error", "red", tuple(f"rft check: {e}" for e in done.errors)),
     ):  # fmt: skip
         for text in texts:
@@ -132,9 +137,7 @@ def _show(done: Conversion, script: Path, out: Path | None, report: Path | None,
 
 def _next(done: Conversion, out: Path | None, stopped: bool) -> list[str]:
     if stopped and done.refused:
-        return [
-            f"Nothing was written: {len(done.refused)} argument(s) would be lost.  Change the script, or add --allow to go on without them."
-        ]
+        return [f"Nothing was written: {len(done.refused)} argument(s) would be lost.  Change the script, or add --allow."]
     if stopped:
         return [
             "Nothing was written: `rft check` refuses the result.  Change the script or --engine-num, correct the key with "

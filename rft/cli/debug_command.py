@@ -56,7 +56,7 @@ def workflow(
     say: Annotated[
         list[str] | None,
         typer.Option(
-            help="scripted: what the model says in each run, call by call, the last for ever; default: the gold answer",
+            help="scripted: the model's answers in each run, call by call, the last one repeated; default: the gold answer",
             show_default=False,
         ),
     ] = None,
@@ -77,7 +77,7 @@ def workflow(
 
     one_of(engine, ENGINES, "--engine")
     if say and engine != "scripted":
-        raise ConfigError("only --engine scripted says what it is told", key="--say", given=say[0])
+        raise ConfigError("is only for --engine scripted", key="--say", given=say[0])
     learn_environment()
     plan = planned(config, overrides, plugin_dir, stage)
     settings: EngineSettings | None = None
@@ -213,7 +213,7 @@ def _decoder(settings: EngineSettings) -> Any:
 
 
 def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replaced: Mapping[str, Any]) -> None:
-    """Where a model may be vLLM's: the rest of this command in a process of its own, which ends this one."""
+    """Where a model may be vLLM's: the rest of this command in its own process, which ends this one."""
     from rft.launch import debug_session, leftovers
 
     found = [policy] if isinstance(policy, EngineSettings) else []

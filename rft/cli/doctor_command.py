@@ -40,15 +40,20 @@ class Finding:
 def doctor(
     as_json: JsonArray = False,
     keys: Annotated[bool, typer.Option("--keys", help="the configuration keys that are accepted and not active")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="try GPUs, attention, ranks, engines and transports; takes minutes")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="test GPUs, attention, ranks, engines and transports; takes minutes")
+    ] = False,
     model: Annotated[
         str, typer.Option("--model", help="compare the trainer, transformers and engines for this model: a folder or a hub id")
     ] = "",
     device: Annotated[
-        str, typer.Option("--device", help="with --gpu and --model: cuda, or cpu; by itself cuda, for a model where there is one")
+        str,
+        typer.Option(
+            "--device", help="with --gpu and --model: cuda, or cpu; default: cuda where there is one for --model, else cpu"
+        ),
     ] = "",
 ) -> None:
-    """Say what this machine has, and what is missing.  Exit code 3 if something needed is, or a check fails.
+    """Show what this machine has, and what is missing.  Exit code 3 if something needed is, or a check fails.
 
     With --model: 2 or 3 where a run with default settings would be refused, 4 where something is not exact.
     """

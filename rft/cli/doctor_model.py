@@ -38,7 +38,8 @@ def model(path: str, device: str, as_json: bool) -> None:
 
     if not as_json:
         print(
-            f"{folder} on {device}, in float32; differences to plain transformers rows: nats, and the gradient of one GRPO step"
+            f"{folder} on {device}, in float32; differences to plain transformers rows: nats, and the gradient of one GRPO step.\n"
+            "Of engines: the largest one of what they sample, and of the canaries of two versions that a trainer publishes to them."
         )
         print(_HEAD)
     report = model_check.compare(

@@ -1,6 +1,6 @@
 """`rft explain`: one configuration key in words; `rft plugins`: what a configuration can name, and where each thing comes from.
 
-Exit code 2 for a key or kind that nobody knows.
+Exit code 2 for an unknown key or kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rft export`: the Hugging Face model of a checkpoint, verified, in a folder of its own."""
+"""`rft export`: the Hugging Face model of a checkpoint, verified, in its own folder."""
 
 from __future__ import annotations
 

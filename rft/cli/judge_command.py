@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 PAGE = 256  # experiences whose payload is read at once
 _VERL = {"prompt": "prompt", "truth": "reward_model"}  # columns of veRL's data, where there is no --config
-judge = typer.Typer(no_args_is_help=True, help="How far a judge can be trusted.")
+judge = typer.Typer(no_args_is_help=True, help="How reliable a judge is.")
 
 
 @judge.callback()
 def _judge() -> None:
-    """How far a judge can be trusted."""
+    """How reliable a judge is."""
 
 
 def bench(
@@ -180,14 +180,17 @@ def report(
     repeats: Annotated[
         int | None,
         typer.Option(
-            min=0, max=100, help="ask so often; default: 1, and 0 with --run, whose stored scores are taken", show_default=False
+            min=0,
+            max=100,
+            help="calls per answer; default: 1, and 0 with --run, whose stored scores are used",
+            show_default=False,
         ),
     ] = None,
     threshold: Annotated[float, typer.Option(help="a score from here on is a good verdict")] = 0.5,
     label_threshold: Annotated[
         float | None, typer.Option(help="a label from here on is good; default: the middle of their range", show_default=False)
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="no more answers than this", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="at most this many answers", show_default=False)] = None,
     to: Annotated[Path | None, typer.Option(help="also write the JSON object to this file", show_default=False)] = None,
     plugin_dir: PluginDirs = None,
     as_json: Json = False,

@@ -22,17 +22,18 @@ from rft.logs import learn_environment, redact
 
 VERBS = {
     "run": "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
-    "check": "Say what a configuration will do, and everything that is wrong with it.",
-    "explain": "Say what a configuration key means, and its names in veRL and Trinity-RFT.",
+    "serve": "Answer OpenAI requests and learn from the rewards that are posted.",
+    "check": "Show what a configuration will do, and everything that is wrong with it.",
+    "explain": "Explain a configuration key, with its names in veRL and Trinity-RFT.",
     "quickstart": "A real pretrained model learns single-digit sums on this machine.",
-    "doctor": "Say what this machine has, and what is missing.",
-    "status": "What a run is doing or how it ended, read from its files.",
-    "timeline": "Draw who worked and who waited in a run.",
+    "doctor": "Show what this machine has, and what is missing.",
+    "status": "Show what a run is doing or how it ended, read from its files.",
+    "timeline": "Draw when each part of a run worked and when it waited.",
     "convert": "Turn a veRL launch script or YAML file into a configuration.",
     "bench": "Score stored answers with a taskset's reward, split by source.",
     "debug": "Play one task, or score one answer, and show what happens.",
     "new": "Write the skeleton of a workflow, reward, judge ... and its test.",
-    "judge": "Say how far a judge can be trusted.",
+    "judge": "Measure how reliable a judge is.",
     "export": "Copy the verified Hugging Face model of a checkpoint.",
     "log": "Show a run's logs, merged by time.",
     "plugins": "List what a configuration can name.",
@@ -136,7 +137,7 @@ def _options(
 
 
 def _elsewhere() -> None:
-    raise AssertionError("a verb that was not asked for was called")
+    raise AssertionError("a verb other than the requested one was called")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`rft new`: the skeleton of a plugin and its test, which passes at once, with NAME and CLASS filled in.
 
-Invariant: nothing that is there is written over; the test passes as it is written, without a model.
+Invariant: no existing file is overwritten; the generated test passes unchanged, without a model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REGISTERED = {"judge": "reward", "env": "workflow", "agent": "workflow"}  # kin
 
 def new(
     kind: Annotated[str, typer.Argument(help="workflow, reward, judge, env, operator or agent", show_default=False)],
-    name: Annotated[str, typer.Argument(help="what configurations will call it, e.g. guess_number", show_default=False)],
-    folder: Annotated[Path, typer.Option("--dir", help="folder of your plugins; made if it is not there")] = Path("plugins"),
+    name: Annotated[str, typer.Argument(help="its name in configurations, e.g. guess_number", show_default=False)],
+    folder: Annotated[Path, typer.Option("--dir", help="folder of your plugins; created if missing")] = Path("plugins"),
 ) -> None:
     """Write DIR/NAME.py and DIR/tests/test_NAME.py; existing files are left alone."""
     if kind not in SKELETONS:
@@ -32,7 +32,7 @@ def new(
     plugin, test = folder / f"{name}.py", folder / "tests" / f"test_{name}.py"
     for path in (plugin, test):
         if path.exists():
-            raise ConfigError("is there already; choose another name, or delete it", key="NAME", given=str(path))
+            raise ConfigError("already exists; choose another name, or delete it", key="NAME", given=str(path))
     skeleton = SKELETONS[kind]
     test.parent.mkdir(parents=True, exist_ok=True)
     for path, text in ((plugin, skeleton.plugin), (test, skeleton.test)):
@@ -47,7 +47,7 @@ def _check_name(kind: str, name: str) -> None:
 
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise ConfigError(
-            "must be 2 to 50 small letters, digits and underscores, begin with a letter, and be no word of Python's",
+            "must be 2 to 50 lower-case letters, digits and underscores, begin with a letter, and not be a Python keyword",
             key="NAME",
             given=name,
         )

@@ -82,7 +82,7 @@ def report(run_dir: Path, seconds: float, console: Any) -> None:
         "next      rft status "
         + str(run_dir)
         + "\n          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL\n"
-        "          docs/ tells how to write a workflow, a reward, a taskset"
+        "          docs/ explains how to write a workflow, a reward, a taskset"
     )
 
 

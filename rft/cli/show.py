@@ -177,7 +177,7 @@ def human(num_bytes: int) -> str:
 
 
 class Words:
-    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not at hand."""
+    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not available."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tokenizer: Any = None
@@ -245,7 +245,7 @@ def _lineage(x: Shown) -> Iterator[str]:
         yield f"written by   weights {x.row['oldest_lineage']}:{x.row['oldest_step']} to {x.row['newest_lineage']}:{x.row['newest_step']}"
     for use in x.uses:
         if not use.counts:
-            after = "which no weights rest on any more: the run went on from before it"
+            after = "of no current weights: the run resumed from before it"
         elif use.checkpoint is None:
             after = "in no checkpoint yet"
         else:
@@ -263,19 +263,19 @@ def _text(name: str, text: str) -> Iterator[str]:
 
 
 def _tokens(x: Shown, words: Words, colour: bool) -> Iterator[str]:
-    """All tokens in a row: those of the prompt as they are, trained ones with their log-prob."""
+    """All tokens in a row: those of the prompt as they are, trained ones with their log-prob, and the trainer's where it is kept."""
     if x.payload is None:
         yield f"tokens       {safe(x.gone)}"
         return
     p, out = x.payload, []
-    for token, trained, logprob in zip(p.tokens.tolist(), p.loss_mask.tolist(), p.logprobs.tolist(), strict=True):
+    kept = [None] * len(p.tokens) if x.trainer_logprobs is None else x.trainer_logprobs.tolist()
+    for token, trained, logprob, ours in zip(p.tokens.tolist(), p.loss_mask.tolist(), p.logprobs.tolist(), kept, strict=True):
         word = words(token)
+        said = f"{logprob:.2f}" if ours is None else f"{logprob:.2f}/{ours:.2f}"
         if not trained:
             out.append(f"\x1b[2m{word}\x1b[0m" if colour else word)
         else:
-            out.append(
-                f"\x1b[{_shade(logprob)}m{word}\x1b[0m\x1b[2m{logprob:.2f}\x1b[0m" if colour else f"⟦{word} {logprob:.2f}⟧"
-            )
+            out.append(f"\x1b[{_shade(logprob)}m{word}\x1b[0m\x1b[2m{said}\x1b[0m" if colour else f"⟦{word} {said}⟧")
     yield "tokens       " + "·".join(out)
 
 
@@ -293,7 +293,7 @@ def plain(x: Shown, *, tokens: bool) -> dict[str, Any]:
     from rft.buffer.experience_export import unpacked
 
     uses = [{"step": str(u.version), "checkpoint": u.checkpoint, "counts": u.counts} for u in x.uses]
-    payload = unpacked(x.payload) if x.payload is not None else {"gone": x.gone}
+    payload = unpacked(x.payload, x.trainer_logprobs) if x.payload is not None else {"gone": x.gone}
     if not tokens:
         payload = {k: v for k, v in payload.items() if k in ("version_spans", "metrics", "info", "gone")}
     return {**x.row, **payload, "uses": uses}

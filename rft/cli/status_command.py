@@ -33,7 +33,7 @@ def status(
     run_dir: RunDir,
     as_json: Json = False,
 ) -> None:
-    """What a run is doing or how it ended, read from its files."""
+    """Show what a run is doing or how it ended, read from its files."""
     facts = collect(run_dir)
     if as_json:
         print(json.dumps(facts, indent=1, default=str))
@@ -87,7 +87,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     age = f", since {duration(max(time.time() - state['time'], 0))}" if "time" in state else ""
     out = [f"run          {facts['run_dir']}", f"phase        {facts['phase']}{held}{age}"]
     if facts["phase"] == "died":
-        out.append("             its process is gone and did not end properly; run the same command again to go on")
+        out.append("             its process ended without cleaning up; run the same command again to resume")
     if reason := state.get("reason"):
         out.append(f"reason       {reason}")
     for s in facts["stages"]:
@@ -188,8 +188,8 @@ def log(
         str | None, typer.Option("-k", help="only entries that contain this text, in any case", show_default=False)
     ] = None,
     level: Annotated[str, typer.Option("-l", help=f"lowest level: {', '.join(LEVELS)}")] = "info",
-    last: Annotated[int | None, typer.Option("-n", help="only so many of the newest entries", show_default=False)] = None,
-    follow: Annotated[bool, typer.Option("-f", help="go on as the run writes; Ctrl-C ends it")] = False,
+    last: Annotated[int | None, typer.Option("-n", help="show only this many of the newest entries", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option("-f", help="follow the log as the run writes it; Ctrl-C ends it")] = False,
 ) -> None:
     """Show a run's logs, merged by time."""
     if level.lower() not in LEVELS:
@@ -269,7 +269,7 @@ class _Watch:
     def __init__(self, folder: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(self._libc, "inotify_init1"):
-            raise SetupError("this system cannot tell when a file changes (no inotify); use `tail -f` on the files in `logs`")
+            raise SetupError("this system cannot watch files (no inotify); use `tail -f` on the files in `logs`")
         self._folder, self._fd = folder, int(self._libc.inotify_init1(os.O_CLOEXEC))
         self._cover()
 

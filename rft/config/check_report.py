@@ -38,7 +38,7 @@ class Report:
 
     @property
     def not_active(self) -> tuple[NotActive, ...]:
-        """What is accepted and comes later."""
+        """What is accepted but not implemented yet."""
         return self.plan.not_active if self.plan is not None else ()
 
     @property
@@ -79,7 +79,7 @@ class Report:
 
 
 def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
-    """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are not known."""
+    """What one explore step and the whole run amount to.  `tasksets`: previews; without them prompts and epochs are unknown."""
     from rft.config.describe import timeline
     from rft.config.offline_plan import summary
     from rft.sync.timeline import picture

@@ -51,7 +51,7 @@ READ_BY = (  # longest beginning first: who does what with a key
     ("synchronizer", "synchronizer: when and how weights move"),
     ("monitor", "monitor: trackers"),
     ("log", "every process: log files"),
-    ("seed", "explorer, engines and trainer: everything that draws"),
+    ("seed", "explorer, engines and trainer: everything random"),
     ("deterministic", "explorer, engines and trainer"),
     ("", "launcher: the run and its folder"),
 )
@@ -84,11 +84,11 @@ class Description:
 
 
 def _nearest(loc: tuple[str, ...]) -> str:
-    """What to say of a name that nobody knows: the nearest keys, else what there is."""
+    """What to say about an unknown name: the nearest keys, else what there is."""
     if len(loc[-1]) <= 120 and (near := did_you_mean(loc, list(fields_at(loc[:-1])))):
         return near
     if own(".".join(loc[:-1])) and not fields_at(loc[:-1]):
-        return f"  {dotted(loc[:-1])} is a value; no keys stand below it"
+        return f"  {dotted(loc[:-1])} is a value; there are no keys below it"
     parent = loc[:-1] if fields_at(loc[:-1]) else ()
     return f"  Known {f'below {dotted(parent)}' if parent else 'at the top'}: {', '.join(fields_at(parent))}"
 
@@ -203,7 +203,7 @@ def _argument(name: str) -> Description | None:
     if match is None:
         found = re.fullmatch(r"(.+_args)\.\w+", listed(name))  # of a workflow or a reward: the plugin's own
         if found is None or (key := own(found[1])) is None or next(models(_field(key).annotation), None):
-            return None  # a section such as rollout_args has keys of its own, and no others
+            return None  # a section such as rollout_args has its own keys, and no others
         return Description(
             key=listed(name),
             meaning="argument of the workflow or reward that is named beside it",

@@ -36,29 +36,24 @@ class Inert:
             object.__setattr__(self, "harmless", True)
 
 
-GPUS_IN_TURNS = "give engines and trainer GPUs of their own with mode: both; on a machine without GPUs they take turns"
 _GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
 _FOR_TASKS = "is for tasks; rows that are trained on have none"
-_FOR_DATA = "is for rows that are trained on (mode train): buffer.trainer_input.experience_buffer.format"
+_FOR_DATA = "is for rows to train on (mode train): buffer.trainer_input.experience_buffer.format"
 _STREAMS = (
     "experiences come from the explorer and go to the experience buffer; use buffer.trainer_input.auxiliary_buffers for others"
 )
 _ONE_PROCESS = "runs are coroutines of one process; explorer.max_concurrent_runs bounds them"
 _ASKER = "whoever asks an auxiliary model says how its answer is sampled"
 _PREFIX = (
-    "an answer is what the model writes itself; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
+    "an answer is only what the model writes; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
 )
-_SERVE = "belongs to mode: serve, which comes later"
+_LATER = "engines take new weights at the same time; requests wait meanwhile"
 _ROLLOUT, _AUXILIARY = "explorer.rollout_model", "explorer.auxiliary_models[]"
 _TASKS, _DATA = "buffer.explorer_input.tasksets[]", "buffer.trainer_input.experience_buffer"
 
 TABLE: dict[str, Inert] = {
-    "mode": Inert("use both", "later", ("serve",)),
     "ignore_validator_suggestions": Inert("what is only a suggestion never stops a run", "noted"),
     "model.logprobs": Inert(_GENERATED_ONLY, "warned"),
-    "model.external_model": Inert(
-        "the policy's tokens and weights have to be known; name a local model in model_path, a server in explorer.auxiliary_models"
-    ),
     f"{_TASKS}.format.reply_prefix": Inert(_PREFIX),
     f"{_TASKS}.format.chosen_key": Inert(_FOR_DATA),
     f"{_TASKS}.format.rejected_key": Inert(_FOR_DATA),
@@ -99,11 +94,13 @@ TABLE: dict[str, Inert] = {
     "explorer.runner_prepare_max_retries": Inert(_ONE_PROCESS, "noted"),
     "explorer.max_repeat_times_per_runner": Inert(_ONE_PROCESS, "noted"),
     "explorer.concurrent_mode": Inert(_ONE_PROCESS, "noted"),
-    "explorer.proxy_port": Inert(_SERVE, "later", harmless=True),
-    "explorer.listen_address": Inert(_SERVE, "later", harmless=True),
-    "explorer.service_status_check_interval": Inert(_SERVE, "later", harmless=True),
-    "explorer.min_running_model_num": Inert(_SERVE, "later", harmless=True),
-    "explorer.db_url": Inert(_SERVE, "later", harmless=True),
+    "explorer.service_status_check_interval": Inert(
+        "new weights are served when they are verified; nothing looks for them", "warned"
+    ),
+    "explorer.min_running_model_num": Inert(_LATER, "later", harmless=True),
+    "explorer.db_url": Inert(
+        "answers and rewards are in the experience buffer's ledger: buffer.trainer_input.experience_buffer.path"
+    ),
     "trainer.name": Inert("a run has one trainer; logs call it trainer and its rank", "warned"),
     "trainer.save_strategy": Inert("every rank writes its own file, all at the same time", "warned"),
     "trainer.fix_actor_microbatch_loss_scale": Inert(
@@ -112,7 +109,7 @@ TABLE: dict[str, Inert] = {
     "trainer.enable_preview": Inert(
         "rft buffer shows the rows of any step, and samples of every evaluation are logged", "warned"
     ),
-    "synchronizer.group_name": Inert("the name is chosen by itself", "noted"),
+    "synchronizer.group_name": Inert("the name is chosen automatically", "noted"),
     "synchronizer.wait_for_checkpoint": Inert("a version is used when it is complete", "noted"),
 }
 _SAME_KEYS = (  # sections with the keys of another
@@ -155,7 +152,7 @@ def listed() -> list[tuple[str, Inert]]:
         for name, field in model.model_fields.items():
             if entry := argument(field):
                 found.append((f"algorithm.{kind}_args.{name} of {part}", entry))
-    return [*found, ("mode: colocate on GPUs", Inert(GPUS_IN_TURNS, "later"))]
+    return found
 
 
 def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:

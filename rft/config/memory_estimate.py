@@ -122,7 +122,7 @@ def estimate(
     if plan.trainer.offline_data is not None:
         rest[0] = Term("coordinator", PART_PROCESS, f"a process of {PART_PROCESS // MIB} MiB")
     elif plan.sync.method in ("memory", "nccl"):
-        rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in memory of their own"))
+        rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in separate memory"))
     if plan.trainer.offline_data is None and plan.sync.method == "nccl":
         workers = sum(plan.sync.workers)
         rest.append(
@@ -477,6 +477,9 @@ def too_much(
                 + (
                     "Lower trainer.max_token_len_per_gpu, set trainer.enable_gradient_checkpointing: true, or use more ranks"
                     if kind == "trainer"
+                    else "Lower explorer.rollout_model.gpu_memory_utilization, set trainer.param_offload: true, "
+                    "or give both sides GPUs of their own with mode: both"
+                    if kind.startswith("shared")
                     else "Raise explorer.rollout_model.tensor_parallel_size or lower max_num_batched_tokens"
                 )
             )

@@ -75,6 +75,11 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
         ctx.error(
             f"{KEY}.data_selector", "rows to train on come in the order sequential, shuffle or random, which take no arguments"
         )
+    if ctx.config.monitor.keep_trainer_logprobs:
+        ctx.error(
+            "monitor.keep_trainer_logprobs",
+            "is kept in the ledger of what was sampled; rows of a data set are in none.  Write false",
+        )
     if b.format.enable_concatenated_multi_turn and data != "chats":
         ctx.warn(f"{KEY}.format.enable_concatenated_multi_turn has no effect: it is for chats, and {data} are read")
     written = ctx.config.buffer.explorer_input

@@ -18,6 +18,7 @@ from rft.disk import read_regular
 from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
+from rft.serve.settings import ServeSettings
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings, TasksetSettings
@@ -37,6 +38,7 @@ class ClusterSettings:
     gpus_per_engine: int  # 0 = engines on CPU
     auxiliary: tuple[int, ...]  # GPUs of each engine of the auxiliary models that needs any
     trainer_gpus: int  # 0 = trainer on CPU
+    shared: bool  # engines are on the trainer's GPUs, in turns
     num_cpus: int | None  # what a local Ray is told; None = the machine's, at least 8
     actor_start_timeout_s: float  # for each process of the run
     stall_timeout_s: float | None  # of processes that are not engines; None = never
@@ -49,6 +51,10 @@ class ClusterSettings:
     @property
     def auxiliary_gpus(self) -> int:
         return sum(self.auxiliary)
+
+    def used(self, engines: int) -> int:
+        """GPUs that have something to do, with so many engines."""
+        return self.auxiliary_gpus + self.trainer_gpus + (0 if self.shared else engines * self.gpus_per_engine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,6 @@ class NotActive:
     value: Any
     instead: str
     harmless: bool = False  # the run may start: speed, memory or an extra file, never other weights
-    moot: bool = False  # it can have no meaning here; else it comes later
 
     def __str__(self) -> str:
         return f"{self.key} {self.value!r} is accepted, not active yet: {self.instead}"
@@ -81,6 +86,7 @@ class Plan:
     mode: str
     run_dir: Path
     explorer: ExplorerSettings
+    serve: ServeSettings | None = None  # instead of exploring
     engines: tuple[EngineSettings, ...]
     auxiliary: tuple[AuxiliarySettings, ...] = ()  # judges, teachers, reward models
     buffer: BufferSettings

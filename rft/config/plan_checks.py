@@ -1,4 +1,4 @@
-"""Whether a plan fits the models that it names, and its storage; what is allowed and probably not meant.  Before anything starts.
+"""Whether a plan fits the models that it names, and its storage; what is allowed but probably not meant.  Before anything starts.
 
 Knows plans and what model folders say of themselves.  Invariant: which layout of rows is accepted here is proven again by the trainer
 when the model is loaded.
@@ -82,7 +82,7 @@ def _policy_fits(model: ModelFiles, plan: Plan, problems: Problems) -> None:
 
 
 def _critic_fits(policy: ModelFiles, plan: Plan, problems: Problems) -> None:
-    """The critic reads the policy's tokens with weights of its own."""
+    """The critic reads the policy's tokens with its own weights."""
     path, key = plan.learner.critic.model_path, "model.critic_model_path"
     if path in ("", plan.learner.model_path) or not needs(plan.learner.algorithm).critic:
         return
@@ -178,8 +178,7 @@ def advise(plan: Plan, keys: dict[str, str], p: Problems) -> None:
 
 def _gpus(plan: Plan, p: Problems) -> None:
     c = plan.cluster
-    used = len(plan.engines) * c.gpus_per_engine + c.auxiliary_gpus + c.trainer_gpus
-    if idle := c.gpus - used:
+    if idle := c.gpus - c.used(len(plan.engines)):
         p.warn(
             f"{idle} of {c.gpus} GPUs are used by no role (engines {len(plan.engines)} x {c.gpus_per_engine}"
             f"{f', auxiliary models {c.auxiliary_gpus}' if c.auxiliary_gpus else ''}, trainer {c.trainer_gpus}): raise "

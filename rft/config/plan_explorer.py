@@ -96,7 +96,7 @@ def _rules(ctx: Context, evals: Tasksets) -> None:
             ctx.error(f"explorer.{name}", "depends on how long runs take; leave it out, or deterministic: true")
     if not evals and ctx.config.mode == "bench":
         ctx.error("buffer.explorer_input.eval_tasksets", "is empty; mode bench plays these tasks under every checkpoint")
-    elif not evals and ctx.config.mode != "train":
+    elif not evals and ctx.config.mode not in ("train", "serve"):
         ctx.note("no eval_tasksets: nothing is evaluated")
 
 
@@ -147,7 +147,7 @@ def _trackers(ctx: Context) -> tuple[str, ...]:
         try:
             REGISTRY.get("monitor", _tracker(ctx, kind))
         except PluginError as e:
-            own = "or a tracker of your own: pkg.module:Name, path/file.py:Name"
+            own = "or your own tracker: pkg.module:Name, path/file.py:Name"
             text = f"given {kind!r}; must be one of {', '.join(TRACKERS)}, {own}.{nearest(kind, TRACKERS)}"
             text = e.message if ":" in kind else text
             ctx.error("monitor.monitor_type", text, given=kind)
@@ -242,7 +242,7 @@ def _check_args(ctx: Context, args: dict[str, Any]) -> None:
     if r.priority_fn not in known and ":" not in r.priority_fn:
         ctx.error(
             f"{_REPLAY}.priority_fn",
-            f"unknown priority function {r.priority_fn!r}.  Known: {', '.join(known)}; one of your own is found with --plugin-dir "
+            f"unknown priority function {r.priority_fn!r}.  Known: {', '.join(known)}; your own is found with --plugin-dir "
             "DIR, as pkg.module:Name or as path/file.py:Name",
         )
         return

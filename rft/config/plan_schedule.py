@@ -215,6 +215,7 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
         timeout_s=s.sync_timeout,
         engine_dtype=engines[0].dtype,
         canary_temperature=next((t.sampling.temperature for t in train if t.sampling.temperature > 0), 1.0),
+        in_turns=ctx.config.mode == "colocate",
         threshold=s.staleness_threshold if s.sync_style == "fully_async" else None,
         batch_units=rows if uneven else b.batch_size,
         step_units=b.train_batch_size or 1 if uneven else b.batch_size,
@@ -223,8 +224,8 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
     with ctx.taking():
         if schedule(settings).staleness_bound is None:
             ctx.warn(
-                f"sync_style {s.sync_style} without synchronizer.max_staleness: experiences may be of any age, as many as the buffer's "
-                f"capacity lets wait; write max_staleness: {2 * s.sync_interval}, for example"
+                f"sync_style {s.sync_style} without synchronizer.max_staleness: experiences may be of any age, as many as the buffer "
+                f"holds; write max_staleness: {2 * s.sync_interval}, for example"
             )
     if ctx.config.deterministic and s.sync_style != "fixed" and s.max_staleness != 0:
         ctx.error("synchronizer.sync_style", "must be fixed with deterministic: true, or max_staleness 0")
@@ -237,7 +238,7 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
 
 
 def _transport(ctx: Context, name: str) -> str:
-    """A transport of somebody's own, looked at once plugins may be imported."""
+    """A plugin transport, checked once plugins may be imported."""
     key = "synchronizer.sync_method"
     if ctx.facts.plugins_loaded:
         try:

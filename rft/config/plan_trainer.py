@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rft.config import lora_plan
+from rft.config import lora_plan, plan_serve
 from rft.config.context import Context, Problems, filled
 from rft.config.plan import Tasksets
 from rft.config.schema.algorithm_section import OptimizerConfig
@@ -27,7 +27,7 @@ from rft.types import rotary
 from rft.types.row_layout import AskedLayout
 
 _HOST = ("param_offload", "optimizer_offload", "grad_offload")
-_IN_HOST_ANYWAY = "no effect on CPU, where everything is in the host's memory"
+_IN_HOST_ANYWAY = "no effect on CPU, where everything is in host memory already"
 _BY_ROWS = "is required with use_dynamic_bsz: false"
 
 
@@ -58,6 +58,7 @@ def learner(
     critic = _critic(ctx, clip, budget, longest, steps)
     return filled(
         LearnerSettings,
+        ctx.config.monitor,
         t,
         model_path=ctx.find(ctx.config.model.model_path),
         tokenizer_path=None if ctx.config.model.tokenizer_path is None else ctx.find(ctx.config.model.tokenizer_path),
@@ -279,7 +280,7 @@ def _fused(ctx: Context, device: str) -> bool:
     if t.fused_kernel_backend == "torch":
         if t.use_fused_kernels:
             ctx.note(
-                "trainer.use_fused_kernels with fused_kernel_backend torch: log-probs and entropies are always computed so, by tiles"
+                "trainer.use_fused_kernels with fused_kernel_backend torch: log-probs and entropies are always computed by tiles"
             )
         return False
     if not t.use_fused_kernels:
@@ -349,8 +350,12 @@ def trainer(ctx: Context, device: str) -> TrainerSettings:
         save_hf_checkpoint="always" if always else t.save_hf_checkpoint,
         async_save=later,
         checkpoint_dir=ctx.run_dir / "checkpoints",
-        read_deadline_s=ctx.config.buffer.trainer_input.experience_buffer.max_read_timeout,
-        require_batches=s.require_batches if s.sync_style == "fully_async" else 1,
+        read_deadline_s=plan_serve.read_deadline_s(ctx, ctx.config.buffer.trainer_input.experience_buffer.max_read_timeout),
+        require_batches=s.require_batches
+        if s.sync_style == "fully_async"
+        else s.sync_interval  # a window is sampled whole before its first step
+        if ctx.config.mode == "colocate"
+        else 1,
         seed=ctx.config.seed,
     )
 

@@ -17,13 +17,12 @@ from rft.config.context import Problems
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.errors import ConfigError, PluginError
+from rft.explorer.stored import transcript
 from rft.reward.base import THE_TRUTH, Reward, score_each
 from rft.reward.data_sources import REWARDS
 from rft.taskset.base import Taskset
 from rft.taskset.open_source import open_taskset
 from rft.taskset.task_pipeline import PreparedRows, prepare
-from rft.types.completion import Completion, Transcript, Turn, VersionSpan
-from rft.types.ids import Version
 from rft.types.task import Task
 from rft.workflow.recipes import Recipes, refuse_group_reward, refuse_unused_reward
 
@@ -187,12 +186,12 @@ def _rows(
     if limit is not None and lengths and min(lengths) > limit:
         problems.error(
             "model.max_prompt_tokens",
-            f"is {limit}, but every prompt of {key} that was looked at is longer (from {min(lengths)} tokens); raise it",
+            f"is {limit}, but every prompt of {key} that was inspected is longer (from {min(lengths)} tokens); raise it",
             given=limit,
         )
     elif limit is not None and (over := sum(n > limit for n in lengths)):
         problems.warn(
-            f"{key}: {over} of {len(lengths)} rows looked at have prompts of more than model.max_prompt_tokens {limit} (longest: "
+            f"{key}: {over} of {len(lengths)} rows inspected have prompts of more than model.max_prompt_tokens {limit} (longest: "
             f"{max(lengths)}); their runs will fail.  Raise it"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
@@ -234,7 +233,7 @@ def _gold(task: Task, reward: Reward | None, key: str, problems: Problems) -> fl
     if best < 1 or best <= empty:
         problems.warn(
             f"{key}: the gold answer {gold[:60]!r} of row {task.index} scores {best:g} with {task.reward} and an empty answer {empty:g}; "
-            "it should score the most there is (1).  Is format.response_key the right column, and the reward the right one?"
+            "it should get the highest score (1).  Is format.response_key the right column, and the reward the right one?"
         )
     return best
 
@@ -250,27 +249,13 @@ def _gold_text(truth: Any) -> str:
 
 async def _scores(task: Task, reward: Reward, answers: list[str]) -> list[float]:
     async def one(text: str) -> float:
-        (result,) = await asyncio.wait_for(score_each(reward, task, [_said(task, text)]), REWARD_TIMEOUT_S)
+        (result,) = await asyncio.wait_for(score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S)
         return result.value if result.value is not None else float("-inf")
 
     try:
         return [await one(text) for text in (*answers, "")]
     finally:
         await reward.close()
-
-
-def _said(task: Task, text: str) -> Transcript:
-    one = np.zeros(1, np.int32)
-    completion = Completion(
-        prompt_tokens=one,
-        tokens=one,
-        logprobs=np.zeros(1, np.float32),
-        text=text,
-        finish_reason="stop",
-        version_spans=(VersionSpan(Version(1, 0), 0, 1),),
-        sampling=task.sampling,
-    )
-    return Transcript(turns=(Turn(messages=(), completion=completion),))
 
 
 def _overlap(opened: list[Taskset], problems: Problems) -> None:

@@ -32,7 +32,7 @@ _INSTEAD = {
     "enable_expert_parallel": "experts that are dealt over workers cannot be compared with what was published.  Write false, and cut them "
     "with tensor_parallel_size",
     "enable_eplb": "copies of experts that move cannot be compared with what was published.  Write false",
-    "worker_extension_cls": "it is what loads published weights.  Leave it out, or name an engine of your own as engine_type",
+    "worker_extension_cls": "it is what loads published weights.  Leave it out, or name your own engine as engine_type",
     "logprobs_mode": "training needs log-probs of the processed distribution.  Leave it out",
 }
 
@@ -71,9 +71,10 @@ def model(config: Mapping[str, Any], plan: Plan, problems: Problems) -> None:
     learner = plan.learner
     if learner.router_aux_loss_coef and sizes is None:
         problems.error(_BALANCE, "the model has no experts to keep busy; write 0", given=learner.router_aux_loss_coef)
-    if learner.router_aux_loss_coef and (learner.sequence_parallel > 1 or learner.compile):
-        what = "use_torch_compile: true" if learner.compile else "ulysses_sequence_parallel_size over 1"
-        problems.error(_BALANCE, f"routers are not recorded with trainer.{what}; write 0", given=learner.router_aux_loss_coef)
+    if learner.router_aux_loss_coef and learner.compile:
+        problems.error(
+            _BALANCE, "routers are not recorded with trainer.use_torch_compile: true; write 0", given=learner.router_aux_loss_coef
+        )
     if learner.router_replay and sizes is None:
         problems.error(_REPLAY, "the model has no experts to choose among; write off", given=True)
     elif learner.router_replay and sizes is not None:

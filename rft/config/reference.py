@@ -31,15 +31,15 @@ rft check --config run.yaml algorithm.optimizer.lr=2e-5 buffer.explorer_input.ev
 - Values of overrides are YAML: `stop=[a, b]`, `path=null`. List entries are written `list.0.key` or `list[0].key`.
 - Relative paths of data, models, templates and plugins are looked up from the current folder, then beside the YAML file.
   `checkpoint_root_dir` is always relative to the current folder.
-- A file may have 1 MB. Duplicate keys, tabs for indentation, tags and aliases that unfold to very much are refused.
+- A file may have 1 MB. Duplicate keys, tabs for indentation, tags and aliases that expand to a very large document are refused.
 - `extends: base.yaml`, or a list of files, relative to the file it stands in: mappings are merged, lists and single values replaced;
   what the file writes wins over what it extends, and overrides win over both. At most 8 files deep.
-- `stages` is a list of runs after one another, see [below](#stages).
+- `stages` is a list of consecutive runs, see [below](#stages).
 - `trainer.trainer_config.<veRL path>`, such as `trainer.trainer_config.actor_rollout_ref.actor.grad_clip`, is another spelling of the
   native key (`rft explain` says which). `actor`, `model`, `ref` and `rollout` may stand without `actor_rollout_ref`. Writing both
   spellings with different values is an error; `ppo_mini_batch_size` is refused (`buffer.batch_size` and `train_batch_size` say it).
-- On resume, keys marked *safe* may differ from the saved configuration; others are refused, since that would be another run.
-- What takes values from where: a taskset's `rollout_args` win over `model`; a taskset's `repeat_times` (or `rollout_args.n`) over
+- On resume, keys marked *safe* may differ from the saved configuration; others are refused, because the run would be a different one.
+- Precedence: a taskset's `rollout_args` win over `model`; a taskset's `repeat_times` (or `rollout_args.n`) over
   `algorithm.repeat_times`; written parts of `algorithm` over those of its `algorithm_type`; single `*_args` over the part's defaults.
 """
 STAGES = f"""
@@ -57,20 +57,20 @@ stages:
     algorithm: {{...}}
 ```
 
-- A stage runs in `<name>/<stage_name>`. The next one begins with the model that it exported (`save_hf_checkpoint` is at least `last`).
+- A stage runs in `<name>/<stage_name>`. The next one starts from the model that it exported (`save_hf_checkpoint` is at least `last`).
 - Started again, the program skips the stages that are done and resumes the one that was stopped. A stage that fails stops it.
 - `rft check` shows every stage. `rft status` and `rft export` take the program's folder or a stage's.
-- Overrides hold for the shared sections; `stages.0.trainer.total_steps=5` changes a stage's own.
+- Overrides apply to the shared sections; `stages.0.trainer.total_steps=5` changes a stage's own.
 """
 
 READ_BEFORE = {  # key -> (type, meaning) of what is gone before the schema sees the values
     "extends": (
         "text, or list of texts",
-        "A file, or several, whose keys hold where this one writes none; relative to this file.",
+        "A file, or several, whose keys apply where this one sets none; relative to this file.",
     ),
     "stages": (
         "list of sections",
-        "Runs after one another; each begins with the model of the one before, its sections replace the common ones.",
+        "Consecutive runs; each starts from the model of the one before, its sections replace the common ones.",
     ),
     "trainer.trainer_config": ("mapping", "veRL's keys, read as the native keys they became."),
 }
@@ -87,7 +87,7 @@ def markdown() -> str:
     parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in instead().items()]
     parts.append("\n## Keys of related tools that are left out with a warning\n\n| Key | Why |\n|---|---|\n")
     parts += [f"| `{_pattern(k)}` | {v} |\n" for k, v in ignored().items()]
-    parts.append("\n## Values that come later or are not offered\n\n| Key | Value | What to do |\n|---|---|---|\n")
+    parts.append("\n## Values that are planned or not offered\n\n| Key | Value | What to do |\n|---|---|---|\n")
     parts += [
         f"| `{_pattern(k)}` | `{value}` | {text} |\n" for k, values in not_offered().items() for value, text in values.items()
     ]

@@ -1,8 +1,8 @@
-"""Whether somebody writes what the algorithm's parts read of every experience beyond tokens, log-probs and rewards.
+"""Checks that a workflow or operator writes every field that the algorithm's parts read beyond tokens, log-probs and rewards.
 
 Part of the second stage of `check`: plugins are loaded and tasksets open.  A workflow or operator says what it writes in `gives` of its
-class: names, or a function of its arguments that returns them.  Invariant: a part whose data nobody gives is refused here and never
-reaches a first step.
+class: names, or a function of its arguments that returns them.  Invariant: a part whose data no class declares is refused here and
+never reaches a first step.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def _provided(kind: str, named: Iterable[tuple[str, Mapping[str, Any]]]) -> set[
 
 def _missing(part: str, want: str, flow: str, taskset: str) -> str:
     what = f'info["{want.removeprefix(_INFO)}"]' if want.startswith(_INFO) else want
-    known = f"It is there with {GIVES[want]}.  " if want in GIVES else ""
+    known = f"It comes with {GIVES[want]}.  " if want in GIVES else ""
     flow = Path(flow).name if ":" in flow else flow
     return (
-        f"{part} reads {what} of every experience, and nobody says that it is written: neither workflow {flow!r} of taskset {taskset} "
-        f'nor an operator.  {known}A class of your own that writes it has the line `gives = ("{want}",)`'
+        f"{part} reads {what} of every experience, but nothing declares it: neither workflow {flow!r} of taskset {taskset} "
+        f'nor an operator.  {known}A class that writes it declares `gives = ("{want}",)`'
     )
 
 
@@ -87,5 +87,7 @@ def _teacher(plan: Plan, flow: str, args: Mapping[str, Any], problems: Problems)
         problems.error("explorer.auxiliary_models", f"{flow} asks a teacher; name one: [{{name: teacher, model_path: ...}}]")
     elif named is not None and named not in there:
         problems.error(
-            "explorer.auxiliary_models", f"no model has the name of workflow_args.teacher; there is {', '.join(there)}", named
+            "explorer.auxiliary_models",
+            f"no model has the name of workflow_args.teacher; the models are {', '.join(there)}",
+            named,
         )

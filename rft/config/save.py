@@ -65,7 +65,8 @@ def changes(config: RunConfig, run_dir: Path) -> list[Change]:
         return []
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{file} is damaged ({e}); restore it, or choose another `name` for this run") from None
-    return list(_compare(plain(old), config.shown(), ()))  # an earlier version may have kept some
+    found = compare(plain(old), config.shown(), ())  # an earlier version may have kept secrets
+    return [Change(dotted(at), before, now, "safe" if _safe(at) else "refuse") for at, before, now in found]
 
 
 def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
@@ -85,16 +86,17 @@ def refuse_changes(config: RunConfig, run_dir: Path) -> list[Change]:
     return found
 
 
-def _compare(old: Any, new: Any, loc: Loc) -> Iterator[Change]:
+def compare(old: Any, new: Any, loc: Loc) -> Iterator[tuple[Loc, Any, Any]]:
+    """(key, old value, new value) of each key at or below `loc` that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
             before = old[name] if name in old else _default((*loc, name))  # a key that came after the run began
-            yield from _compare(before, new.get(name), (*loc, name))
+            yield from compare(before, new.get(name), (*loc, name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from _compare(a, b, (*loc, i))
+            yield from compare(a, b, (*loc, i))
     elif old != new:
-        yield Change(dotted(loc), old, new, "safe" if _safe(loc) else "refuse")
+        yield loc, old, new
 
 
 def _default(loc: Loc) -> Any:

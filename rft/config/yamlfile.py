@@ -88,8 +88,7 @@ def parse(text: str, name: str) -> tuple[Any, dict[Loc, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        _count(node, name)
-        lines = _lines(node, name)
+        lines = _Lines(node, name).of
         return _own(loader.construct_document(node)), lines
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
@@ -108,7 +107,7 @@ def scalar(text: str, name: str = "value") -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Every place gets a value of its own: an override of one place must not change what an alias puts elsewhere."""
+    """Every place gets its own value: an override of one place must not change what an alias puts elsewhere."""
     if isinstance(value, dict):
         return {k: _own(v) for k, v in value.items()}
     return [_own(v) for v in value] if isinstance(value, list) else value
@@ -122,82 +121,70 @@ def _refuse_tabs(text: str, name: str) -> None:
             )
 
 
-def _count(root: yaml.Node, name: str) -> None:
-    """Refuses trees that aliases make large, deep or endless."""
-    known: dict[int, tuple[int, int]] = {}
-    open_nodes: set[int] = set()
+class _Lines:
+    """Line of every leaf below `root`, aliases unfolded; collects duplicate keys, keys that are no text, and tags as errors.
 
-    def measure(node: yaml.Node) -> tuple[int, int]:
-        """(values, levels) of the tree below `node`, aliases unfolded."""
-        if id(node) in known:
-            return known[id(node)]
-        where = f"{name}, line {node.start_mark.line + 1}"
-        if id(node) in open_nodes:
+    Refuses trees that aliases make large, deep or endless.
+    """
+
+    def __init__(self, root: yaml.Node, name: str) -> None:
+        self._name = name
+        self._count = 0  # nodes that were visited
+        self._above = set[int]()  # nodes around the present one
+        self._errors: list[ConfigError] = []
+        self.of: dict[Loc, int] = {}
+        self._visit(root, ())
+        raise_all(self._errors)
+
+    def _wrong(self, line: int, why: str, loc: Loc) -> None:
+        self._errors.append(ConfigError(f"{self._name}, line {line}: {why}", key=dotted(loc)))
+
+    def _visit(self, node: yaml.Node, loc: Loc) -> None:
+        self._count, line = self._count + 1, node.start_mark.line + 1
+        where = f"{self._name}, line {line}"
+        if id(node) in self._above:
             raise ConfigError(f"{where}: an alias refers to the value it stands in")
-        open_nodes.add(id(node))
-        children = node.value if isinstance(node.value, list) else []
-        below = [measure(n) for c in children for n in (c if isinstance(c, tuple) else (c,))]
-        open_nodes.discard(id(node))
-        total, levels = 1 + sum(t for t, _ in below), 1 + max((n for _, n in below), default=0)
-        if total > MAX_VALUES:
+        if self._count > MAX_VALUES:
             raise ConfigError(f"{where}: its aliases unfold to more than {MAX_VALUES:,} values; write fewer aliases")
-        if levels > MAX_DEPTH:
+        if len(self._above) == MAX_DEPTH:
             raise ConfigError(f"{where}: its aliases nest too deeply; at most {MAX_DEPTH} levels are allowed")
-        known[id(node)] = total, levels
-        return total, levels
-
-    measure(root)
-
-
-def _lines(root: yaml.Node, name: str) -> dict[Loc, int]:
-    """Line of every leaf; collects duplicate keys, keys that are no text, and tags as errors."""
-    lines: dict[Loc, int] = {}
-    errors: list[ConfigError] = []
-
-    def visit(node: yaml.Node, loc: Loc) -> None:
-        line = node.start_mark.line + 1
+        self._above.add(id(node))
         if node.tag not in _KINDS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            errors.append(ConfigError(f"{name}, line {line}: the tag {tag} is not allowed; write plain values", key=dotted(loc)))
+            self._wrong(line, f"the tag {tag} is not allowed; write plain values", loc)
         elif isinstance(node, yaml.MappingNode):
-            mapping(node, loc)
+            self._mapping(node, loc)
         elif isinstance(node, yaml.SequenceNode):
             for i, child in enumerate(node.value):
-                visit(child, (*loc, i))
-            if not node.value:
-                lines[loc] = line
-        else:
-            if problem := _unusable(node):
-                errors.append(ConfigError(f"{name}, line {line}: {problem}", key=dotted(loc)))
-            lines[loc] = line
+                self._visit(child, (*loc, i))
+        elif problem := _unusable(node):
+            self._wrong(line, problem, loc)
+        if not (isinstance(node.value, list) and node.value):
+            self.of[loc] = line
+        self._above.discard(id(node))
 
-    def mapping(node: yaml.MappingNode, loc: Loc) -> None:
+    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> None:
         seen: dict[str, int] = {}
         for k, v in node.value:
-            line = k.start_mark.line + 1
+            self._count, line = self._count + 1, k.start_mark.line + 1
             if k.tag == "tag:yaml.org,2002:merge":
                 for merged in v.value if isinstance(v, yaml.SequenceNode) else [v]:
-                    visit(merged, loc)
+                    self._visit(merged, loc)
                 continue
             if not isinstance(k, yaml.ScalarNode) or k.tag not in _KINDS:
-                errors.append(ConfigError(f"{name}, line {line}: a key must be a text", key=dotted(loc)))
+                self._wrong(line, "a key must be a text", loc)
                 continue
             if problem := _unusable(k):
-                errors.append(ConfigError(f"{name}, line {line}: a key {problem}", key=dotted(loc)))
+                self._wrong(line, f"a key {problem}", loc)
                 continue
             if k.value in seen:
-                path = dotted((*loc, k.value))
                 where = f"on line {line}" if seen[k.value] == line else f"on lines {seen[k.value]} and {line}"
-                errors.append(ConfigError(f"written twice in {name}, {where}; remove one", key=path))
+                self._errors.append(
+                    ConfigError(f"written twice in {self._name}, {where}; remove one", key=dotted((*loc, k.value)))
+                )
             seen[k.value] = line
             k.tag = "tag:yaml.org,2002:str"
-            visit(v, (*loc, k.value))
-        if not node.value:
-            lines[loc] = node.start_mark.line + 1
-
-    visit(root, ())
-    raise_all(errors)
-    return lines
+            self._visit(v, (*loc, k.value))
 
 
 def _unusable(node: yaml.ScalarNode) -> str:

@@ -8,6 +8,7 @@ Shapes: B rows, H query heads, K key/value heads (H a multiple of K), L cached t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class RowCache:
             return keys[rows, :, : self._length], values[rows, :, : self._length]
         return keys[: self.rows, :, : self._length], values[: self.rows, :, : self._length]
 
-    def keep(self, source: list[int], lengths: list[int], into: list[int], *, rows: int, capacity: int) -> None:
+    def keep(self, source: Sequence[int], lengths: Sequence[int], into: Sequence[int], *, rows: int, capacity: int) -> None:
         """Store the prefilled sequences: row `into[i]` gets the first `lengths[i]` tokens of sequence `source[i]`.
 
         `rows` are in use afterwards; there is room for `capacity` tokens in each.
@@ -109,7 +110,7 @@ def attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention, [B, H, Q, D] → [B, Q, H, D].
+    """Scaled dot-product attention, [B, H, Q, D] → [B, Q, H, D of the values].
 
     For one query per row the H / K query heads that share a key head are treated as that many queries, so keys are not repeated.
     """
@@ -119,7 +120,7 @@ def attention(
         out = F.scaled_dot_product_attention(
             query.view(batch, -1, groups, size), key, value, attn_mask=attention_mask, scale=scaling
         )
-        return out.reshape(batch, 1, heads, size), None
+        return out.reshape(batch, 1, heads, value.shape[-1]), None
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rft.engine.adapter_layers import AdapterLoader, Beside, Pair, apart, base_tensors, copied, product, worst
-from rft.engine.weights import Loader
+from rft.engine.weights import Loader, saved_buffers
 from rft.types.adapter import AdapterSpec, key
 from rft.types.ports import WeightManifest
 
@@ -37,13 +37,14 @@ class ModelLoader(Loader):
     def adapter(self) -> ModelAdapter:
         return self._adapter
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters(remove_duplicate=False))
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        """With the buffers that checkpoints hold."""
+        return {**dict(self._model.named_parameters(remove_duplicate=False)), **saved_buffers(self._model)}
 
     def place(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], tuple[str, ...], tuple[str, ...]]:
         parameters = self._parameters()
         given = {id(parameters[n]) for n in tensors if n in parameters}
-        missing = tuple(n for n, p in self._model.named_parameters() if id(p) not in given)
+        missing = tuple({id(p): n for n, p in reversed(parameters.items()) if id(p) not in given}.values())
         return tensors, missing, tuple(n for n in tensors if n not in parameters)
 
     def copy(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:

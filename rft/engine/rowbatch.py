@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rft.engine.kvcache import RowCache
+from rft.engine import forwards
 from rft.engine.routers import Routers
 from rft.engine.sampling import RowState
 from rft.engine.settings import EngineSettings
@@ -86,11 +86,11 @@ class RowBatch:
         self.rows: list[BatchRow] = []
         self.stale = False  # the cache was made by older weights and has to be made anew
         self.device: torch.device = next(model.parameters()).device
-        self._cache = RowCache(self.device)
-        self._routers: Routers | None = None
+        routers = None
         if settings.router_replay:
-            self._routers = Routers(model)
-            self._routers.recording = True
+            routers = Routers(model)
+            routers.recording = True
+        self._forwards = forwards.make(model, routers, alone=settings.deterministic)
 
     @property
     def stale_tokens(self) -> int:
@@ -127,16 +127,16 @@ class RowBatch:
         """Logits [N, V] of the first token of each row of `batch`, which is among the rows from now on."""
         number = {prompt: i for i, prompt in enumerate(prompts)}
         source = [number[tuple(row.state.prompt)] for row in batch]
-        logits = self._forward([list(p) for p in prompts])
-        if (told := self._told(len(prompts))) is not None:
+        logits = self._forwards.prefill(prompts)
+        if told := self._forwards.told:
             for row, i in zip(batch, source, strict=True):
-                row.routed = [told[i, : len(row.state.prompt)]]
+                row.routed = [told[i][: len(row.state.prompt)]]
         self._counted["prefilled_tokens"] += sum(map(len, prompts))
         first = len(self.rows)
         self.rows += batch
         capacity = max(row.need for row in self.rows)
         into = list(range(first, len(self.rows)))
-        self._cache.keep(source, [len(row.state.prompt) for row in batch], into, rows=len(self.rows), capacity=capacity)
+        self._forwards.keep(source, [len(row.state.prompt) for row in batch], into, rows=len(self.rows), capacity=capacity)
         return logits[source]
 
     def recompute(self) -> None:
@@ -146,12 +146,11 @@ class RowBatch:
         while at < len(rows):
             lengths = [row.cached for row in rows[at:]]
             count = self._together(lengths)
-            self._forward([[*row.state.prompt, *row.state.written][: row.cached] for row in rows[at : at + count]])
-            if (told := self._told(count)) is not None:
-                for row, experts in zip(rows[at : at + count], told, strict=True):
-                    row.routed = [experts[: row.cached]]
+            self._forwards.prefill([[*row.state.prompt, *row.state.written][: row.cached] for row in rows[at : at + count]])
+            for row, experts in zip(rows[at : at + count], self._forwards.told or [], strict=False):
+                row.routed = [experts[: row.cached]]
             into, capacity = list(range(at, at + count)), max(row.need for row in rows)
-            self._cache.keep(list(range(count)), lengths[:count], into, rows=len(rows), capacity=capacity)
+            self._forwards.keep(list(range(count)), lengths[:count], into, rows=len(rows), capacity=capacity)
             self._counted["recomputed_tokens"] += sum(lengths[:count])
             at += count
 
@@ -168,78 +167,31 @@ class RowBatch:
             last = self.rows.pop()
             if last is not row:
                 self.rows[i] = last
-            self._cache.drop(i, last.cached)
+            self._forwards.drop(i, last.cached)
 
     def score(self, tokens: list[int], first: int, temperature: float) -> np.ndarray:
         """float32 [len(tokens) - first]; the logits of a few positions at a time."""
-        cache = RowCache(self.device)
-        cache.begin_prefill()
-        ids, count = torch.tensor([tokens], device=self.device), len(tokens)
-        hidden = self.model.base_model(
-            input_ids=ids,
-            attention_mask=torch.ones(count, count, dtype=torch.bool, device=self.device).tril()[None, None],
-            position_ids=torch.arange(count, device=self.device)[None],
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[0, first - 1 : -1]
-        head, chunk = self.model.get_output_embeddings(), max(1, SCORE_BYTES // (4 * self.model.config.vocab_size))
-        out = np.empty(count - first, np.float32)
+        hidden = self._forwards.hidden(tokens)[first - 1 : -1]
+        wanted = torch.tensor(tokens[first:], device=hidden.device)[:, None]
+        chunk = max(1, SCORE_BYTES // (4 * len(self.model.get_output_embeddings().weight)))
+        out = np.empty(len(hidden), np.float32)
         for at in range(0, len(out), chunk):
-            logits = head(hidden[at : at + chunk]).float() / (temperature or 1.0)
-            wanted = ids[0, first + at : first + at + len(logits), None]
-            out[at : at + chunk] = logits.log_softmax(-1).gather(1, wanted)[:, 0].cpu().numpy()
+            logits = self._forwards.logits(hidden[at : at + chunk]) / (temperature or 1.0)
+            out[at : at + chunk] = logits.log_softmax(-1).gather(1, wanted[at : at + chunk])[:, 0].cpu().numpy()
         return out
-
-    def _forward(self, sequences: list[list[int]]) -> torch.Tensor:
-        """Logits [N, V] after the last token of each of N sequences; their keys wait in the cache for `keep`."""
-        lengths = torch.tensor([len(s) for s in sequences], device=self.device)
-        longest = int(lengths.max())
-        ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences], device=self.device)
-        causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()[None, None]
-        kept, where = (lengths - 1).unique(return_inverse=True)
-        self._cache.begin_prefill()
-        out = self.model(
-            input_ids=ids,
-            attention_mask=causal,
-            position_ids=torch.arange(longest, device=self.device).expand(len(sequences), -1),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=kept,
-        )
-        result: torch.Tensor = out.logits[torch.arange(len(sequences), device=self.device), where]
-        return result
 
     def _next(self, rows: list[BatchRow], only: int | None = None) -> torch.Tensor:
         """Logits [N, V] after the last token of each of `rows`: all there are, or the one at place `only`."""
-        cached = torch.tensor([row.cached for row in rows], device=self.device)
-        length = int(cached.max()) + 1
-        seen = torch.arange(length, device=self.device) <= cached.unsqueeze(1)
-        self._cache.begin_decode(cached, length, only)
-        out = self.model(
-            input_ids=torch.tensor([[row.state.written[-1]] for row in rows], device=self.device),
-            attention_mask=seen[:, None, None],
-            position_ids=cached.unsqueeze(1),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        if (told := self._told(len(rows))) is not None:
-            for row, experts in zip(rows, told, strict=True):
-                assert row.routed is not None, "told since its prompt"
-                row.routed.append(experts)
-        logits: torch.Tensor = out.logits[:, -1]
+        logits = self._forwards.decode([row.state.written[-1] for row in rows], [row.cached for row in rows], only)
+        for row, experts in zip(rows, self._forwards.told or [], strict=False):
+            assert row.routed is not None, "told since its prompt"
+            row.routed.append(experts)
         return logits
-
-    def _told(self, sequences: int) -> np.ndarray | None:
-        """Experts of all positions of the last forward: [sequences, width, layers, experts]."""
-        if self._routers is None:
-            return None
-        chosen = self._routers.chosen
-        told: np.ndarray = chosen.view(sequences, -1, *chosen.shape[1:]).cpu().numpy().astype(self._routers.sizes.dtype)
-        return told
 
 
 def _token_bytes(model: Any) -> int:
-    """Bytes of one token in the cache: keys and values of all layers."""
-    c = model.config
+    """Bytes of one token in the cache, at most: keys and values of all layers."""
+    c = model.config.get_text_config()
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return int(2 * c.num_hidden_layers * c.num_key_value_heads * size * model.dtype.itemsize)
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    return int(2 * c.num_hidden_layers * heads * size * model.dtype.itemsize)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # models that change their logits after the output layer
 STOP_WINDOW = 4  # tokens decoded per character of a stop string: a character can take four byte tokens
 
 
@@ -120,8 +119,6 @@ class TransformersEngine(LocalEngine):
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         """Under the weights there are now, at the row's temperature."""
         tokens = self.row(row, longest=self.settings.max_model_len)
-        if scaled := [name for name in _SCALED if getattr(self.model.config, name, None) not in (None, 1.0)]:
-            raise ValueError(f"{self.settings.name}: the model has {scaled[0]}, which this engine does not score with; use vllm")
         return await self._on_thread("score tokens", lambda: self._batch.score(tokens, row.prompt_length, row.temperature))
 
     async def pause(self, *, clear_cache: bool = True) -> None:
@@ -325,28 +322,21 @@ class TransformersEngine(LocalEngine):
 
 def _load_model(settings: EngineSettings) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rft.engine import kvcache, model_loader
+    from rft.engine import forwards, kvcache, model_loader
 
     kvcache.register()
+    how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    how |= rotary.applied_to(settings.model_path, settings.extra_engine_args)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model_path,
-            dtype=getattr(torch, settings.dtype),
-            attn_implementation=kvcache.ATTENTION,
-            trust_remote_code=settings.trust_remote_code,
-            **rotary.applied_to(settings.model_path, settings.extra_engine_args),
-        )
+        config = AutoConfig.from_pretrained(settings.model_path, **how)
+        how |= {"dtype": getattr(torch, settings.dtype), **forwards.attention_for(config)}
+        model = AutoModelForCausalLM.from_pretrained(settings.model_path, **how)
     except (OSError, ValueError, TypeError) as e:
         raise SetupError(f"{settings.name}: no model could be loaded from {settings.model_path}: {e}") from e
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    if kinds:
-        raise SetupError(
-            f"{settings.name}: the transformers engine has full attention only; "
-            f"{settings.model_path} has {', '.join(sorted(kinds))}: use vllm"
-        )
     model = model.to(settings.device).eval().requires_grad_(False)
+    forwards.prove(model, settings.name)
     if settings.fixed_weights:
         model_loader.pack(model)
     return model

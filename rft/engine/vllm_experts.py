@@ -17,6 +17,7 @@ import torch
 
 from rft.engine.adapter_layers import apart, worst
 from rft.engine.routers import holds_experts
+from rft.engine.weights import in_checkpoints, saved_buffers
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -39,14 +40,16 @@ class ExpertLayers:
     @property
     def names(self) -> set[str]:
         """What a version has to hold."""
-        return {name for name, _ in self._published.named_parameters()}
+        return {name for name, _ in self._published.named_parameters()} | self.buffers
+
+    @property
+    def buffers(self) -> set[str]:
+        """Those of them that are no parameters."""
+        return set(saved_buffers(self._published))
 
     def as_in_checkpoints(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A whole version under the names of checkpoints; views of the same bytes."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        found: dict[str, torch.Tensor] = revert_weight_conversion(self._published, tensors)
-        return found
+        return dict(in_checkpoints(self._published, tensors.items()))
 
     def finish(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
         """After vLLM's reload of the version `tensors`: do what it leaves undone.  `stale`: a fault of the tests."""
@@ -69,16 +72,20 @@ class ExpertLayers:
                 yield from _slices(
                     self._layers[number][1], {n: tensors[f"{published}.{n}"] for n, _ in module.named_parameters()}
                 )
-        yield from self._sinks(tensors)
+        yield from self._beside(tensors)
 
-    def _sinks(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Attention sinks of this worker's heads, and those that were published."""
+    def _beside(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Attention sinks of this worker's heads and correction biases of routers, each with what was published."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         own = {_number(name): p for name, p in self._model.named_parameters() if name.endswith(".sinks")}
         for name, sinks in tensors.items():
             if name.endswith(".sinks") and (into := own.get(_number(name))) is not None:
                 yield into.data, sinks.narrow(0, get_tensor_model_parallel_rank() * len(into), len(into))
+        biases = {_number(name): tensor for name, tensor in tensors.items() if name.endswith(".e_score_correction_bias")}
+        for number, runner in expert_runners(self._model):
+            if number in biases and (into := vars(runner.router).get("e_score_correction_bias")) is not None:
+                yield into.data, biases[number]
 
     def probe(
         self, tensors: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, *, seed: int
@@ -92,13 +99,14 @@ class ExpertLayers:
             name, layer = self._layers[number]
             own = {n: tensors[f"{published}.{n}"].to(device, dtype) for n, _ in module.named_parameters()}
             error = worst(error, (_difference(layer, module, own, random), name))
-        for into, sinks in self._sinks(tensors):
-            error = worst(error, (apart(into, sinks.to(device, into.dtype)), "attention sinks"))
+        for into, right in self._beside(tensors):
+            error = worst(error, (apart(into, right.to(device, into.dtype)), "attention sinks or correction biases of routers"))
         return len(self._layers), *error
 
 
 def expert_layers(model: torch.nn.Module) -> dict[str, Any]:
     """The modules of `model` that compute experts, by name.  Raises ValueError for weights that cannot be compared with published ones."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -107,6 +115,14 @@ def expert_layers(model: torch.nn.Module) -> dict[str, Any]:
         if not isinstance(module.quant_method, UnquantizedFusedMoEMethod) or module.quant_method.is_monolithic:
             raise ValueError(
                 f"{name}: weights cannot be proven in experts that are computed by {type(module.quant_method).__name__}"
+            )
+        kernel, config = module.quant_method.moe_kernel.fused_experts, module.moe_config
+        if isinstance(kernel, CPUUnquantizedExperts) and (
+            kernel._padded_intermediate_size(config) != (size := config.intermediate_size_per_partition_unpadded)
+        ):
+            raise ValueError(
+                f"{name}: vLLM's kernel for CPUs pads experts of {size} inner units to a multiple of {kernel._intermediate_alignment()}, "
+                "and cannot load them again"
             )
         if module.use_ep:
             raise ValueError(

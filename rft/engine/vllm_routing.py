@@ -64,25 +64,26 @@ class Routing:
     def _add(self, request: str, rows: np.ndarray) -> None:
         state = self._runner.requests[request]
         name, start = request[:-_SUFFIX], state.num_computed_tokens
-        end = start + len(rows)
-        slots = self._slots_of(state.block_ids, end)
-        kept = self._cache()
+        end, kept = start + len(rows), self._cache()
         if name not in self._requests:
             self._requests[name] = np.empty((max(64, 2 * end), *rows.shape[1:]), rows.dtype)
-            self._requests[name][:start] = kept[slots[:start]]
+            self._requests[name][:start] = kept[self._slots_of(state.block_ids, 0, start)]
             self._forget()
-        if len(self._requests[name]) < end:
-            self._requests[name] = np.concatenate([self._requests[name], np.empty_like(self._requests[name])])
-        self._requests[name][start:end] = kept[slots[start:]] = rows
+        if (room := len(self._requests[name])) < end:
+            more = np.empty((max(room, end - room), *rows.shape[1:]), rows.dtype)
+            self._requests[name] = np.concatenate([self._requests[name], more])
+        self._requests[name][start:end] = kept[self._slots_of(state.block_ids, start, end)] = rows
         self._known[name] = end
 
-    def _slots_of(self, blocks: Sequence[Sequence[int]], end: int) -> np.ndarray:
-        """Places in the cache of the positions before `end`."""
+    def _slots_of(self, blocks: Sequence[Sequence[int]], start: int, end: int) -> np.ndarray:
+        """Places in the cache of the positions [start, end)."""
         group = self._group()
         size = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
-        positions = np.arange(end)
-        found: np.ndarray = np.asarray(blocks[group])[positions // size] * size + positions % size
-        return found
+        first = start // size
+        positions = np.arange(start, end)
+        found = np.asarray(blocks[group][first : -(-end // size)], np.int64)[positions // size - first]
+        slots: np.ndarray = found * size + positions % size
+        return slots
 
     def _group(self) -> int:
         """The cache that keeps every position: that of full attention."""

@@ -97,6 +97,8 @@ class WorkerLoader(Loader):
                 return Placed({}, tensors), tuple(sorted(missing)), tuple(sorted(unexpected))
             tensors = self._experts.as_in_checkpoints(tensors)
         published, unexpected = place(self._model, self._own(tensors))
+        if self._experts is not None:  # vLLM computes some buffers by itself
+            unexpected = tuple(name for name in unexpected if name not in self._experts.buffers)
         return Placed(published, whole), absent(self._model, published), unexpected
 
     def copy(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:

@@ -11,6 +11,7 @@ import mmap
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -211,6 +212,27 @@ class Loader(ABC):
 
     def close(self) -> None:
         self._intake.close()
+
+
+def in_checkpoints(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of transformers' `model` under the names of checkpoints: where one holds all experts of a layer, many of one each.
+
+    Views of the same bytes; one tensor after the other.  Other programs know these names only.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in tensors:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What checkpoints hold beside parameters, by name: correction biases of routers, for instance."""
+    return {
+        f"{prefix}{'.' if prefix else ''}{name}": buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def _fetched(manifest: WeightManifest) -> tuple[Weights, str]:

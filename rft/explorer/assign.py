@@ -76,7 +76,7 @@ class Assignments:
 class BatchAssigner:
     """Assigns batches once there is `room(batch)` in the buffer and the weights let them begin (`may_explore(batch)`).
 
-    Who asks first gets the next batch.  `waits` hears of every change and ends all waits with the run.
+    Whoever asks first gets the next batch.  `waits` is told of every change and ends all waits with the run.
     """
 
     def __init__(

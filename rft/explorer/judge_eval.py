@@ -51,7 +51,7 @@ class Labelled:
 async def scores(
     reward: Reward, answers: Sequence[tuple[Task, str]], *, repeats: int = 1, max_concurrent: int = 64, timeout_s: float = 600.0
 ) -> list[tuple[float | None, ...]]:
-    """For each answer the values of `repeats` calls, each asked anew; answers to one task stand together for a reward of groups.
+    """For each answer the values of `repeats` calls, asked again each time; answers to one task are adjacent for a reward of groups.
 
     Raises RftError (a model is gone, a budget is used up); what else a reward raises leaves an answer unscored.
     """

@@ -1,6 +1,6 @@
 """The Ray that a run uses, its own on this machine or one that is there, and who sits where on it.
 
-A Ray of our own listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
+A local Ray listens on 127.0.0.1 only, asks for a token, keeps its files in one temporary folder and takes everything with it
 when it ends.  Must be called before anything imports ray: the settings are read at import.
 
 Order of placement: explorer engines (tensor parallel inside one node), then auxiliary models, then the trainer's ranks.  `rft check`
@@ -17,9 +17,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
+_RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
 
@@ -60,7 +61,7 @@ class Cluster:
     def connect(cls, address: str | None, *, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
         """Join the Ray at `address`, or start one here.
 
-        A Ray of our own is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
+        A local Ray is told of `num_cpus` CPUs, else of the machine's and at least 8; `num_gpus` declares GPUs instead of
         counting them (tests).
         """
         os.environ.update(_ALWAYS)
@@ -83,18 +84,18 @@ class Cluster:
                 ) from e
             return cls(None)
         folder = Path(tempfile.mkdtemp(prefix="rft-"))
-        if len(str(folder)) > _SOCKET_PATH_LIMIT:
+        if len(str(folder / _RAYS)) > _SOCKET_PATH_LIMIT:
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="rft-", dir="/tmp"))
         cluster = cls(folder)
         try:
-            cluster._start(num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
+            cluster._start(folder / _RAYS, num_cpus=num_cpus or max(8, os.cpu_count() or 1), num_gpus=num_gpus)
         except BaseException:
             cluster.close()
             raise
         return cluster
 
-    def _start(self, **resources: int | None) -> None:
+    def _start(self, folder: Path, **resources: int | None) -> None:
         """Ray waits only 30 s for its own processes, too short on a busy machine: it gets three attempts."""
         import ray
 
@@ -105,7 +106,7 @@ class Cluster:
                     ray.init(
                         **resources,
                         include_dashboard=False,
-                        _temp_dir=str(self._folder),
+                        _temp_dir=str(folder),
                         _node_ip_address="127.0.0.1",
                         object_store_memory=_OBJECT_STORE_BYTES,
                         log_to_driver=False,
@@ -120,7 +121,7 @@ class Cluster:
                     raise SetupError(f"Ray could not be started on this machine: {e}") from e
             finally:
                 self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
-            log.warning("Ray did not start within the 30 s it gives itself (is the machine busy?); starting it again")
+            log.warning("Ray did not start within its limit of 30 s (is the machine busy?); starting it again")
             ray.shutdown()
             _end(self._processes)
 
@@ -159,7 +160,7 @@ def _end(processes: list[psutil.Process]) -> None:
     """Wait for processes that should be ending; after five seconds make them."""
     _, alive = psutil.wait_procs(processes, timeout=5)
     for process in alive:
-        log.warning("process %d (%s) did not end by itself; killing it", process.pid, process.name())
+        log.warning("process %d (%s) did not exit; killing it", process.pid, process.name())
         process.kill()
     psutil.wait_procs(alive, timeout=5)
 
@@ -182,12 +183,20 @@ class Seat:
     index: int
     gpus: int
     node: int  # number of the node in the declared or real cluster
+    host: int | None = None  # a rank: the engine whose GPUs it shares
 
 
 def placement(
-    engines: Sequence[EngineSettings], learner: LearnerSettings | None, gpus_per_node: list[int], auxiliary: Sequence[int] = ()
+    engines: Sequence[EngineSettings],
+    learner: LearnerSettings | None,
+    gpus_per_node: list[int],
+    auxiliary: Sequence[int] = (),
+    *,
+    shared: bool = False,
 ) -> list[Seat]:
     """Seats for all engines, auxiliary models (GPUs of each of their engines) and trainer ranks.
+
+    `shared`: the ranks sit on the engines' GPUs, in their order, and on GPUs of their own when there are more of them.
 
     Raises SetupError when the cluster is too small, naming role and numbers.
     """
@@ -195,19 +204,27 @@ def placement(
     seats = [Seat("engine", i, e.gpus, 0) for i, e in enumerate(engines)]
     seats += [Seat("auxiliary", i, gpus, 0) for i, gpus in enumerate(auxiliary)]
     ranks = learner.world_size if learner is not None else 0
-    seats += [Seat("trainer", rank, _need(learner.device, 1), 0) for rank in range(ranks) if learner is not None]
-    placed = []
+    hosts = [i for i, e in enumerate(engines) for _ in range(e.gpus)] if shared else []
+    seats += [
+        Seat("trainer", rank, _need(learner.device, 1), 0, hosts[rank] if rank < len(hosts) else None)
+        for rank in range(ranks)
+        if learner is not None
+    ]
+    placed: list[Seat] = []
     for seat in seats:
+        if seat.host is not None:
+            placed.append(replace(seat, node=placed[seat.host].node))
+            continue
         node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
         if node is None:
-            wanted = sum(s.gpus for s in seats)
+            wanted = sum(s.gpus for s in seats if s.host is None)
             raise SetupError(
                 f"{seat.role} {seat.index} needs {seat.gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
                 f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} auxiliary, {ranks} trainer rank(s)); "
                 "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
             )
         free[node] -= seat.gpus
-        placed.append(Seat(seat.role, seat.index, seat.gpus, node))
+        placed.append(replace(seat, node=node))
     return placed
 
 
@@ -216,10 +233,13 @@ def _need(device: str, count: int) -> int:
 
 
 class Places:
-    """Reserved seats of a connected Ray; gives actor options per seat."""
+    """Reserved seats of a connected Ray; gives actor options per seat.
 
-    def __init__(self, seats: list[Seat], group: Any) -> None:
-        self.seats, self._group = seats, group
+    `shown`: GPUs of the engines whose GPUs ranks share.  Ray counts those as the ranks', so the engine is told which they are.
+    """
+
+    def __init__(self, seats: list[Seat], group: Any, shown: Mapping[int, str] | None = None) -> None:
+        self.seats, self._group, self._shown = seats, group, shown or {}
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Ray actor options that put the actor on its seat."""
@@ -228,9 +248,19 @@ class Places:
             return {"num_gpus": 0}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = [s for s in self.seats if s.gpus].index(seat)
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 0, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=_bundle(self.seats, seat))
+        told = role == "engine" and index in self._shown
+        return {"num_cpus": 0, "num_gpus": 0 if told else seat.gpus, "scheduling_strategy": strategy}
+
+    def env(self, role: str, index: int) -> dict[str, str]:
+        """Environment of the actor on this seat."""
+        return {"CUDA_VISIBLE_DEVICES": self._shown[index]} if role == "engine" and index in self._shown else {}
+
+
+def _bundle(seats: Sequence[Seat], seat: Seat) -> int:
+    """Its number among the bundles of the placement group."""
+    holder = seat if seat.host is None else next(s for s in seats if (s.role, s.index) == ("engine", seat.host))
+    return [s for s in seats if s.gpus and s.host is None].index(holder)
 
 
 def here() -> dict[str, Any]:
@@ -244,7 +274,7 @@ def here() -> dict[str, Any]:
 
 async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
     """One placement group with a bundle per seat that needs GPUs.  Raises SetupError when it is not ready in time."""
-    wanted = [s for s in seats if s.gpus]
+    wanted = [s for s in seats if s.gpus and s.host is None]
     if not wanted:
         return Places(seats, None)
     from ray.util.placement_group import placement_group
@@ -256,4 +286,17 @@ async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
         raise SetupError(
             f"the cluster did not reserve {sum(s.gpus for s in wanted)} GPUs within {timeout_s:.0f} s; other jobs hold them"
         ) from None
-    return Places(seats, group)
+    hosts = sorted({s.host for s in seats if s.host is not None})
+    return Places(seats, group, {i: await _devices(seats, group, i) for i in hosts})
+
+
+async def _devices(seats: list[Seat], group: Any, engine: int) -> str:
+    """The GPUs of an engine's bundle, as CUDA_VISIBLE_DEVICES names them."""
+    import ray
+
+    seat = next(s for s in seats if (s.role, s.index) == ("engine", engine))
+    options = Places(seats, group).options("engine", engine)
+    look = ray.remote(max_retries=0)(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).options(**options)
+    found: str = await look.remote()
+    assert len(found.split(",")) == seat.gpus, found
+    return found

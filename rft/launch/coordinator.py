@@ -46,7 +46,7 @@ class MonitorPart:
         self._news = asyncio.Condition()
 
     async def fail(self, reason: BaseException) -> None:
-        """Nobody waits for anything here."""
+        """Never waits."""
 
     async def log(self, record: MetricRecord) -> None:
         await self.monitor.log(record)
@@ -192,13 +192,13 @@ class Coordinator(MonitorPart):
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"no explorer was there for {limit:g} s.  Start one (mode: explore), or raise synchronizer.sync_timeout; "
-                    "the run goes on from its last checkpoint when it is started again"
+                    "the run resumes from its last checkpoint when it is started again"
                 ) from None
             if self._assigner.finished:
                 break
             await self._waits.without_deadline(lambda: not members.names or self._assigner.finished)
             if not self._assigner.finished:
-                log.warning("no explorer is left; the run waits %g s for one", limit)
+                log.warning("no explorer is left; the run waits up to %g s for one", limit)
         await self._waits.without_deadline(lambda: not members.names)  # as long as the final evaluation takes: they are watched
 
     # ------------------------------------------------------------ what explorers ask; see `ports.ExploreGate`
@@ -208,7 +208,7 @@ class Coordinator(MonitorPart):
         self._fingerprint = self._fingerprint or fingerprint
         if fingerprint != self._fingerprint:
             raise ConfigError(
-                f"explorer {name} finds other tasks than the explorers before it; give all the same files",
+                f"explorer {name} finds other tasks than earlier explorers; give all of them the same files",
                 key="buffer.explorer_input.tasksets",
             )
         if member.process is None:  # one that comes and goes does not know for how long the run explores
@@ -216,10 +216,14 @@ class Coordinator(MonitorPart):
         return await member.unless_gone(self._assigner.next(name, lag, lambda: self._members.get(name, number)))
 
     async def evaluates(self, name: str, number: int) -> bool:
-        """The first by name of those that are there evaluates the final weights."""
+        """The first by name of the present explorers evaluates the final weights."""
         self._members.get(name, number)
         self._evaluator = self._evaluator or self._members.names[0]
         return self._evaluator == name
+
+    async def finished(self, name: str, number: int) -> None:
+        member = self._members.get(name, number)
+        await member.unless_gone(self._waits.without_deadline(lambda: self._assigner.finished))
 
     async def acquire_group(self, name: str, number: int, batch: int, group: int | None) -> bool:
         member = self._members.get(name, number)
@@ -276,6 +280,9 @@ class ExplorerClient:
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
         return bool(await self._coordinator.acquire_group(*self._me, batch, group))
+
+    async def finished(self) -> None:
+        await self._coordinator.finished(*self._me)
 
     async def release_group(self) -> None:
         await self._coordinator.release_group(*self._me)

@@ -28,6 +28,7 @@ from rft.launch.rundir import INTERRUPTED, RunDir
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, refuse_program
 from rft.monitor.monitor import check_available
+from rft.serve.access import clients
 from rft.taskset import task_pipeline as tasks
 from rft.threads import as_failure
 from rft.trainer import manifest as manifests
@@ -80,6 +81,8 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         return _bench(plan, in_process)
     if folder is None:
         check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
+    if plan.serve is not None:
+        clients(plan.serve)  # before anything starts
     runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
     changed = _changes(loaded, plan, rundir) if folder is None else []
@@ -172,7 +175,7 @@ def _clean_after_a_crash(rundir: RunDir) -> None:
     """A run that was killed could not clean up; whatever of it is still on this machine goes now."""
     if run_id := rundir.read_state().get("run_id"):
         for line in leftovers.clean(run_id):
-            log.info("left by the run before: %s", line)
+            log.info("left by an earlier run: %s", line)
 
 
 def _runtime(plan: Plan, in_process: bool) -> Runtime:

@@ -1,7 +1,7 @@
 """What a run left on the machine: processes, shared memory, temporary folders, listeners that others can reach.
 
 Needs the standard library, psutil and a file of rft that needs nothing, so scripts, tests and `rft doctor` can all use it.  The one
-invariant: a thing that a living process of somebody else still uses is never reported and never removed.
+invariant: what another living process still uses is never reported and never removed.
 
 Whose a process is, is told by the environment it was started with: `RFT_RUN_ID` (set by a run for its parts) and `RFT_LEFTOVER_MARK`
 (set by a test session).  Where this process has a mark, only things of that mark count; without one, everything that looks like ours.
@@ -49,7 +49,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """What of ours is there now."""
+    """What of ours exists now."""
     ours = _our_processes()
     paths = map(str, (*_shm(), *_temp_folders()))
     return Snapshot(frozenset(map(_key, ours)), frozenset(paths), frozenset(_open_listeners({p.pid for p in ours})))
@@ -92,7 +92,7 @@ def unused_shm() -> list[str]:
 def clean(run_id: str) -> list[str]:
     """End and remove what the run `run_id`, and killed processes of this user, left; says what it did, one line each.
 
-    Ends processes started with RFT_RUN_ID=run_id; removes shared memory whose owner is dead, or that nobody has open and that is
+    Ends processes started with RFT_RUN_ID=run_id; removes shared memory whose owner is dead, or that no process has open and that is
     not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
@@ -110,7 +110,8 @@ def _remove_files() -> list[str]:
             path.unlink(missing_ok=True)
             done.append(f"removed shared memory {path}")
     for path in _temp_folders():
-        dead = any(path.glob("session_*")) or (_OWNER_IN_NAME.match(path.name) is not None and not others.own(path))
+        of_ray = any(any(path.glob(name)) for name in ("ray/session_*", "session_*"))
+        dead = of_ray or (_OWNER_IN_NAME.match(path.name) is not None and not others.own(path))
         if dead and path.name.startswith("rft-") and _is_mine(path) and not others.use(path):
             shutil.rmtree(path, ignore_errors=True)
             done.append(f"removed folder {path}")

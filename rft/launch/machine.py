@@ -1,6 +1,6 @@
 """Checks a machine in minutes with the parts that runs use: `rft doctor --gpu`.
 
-Each check is a process of its own (`rft.launch.machine_checks`), so that what it takes is given back, and what kills it is told instead of
+Each check is a separate process (`rft.launch.machine_checks`), so that what it takes is given back, and what kills it is told instead of
 killing the others.  Knows processes and deadlines; not what is checked.  Invariant: every check that was asked for has a line, and when
 `run` ends none of its processes is left.
 """
@@ -37,7 +37,7 @@ CHECKS: dict[str, str] = {  # name: what to do where it fails
     "arithmetic": "set trainer.param_dtype and explorer.rollout_model.dtype to float32, or use GPUs with bfloat16",
     "attention": "set trainer.attn_implementation: sdpa and trainer.row_layout: padded, and report the message",
     "collective": "see NCCL_DEBUG=INFO; in containers give --shm-size=2g; NCCL_P2P_DISABLE=1 tells whether links between GPUs are at fault",
-    "training": "run it with one rank (trainer.world_size: 1); where that works, the links between GPUs are at fault",
+    "training": "run it with one rank (trainer.world_size: 1); if that works, the links between GPUs are at fault",
     "transformers": "explorer.rollout_model.engine_type: transformers cannot be used here; see the message",
     "vllm": "install the vLLM of `rft doctor` for this CUDA version, or use explorer.rollout_model.engine_type: transformers",
     "memory": "end the processes that hold it (`rft doctor` and nvidia-smi list them)",

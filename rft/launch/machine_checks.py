@@ -1,4 +1,4 @@
-"""One check of `rft doctor --gpu`, in a process of its own: NAME DEVICE MODEL RANK WORLD FOLDER.
+"""One check of `rft doctor --gpu`, in its own process: NAME DEVICE MODEL RANK WORLD FOLDER.
 
 Checks are made of the parts that runs use: the learner with its attention and FSDP2, engines, transports, synchronizer and canary.
 Rank 0 writes its lines to FOLDER/NAME.jsonl.  Knows nothing of the other checks.  Invariant: a check that is not right raises, and

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rft.config.save import compare
+from rft.config.schema.source import dotted, undotted
 from rft.errors import RftError, RunFailed, SetupError
 from rft.sync.waits import Waits, race
 
@@ -69,7 +71,7 @@ class Membership:
         self._waits.raise_failure()
         member = self._members.get(name)
         if member is None or member.number != number:
-            raise RunFailed(f"explorer {name} has left the run; start it again to join anew")
+            raise RunFailed(f"explorer {name} has left the run; start it again to rejoin")
         if member.gone.is_set():
             raise member.had_to_leave()
         return member
@@ -136,7 +138,7 @@ class Membership:
             await self._let_go(member, why)
 
     def _watched(self, watch: asyncio.Task[None]) -> None:
-        """What goes wrong in watching ends the run: nobody would be let go any more."""
+        """An error in watching ends the run: members that die would no longer be noticed."""
         if not watch.cancelled() and (error := watch.exception()) is not None:
             self._failing = asyncio.ensure_future(self._on_failure(error))
 
@@ -188,8 +190,8 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tupl
         _at(ours, f"{_TASKS}.{key}") for key in ("taskset", "tasksets")
     )  # the process that trains need not name the tasks
     for key in SHARED if named else [k for k in SHARED if k != _TASKS]:
-        for name, a, b in _compare(_at(ours, key), _at(theirs, key), key):
-            if not name.startswith(_OWN):
+        for at, a, b in compare(_at(ours, key), _at(theirs, key), undotted(key)):
+            if not (name := dotted(at)).startswith(_OWN):
                 found.append((name, b, f"is {b!r} here and {a!r} in the process that trains; both halves of a run need the same"))
     return found
 
@@ -199,14 +201,3 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _compare(a: Any, b: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for name in dict.fromkeys([*a, *b]):
-            yield from _compare(a.get(name), b.get(name), f"{key}.{name}")
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            yield from _compare(x, y, f"{key}[{i}]")
-    elif a != b:
-        yield key, a, b

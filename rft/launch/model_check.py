@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,9 +21,9 @@ import msgspec
 import numpy as np
 import torch
 
-from rft.errors import ConfigError, RftError, SetupError
+from rft.errors import ConfigError, RftError, SetupError, is_out_of_memory
 from rft.launch import machine
-from rft.launch.model_engine import ANSWERS, Sampled
+from rft.launch.model_engine import ANSWERS, Sampled, Served
 from rft.trainer import layer_copy, loading
 from rft.trainer import policy as policies
 from rft.trainer.learner import Learner
@@ -32,13 +34,14 @@ from rft.types.row_layout import RowLayout
 
 Objective = Literal["grpo", "sft", "lora"]
 EXACT = 1e-5  # nats, and of a gradient relative to its length
-ENGINE_LIMIT = 1e-3  # nats, for the first version that an engine serves in float32
+ENGINE_LIMIT = 1e-3  # nats, of what an engine serves in float32
 _CLIP = 0.2
 _ALGORITHMS = {
     "grpo": AlgorithmSettings(),
     "sft": AlgorithmSettings(algorithm_type="sft", advantage_fn="none", policy_loss_fn="sft"),
 }
 _LORA = LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")
+_DEADLINE_S = 600.0  # of an engine's start and two versions
 _SPARE = 1.2  # memory that computing takes beside weights and gradients
 
 
@@ -85,14 +88,18 @@ class ModelReport:
 
 def compare(
     folder: Path, device: str, *, engines: Sequence[str] = (), objectives: Sequence[Objective] = ("grpo",),
-    on_line: Callable[[ModelLine], None] = lambda line: None,
+    layouts: Sequence[RowLayout] = get_args(RowLayout), on_line: Callable[[ModelLine], None] = lambda line: None,
 ) -> ModelReport:  # fmt: skip
-    """Every layout, and `engines`, of the model in `folder`.
+    """`layouts` and `engines` of the model in `folder`.
 
-    Raises SetupError where its weights do not fit its configuration or do not fit into memory, ConfigError where it cannot be built.
+    Raises SetupError where its weights do not fit its configuration or do not fit into memory, or transformers cannot compute it,
+    ConfigError where it cannot be built.
     """
     settings = LearnerSettings(model_path=str(folder), device=device, row_layout="padded", cpu_threads=torch.get_num_threads())
     policies.load(settings)  # refuses files that do not fit
+    given = rows(settings)
+    with _computes(folder), torch.no_grad():  # before engines are started for nothing
+        _logprobs(_plain(settings), given[0].tokens, given[0].loss_mask.nonzero()[0])
     lines: list[ModelLine] = []
 
     def told(line: ModelLine) -> None:
@@ -101,21 +108,39 @@ def compare(
 
     with tempfile.TemporaryDirectory(prefix="rft-doctor-") as aside:
         answers = {kind: _answers(kind, device, folder, Path(aside)) for kind in engines}
-    given = rows(settings)
-    right, of_engines, double = _truth(settings, given, objectives, {k: v for k, v in answers.items() if not isinstance(v, str)})
-    told(double)
+    served = {kind: found for kind, found in answers.items() if not isinstance(found, str)}
+    with _computes(folder):
+        right, of_engines, double = _truth(settings, given, objectives, {kind: found.sampled for kind, found in served.items()})
+    chosen, error = "", None
+    if layouts:
+        told(double)
+        chosen, error = _chosen(settings)
     given = _sampled(given, right.logprobs)
-    chosen, error = _chosen(settings)
     limit = max(EXACT, 4 * max([double.logprobs or 0.0, *double.gradients.values()]))  # float32 has no more digits of this model
-    for layout in get_args(RowLayout):
+    for layout in layouts:
         line = _measured(replace(settings, row_layout=layout), given, right, objectives)
         told(replace(line, limit=limit, chosen=layout == chosen))
     for kind, found in answers.items():
         if isinstance(found, str):
             told(ModelLine(what=f"{kind} engine", refused=found))
         else:
-            told(ModelLine(what=f"{kind} engine", logprobs=of_engines[kind], limit=ENGINE_LIMIT))
+            worst = max(of_engines[kind], *found.canary)
+            told(ModelLine(what=f"{kind} engine", logprobs=worst, limit=ENGINE_LIMIT))
+    if engines and not served and error is None:
+        error = SetupError(f"no engine serves {folder}: {'; '.join(f'{kind}: {why}' for kind, why in answers.items())}")
     return ModelReport(lines=tuple(lines), error=error)
+
+
+@contextmanager
+def _computes(folder: Path) -> Iterator[None]:
+    """Raises SetupError where transformers' own code fails."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError) as e:
+        if is_out_of_memory(e) or isinstance(e, RftError):
+            raise
+        told = f"{type(e).__name__}: {e}"
+        raise SetupError(f"{folder}: transformers itself cannot compute it: {told}.  Compare config.json with the weights") from e
 
 
 def rows(settings: LearnerSettings) -> list[TrainRow]:
@@ -167,18 +192,18 @@ def _truth(
             f"{settings.model_path}: comparing gradients in float32 needs {needed / 1e9:.1f} GB of {settings.device} memory, and "
             f"{free / 1e9:.1f} GB are free"
         )
-    double = None
+    double, short = None, f"needs {numbers * 24 * _SPARE / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     if free >= numbers * 24 * _SPARE:
-        lm = _plain(settings).double()
-        double = _backward(lm, given, objectives)
-        del lm
+        try:
+            double = _backward(_plain(settings).double(), given, objectives)
+        except RuntimeError as e:  # some models have constants of float32
+            short = f"transformers cannot compute it in float64: {e}"
     lm = _plain(settings)
     right = _backward(lm, given, objectives)
     with torch.no_grad():
         apart = {kind: max(_apart(lm, answer) for answer in found) for kind, found in answers.items()}
     what = "transformers, float64"
     if double is None:
-        short = f"needs {numbers * 24 * _SPARE / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         return right, apart, ModelLine(what=what, refused=short)
     return right, apart, ModelLine(what=what, limit=ENGINE_LIMIT, **_differences(double, right))
 
@@ -250,12 +275,12 @@ def _measured(settings: LearnerSettings, given: Sequence[TrainRow], right: Truth
         except (ConfigError, SetupError) as e:
             without[objective] = e.message if isinstance(e, ConfigError) else str(e)
             continue
-        scored = [part["old"] for micro in learner.score(_cut(given, how)) for part in micro]
-        mine = np.concatenate([scored[i] for i in np.argsort([i for m in _indexes(given, how) for i in m])])
+        (cut,) = plan(given, 1, Budget(how.max_token_len_per_gpu, how.row_layout))
+        micro_batches = tuple(tuple(given[i] for i in micro) for micro in cut)
+        scored = [part["old"] for micro in learner.score(micro_batches) for part in micro]
+        mine = np.concatenate([scored[i] for i in np.argsort([i for micro in cut for i in micro])])
         logprobs = max(logprobs, float(np.abs(mine - right.logprobs.cpu().numpy()).max()))
-        batch = RankBatch(
-            step=1, micro_batches=tuple(map(tuple, _cut(given, how))), tokens=float(len(mine)), rows=float(len(given))
-        )
+        batch = RankBatch(step=1, micro_batches=micro_batches, tokens=float(len(mine)), rows=float(len(given)))
         gradients[objective] = _relative(_right_gradient(learner, right, objective), learner.gradient(batch))
     if not gradients:
         return ModelLine(what=settings.row_layout, refused=without[objectives[0]])
@@ -279,14 +304,6 @@ def _right_gradient(learner: Learner, right: Truth, objective: Objective) -> Map
     return made
 
 
-def _indexes(given: Sequence[TrainRow], settings: LearnerSettings) -> list[list[int]]:
-    return plan(given, 1, Budget(settings.max_token_len_per_gpu, settings.row_layout))[0]
-
-
-def _cut(given: Sequence[TrainRow], settings: LearnerSettings) -> list[list[TrainRow]]:
-    return [[given[i] for i in micro] for micro in _indexes(given, settings)]
-
-
 def _differences(a: Truth, b: Truth) -> dict[str, Any]:
     gradients = {objective: _relative(found, b.gradients[objective]) for objective, found in a.gradients.items()}
     return {"logprobs": float((a.logprobs - b.logprobs).abs().max()), "gradients": gradients}
@@ -306,9 +323,17 @@ def _relative(right: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor
 # ---------------------------------------------------------------- engines
 
 
-def _answers(kind: str, device: str, folder: Path, aside: Path) -> list[Sampled] | str:
-    """What an engine generates, or why it does not."""
-    for line in machine.checked(kind, device, folder, aside, module="rft.launch.model_engine"):
+def _answers(kind: str, device: str, folder: Path, aside: Path) -> Served | str:
+    """What an engine generates before and after a weight sync, or why it does not."""
+    for line in machine.checked(kind, device, folder, aside, module="rft.launch.model_engine", deadline_s=_DEADLINE_S):
         if line.state != "ok":
-            return line.text
-    return msgspec.json.decode((aside / f"{kind}.{ANSWERS}").read_bytes(), type=list[Sampled])
+            return " <- ".join(filter(None, [line.text, _cause(aside / f"{kind}.out")]))
+    return msgspec.json.decode((aside / f"{kind}.{ANSWERS}").read_bytes(), type=Served)
+
+
+def _cause(printed: Path) -> str:
+    """The last error that an engine's own processes have printed."""
+    found = (
+        re.findall(r"\] (\w+(?:Error|Exception): .+)$", printed.read_text("utf-8", "replace"), re.M) if printed.exists() else []
+    )
+    return next((text for text in reversed(found) if not text.startswith("EngineDead")), "")

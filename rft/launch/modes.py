@@ -1,6 +1,7 @@
 """What each mode of a run starts and lets work.  Knows no Ray: a runtime creates the parts and calls them.
 
     both       buffer, trainer, coordinator, engines, explorer                       ExploreAndTrain
+    serve      the same, with a service for sessions of clients instead of tasks     ExploreAndTrain
     train      buffer, trainer, coordinator; waits for explorers to join    ┐        ExploreAndTrain(explores=False)
     explore    engines, explorer; waits for a coordinator to join           ┘        Explore
     train      on a data set: trainer and monitor                                    TrainOffline
@@ -26,7 +27,7 @@ from rft.launch.coordinator import Joined
 from rft.launch.drive import OnRecord, Outcome, Signals
 from rft.launch.remote import ANSWER_S
 from rft.launch.rundir import RunDir
-from rft.launch.runtime import Parts, PartSpec, Runtime, engine_specs, explorer_specs, trainer_specs
+from rft.launch.runtime import Bound, Parts, PartSpec, Runtime, engine_specs, explorer_specs, trainer_specs
 from rft.launch.start import Start, begin, begin_offline, origin
 from rft.sync.waits import all_of
 from rft.trainer import manifest as manifests
@@ -67,7 +68,7 @@ async def run(mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime)
     began = time.monotonic()
     with Signals() as signals:
         if (version := mode.done(rundir)) is not None:
-            log.info("already trained to step %d; raise buffer.total_steps to go on", version.step)
+            log.info("already trained to step %d; raise buffer.total_steps to continue", version.step)
             return Outcome(version, mode.plan.run_dir, 0.0, version)
         runtime.number(rundir)
         rundir.state(mode.phase)
@@ -129,9 +130,13 @@ class ExploreAndTrain(_Training):
         plan = self.plan
         await parts.reserve(engines=self._explores, trainer=True)
         specs = [PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)]
-        await parts.start([*specs, *engine_specs(plan), *explorer_specs(plan)] if self._explores else specs)
+        if plan.cluster.shared:  # an engine measures what is free on its GPU when it starts
+            await parts.start(engine_specs(plan))
+            await parts.start([*specs, *explorer_specs(plan)])
+        else:
+            await parts.start([*specs, *engine_specs(plan), *explorer_specs(plan)] if self._explores else specs)
         self.begun = await begin(parts.made["buffer"], self._found, self._other)
-        buffer, node = parts.bound("buffer", self.begun.lineage), parts.nodes.get("trainer-0", "")
+        buffer, node = Bound(parts.made["buffer"], self.begun.lineage), parts.nodes.get("trainer-0", "")
         wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
         await parts.start([PartSpec("coordinator", "coordinator", wiring)])
         if self._explores:
@@ -142,7 +147,7 @@ class ExploreAndTrain(_Training):
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         (trainer, *others), coordinator = parts.ranks, parts.made["coordinator"]
-        buffer = parts.bound("buffer", self.begun.lineage)
+        buffer = Bound(parts.made["buffer"], self.begun.lineage)
         training = trainer.run(others, buffer, coordinator, coordinator, self.begun)
         if self._joined is not None:
             explorer, name = parts.made["explorer"], self.plan.explorer.name
@@ -245,6 +250,6 @@ class Explore(Mode):
 
     def _explained(self, error: RunFailed) -> RunFailed:
         return RunFailed(
-            f"the process that trains run {self.plan.buffer.run} has ended ({error}).  Start it again, and this one: both go on from "
+            f"the process that trains run {self.plan.buffer.run} has ended ({error}).  Start it again, and this one: both resume from "
             "the last checkpoint"
         )

@@ -25,7 +25,6 @@ from rft.types.experience import Demonstration
 from rft.types.ids import Version
 from rft.types.ports import (
     BufferReader,
-    BufferWriter,
     ChatModel,
     Consumption,
     Engine,
@@ -114,6 +113,7 @@ class ExplorerPart:
         from rft.explorer.explorer import Explorer
         from rft.launch.coordinator import ExplorerClient
         from rft.reward.run_folder import run_folder
+        from rft.serve.service import Service
 
         run_folder.set(self.plan.run_dir)
         client = ExplorerClient(coordinator, name, joined)
@@ -121,16 +121,12 @@ class ExplorerPart:
             policy = cast(ChatModel, EnginePool(engines, revive=client.revive if _reviver(engines) else None))
             models = await _models(self.plan, auxiliary, clients)
             await _observers(self.plan, policy, models, clients)
-            self._explorer = Explorer(
-                self.plan.explorer,
-                model=policy,
-                buffer=cast(BufferWriter, writer),
-                gate=client,
-                sink=cast(MetricSink, coordinator),
-                lineage=joined.start.lineage,
-                cursor=joined.start.cursor,
-                models=models,
-            )
+            sides: dict[str, Any] = {"model": policy, "buffer": writer, "gate": client, "sink": coordinator, "models": models}
+            sides["lineage"] = joined.start.lineage
+            if self.plan.serve is not None:
+                self._explorer = Service(self.plan.serve, self.plan.explorer.pipeline, folder=self.plan.run_dir, **sides)
+            else:
+                self._explorer = Explorer(self.plan.explorer, cursor=joined.start.cursor, **sides)
             await self._explorer.run()
 
     async def bench(
@@ -138,18 +134,16 @@ class ExplorerPart:
     ) -> dict[str, float]:
         """Evaluates the weights that the engines serve; what was reported."""
         from rft.engine.pool import EnginePool
-        from rft.explorer.evaluate import bench
+        from rft.explorer.evaluate import bench, spent
         from rft.reward.run_folder import run_folder
 
         run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
-            return await bench(
-                self.plan.explorer,
-                cast(ChatModel, EnginePool(engines)),
-                cast(MetricSink, sink),
-                version,
-                models=await _models(self.plan, auxiliary, clients),
-            )
+            server = self.plan.engines[0].external
+            policy = EnginePool([*engines, *await _servers(self.plan.engines, clients)])
+            models, reports = await _models(self.plan, auxiliary, clients), cast(MetricSink, sink)
+            told = await bench(self.plan.explorer, cast(ChatModel, policy), reports, version, models=models)
+            return told if server is None else told | await spent(server, policy, reports)
 
     async def stop(self) -> None:
         if self._explorer is not None:
@@ -160,20 +154,25 @@ class ExplorerPart:
 
 
 async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack) -> dict[str, ChatModel]:
-    """The auxiliary models by name.  Clients of servers live in this process and are closed with `clients`."""
-    from rft.engine.base import make
+    """The auxiliary models by name."""
     from rft.engine.pool import EnginePool
 
     models: dict[str, ChatModel] = {}
     for settings, given in zip(plan.auxiliary, auxiliary, strict=True):
-        engines = list(given)
-        for e in settings.engines:
-            if e.external is not None:
-                engines.append(await make(e))
-                clients.push_async_callback(engines[-1].close)
+        engines = [*given, *await _servers(settings.engines, clients)]
         pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_reviver(given), identity=identity(settings))
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
+
+
+async def _servers(engines: Sequence[EngineSettings], clients: AsyncExitStack) -> list[Any]:
+    """Clients of those that are behind servers; they live in this process and are closed with `clients`."""
+    from rft.engine.base import make
+
+    made = [await make(e) for e in engines if e.external is not None]
+    for client in made:
+        clients.push_async_callback(client.close)
+    return made
 
 
 def identity(settings: AuxiliarySettings) -> str:
@@ -237,7 +236,7 @@ class TrainerPart:
             self._transport.close()
 
     async def run_offline(self, others: Sequence[Any], sink: Any, start: Start, consumption: Consumption | None) -> None:
-        """Train on a data set, without anybody to sample or to publish to.  `consumption`: what the checkpoint of `start` says."""
+        """Train on a data set, with no engines to sample from or publish to.  `consumption`: what the checkpoint of `start` says."""
         from rft.taskset.offline_data import open_offline_data
         from rft.trainer.offline_reader import HeldOut, OfflineReader
 

@@ -1,16 +1,17 @@
 """What a person sees while a run trains: a bar on a terminal, one line per step elsewhere.
 
-Knows metric records only, no Ray and no part of the run.  The one invariant: it never changes or delays anything; all it knows is in
-metrics.jsonl too.
+Knows metric records, and what is logged with `extra=STARTING`; no Ray and no part of the run.  The one invariant: it never changes or
+delays anything; all it knows is in metrics.jsonl and the logs too.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 _EVAL = re.compile(r"eval/(?P<taskset>.+)/(?P<what>mean@\d+|loss)")
+STARTING = {"starting": True}  # marks what is logged for those who wait for the first step
 _WINDOW = 10  # steps over which the time per step is averaged
 
 
@@ -43,7 +45,8 @@ class Progress:
         self._run_dir, self._notes = run_dir, notes
         self._bar: Bar | None = None
         self._times: deque[float] = deque(maxlen=_WINDOW)
-        self._last = 0.0
+        self._last = self._began = 0.0
+        self._starting = _Handler(self.started)
 
     def __enter__(self) -> Self:
         steps = "until the data ends" if self._total is None else f"{self._total} steps"
@@ -55,12 +58,19 @@ class Progress:
             self._bar = _bar(self._console)
             self._bar.add_task("starting", total=self._total, facts="")
             self._bar.start()
-        self._last = time.monotonic()
+        self._last = self._began = time.monotonic()
+        logging.getLogger("rft.launch").addHandler(self._starting)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        logging.getLogger("rft.launch").removeHandler(self._starting)
         if self._bar is not None:
             self._bar.stop()
+
+    def started(self, record: logging.LogRecord) -> None:
+        """Show that a part is there."""
+        if "starting" in vars(record):
+            self._say(f"start {record.getMessage()}, {duration(time.monotonic() - self._began)}")
 
     def update(self, record: MetricRecord) -> None:
         """Show what `record` adds."""
@@ -93,10 +103,19 @@ class Progress:
         self._console.file.flush()  # a log file or a pipe shows each line when it happens
 
 
+class _Handler(logging.Handler):
+    def __init__(self, take: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__(logging.INFO)
+        self._take = take
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._take(record)
+
+
 def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Version | None) -> None:
     """The last lines of a run that went well."""
     if seconds == 0.0 and resumed_from is not None:
-        print(f"nothing to do: {run_dir} is trained to step {version.step} already; raise total_steps to go on")
+        print(f"nothing to do: {run_dir} is trained to step {version.step} already; raise total_steps to continue")
         return
     begin = f", from step {resumed_from.step} on" if resumed_from is not None else ""
     print(f"done  step {version.step} in {duration(seconds)}{begin}")

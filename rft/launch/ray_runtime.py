@@ -20,6 +20,7 @@ from rft.errors import EngineFailed, Interrupted, RunFailed
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, here, placement, reserve
 from rft.launch.drive import Signals
+from rft.launch.progress import STARTING
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec
@@ -45,6 +46,7 @@ class RayRuntime:
         try:
             cluster = await signals.guard(asyncio.shield(connecting))
             signals.take()
+            log.info("Ray is up", extra=STARTING)
         except BaseException as e:
             if isinstance(e, Interrupted) and plan.cluster.ray_address is None and not await _let_up(connecting, signals):
                 raise  # asked twice: this process ends at once, Ray's processes with it, and the next start cleans up
@@ -120,7 +122,9 @@ class RayParts(Parts):
     async def reserve(self, *, engines: bool, trainer: bool) -> None:
         plan, free = self.plan, self.cluster.gpus_per_node()
         gpus = [e.gpus for model in plan.auxiliary for e in model.engines if e.external is None and e.gpus and engines]
-        seats = placement(plan.engines if engines else (), plan.learner if trainer else None, free, gpus)
+        seats = placement(
+            plan.engines if engines else (), plan.learner if trainer else None, free, gpus, shared=plan.cluster.shared
+        )
         self._places = await reserve(seats)
 
     async def start(self, specs: Sequence[PartSpec]) -> None:
@@ -132,7 +136,7 @@ class RayParts(Parts):
         name, plan, engine = spec.name, self.plan, spec.engine
         options = {**here(), "max_restarts": 0, "max_concurrency": 10000}
         options |= {} if spec.seat is None else self._places.options(*spec.seat)
-        env, error = dict(spec.env), RunFailed
+        env, error = {**spec.env, **({} if spec.seat is None else self._places.env(*spec.seat))}, RunFailed
         limits: tuple[float | None, float | None] = (None, None)
         if engine is not None:
             env |= {**cpu_environment(engine), leftovers.PART: name}
@@ -153,7 +157,7 @@ class RayParts(Parts):
         await guarded(handle.start.remote(), name, error, deadline_s)
         self.made[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         self._listening.append(asyncio.ensure_future(_tell(name, handle)))
-        log.info("%s is up (pid %d)", name, self.pids[name])
+        log.info("%s is up (pid %d)", name, self.pids[name], extra=STARTING)
 
     async def stop(self, names: Sequence[str]) -> None:
         import ray
@@ -161,9 +165,6 @@ class RayParts(Parts):
         await asyncio.gather(*(drive.quietly(self.made.pop(name).close()) for name in names))
         for name in names:
             ray.kill(self._handles.pop(name), no_restart=True)
-
-    def bound(self, name: str, *first: Any) -> Any:
-        return self.made[name].bind(*first)
 
     async def watch(self) -> None:
         """Raises RunFailed that names the first part which died or hangs, of those that are not restarted."""

@@ -140,7 +140,7 @@ class Host:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._part is None:
-            raise EngineFailed(f"{self._name} was restarted and is not up yet")
+            raise EngineFailed(f"{self._name} was restarted and is not ready yet")
         with contained(f"a plugin in {self._name}"):
             return await getattr(self._part, method)(*args, **kwargs)
 
@@ -227,20 +227,15 @@ class Proxy:
         handle: Any,
         name: str,
         error: type[RunFailed] = RunFailed,
-        bound: tuple[Any, ...] = (),
         limits: tuple[float | None, float | None] = (None, None),
         start_s: float | None = None,
     ) -> None:
         self._handle, self._name, self._error = handle, name, error
-        self._bound, self._limits, self._start_s = bound, limits, start_s
+        self._limits, self._start_s = limits, start_s
         self._pulse = Pulse(name, self._beat, *limits) if limits != (None, None) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Proxy, (self._handle, self._name, self._error, self._bound, self._limits, self._start_s))
-
-    def bind(self, *first: Any) -> Proxy:
-        """The same part, with these arguments put first in every call."""
-        return Proxy(self._handle, self._name, self._error, (*self._bound, *first), self._limits, self._start_s)
+        return (Proxy, (self._handle, self._name, self._error, self._limits, self._start_s))
 
     async def restart(self) -> None:
         """The part anew, in a new process.  Raises when it cannot be built, or has died more often than Ray was told to allow."""
@@ -298,7 +293,7 @@ class Proxy:
             raise AttributeError(method)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            answer = self._guarded(self._handle.call.remote(method, *self._bound, *args, **kwargs))
+            answer = self._guarded(self._handle.call.remote(method, *args, **kwargs))
             return await (answer if self._pulse is None else self._pulse.during(answer))
 
         return call

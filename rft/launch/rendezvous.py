@@ -13,7 +13,7 @@ from typing import Any
 from rft.config.plan import Plan
 from rft.errors import DeadlineExceeded, RftError, RunFailed, SetupError
 from rft.launch.cluster import here
-from rft.launch.remote import ANSWER_S, Proxy, guarded
+from rft.launch.remote import ANSWER_S, guarded
 
 log = logging.getLogger(__name__)
 AGAIN_S = 0.2  # after an actor that had just died: Ray frees its name in a moment
@@ -23,10 +23,10 @@ class Rendezvous:
     """Body of the actor.  An offer is (run id of the trainer's process, proxies by name)."""
 
     def __init__(self) -> None:
-        self._offer: tuple[str, dict[str, Proxy]] | None = None
+        self._offer: tuple[str, dict[str, Any]] | None = None
         self._changed = asyncio.Condition()
 
-    async def offer(self, run_id: str, parts: dict[str, Proxy]) -> None:
+    async def offer(self, run_id: str, parts: dict[str, Any]) -> None:
         """Raises SetupError while the coordinator of another process lives."""
         if self._offer is not None and self._offer[0] != run_id:
             try:
@@ -41,7 +41,7 @@ class Rendezvous:
             self._offer = (run_id, parts)
             self._changed.notify_all()
 
-    async def find(self, ended: tuple[str, ...]) -> tuple[str, dict[str, Proxy]]:
+    async def find(self, ended: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
         """Waits for an offer that is not by one of `ended`."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._offer is not None and self._offer[0] not in ended)
@@ -66,7 +66,7 @@ def _rendezvous(plan: Plan) -> Any:
     return ray.remote(Rendezvous).options(**options).remote()
 
 
-async def keep(plan: Plan, run_id: str, parts: dict[str, Proxy]) -> None:
+async def keep(plan: Plan, run_id: str, parts: dict[str, Any]) -> None:
     """Offers the coordinator of this process as long as that is awaited, also after the process that made the rendezvous has ended."""
     while True:
         rendezvous = _rendezvous(plan)
@@ -78,11 +78,11 @@ async def keep(plan: Plan, run_id: str, parts: dict[str, Proxy]) -> None:
 
 
 async def _anew() -> None:
-    log.info("the rendezvous has ended with the process that made it; it is made anew")
+    log.info("the rendezvous ended with the process that created it; creating another")
     await asyncio.sleep(AGAIN_S)
 
 
-async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Proxy]]:
+async def find(plan: Plan, welcome: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The parts of the process that trains, once it lets this one join (`Coordinator.welcome`).
 
     Raises DeadlineExceeded when there is none within synchronizer.sync_timeout, and what the coordinator says against joining.

@@ -23,7 +23,7 @@ from rft.strictjson import parse_json
 
 STATE = "state.json"
 MAX_STATE = 16 << 20
-INTERRUPTED = "stopped on request; run the same command again to go on from the last checkpoint"
+INTERRUPTED = "stopped on request; run the same command again to resume from the last checkpoint"
 PRIVATE = 0o077  # the umask of every process of a run
 
 
@@ -126,7 +126,7 @@ class RunDir:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as e:
-            raise ConfigError(f"{file} is damaged: {e}; remove it, a run goes on from its checkpoints without it") from None
+            raise ConfigError(f"{file} is damaged: {e}; remove it: a run resumes from its checkpoints without it") from None
         return state
 
 

@@ -63,10 +63,6 @@ class Parts(ABC):
         """Close and end these parts."""
 
     @abstractmethod
-    def bound(self, name: str, *first: Any) -> Any:
-        """The part, with these arguments put first in every call."""
-
-    @abstractmethod
     async def watch(self) -> None:
         """Ends only by raising: a part that is not restarted has died, or hangs."""
 
@@ -76,7 +72,7 @@ class Parts(ABC):
 
     @property
     def engines(self) -> list[Any]:
-        return [self.made[f"engine-{i}"] for i in range(len(self.plan.engines))]
+        return [self.made[f"engine-{i}"] for i, e in enumerate(self.plan.engines) if e.external is None]
 
     @property
     def auxiliary(self) -> list[list[Any]]:
@@ -86,6 +82,19 @@ class Parts(ABC):
     @property
     def ranks(self) -> list[Any]:
         return [self.made[f"trainer-{rank}"] for rank in range(self.plan.learner.world_size)]
+
+
+class Bound:
+    """A part, or a proxy of one, with these arguments put first in every call.  Can be sent to other actors."""
+
+    def __init__(self, part: Any, *first: Any) -> None:
+        self._part, self._first = part, first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Bound, (self._part, *self._first))
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(getattr(self._part, method), *self._first)
 
 
 class Runtime(Protocol):
@@ -102,7 +111,8 @@ class Runtime(Protocol):
 
 
 def engine_specs(plan: Plan) -> list[PartSpec]:
-    return [PartSpec(f"engine-{i}", "engine", (plan, e), ("engine", i), e) for i, e in enumerate(plan.engines)]
+    local = ((i, e) for i, e in enumerate(plan.engines) if e.external is None)  # others are asked by the explorer
+    return [PartSpec(f"engine-{i}", "engine", (plan, e), ("engine", i), e) for i, e in local]
 
 
 def auxiliary_specs(plan: Plan) -> list[PartSpec]:
@@ -141,16 +151,6 @@ class LocalRuntime:
             yield LocalParts(plan, rundir)
 
 
-class _BoundPart:
-    """Calls of a local part with these arguments put first."""
-
-    def __init__(self, part: Any, first: tuple[Any, ...]) -> None:
-        self._part, self._first = part, first
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(getattr(self._part, method), *self._first)
-
-
 class LocalParts(Parts):
     restarts = False
 
@@ -165,9 +165,6 @@ class LocalParts(Parts):
         async with AsyncExitStack() as closing:  # all are closed, also where one of them fails
             for part in [self.made.pop(name) for name in names]:
                 closing.push_async_callback(part.close)
-
-    def bound(self, name: str, *first: Any) -> Any:
-        return _BoundPart(self.made[name], first)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -194,7 +191,7 @@ def check_local(plan: Plan) -> None:
             )
     if engines and plan.sync.method == "nccl" and plan.mode != "bench":
         raise ConfigError(
-            "a broadcast needs engines in processes of their own; leave out --in-process, or use memory",
+            "a broadcast needs engines in their own processes; leave out --in-process, or use memory",
             key="synchronizer.sync_method",
             given="nccl",
         )

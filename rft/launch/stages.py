@@ -7,7 +7,6 @@ stage; the stages run in folders below it.  Invariant: a stage begins with what 
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from rft.launch.rundir import RunDir, write_json
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 
-log = logging.getLogger(__name__)
 RECORD = "stages.json"
 _LENGTHS = {"buffer.total_epochs", "buffer.total_steps", "trainer.total_steps"}
 RunStage = Callable[[RunConfig, Plan], Outcome]
@@ -86,7 +84,7 @@ class Program:
         done = read(folder)
         if (names := tuple(d.name for d in done)) != self._names[: len(done)]:
             raise ConfigError(
-                f"begin with {', '.join(names)} in {folder}, where they are done; keep these first, or choose another `name`",
+                f"begin with {', '.join(names)} in {folder}, where they are done; keep them first in the list, or choose another `name`",
                 key="stages",
                 given=list(self._names),
             )

@@ -72,7 +72,7 @@ async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = No
         log.info("lineage %d begins with %s of another run", lineage, other.folder)
         return Start(lineage, other.version.step, None, other.consumption.cursor, str(other.folder))
     lineage = await buffer.start_lineage(found.version, found.consumption)
-    log.info("lineage %d goes on from %s; %d rows orphaned", lineage.lineage, found.version, lineage.orphaned)
+    log.info("lineage %d continues from %s; %d rows orphaned", lineage.lineage, found.version, lineage.orphaned)
     return Start(lineage.lineage, found.version.step, found.version, lineage.cursor, str(found.folder))
 
 

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 class TrackerArgs(BaseModel):
-    """Base of all tracker arguments; by itself it takes none."""
+    """Base of all tracker arguments; it has none itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -97,7 +97,7 @@ def markdown(rows: Sequence[Row], limit: int = 100) -> str:
 
 
 def remembered_id(path: Path) -> str:
-    """The tracker's own id of this run, kept in `path`, so that a resumed run goes on where it was."""
+    """The tracker's own id of this run, kept in `path`, so that a resumed run continues it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(uuid.uuid4().hex[:16])

@@ -2,7 +2,7 @@
 
 metrics.jsonl is part of the run: failing to write it ends the run.  A tracker is a convenience: one that fails is switched off
 with an error in the log and `alarm/monitor_failed` in metrics.jsonl and the other trackers.
-Invariant: every line of metrics.jsonl is one whole record; a line cut by a crash is removed when the run goes on.
+Invariant: every line of metrics.jsonl is one whole record; a line cut by a crash is removed when the run resumes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import logging
 import math
-import os
 import queue
 import re
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from rft.disk import full, is_full, write_whole
+from rft.disk import drop_cut_line, full, is_full, write_whole
 from rft.errors import ConfigError, DeadlineExceeded, RunFailed, SetupError
 from rft.logs import redact
 from rft.monitor.base import Row, Tracker
@@ -48,8 +47,9 @@ class Monitor:
         self._folder, self._dump_dir, self._num_samples = settings.folder, settings.dump_dir, settings.num_samples
         self._path = settings.folder / FILE
         self._folder.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(self._path)
-        self._file = self._path.open("ab")
+        self._file = self._path.open("a+b")
+        if cut := drop_cut_line(self._file):
+            log.warning("%s ended in a line cut by a crash; its %d bytes are removed", self._path, cut)
         self._lock = threading.Lock()  # failures are reported from the trackers' threads
         self._last = MetricRecord(role="trainer", step=0, time=time.time(), values={})
         makers = {
@@ -104,7 +104,7 @@ class Monitor:
 
     def _tracker_failed(self, kind: str, error: BaseException) -> None:
         log.error(
-            "monitor %s failed and is off for the rest of this run; %s goes on: %s: %s",
+            "monitor %s failed and is switched off for the rest of this run; %s continues: %s: %s",
             kind,
             self._path,
             type(error).__name__,
@@ -149,7 +149,7 @@ class Mirror:
             self._fail(DeadlineExceeded(f"monitor {self.kind} is {CAPACITY} records behind; is its server reachable?"))
 
     async def close(self, deadline_s: float) -> None:
-        """Wait until the tracker has everything, at most `deadline_s`; being late is a failure like any other."""
+        """Wait until the tracker has everything, at most `deadline_s`; a timeout counts as a failure."""
         self.submit(None)
         await asyncio.to_thread(self._thread.join, deadline_s)
         if self._thread.is_alive() and not self.failed:
@@ -182,7 +182,7 @@ def check_available(
         if missing:
             raise SetupError(
                 f"monitor {kind!r} needs {', '.join(missing)}, which is not installed: pip install {' '.join(missing)}, "
-                f"or take {kind!r} out of monitor.monitor_type.  metrics.jsonl is written in any case."
+                f"or take {kind!r} out of monitor.monitor_type.  metrics.jsonl is always written."
             )
         checked_args(plugin, (args or {}).get(kind) or {}, key=f"monitor.monitor_args.{kind}")
 
@@ -212,24 +212,6 @@ def _maker(plugin: Plugin, settings: MonitorSettings, args: Mapping[str, Any]) -
 def _write_rows(path: Path, rows: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-
-
-def _drop_cut_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        keep, block = size, b""
-        while keep > 0 and b"\n" not in block:
-            start = max(0, keep - 65536)
-            file.seek(start)
-            block = file.read(keep - start)
-            keep = start + block.rfind(b"\n") + 1
-            if b"\n" not in block:
-                keep = start
-        if keep < size:
-            log.warning("%s ended in a line cut by a crash; its %d bytes are removed", path, size - keep)
-            file.truncate(keep)
 
 
 def _redacted(value: Any) -> Any:

@@ -76,8 +76,8 @@ class WandbArgs(TrackerArgs):
     mode: Literal["online", "offline", "disabled"] | None = Field(None, description="null: what WANDB_MODE says, else online")
     entity: str | None = Field(None, description="user or team; null: the account's default")
     tags: tuple[str, ...] = Field((), description="tags of the run")
-    base_url: str | None = Field(None, description="server, where it is not wandb.ai")
-    api_key: SecretStr | None = Field(None, description="better given as the environment variable WANDB_API_KEY")
+    base_url: str | None = Field(None, description="server, if not wandb.ai")
+    api_key: SecretStr | None = Field(None, description="better set as the environment variable WANDB_API_KEY")
 
 
 @monitor("wandb")
@@ -135,8 +135,8 @@ class MlflowArgs(TrackerArgs):
     """Which tracking server."""
 
     uri: str | None = Field(None, description="tracking URI; null: MLFLOW_TRACKING_URI, else a database in the run folder")
-    username: str | None = Field(None, description="better given as the environment variable MLFLOW_TRACKING_USERNAME")
-    password: SecretStr | None = Field(None, description="better given as the environment variable MLFLOW_TRACKING_PASSWORD")
+    username: str | None = Field(None, description="better set as the environment variable MLFLOW_TRACKING_USERNAME")
+    password: SecretStr | None = Field(None, description="better set as the environment variable MLFLOW_TRACKING_PASSWORD")
 
 
 @monitor("mlflow")
@@ -208,7 +208,7 @@ class SwanlabArgs(TrackerArgs):
     )
     workspace: str | None = Field(None, description="user or organisation; null: the account's default")
     tags: tuple[str, ...] = Field((), description="tags of the run")
-    api_key: SecretStr | None = Field(None, description="better given as the environment variable SWANLAB_API_KEY")
+    api_key: SecretStr | None = Field(None, description="better set as the environment variable SWANLAB_API_KEY")
 
 
 @monitor("swanlab")

@@ -13,19 +13,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from rft.plugins import kind
-from rft.threads import contained, in_thread
+from rft.threads import guarded, in_thread
 from rft.types.completion import Score, Transcript
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 
 reward = kind("reward")
-T = TypeVar("T")
 
 RewardResult = float | int | Score | dict[str, float]
 THE_TRUTH: Final = "<the truth of the row>"
@@ -88,8 +87,7 @@ async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: f
     it has `timeout_s` from when its turn comes.
     """
     if not blocks(fn):
-        with contained("the reward"):
-            return await asyncio.wait_for(fn(task, given), timeout_s)
+        return await asyncio.wait_for(guarded(fn(task, given), "the reward"), timeout_s)
     if _is_quick(fn):
         result = fn(task, given)
     else:
@@ -97,13 +95,8 @@ async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: f
         async with turns.setdefault(id(fn), asyncio.Lock()):
             result = await asyncio.wait_for(in_thread(partial(fn, task, given), "the reward"), timeout_s)
     if inspect.isawaitable(result):
-        with contained("the reward"):
-            result = await asyncio.wait_for(_awaited(result), timeout_s)
+        result = await asyncio.wait_for(guarded(result, "the reward"), timeout_s)
     return result
-
-
-async def _awaited(result: Awaitable[T]) -> T:
-    return await result
 
 
 def _is_quick(fn: Callable[..., Any]) -> bool:

@@ -26,7 +26,7 @@ _TOKENS = re.compile(
 )
 _BRACKETS = re.compile(
     r"\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|BOS|EOS|PAD|UNK|SEP|CLS|[gs]?MASK|control_\d+)\])"
-    r"|\[(?=\||e~\[)",
+    r"|\[(?=\||e~\[)|\](?=~!?b[\[\]])",
     re.IGNORECASE,
 )
 KEYING = "0" * 16
@@ -51,7 +51,7 @@ def inert(text: str) -> str:
     seen = text.replace("\r\n", "\n").translate(_VISIBLE)
     seen = _ANGLES.sub(lambda m: ("‹" if m[0][0] in "<\uff1c\ufe64" else "›") * len(m[0]), seen)
     seen = _BARS.sub(lambda m: "‹" if m[0] == "<" else "›", seen)
-    return _BRACKETS.sub("［", _TOKENS.sub("‹", seen))
+    return _BRACKETS.sub(lambda m: "［" if m[0] == "[" else "］", _TOKENS.sub("‹", seen))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """The process in which reasoning-gym scores answers.  `python -m rft.reward.gym_worker`, a worker of `rft.reward.reasoning_gym`.
 
-Some of its data sets evaluate an answer as an expression of SymPy, which is code of Python.  So this process has an empty environment,
-can start no program, open no socket and write no file; and known forms of code in an answer to such a data set are wrong.
+Some of its data sets evaluate an answer with `eval` or SymPy's `parse_expr`, which run any Python.  Here these names stand for readers of
+plain data and of formulas, which call nothing but elementary functions.  Besides, the process has an empty environment, can start no
+program, open no socket and write no file.
+Invariant: no text that is scored runs as code, so no answer changes the score of a later one.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
+import builtins
 import os
 import re
 import sys
@@ -16,71 +18,94 @@ from functools import cache
 from typing import Any
 
 from rft.sandbox import kernel, seccomp
-from rft.worker.process import Codec, serve
+from rft.worker.process import LITERALS, serve
 
 MEMORY_MB = 1024  # beyond what its imports take
-LITERALS = Codec(
-    lambda value: repr(value).encode("utf-8", "surrogatepass"),
-    lambda data: ast.literal_eval(data.decode("utf-8", "surrogatepass")),
+FUNCTIONS = frozenset(  # not Integral: the question, repeated, is no answer
+    "Abs abs acos acosh acot acoth acsc asec asin asinh atan atan2 atanh cos cosh cot coth csc csch erf exp ln log sec sech sign sin sinh "
+    "sqrt tan tanh".split()
 )
-_EVALUATES = re.compile(r"parse_expr|sympify|\beval\(|\bexec\(")
-_CODE = re.compile(r"__|lambda|\bimport\b|\.\s*[A-Za-z_]\w*\s*\(|[\[\]{};:\\'\"@`]")  # no part of an expression
-_LONGEST = 2000  # characters of an expression
+CONSTANTS = frozenset(("E", "I", "pi"))
+EVALUATES_ITS_PROBLEM = "bitwise_arithmetic"  # and never an answer
+NUMBERS_ONLY = ("countdown", "puzzle24")  # whose answers are made of given numbers: pi/pi would be one more
+_LONGEST = 2000  # characters of a formula
+_DIGITS = re.compile(r"[0-9\s+*/()-]*")  # 0x18 and 2.4 are made of other numbers than they show
+_ARITHMETIC = (ast.Expression, ast.Load, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UnaryOp, ast.UAdd, ast.USub)
+_ALGEBRA = (*_ARITHMETIC, ast.Pow)
 
 
 def load() -> Callable[[dict[str, Any]], float]:
     """Imports reasoning-gym (seconds), closes the process off, and gives the function that scores {name, answer, entry}."""
     from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
-    @cache
-    def scorer(name: str) -> tuple[Any, bool]:
-        return get_score_answer_fn(name), evaluating[name]
-
-    evaluating = {name: evaluates(of_data) for name, (of_data, _) in DATASETS.items()}  # while files can be read
+    tame({sys.modules[of_data.__module__] for of_data, _ in DATASETS.values()})
+    scorer = cache(get_score_answer_fn)
     os.environ.clear()
     if why := seccomp.supported():
-        print(
-            f"reasoning-gym's scorers, some of which evaluate answers, are not closed off here: {why}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"reasoning-gym's scorers are not closed off here: {why}", file=sys.stderr, flush=True)
     else:
         kernel.no_new_privileges()
         seccomp.install(seccomp.make(files="read", processes=False))
 
     def answer(request: dict[str, Any]) -> float:
-        score, evaluated = scorer(request["name"])
-        given = request["answer"]
-        if evaluated and (len(given) > _LONGEST or _CODE.search(given)) and not _is_literal(given):
-            return 0.0
-        return float(score(answer=given, entry=request["entry"]))
+        return float(scorer(request["name"])(answer=request["answer"], entry=request["entry"]))
 
     return answer
 
 
-def evaluates(of_data: type) -> bool:
-    """Whether `score_answer` of a data set, or a method it reaches, evaluates text.  That making its rows does (codeio) is not asked."""
-    waiting = ["score_answer"]
-    seen: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        method = getattr(of_data, name, None)
-        if name in seen or not inspect.isroutine(method):
-            continue
-        seen.add(name)
-        source = inspect.getsource(method)
-        if _EVALUATES.search(source):
-            return True
-        waiting += re.findall(rf"\b(?:self|cls|super\(\)|{of_data.__name__})\.(\w+)", source)
-    return False
+def tame(modules: set[Any]) -> None:
+    """In these modules, and as functions of the package sympy, evaluators take formulas and data alone, and raise ValueError otherwise."""
+    import sympy
+
+    for name in ("parse_expr", "sympify"):
+        whole = getattr(sympy, name)
+        for module in (sympy, *modules):
+            if vars(module).get(name) is whole:
+                setattr(module, name, _formulas_only(whole, names=not module.__name__.endswith(NUMBERS_ONLY)))
+    for module in modules:
+        if not module.__name__.endswith(EVALUATES_ITS_PROBLEM):
+            module.eval = ast.literal_eval  # in the place of the builtin
 
 
-def _is_literal(text: str) -> bool:
+def _formulas_only(whole: Callable[..., Any], *, names: bool) -> Callable[..., Any]:
+    def evaluated(text: Any, local_dict: dict[str, Any] | None = None) -> Any:
+        if not isinstance(text, str) or not (names or _DIGITS.fullmatch(text)):
+            raise ValueError("no formula of the numbers that were given")
+        _check(text, _ALGEBRA if names else _ARITHMETIC, set(local_dict or ()) if names else None)
+        return whole(text) if local_dict is None else whole(text, local_dict=local_dict)
+
+    return evaluated
+
+
+def _check(text: str, nodes: tuple[type[ast.AST], ...], known: set[str] | None) -> None:
+    """Raises ValueError unless `text` consists of numbers and `nodes` alone; with `known`, also of these names, other names that nothing
+    has, CONSTANTS and calls of FUNCTIONS."""
+    if len(text) > _LONGEST or not text.isascii() or "#" in text:
+        raise ValueError("no formula")
     try:
-        ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return True
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError("no formula") from None
+    functions: set[ast.expr] = set()
+    for node in ast.walk(tree):  # a call comes before its function
+        match node:
+            case ast.Call(func=ast.Name(id=name), keywords=[]):
+                allowed = known is not None and name in FUNCTIONS
+                functions.add(node.func)
+            case ast.Name(id=name):
+                allowed = node in functions or (known is not None and _is_variable(name, known))
+            case ast.Constant():
+                allowed = type(node.value) in (int, float)
+            case _:
+                allowed = isinstance(node, nodes)
+        if not allowed:
+            raise ValueError(f"{type(node).__name__} is no part of a formula")
+
+
+def _is_variable(name: str, known: set[str]) -> bool:
+    import sympy
+
+    return name in known or name in CONSTANTS or not (hasattr(sympy, name) or hasattr(builtins, name))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Cache:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is something else, or in a folder that cannot be written."""
         self.path = path
-        self._db = opened(path, _SCHEMA)
+        self._db = opened(path, _SCHEMA, key="reward_fn_args.cache")
 
     def get(self, key: bytes) -> CachedReply | None:
         row = self._db.execute("SELECT reply, verdict_key FROM replies WHERE key = ?", (key,)).fetchone()

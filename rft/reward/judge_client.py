@@ -21,6 +21,7 @@ from rft.reward.judge_cache import Cache
 from rft.reward.judge_costs import CostLedger
 from rft.reward.judge_metrics import JudgeMetrics
 from rft.reward.run_folder import run_folder
+from rft.threads import guarded
 from rft.types.completion import Completion
 from rft.types.ports import ChatModel, GenerateRequest, Identified
 from rft.types.throttled import RESENT, THROTTLED
@@ -102,7 +103,7 @@ class JudgeClient:
         if key in self._under_way:
             metrics.shared += 1
         else:
-            job: asyncio.Future[Any] = asyncio.ensure_future(answer())
+            job: asyncio.Future[Any] = asyncio.ensure_future(guarded(answer(), "the judge"))
             self._under_way[key] = (job, [0])
             self._jobs.add(job)
             job.add_done_callback(lambda done: self._over(key, done))

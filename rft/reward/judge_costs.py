@@ -34,7 +34,7 @@ class CostLedger:
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError for a file that is something else, or in a folder that cannot be written."""
         self.path = path
-        self._db = opened(path, _SCHEMA)
+        self._db = opened(path, _SCHEMA, key="reward_fn_args.cost_ledger")
         self._me = _process(os.getpid())
 
     def reserve(self, model: str, most: float, limit: float | None) -> int | None:
@@ -101,8 +101,8 @@ class CostLedger:
         self._db.close()
 
 
-def opened(path: Path | None, schema: str) -> sqlite3.Connection:
-    """A connection to the file, for its user alone.  Raises ConfigError for one of another program, or that cannot be written."""
+def opened(path: Path | None, schema: str, *, key: str) -> sqlite3.Connection:
+    """A connection to the file, for its user alone.  Raises ConfigError of `key` for another program's, or one that cannot be written."""
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def opened(path: Path | None, schema: str) -> sqlite3.Connection:
         return db
     except (sqlite3.Error, OSError) as e:
         raise ConfigError(
-            f"{path} cannot be used as a judge's cache or ledger ({e}); name another file, or off", key="reward_fn_args.cache"
+            f"{path} cannot be used as a judge's cache or ledger of costs ({e}); name another file", key=key, given=str(path)
         ) from None
 
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rft.errors import ConfigError
 from rft.reward.base import Reward
 from rft.reward.wrap import ChangedReward
+from rft.threads import guarded
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -69,7 +70,7 @@ def with_acc(inner: Reward) -> Reward:
 async def within(work: Awaitable[T], manager: ManagerArgs) -> T | Score:
     """What `work` gives, or an unscored Score once its time is up."""
     try:
-        return await asyncio.wait_for(work, manager.reward_timeout_s)
+        return await asyncio.wait_for(guarded(work, "the reward"), manager.reward_timeout_s)
     except TimeoutError:
         if manager.reward_timeout_s is None:
             raise

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from rft.reward.base import reward
-from rft.reward.gym_worker import LITERALS
 from rft.types.completion import Transcript
 from rft.types.task import Task
 from rft.worker.job_pool import WorkerPool
+from rft.worker.process import LITERALS
 
 POOL = WorkerPool("reasoning_gym", "rft.reward.gym_worker", codec=LITERALS)
 
@@ -31,23 +29,4 @@ async def reasoning_gym(task: Task, transcript: Transcript, *, timeout_s: float 
     answer = transcript.answer
     if "<answer>" in answer:
         answer = answer.rpartition("<answer>")[2].partition("</answer>")[0]
-    return float(await POOL.call({"name": name, "answer": answer.strip(), "entry": plain_row(task.row)}, timeout_s))
-
-
-def plain_row(row: dict[str, object]) -> dict[str, object]:
-    """The row; of metadata that is more than plain data only what is."""
-    try:
-        ast.literal_eval(repr(row))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return {name: _texts(value) for name, value in row.items()}
-    return row
-
-
-def _texts(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(k): _texts(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_texts(v) for v in value]
-    if value is None or isinstance(value, bool):
-        return value
-    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))  # also of kinds derived from them
+    return float(await POOL.call({"name": name, "answer": answer.strip(), "entry": task.row}, timeout_s))

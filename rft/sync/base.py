@@ -4,7 +4,7 @@ Knows neither trainer nor engine. The one invariant: `stage` never writes into b
 still have to read. Those are the version staged last and the one before it (the roll-back target), unless `release`
 gave them free.
 
-The blob is the tensors' bytes, row-major and little-endian, each at a multiple of 64; `WeightManifest` says what lies where.
+The blob is the tensors' bytes, row-major and little-endian, each at a multiple of 64; `WeightManifest` holds the offsets.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Canary:
                 f"{NOISE_MULTIPLE} x the noise in {self._dtype} between two batch shapes ({told}), {floor:g} to {self._ceiling:g}"
             )
         log.info(
-            "canary: the first version is %.2e nats apart, allowed were %.2e (%s); from now on %.2e",
+            "canary: the first version differs by %.2e nats, allowed are %.2e (%s); from now on %.2e",
             error,
             limit,
             why,

@@ -40,7 +40,7 @@ class Rejected(Exception):
 
 
 class EngineSet:
-    """Engines by number.  Those of an owner may leave; the others are there from the first to the last moment.
+    """Engines by number.  Those of an owner may leave; the others stay for the whole run.
 
     `restart(i)` gives engine i a new process, without weights; None: an engine that died stays dead.  `on_evicted(owner, why)` hears
     that the engines of an owner had to leave.
@@ -183,6 +183,11 @@ class EngineSet:
             self._restarts["engines_stalled"] += index in self._stalled
             self._dead.discard(index)
             self._stalled.discard(index)
+
+    @property
+    def dead(self) -> bool:
+        """Whether one of them waits to be restarted."""
+        return bool(self._dead)
 
     def take_restarts(self) -> dict[str, int]:
         """Restarts since this was asked last."""

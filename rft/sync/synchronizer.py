@@ -141,8 +141,13 @@ class Synchronizer:
         return gate.wants(step)
 
     async def step_started(self, step: int) -> None:
+        """See `WeightSync`.  Engines that take turns with the trainer sleep when this returns, until the next version."""
         self._gate.demand = None
         await self._waits.changed()
+        if self._settings.in_turns:
+            async with self._publishing:
+                self._waits.raise_failure()
+                await self._updates.sleep(step)
 
     async def allow_batch(self, batch: int) -> None:
         log.info("explore batch %d may begin before its turn: step %d lacks rows", batch, self._gate.trained + 1)
@@ -238,7 +243,7 @@ class Synchronizer:
             if not (why := await self._engines.why_dead(index)):
                 return
             began = time.perf_counter()
-            log.warning("%s; it is restarted with %s", why, self._gate.served_text)
+            log.warning("%s; restarting it with %s", why, self._gate.served_text)
             try:
                 await self._engines.restart_dead()
                 if self._updates.manifest is not None:
@@ -277,7 +282,7 @@ class Synchronizer:
         self._gate.holding = not self._settings.partial_rollout
         try:
             if self._gate.holding:
-                whom = "groups under way (partial_rollout is off)"
+                whom = "groups in progress (partial_rollout is off)"
                 await self._wait(lambda: not self._gate.groups, f"version {version}", whom)
             yield
         finally:
@@ -301,7 +306,7 @@ class Synchronizer:
             except asyncio.CancelledError:
                 continue  # asked again to stop: the way back has its own deadlines
         if (why := restoring.result()) is not None:
-            await self.fail(WeightSyncFailed(f"a cancelled publish could not be taken back: {why}. Restart the engines."))
+            await self.fail(WeightSyncFailed(f"a cancelled publish could not be rolled back: {why}. Restart the engines."))
 
     async def _restore_or_leave(self) -> str | None:
         try:
@@ -324,6 +329,6 @@ class Synchronizer:
         log.info("version %s waits for an explorer to join", version)
         remedy = (
             ", and none is there: start one (mode: explore), or raise synchronizer.sync_timeout.  "
-            "The run goes on from its last checkpoint when it is started again"
+            "The run resumes from its last checkpoint when it is started again"
         )
         await self._waits.until(lambda: bool(self._engines.numbers), f"version {version}", "an explorer to join", lambda: remedy)

@@ -30,7 +30,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, *, steps: int, explore_s: float = 1.0, train_s: float = 1.0) -> Timeline:
-    """One explorer, one batch at a time, and one trainer, from the first step on.  Raises RuntimeError when nobody can go on."""
+    """One explorer, one batch at a time, and one trainer, from the first step on.  Raises RuntimeError when neither can continue."""
     s, size = schedule, schedule.step_units
     explored: list[Span] = []
     trained: list[Span] = []
@@ -55,7 +55,7 @@ def simulate(schedule: Schedule, *, steps: int, explore_s: float = 1.0, train_s:
             return Timeline(tuple(explored), tuple(trained), tuple(published))
         ends = [x.end for x in (exploring, training) if x is not None]
         if not ends:
-            raise RuntimeError(f"nobody can go on: {done} steps trained, {version} published, batch {batch} waits")
+            raise RuntimeError(f"neither side can continue: {done} steps trained, {version} published, batch {batch} waits")
         now = min(ends)
         if training is not None and training.end == now:
             trained.append(training)

@@ -2,8 +2,9 @@
 
     update:  pause -> load and check the reports -> resume -> canary
     restore: pause -> load the version before -> resume -> compare with its canary record
+    sleep:   pause -> sleep, until one of the two; engines that share their GPUs with the trainer
 
-A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and nobody waits for one that failed.
+A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no side waits for an engine that failed.
 
 Knows the engines, not who explores with them.  Invariant: after `run` or `restore` the engines serve one whole verified version, or
 the error says that they do not.
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 
 from rft.errors import RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
-from rft.sync.engines import EngineSet, Rejected
+from rft.sync.engines import EngineSet, NoEngines, Rejected
 from rft.sync.settings import SyncSettings
 from rft.types.metrics import Metric
 from rft.types.ports import LoadReport, Sender, WeightManifest
@@ -45,7 +46,7 @@ class Rounds:
         Raises what an engine raised (the first one's), else WeightSyncFailed that says why the trainer could not send.
         """
         if self._sender is None or manifest.broadcast is None:
-            raise WeightSyncFailed(f"version {manifest.version} has to be sent, and nobody was named who sends it")
+            raise WeightSyncFailed(f"version {manifest.version} has to be sent, but no sender was named")
         self._number += 1
         group = replace(manifest.broadcast, round=self._number, engines=tuple(engines), workers=tuple(engines.values()))
         sending = asyncio.ensure_future(self._send(self._sender, replace(manifest, broadcast=group)))
@@ -81,7 +82,7 @@ class Rounds:
         assert self._sender is not None
         try:
             await self._sender.abandon(self._number, reason)
-        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have deadlines of their own
+        except RftError as e:  # a trainer that died ends the run by itself; the engines' waits have their own deadlines
             log.warning("round %d could not be given up: %s", self._number, e)
 
     async def _send(self, sender: Sender, manifest: WeightManifest) -> None:
@@ -112,6 +113,7 @@ class WeightUpdates:
         self._settings, self._engines, self._canary, self._rounds = settings, engines, canary, rounds
         self.manifest: WeightManifest | None = None
         self._records: dict[int, Probe] = {}  # canary of `manifest`, by engine
+        self._asleep = False
         self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
 
     async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]]) -> Update:
@@ -131,6 +133,21 @@ class WeightUpdates:
         self._records = {i: p for i, p in probes.items() if i in self._engines}
         self._proofs = tuple(probes.values())[:1]
         return Update(reports, verdict, began, paused, loaded, at, time.perf_counter())
+
+    async def sleep(self, step: int) -> None:
+        """The engines give their memory back for train step `step`, until the next load.  Raises WeightSyncFailed."""
+        if self._asleep:
+            return
+        try:
+            await self._pause(self._engines.numbers)
+            await self._engines.ask_all("sleep", lambda e: e.sleep())
+        except NoEngines:
+            log.info("train step %d: every engine has left", step)
+        except Rejected as e:  # a process that died holds no memory, and is restarted with the next version
+            if not self._engines.dead:
+                raise WeightSyncFailed(f"train step {step} needs the engines' memory, and they do not give it: {e}") from e
+            log.warning("%s; it is restarted with the next weights", e)
+        self._asleep = True
 
     async def sync(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
         """Bring these engines to the verified version `manifest`, and verify that they serve it.  Raises Rejected, NoEngines."""
@@ -164,6 +181,7 @@ class WeightUpdates:
 
     async def _load(self, manifest: WeightManifest, numbers: Sequence[int]) -> dict[int, LoadReport]:
         """Load the version; every engine's report is good."""
+        self._asleep = False  # to load is to wake
 
         def ask(index: int, manifest: WeightManifest) -> Awaitable[LoadReport]:
             return self._engines.ask(index, "load", lambda e: e.load(manifest))
@@ -201,7 +219,7 @@ class WeightUpdates:
         if report.bad_hash:
             return f"{_some(report.bad_hash)} arrived damaged (xxh3-128 differs)"
         if report.missing:
-            return f"{_some(report.missing)} of the model did not get any weights"
+            return f"{_some(report.missing)} of the model got no weights"
         if report.unexpected:
             return f"{_some(report.unexpected)} of the published weights are not in the model"
         if report.version != manifest.version:

@@ -66,7 +66,7 @@ class ByIndex(Sequence[Row]):
 
 
 class TaskSource:
-    """Base of sources of one's own: rows by number.  A configuration names one as `storage_type`.
+    """Base of custom task sources: rows by number.  A configuration names one as `storage_type`.
 
     It is constructed with `path`, `split` and the taskset's `args` by name.  Rows are read when they are needed, so what `__getitem__`
     returns must not change while the run lasts.
@@ -271,7 +271,7 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
         if isinstance(prompt, list) and prompt:
             messages, prompt = _messages(settings, prompt, where, "prompt_key"), None
         elif not isinstance(prompt, str) or not prompt:
-            raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a text that is not empty, or a list of messages")
+            raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a non-empty text, or a list of messages")
         elif len(prompt) > MAX_CHARS:
             raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, f"at most {MAX_CHARS:,} characters long")
     else:
@@ -309,8 +309,22 @@ def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -
     digest.update(repr((len(rows), facts)).encode())
     count = min(len(rows), limit)
     for i in range(count):
-        digest.update(msgspec.json.encode(rows[i * len(rows) // count], enc_hook=repr, order="deterministic"))
+        digest.update(_as_bytes(rows[i * len(rows) // count]))
     return digest.hexdigest()
+
+
+def _as_bytes(row: Row) -> bytes:
+    """The same for equal rows, whatever the order of their keys."""
+    try:
+        return msgspec.json.encode(row, enc_hook=repr, order="deterministic")
+    except TypeError:  # only texts can be put in order
+        return msgspec.json.encode(_with_text_keys(row), enc_hook=repr, order="deterministic")
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k if isinstance(k, str) else repr(k): _with_text_keys(v) for k, v in value.items()}
+    return [_with_text_keys(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> Any:

@@ -65,7 +65,7 @@ class ChatFiles:
         file = self.folder / "tokenizer.json"
         try:
             made = Tokenizer.from_file(str(file))
-        except Exception as e:  # the library has no class of its own
+        except Exception as e:  # the library has no class for it
             raise ConfigError(f"{file} is no tokenizer: {e}", key=KEY) from None
         made.no_padding()  # what the file says of both is for other uses
         made.no_truncation()
@@ -87,7 +87,7 @@ class ChatFiles:
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text by itself, with the special tokens that the tokenizer puts around it."""
+        """Token ids of a single text, with the special tokens that the tokenizer puts around it."""
         return list(self._tokenizer.encode(text).ids)
 
     def marked(self, tokens: list[int], mask: list[bool]) -> str:
@@ -162,7 +162,7 @@ def render(source: str, messages: list[dict[str, Any]], tools: list[dict[str, An
     except (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as e:
         raise ConfigError(f"the chat template does not work on these messages: {type(e).__name__}: {e}", key=KEY) from None
     except TooLong:
-        raise ConfigError(f"the chat template was not done with these messages after {RENDER_S:g} s", key=KEY) from None
+        raise ConfigError(f"the chat template did not finish these messages within {RENDER_S:g} s", key=KEY) from None
 
 
 @lru_cache(maxsize=16)
@@ -321,7 +321,7 @@ def _chats(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit)
             messages = task.chat()
         except ValueError as e:
             if limit.refuse:
-                continue  # its workflow makes a prompt of its own
+                continue  # its workflow makes its own prompt
             raise ConfigError(str(e), key=f"taskset {settings.name}.filter_overlong_prompts", given=True) from None
         yield task.index, messages, list(task.tools)
 

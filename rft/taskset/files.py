@@ -36,9 +36,7 @@ def open_path(settings: TasksetSettings) -> RowSource:
         return reader(settings, path)
     if path.suffix.lower() in _SUFFIXES or path.is_absolute() or settings.path.startswith((".", "~")):
         if os.path.lexists(path):
-            raise _error(
-                settings, f"{path} is no plain file (a pipe, a device, a link that leads nowhere); name a file or a folder"
-            )
+            raise _error(settings, f"{path} is no plain file (a pipe, a device or a broken link); name a file or a folder")
         raise _error(settings, f"{path} does not exist{_near(path)}{_looked(path)}")
     return _open_datasets(settings, None)
 
@@ -152,7 +150,7 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
         hint = (
             ""
             if folder is not None
-            else "  It is no local file or folder either; without a network only data sets in the local cache can be used."
+            else "  It is not a local file or folder either; without a network only data sets in the local cache can be used."
         )
         raise _error(settings, f"{source}: cannot be loaded: {type(e).__name__}: {e}{hint}") from e
     if isinstance(loaded, datasets.DatasetDict):

@@ -57,7 +57,7 @@ class OfflineData:
         )
 
     def batch(self, step: int, size: int, seed: int) -> list[int]:
-        """The places in `records` of train step `step` (from 1): a function of its arguments alone, so a resumed run goes on exactly.
+        """The places in `records` of train step `step` (from 1): a function of its arguments alone, so a resumed run continues exactly.
 
         sequential: file order, again and again; shuffle: another permutation in each epoch; random: drawn for each step, no row twice.
         """

@@ -13,6 +13,7 @@ from typing import Any
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, checked_args, derived
 from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, sample_fingerprint
+from rft.taskset.gym_rows import NoSuchData, gym_rows
 from rft.taskset.settings import TasksetSettings
 from rft.threads import contained
 
@@ -42,7 +43,7 @@ def open_taskset(settings: TasksetSettings) -> Taskset:
     if kind not in BUILT_IN:
         known = ", ".join([*BUILT_IN, *REGISTRY.names("task_source")])
         raise ConfigError(
-            f"storage type {kind!r} is not known; use {known}, or a class of your own as path/file.py:Name",
+            f"storage type {kind!r} is not known; use {known}, or your own class as path/file.py:Name",
             key=f"taskset {settings.name}.storage_type",
             given=kind,
         )
@@ -65,27 +66,23 @@ def _open_gym(settings: TasksetSettings) -> Taskset:
     `args` holds `size` (default 500), `seed` (default 42) and the data set's own settings.  Raises ConfigError for an unknown name or a
     setting it does not have.
     """
-    from reasoning_gym.factory import DATASETS, create_dataset
-
     name = settings.path.removeprefix("reasoning_gym://")
     key = f"taskset {settings.name}"
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"  Did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(DATASETS)}: {', '.join(sorted(DATASETS))}.",
-            key=f"{key}.path",
-        )
     args = {"size": 500, "seed": 42, **settings.args}
     try:
-        made: Any = create_dataset(name, **args)
-    except (TypeError, ValueError, AssertionError) as e:
+        rows = gym_rows(name, args)
+    except NoSuchData as e:
+        near = difflib.get_close_matches(name, e.known, n=1)
+        hint = f"  Did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"reasoning-gym has no data set {name!r}.{hint}  It has {len(e.known)}: {e}.", key=f"{key}.path"
+        ) from None
+    except ValueError as e:
         raise ConfigError(
             f"reasoning-gym {name!r} does not take these arguments: {e}", key=f"{key}.args", given=settings.args
         ) from e
     columns = replace(settings.format, prompt_key="question", response_key="answer", prompt_type="plaintext")
     settings = replace(settings, format=columns, reward=settings.reward or REWARD)
-    rows = ByIndex(len(made), lambda i: dict(made[i]))
     fingerprint = sample_fingerprint(rows, args, limit=50)
     source = RowSource(rows=rows, where=lambda i: f"reasoning_gym://{name}, row {i}", fingerprint=fingerprint, check_all=False)
     return Taskset(settings, source)

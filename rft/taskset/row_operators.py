@@ -58,8 +58,8 @@ class _Bounds(_RowOperatorArgs):
     """At least one bound, the lower not above the upper."""
 
     field: str = Field(description="Column.")
-    min: float | None = Field(None, description="Least value that stays.")
-    max: float | None = Field(None, description="Largest value that stays.")
+    min: float | None = Field(None, description="Smallest value to keep.")
+    max: float | None = Field(None, description="Largest value to keep.")
 
     @model_validator(mode="after")
     def _sound(self) -> _Bounds:
@@ -99,8 +99,8 @@ class RangeFilter(_CheckedTaskOperator, RowOperator):
 
 class ValueArgs(_RowOperatorArgs):
     field: str = Field(description="Column.")
-    keep: tuple[Any, ...] = Field((), description="Only rows with one of these values stay.")
-    drop: tuple[Any, ...] = Field((), description="Rows with one of these values go.")
+    keep: tuple[Any, ...] = Field((), description="Keep only rows with one of these values.")
+    drop: tuple[Any, ...] = Field((), description="Drop rows with one of these values.")
 
     @model_validator(mode="after")
     def _one(self) -> ValueArgs:
@@ -120,7 +120,7 @@ class ValueFilter(_CheckedTaskOperator, RowOperator):
 
 class PassRateArgs(_RowOperatorArgs):
     field: str = Field("pass_rate", description="Column with pass rates, 0 to 1.")
-    score: str = Field("difficulty", description="Column that takes 1 - pass rate.")
+    score: str = Field("difficulty", description="Column to write 1 - pass rate to.")
 
 
 @task_operator("pass_rate_score", args=PassRateArgs)
@@ -135,8 +135,8 @@ class PassRateScore(_CheckedTaskOperator, RowOperator):
 
 
 class DeduplicateRowsArgs(_RowOperatorArgs):
-    field: str = Field("prompt", description="Column that is compared.")
-    normalize: bool = Field(True, description="Take texts that differ in case and white space alone for the same.")
+    field: str = Field("prompt", description="Column to compare.")
+    normalize: bool = Field(True, description="Treat texts that differ only in case and white space as equal.")
 
 
 @task_operator("deduplicate", args=DeduplicateRowsArgs)

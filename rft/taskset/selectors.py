@@ -100,11 +100,11 @@ class DifficultyArgs(BaseModel):
     """Arguments of difficulty_based, named as in BOTS (arXiv:2510.26374)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    m: int = Field(16, ge=1, description="Runs that one observed pass rate counts for.")
-    lamb: float = Field(0.2, ge=0, le=1, description="Share of what is known that is forgotten in each batch.")
+    m: int = Field(16, ge=1, description="Runs that one observed pass rate counts as.")
+    lamb: float = Field(0.2, ge=0, le=1, description="Fraction of past observations forgotten in each batch.")
     rho: float = Field(0.2, ge=0, le=1, description="Weight of interpolated against observed pass rates.")
-    target_reward: float = Field(1.0, ge=0, le=1, description="Pass rate that is looked for.")
-    tau: float = Field(1.0, ge=0, description="Temperature of the draw; 0 takes the best ones.")
+    target_reward: float = Field(1.0, ge=0, le=1, description="Target pass rate.")
+    tau: float = Field(1.0, ge=0, description="Sampling temperature; 0 takes the best ones.")
     do_sample: bool = Field(False, description="Draw the pass rate from the posterior instead of taking its mean.")
     adaptive_rho: bool = Field(False, description="Halve rho when interpolation is off by 0.25 or more on average.")
 

@@ -11,7 +11,7 @@ from rft.types.task import SamplingArgs
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSettings:
-    """Which columns of a row mean what."""
+    """What the columns of a row mean."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -34,7 +34,7 @@ class PromptLimit:
 
     model_path: str  # folder with tokenizer.json
     max_tokens: int
-    refuse: bool = False  # the first such row is an error; rows that have no chat of their own are not counted
+    refuse: bool = False  # the first such row is an error; rows without a chat are not counted
     chat_template: str | None = None  # None = the tokenizer's own
     chat_template_args: dict[str, Any] = field(default_factory=dict)
 

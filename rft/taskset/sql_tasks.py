@@ -35,18 +35,18 @@ class SqlArgs(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     table: str | None = None  # perhaps with its schema: public.tasks
-    query: str | None = None  # one SELECT, with an ORDER BY of its own
+    query: str | None = None  # one SELECT, with its own ORDER BY
     order_by: tuple[str, ...] = ()  # columns; empty = the primary key
 
     @model_validator(mode="after")
     def _one(self) -> SqlArgs:
         if self.query is not None and (self.table is not None or self.order_by):
-            raise ValueError("query goes without table and order_by; put them into the query")
+            raise ValueError("query cannot be combined with table and order_by; put them into the query")
         for name in (*([self.table] if self.table is not None else []), *self.order_by):
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a table or column; letters, digits and _, at most 63")
         if self.query is not None and not re.match(r"\s*(select|with)\b", self.query, re.IGNORECASE):
-            raise ValueError("query must begin with SELECT or WITH; nothing is written")
+            raise ValueError("query must begin with SELECT or WITH; it only reads")
         return self
 
 

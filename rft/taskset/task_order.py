@@ -2,7 +2,7 @@
 
 It keeps no position.  Invariant: `batch(b)` and `spare(b, j)` give the same tasks whenever they are asked for, in any order; where a
 selector learns, they do so after the outcomes of exactly the batches below `horizon(b)`, so a run that learns the same outcomes again
-goes on exactly where it was.
+continues exactly where it was.
 """
 
 from __future__ import annotations
@@ -187,11 +187,11 @@ def check_selector(settings: TasksetSettings, key: str, *, is_eval: bool) -> dic
         raise ConfigError(e.message, key=f"{key}.selector_type", given=name) from None
     if not (isinstance(found.obj, type) and issubclass(found.obj, TaskSelector)):
         raise ConfigError(
-            f"{name} must be a class made from rft.taskset.selectors.TaskSelector", key=f"{key}.selector_type", given=name
+            f"{name} must be a subclass of rft.taskset.selectors.TaskSelector", key=f"{key}.selector_type", given=name
         )
     if is_eval and found.obj.learns:
         raise ConfigError(
-            f"{name} goes by pass rates of training; evaluation takes every row once: use sequential or shuffle",
+            f"{name} uses pass rates of training; evaluation takes every row once: use sequential or shuffle",
             key=f"{key}.selector_type",
             given=name,
         )

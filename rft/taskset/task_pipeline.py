@@ -80,7 +80,7 @@ def prepare(settings: TaskPipelineSettings) -> PreparedRows:
         steps.append((f"top {settings.top_k}", len(rows)))
     if not rows:
         told = " → ".join(f"{what} {count}" for what, count in steps)
-        raise ConfigError(f"no row is left: {told}.  Widen the bounds of the operator that takes the last ones out", key=KEY)
+        raise ConfigError(f"no row is left: {told}.  Widen the bounds of the operator that removes the last ones", key=KEY)
     found = PreparedRows(rows, tuple(steps), fingerprint)
     _KEPT.clear()
     _KEPT[fingerprint] = found
@@ -115,12 +115,12 @@ def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any
             known = ", ".join(REGISTRY.names("task_operator"))
             message = (
                 f"{name} is none of the operators here ({known}); those of data-juicer are not offered.  Use one of these, write your own "
-                "(@task_operator in --plugin-dir), or run data-juicer beforehand and name the file that it writes in inputs"
+                "(@task_operator in --plugin-dir), or run data-juicer beforehand and name its output in inputs"
             )
         raise ConfigError(message, key=f"{key}.name", given=name) from None
     if not (inspect.isclass(plugin.obj) and issubclass(plugin.obj, RowOperator | SetOperator)):
         raise ConfigError(
-            f"{name} must be a class made from RowOperator or SetOperator of rft.taskset.row_operators",
+            f"{name} must be a subclass of RowOperator or SetOperator of rft.taskset.row_operators",
             key=f"{key}.name",
             given=name,
         )
@@ -225,7 +225,7 @@ def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray
         used = True
     if not used:
         raise ConfigError(
-            f"rows can be sorted by {', '.join(settings.priority_weights)}, and none of these columns is there with a weight; there are "
+            f"rows can be sorted by {', '.join(settings.priority_weights)}, but there is no column for any weight; the columns are "
             f"{', '.join(map(str, rows[0]))}.  Let an operator write one (pass_rate_score), or write order: keep",
             key=f"{KEY}.order",
             given="sort",
@@ -234,7 +234,7 @@ def _priority(settings: TaskPipelineSettings, rows: Sequence[Row]) -> np.ndarray
 
 
 def _fingerprint(settings: TaskPipelineSettings, sources: Sequence[RowSource]) -> str:
-    """What the result depends on: the inputs, the operators with their arguments and the source of one's own, the order."""
+    """What the result depends on: the inputs, the operators with their arguments and the source of custom ones, the order."""
     package = str(Path(row_operators.__file__).parent)
     own = {}
     for o in settings.operators:
@@ -253,7 +253,7 @@ def _read(output: Path, fingerprint: str) -> Sequence[Row]:
     data = output.read_bytes()
     if made.get("fingerprint") == fingerprint and made.get("xxh3") == xxhash.xxh3_128_hexdigest(data):
         return [msgspec.json.decode(line) for line in data.splitlines()]
-    why = "nothing says what it was made from"
+    why = "there is no record of what it was made from"
     if made:
         why = "it was changed since" if made.get("fingerprint") == fingerprint else "it was made from other inputs or operators"
     raise ConfigError(

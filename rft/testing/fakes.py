@@ -54,8 +54,8 @@ def tool_call(*names: str, text: str = "", **arguments: Any) -> ModelCalls:
 class ScriptedModel(ScriptedEngine):
     """Answers in order; each is a text, `tool_call(...)`, a function of the messages, or an exception that the call raises.
 
-    `answer` is asked when the list is used up; without it another call raises EngineFailed.  `per_run` gives every run of a task a
-    list of its own.  `scores` are what `classify` gives back: one list for every call, or a function of the messages.
+    `answer` is asked when the list is used up; without it another call raises EngineFailed.  `per_run` gives every run of
+    a task its own list.  `scores` are what `classify` returns: one list for every call, or a function of the messages.
     `calls` are the requests so far, `unused` the answers that are left.
     """
 
@@ -99,7 +99,7 @@ class ScriptedModel(ScriptedEngine):
         if given is None:
             last = str(request.messages[-1]["content"])[:200] if request.messages else ""
             raise EngineFailed(
-                f"the script{whose} is over after {len(self.calls) - 1} calls, and the workflow asks once more: {last!r}.  "
+                f"the script{whose} is over after {len(self.calls) - 1} calls, and the workflow asks again: {last!r}.  "
                 "Give ScriptedModel more answers, or answer=function"
             )
         said = given([dict(m) for m in request.messages]) if callable(given) else given
@@ -137,7 +137,7 @@ class FlakyModel:
     """A model that goes wrong at given calls, counted from 0 over everything that it is asked; else it is `model`.
 
     `fail`: the call raises (a ConnectionError, or the exception given for it).  `hang`: the call never ends; only the deadline of its
-    run ends it.  `truncate`: the answer ends after so many tokens, with finish reason "length".
+    run ends it.  `truncate`: the answer ends after this many tokens, with finish reason "length".
     """
 
     def __init__(
@@ -271,14 +271,14 @@ class RecordedModel:
     def _miss(self, method: str, asked: Any, number: int) -> str:
         what = f"{self.path} has no answer for this {method} request"
         if number:
-            return f'{what}: it was recorded {number} time(s) and is asked once more.  Record the cassette anew (record="all")'
+            return f'{what}: it was recorded {number} time(s) and is asked again.  Record the cassette again (record="all")'
         others = [_text(c["request"]) for c in self._calls if c["method"] == method]
         near = difflib.get_close_matches(mine := _text(asked), others, n=1, cutoff=0.0)
         differs = (
             difflib.unified_diff(near[0].splitlines(), mine.splitlines(), "recorded", "asked", "", "", 1, "") if near else ()
         )
         told = "\n".join(list(differs)[:40]) or "nothing like it was recorded"
-        return f'{what}.  Record the cassette anew (record="all"), or correct the workflow.  Against the nearest one:\n{told}'
+        return f'{what}.  Record the cassette again (record="all"), or correct the workflow.  Against the nearest one:\n{told}'
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -288,7 +288,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"format {held['format']}, this version reads {FORMAT}")
         return [{n: c[n] for n in ("method", "key", "request", "answer")} for c in held["calls"]]
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is not a cassette: {e!r}; delete it and record it anew") from None
+        raise ValueError(f"{path} is not a cassette: {e!r}; delete it and record it again") from None
 
 
 def _key(method: str, asked: Any) -> str:

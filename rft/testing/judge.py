@@ -136,7 +136,7 @@ async def score_with(judge: Any, model: Any, answers: Sequence[str], task: Task)
 def judged(
     judge: Any, model: Any, answer: str, *, prompt: str = "?", truth: Any = None, row: dict[str, Any] | None = None
 ) -> Score:
-    """As `score_with`, of one answer, in an event loop of its own."""
+    """As `score_with`, of one answer, in its own event loop."""
     task = Task(taskset="test", index=0, prompt=prompt, truth=truth, row=row or {}, workflow="test")
     (found,) = asyncio.run(score_with(judge, model, [answer], task))
     return found

@@ -80,13 +80,13 @@ def convert(gguf: Path, folder: Path) -> Path:
         )
         if (count := model.num_parameters()) != NUM_PARAMETERS:
             raise SetupError(
-                f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this transformers version reads it wrongly"
+                f"{gguf.name} gave {count} parameters, expected {NUM_PARAMETERS}; this transformers version misreads it"
             )
         ids = {
             "bos_token_id": 1,
             "eos_token_id": 2,
             "pad_token_id": 2,
-        }  # <|im_start|>, <|im_end|>; the file states no pad token of its own
+        }  # <|im_start|>, <|im_end|>; the file states no pad token
         assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2] and tokenizer.chat_template
         model.generation_config = GenerationConfig(**ids)
         tokenizer.model_max_length = model.config.max_position_embeddings

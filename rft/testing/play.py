@@ -279,7 +279,7 @@ class _SeenReward:
         return self._later(scored, result) if inspect.isawaitable(result) else result
 
     async def _later(self, scored: Any, result: Awaitable[Any]) -> Any:
-        _RUN.set(self._eyes.run_of(scored))  # the call above may have had a thread of its own
+        _RUN.set(self._eyes.run_of(scored))  # the call above may have had its own thread
         with self._eyes.scoring(scored):
             return await result
 
@@ -366,7 +366,7 @@ def history(transcript: Transcript, *, where: str = "run") -> None:
         old = np.concatenate([before.completion.prompt_tokens, before.completion.tokens])
         prompt = turn.completion.prompt_tokens
         same = len(prompt) >= len(old) and np.array_equal(prompt[: len(old)], old)
-        _holds(same, f"{where}, call {k}: what was said before was tokenised anew; its prompt does not begin with those tokens")
+        _holds(same, f"{where}, call {k}: earlier turns were tokenised again; its prompt does not begin with their tokens")
 
 
 def _goes_on(turn: Turn, before: Turn) -> bool:
@@ -388,7 +388,7 @@ def _row(x: Experience, said: Sequence[Completion], where: str) -> None:
             fits = len(written) == 1 and written[0].version == span.version
             _holds(fits, f"{where}: tokens {start + span.start} to {start + span.end} must be of version {span.version} alone")
     _holds(np.array_equal(x.loss_mask, own), f"{where}: loss_mask does not cover exactly the tokens that the policy wrote")
-    _holds(np.array_equal(x.logprobs, logps), f"{where}: log-probs are not those of the model, or stand outside of loss_mask")
+    _holds(np.array_equal(x.logprobs, logps), f"{where}: log-probs are not those of the model, or are outside loss_mask")
 
 
 def _holds(it: bool | np.bool_, otherwise: str) -> None:

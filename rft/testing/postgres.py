@@ -65,7 +65,7 @@ class PostgresServer:
     @property
     def pid(self) -> int:
         """Of the server's first process."""
-        assert self._process is not None, "the server does not run"
+        assert self._process is not None, "the server is not running"
         return self._process.pid
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class PostgresServer:
         """kill -9 of every process of the server; the folder stays as they left it."""
         import psutil
 
-        assert self._process is not None, "the server does not run"
+        assert self._process is not None, "the server is not running"
         children = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()  # first: it would end the others in its own way
         for child in children:

@@ -4,7 +4,7 @@
         assert run_workflow(Mine, "2+2?", scripted_model("4")).reward == 1.0
 
 `run_workflow` prints each trace, which pytest shows when a test fails; in an async test await `run_workflow_async`.
-`recorded_model(model)` plays cassettes/FILE/TEST.json beside the test's file; --rft-record=all records anew.
+`recorded_model(model)` plays cassettes/FILE/TEST.json beside the test's file; --rft-record=all records again.
 """
 
 from __future__ import annotations

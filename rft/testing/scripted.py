@@ -144,9 +144,7 @@ class ScriptedEngine(BaseEngine):
         if not request.prompt_tokens and not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
         if request.choices:
-            raise ValueError(
-                f"{self.settings.name}: a scripted engine has no probabilities of choices; use rft.testing.FakeJudge"
-            )
+            raise ValueError(f"{self.settings.name}: a scripted engine has no choice probabilities; use rft.testing.FakeJudge")
         prompt = conversation(request)
         check_prompt(len(prompt), self.settings, goes_on=request.prefix_tokens is not None and not request.prompt_tokens)
         check_tokens(prompt.tolist(), VOCAB_SIZE, self.settings.name)

@@ -29,6 +29,7 @@ from rft.buffer.location import connect, ledger_location
 from rft.buffer.settings import BufferSettings
 from rft.errors import DeadlineExceeded, Fenced, IdConflict, ShortBatch
 from rft.testing.postgres import PostgresServer
+from rft.types import token_logprobs
 from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, failed
@@ -100,7 +101,7 @@ def ids(lease: Lease) -> list[tuple[int, int, int]]:
 
 
 def ask(settings: BufferSettings, sql: str) -> list[tuple[object, ...]]:
-    """One statement of a person with a client of their own, committed; its rows."""
+    """One statement through a separate client, committed; its rows."""
     engine = connect(ledger_location(settings))
     try:
         with engine.begin() as connection:
@@ -379,6 +380,41 @@ class StorageContract(SeveralExplorers):
             await take(buffer, 1, 3)
         audit = await buffer.audit()
         assert (audit.used, audit.num_uses, audit.used_twice, audit.ok) == (8, 16, 0, True)
+
+    async def test_the_trainers_log_probs_are_kept_once(self, tmp_path: Path) -> None:
+        buffer, settings = await self.started(tmp_path, max_uses=2), self.settings(tmp_path / "buffer")
+        await fill(buffer, 1, 0)
+        await fill(buffer, 1, 1)
+        by_step = "SELECT batch, train_lineage, train_step, trainer_logprob, sum(num_tokens) FROM v_tokens GROUP BY 1, 2, 3, 4 ORDER BY 1"
+
+        async def train(lineage: int, step: int, told: float) -> None:
+            lease = await take(buffer, lineage, step)
+            frame = token_logprobs.encode([token_logprobs.beside(x, np.full(6, told, np.float32)) for x in decode(lease.frame)])
+            for _ in range(2):  # repeated after a lost answer: a no-op
+                await buffer.reader(lineage).use(step, frame)
+
+        assert ask(settings, by_step) == [(batch, None, None, None, 48) for batch in (0, 1)]
+        for step, told in ((1, -0.25), (2, -1.0), (3, -2.0)):  # batch 0, once more, batch 1
+            await train(1, step, told)
+            if step == 1:
+                consumption = await buffer.reader(1).consumption(1)
+        assert ask(settings, by_step) == [(0, 1, 1, -0.25, 48), (1, 1, 3, -2.0, 48)]
+        tokens = "SELECT token_start, token_end, logprob, trainer_logprob FROM v_tokens WHERE id = '{}' ORDER BY 1"
+        wanted = [(i, i + 1, -0.5, -0.25) for i in range(6, 12)]
+        assert ask(settings, tokens.format(GroupId(1, 0, 0, 1).run(3))) == wanted
+
+        if self.durable:
+            await buffer.start_lineage(Version(1, 1), consumption)  # steps 2 and 3 count no longer
+            await fill(buffer, 2, 1)
+            await train(2, 2, -4.0)  # batch 0, whose first use still counts
+            await train(2, 3, -8.0)
+            assert ask(settings, by_step) == [(0, 1, 1, -0.25, 48), (1, 2, 3, -8.0, 48)]
+        assert (await buffer.audit()).ok
+        ask(settings, "DELETE FROM uses WHERE step = 1")
+        assert any(
+            "trainer's log-probs of 0001.00.00000000.000000.0000.00.0000 belong to no use (8" in p
+            for p in (await buffer.audit()).problems
+        )
 
     async def test_people_ask_with_sql(self, tmp_path: Path) -> None:
         run = f"{tmp_path.name}/maths/one"

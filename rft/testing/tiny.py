@@ -9,7 +9,6 @@ the same weights and the same rows.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -27,7 +26,15 @@ CHAT_TEMPLATE = (
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-EXPERTS: dict[str, dict[str, Any]] = {  # families with a mixture of experts, and what they call its sizes
+_FAMILIES: dict[str, dict[str, Any]] = {  # what other families call their sizes: mixtures of experts, and a hybrid
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "head_dim": 32,
+    },
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -67,10 +74,10 @@ def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0, fam
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    tokenizer = _tokenizer()
+    words = tokenizer()
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     sizes = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(words),
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
@@ -81,7 +88,7 @@ def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0, fam
         **({"num_labels": labels} if labels else {}),
         **ids,
     }
-    config = AutoConfig.for_model(family, **{**sizes, **EXPERTS.get(family, {}), **changes})
+    config = AutoConfig.for_model(family, **{**sizes, **_FAMILIES.get(family, {}), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
@@ -89,14 +96,15 @@ def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0, fam
     if not labels:
         model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
+    words.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)
     aside.chmod(0o755)
     os.replace(aside, folder)
     return folder
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
+    """The byte-level tokenizer of the tiny models, with their chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +114,7 @@ def _tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([PAD, BOS, EOS])
-    tokenizer = PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         bos_token=BOS,
@@ -114,8 +122,8 @@ def _tokenizer() -> Any:
         model_max_length=512,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    made.chat_template = CHAT_TEMPLATE
+    return made
 
 
 def copy_tasks(split: Literal["train", "eval"] = "train", *, n: int | None = None, seed: int = 0) -> list[dict[str, str]]:
@@ -143,15 +151,6 @@ def copy_pairs(split: Literal["train", "eval"] = "train", *, n: int | None = Non
         {"prompt": r["prompt"], "chosen": r["response"], "rejected": rng.choice([d for d in "0123456789" if d != r["response"]])}
         for r in rows
     ]
-
-
-def write_tasks(folder: Path, *, seed: int = 0) -> Path:
-    """Write `train.jsonl` and `eval.jsonl` of the copy task; returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "eval"):
-        lines = [json.dumps(row) + "\n" for row in copy_tasks(split, seed=seed)]
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return folder
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     loss = E sum_e f_e P_e      f_e: choices of expert e per token and layer; P_e: mean probability that routers give it
 
 Both means are over all layers and all positions of the rows of a step, each row counted with its whole input.  f has no gradient, so it is
-counted first, in a forward pass of its own, and then every micro-batch adds its part of P: the gradient does not depend on the cut.
+counted first, in a forward pass without the output layer, and then every micro-batch adds its part of P: the gradient does not depend on
+the cut.
 Knows routers and micro-batches; not other losses.
 
 Shapes: N positions of the input, L layers with experts, E experts.
@@ -59,8 +60,9 @@ class RouterLogits:
             self._found.append(out[self._index] if isinstance(out, tuple) else out)
 
 
-def probabilities(logits: list[torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+def probabilities(logits: list[torch.Tensor], counts: torch.Tensor | None) -> torch.Tensor:
     """float32 [E]: what routers give each expert, added over layers and positions; `counts` [N]: how many rows have a position."""
+    assert counts is not None, "micro-batches are made with counts"
     return torch.stack([(counts[:, None] * x.flatten(0, -2).float().softmax(-1)).sum(0) for x in logits]).sum(0)
 
 
@@ -76,13 +78,10 @@ class RouterBalance:
         """How often each expert is chosen under the weights as they are, in all rows of the step.  Collective."""
         routers: Routers = policy.routers
         chosen = torch.zeros(routers.sizes.experts, device=self._device)
-        with torch.no_grad(), routers.recorded():
+        with torch.no_grad():
             for rows in batch.micro_batches:
-                micro = made(rows)
-                policy(micro)
-                if rows:
-                    seen = routers.chosen
-                    chosen.index_add_(0, seen.flatten(), micro.counts[:, None, None].expand_as(seen).flatten())
+                found = policy.choices(made(rows))
+                chosen += found if rows else 0  # without rows it is computed for the other ranks alone
         policy.to_shards()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(chosen)

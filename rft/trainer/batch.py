@@ -31,7 +31,7 @@ class MicroBatch:
     position_ids: torch.Tensor  # same shape
     attention_mask: torch.Tensor | None  # bool [S, W]
     tree: Any  # Layout, or its share of one (rft.trainer.ulysses); None: padded rows
-    ends: Mapping[str, torch.Tensor]  # where packed rows end, as kernels of layers with state take it
+    lengths: Sequence[int]  # of packed rows, which lie one behind the other; of other layouts empty
     predict: torch.Tensor  # int64 [N], flat position in the input that predicts each trained token
     targets: torch.Tensor  # int64 [N]
     temperatures: torch.Tensor | None  # float32 [N]; None: all are 1, so that no logits have to be divided
@@ -43,7 +43,7 @@ class MicroBatch:
     num_rows: int
     given: Mapping[str, torch.Tensor]  # float32 [N]: old, ref, values, returns, weights, where the rows have them
     extra: Mapping[str, torch.Tensor]  # float32 [N], see `LossInputs.extra`
-    counts: torch.Tensor  # float32 [positions of the input], how many rows have each; 0 for padding
+    counts: torch.Tensor | None = None  # float32 [positions of the input], how many rows have each; 0 for padding
     experts: torch.Tensor | None = None  # int32 [positions, layers, experts] to go through; -1: the router's own choice
 
     @property
@@ -51,9 +51,18 @@ class MicroBatch:
         """Positions the model computes, padding included."""
         return self.input_ids.numel()
 
+    def ends(self) -> dict[str, torch.Tensor]:
+        """Where packed rows end, as kernels of layers with state take it: by transformers' names."""
+        if not self.lengths:
+            return {}
+        device = self.input_ids.device
+        numbers = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        return {"seq_idx": torch.from_numpy(numbers)[None].to(device), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
 
-def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device) -> MicroBatch:
-    """The micro-batch of `rows`, on `device`; prefixes that rows share are computed once (`rft.trainer.prefix`) where `layout` says so."""
+
+def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device, counted: bool = False) -> MicroBatch:
+    """The micro-batch of `rows`, with `counts` if `counted`; prefixes are computed once (`rft.trainer.prefix`) where `layout` says so."""
 
     def tensor(values: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype, copy=False)).to(device)
@@ -69,11 +78,11 @@ def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device)
         ids, positions = (torch.from_numpy(a).to(device)[None] for a in (tree.tokens & TOKEN, tree.positions))
         places: Sequence[np.ndarray] = tree.paths
         attended, how = None, attention.Layout(tree, device)
-        ends_of_rows = _ends([len(b.path) for b in tree.branches], device) if layout == "packed" else {}
+        packed = [len(b.path) for b in tree.branches] if layout == "packed" else []
     else:
         ids, positions, attended = _padded(inputs, device)
         places = [np.arange(len(x)) + i * ids.shape[1] for i, x in enumerate(inputs)]
-        how, ends_of_rows = None, {}
+        how, packed = None, []
     paths = np.concatenate(places)
     predict = paths[trained + np.repeat(np.cumsum([0, *map(len, inputs[:-1])]) - begins - 1, lengths)]
 
@@ -97,7 +106,7 @@ def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device)
         position_ids=positions,
         attention_mask=attended,
         tree=how,
-        ends=ends_of_rows,
+        lengths=packed,
         predict=tensor(predict, np.int64),
         targets=tensor(gathered("tokens"), np.int64),
         temperatures=None if all(np.all(t == 1.0) for t in temperatures) else spread(temperatures, 1.0),
@@ -109,16 +118,9 @@ def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device)
         num_rows=len(rows),
         given={name: spread([getattr(r, name) for r in rows], 0.0) for name in GIVEN if getattr(rows[0], name) is not None},
         extra={name: tensor(np.concatenate([r.extra[name] for r in rows]), np.float32) for name in rows[0].extra},
-        counts=tensor(np.bincount(paths, minlength=ids.numel()), np.float32),
+        counts=tensor(np.bincount(paths, minlength=ids.numel()), np.float32) if counted else None,
         experts=_experts(rows, places, ids.numel(), device),
     )
-
-
-def _ends(lengths: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-    """Where rows of `lengths` that lie one behind the other end, by transformers' names."""
-    numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return {"seq_idx": torch.from_numpy(numbers)[None].to(device), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
 
 
 def _experts(rows: Sequence[TrainRow], places: Sequence[np.ndarray], count: int, device: torch.device) -> torch.Tensor | None:

@@ -49,6 +49,9 @@ class StepBatch:
     staleness: list[int]  # of each row, in train steps
     critic: list[RankBatch] | None = None  # what the critic learns
     kl: float | None = None  # of the KL in the reward, before this step
+    order: list[int] = field(
+        default_factory=list
+    )  # rows of the lease that `shares` hold, micro-batch by micro-batch, rank by rank
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -91,10 +94,15 @@ def make(
     drawn = range(len(given.rows)) if prepared.drawn is None else prepared.drawn
     made = [_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)]
     skippable = algorithm.needs.skips_zero and budget.rows is None
-    kept = [row for row in made if not (skippable and row.advantages is not None and not np.count_nonzero(row.advantages))]
-    if budget.rows is None:
-        kept = [row for row in kept if row.keep is None or row.keep.any()]
-    shares = _shares(made, plan(kept, world_size, budget), kept, lease.step, kl_coefs.get("kl_loss"))
+    left = [
+        i
+        for i, row in enumerate(made)
+        if not (skippable and row.advantages is not None and not np.count_nonzero(row.advantages))
+        and (budget.rows is not None or row.keep is None or row.keep.any())
+    ]
+    kept = [made[i] for i in left]
+    cut = plan(kept, world_size, budget)
+    shares = _shares(made, cut, kept, lease.step, kl_coefs.get("kl_loss"))
     critic = None
     if critic_budget is not None:
         taught = [
@@ -107,7 +115,8 @@ def make(
     metrics |= _values(made, prepared, critic is not None)
     loads = [sum(len(row.tokens) for micro in share.micro_batches for row in micro) for share in shares]
     metrics |= {"perf/rank_tokens/max": float(max(loads)), "perf/rank_tokens/min": float(min(loads))}
-    return StepBatch(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, metrics)
+    order = [drawn[left[i]] for mine in cut for micro in mine for i in micro]
+    return StepBatch(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, order, metrics)
 
 
 def _shares(

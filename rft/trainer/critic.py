@@ -18,6 +18,7 @@ from torch import nn
 from rft.algorithm.args import AggMode
 from rft.algorithm.base import Denominators, LossOutput
 from rft.algorithm.value import ValueInputs, value_loss
+from rft.engine.forwards import body_of
 from rft.trainer import optim, tensors
 from rft.trainer import policy as policies
 from rft.trainer.batch import MicroBatch
@@ -55,7 +56,7 @@ class ValueModel(Policy):
         return found if share is None else share.gather(found)
 
     def plain(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [policies.body_of(self.lm)(input_ids=ids, use_cache=False).last_hidden_state for ids in rows]
+        return [body_of(self.lm)(input_ids=ids, use_cache=False).last_hidden_state for ids in rows]
 
     @staticmethod
     def read(out: torch.Tensor, row: TrainRow) -> torch.Tensor:

@@ -1,17 +1,19 @@
 """A Hugging Face folder from the parts that ranks have saved, without the ranks.
 
-Knows files; builds no model.  Invariant: one tensor is in memory at a time.
+Knows files, and a model without weights, by which tensors get the names of checkpoints.  Invariant: one tensor is in memory at a time.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rft.engine.weights import in_checkpoints, saved_buffers
 from rft.errors import CheckpointInvalid
 from rft.trainer import adapterfiles, loading, shards, tensors
 from rft.trainer.saving import ADAPTERS, PRETRAINED, read_page
@@ -19,6 +21,8 @@ from rft.trainer.sharding import DTYPES
 from rft.trainer.tensors import Files
 from rft.types.adapter import key
 from rft.types.modelfiles import fingerprint
+
+_PLAIN: dict[str, Any] = {"trust_remote_code": False, "attn_implementation": "eager"}
 
 
 def assemble(saved: Path, target: Path) -> None:
@@ -29,11 +33,22 @@ def assemble(saved: Path, target: Path) -> None:
     """
     for path in (saved / PRETRAINED).iterdir():
         shutil.copyfile(path, target / path.name)
-    files, read = _adapted(saved) if read_page(saved).get("adapter") is not None else _whole(saved)
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
-    specs = {name: (dtype, files.shape(name)) for name in files}
-    tensors.write(target / "model.safetensors", specs, ((name, read(name)) for name in files))
+    page = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    dtype = DTYPES.get(str(page.get("dtype") or page.get("torch_dtype")), torch.float32)
+    # the model's own code, where it brings some, knows one set of names
+    lm = (
+        None
+        if "auto_map" in page
+        else loading.skeleton(loading.config_of(target, trust_remote_code=False, override={}), **_PLAIN)
+    )
+    exact = set() if lm is None else set(saved_buffers(lm))
+    adapted = read_page(saved).get("adapter") is not None
+    files, read = _adapted(saved, lm) if adapted else _whole(saved)
+    due = {n: torch.empty(files.shape(n), dtype=files.dtype(n) if n in exact else dtype, device="meta") for n in files}
+    given: Iterable[tuple[str, torch.Tensor]] = ((name, read(name)) for name in files)
+    if not adapted and lm is not None:
+        due, given = dict(in_checkpoints(lm, due.items())), in_checkpoints(lm, given)
+    tensors.write(target / "model.safetensors", {n: (t.dtype, tuple(t.shape)) for n, t in due.items()}, given)
 
 
 Read = Callable[[str], torch.Tensor]
@@ -44,7 +59,7 @@ def _whole(saved: Path) -> tuple[Files, Read]:
     return files, files.read
 
 
-def _adapted(saved: Path) -> tuple[Files, Read]:
+def _adapted(saved: Path, lm: Any) -> tuple[Files, Read]:
     about = read_page(saved)["adapter"]
     base, folder = Path(about["base_path"]), saved / ADAPTERS / about["name"]
     if not base.is_dir():
@@ -55,13 +70,15 @@ def _adapted(saved: Path) -> tuple[Files, Read]:
         raise CheckpointInvalid(f"{base}: its weights are not those that the adapter in {folder} was trained on")
     form, _, _ = adapterfiles.read(folder)
     files, adapter = loading.files_of(base), Files([folder / adapterfiles.WEIGHTS])
-    modules = set(form.modules)
-    if unknown := [m for m in form.modules if f"{m}.weight" not in files]:
-        raise CheckpointInvalid(f"{base}: has no {unknown[0]}.weight, which the adapter is for")
+    weights = {f"{m}.weight": m for m in form.modules}
+    if lm is not None and not set(weights) <= set(files):
+        weights = {name: m for w, m in weights.items() for name, _ in in_checkpoints(lm, [(w, torch.empty(1, device="meta"))])}
+    if unknown := [name for name in weights if name not in files]:
+        raise CheckpointInvalid(f"{base}: has no {unknown[0]}, which the adapter is for")
 
     def read(name: str) -> torch.Tensor:
-        module, weight = name.removesuffix(".weight"), files.read(name)
-        if module not in modules:
+        weight = files.read(name)
+        if (module := weights.get(name)) is None:
             return weight
         a, b = (adapter.read(key(module, side)).float() for side in "AB")
         return torch.addmm(weight.float(), b, a, alpha=form.scale)

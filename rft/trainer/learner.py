@@ -7,11 +7,9 @@ Invariant: a step whose gradient is not finite changes neither weights nor optim
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -29,7 +27,7 @@ from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.composition import build
 from rft.errors import OutOfMemory, RunFailed, is_out_of_memory
 from rft.faults import fault
-from rft.trainer import attention, optim, profiling, row_proof, saving, sharding, tensors
+from rft.trainer import attention, optim, profiling, row_proof, saving, sharding
 from rft.trainer import batch as batches
 from rft.trainer import policy as policies
 from rft.trainer.balance import RouterBalance
@@ -38,13 +36,14 @@ from rft.trainer.lr_schedule import learning_rate
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.proximal import ProximalWeights
 from rft.trainer.settings import LearnerSettings, OptimSettings
-from rft.trainer.step_result import MISMATCH, StepResult
-from rft.trainer.step_totals import StepTotals, mismatch
+from rft.trainer.step_result import StepResult
+from rft.trainer.step_totals import StepTotals, mismatch, over_passes
 from rft.types.ids import Version
 from rft.types.ports import WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
+    from rft.trainer.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ _IDLE = TrainRow(  # what a rank computes, without effect, where others have one
 
 
 Scored = dict[Computed, np.ndarray]
-Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], None]
+Accumulate = Callable[[Sequence[TrainRow], RankBatch, StepTotals], torch.Tensor | None]  # the policy's log-probs, [N]
 Update = Callable[[float], float]
 
 
@@ -134,9 +133,9 @@ class Learner:
         """`epochs` times all micro-batches and one update.  One that is not finite is left out alone."""
         s = self.settings
         lr = learning_rate(optim, batch.step, s.total_steps)
-        sums: dict[str, float] = defaultdict(float)
-        maxima: dict[str, float] = {}
+        counted: list[tuple[dict[str, float], dict[str, float]]] = []
         norms: list[float] = []
+        kept: dict[int, torch.Tensor] = {}  # of the weights before the step, by micro-batch
         seconds = {"forward_backward": 0.0, "update": 0.0}
         tokens = positions = 0
         for epoch in range(epochs):
@@ -148,26 +147,21 @@ class Learner:
             if accumulate == self._accumulate and self._balance is not None:
                 self._balance.count(self.policy, batch, self._micro_batch)
             for i in order:
-                accumulate(batch.micro_batches[i], batch, totals)
-            added, largest = totals.numbers()  # waits for the device
+                logprobs = accumulate(batch.micro_batches[i], batch, totals)
+                if s.keep_trainer_logprobs and epoch == 0 and logprobs is not None:
+                    kept[i] = logprobs
+            counted.append(totals.numbers())  # waits for the device
             computed = time.perf_counter()
             fault("trainer.update.before")
             norms.append(update(lr))
             fault("trainer.update.after")
             seconds["forward_backward"] += computed - began
             seconds["update"] += time.perf_counter() - computed
-            for name, value in added.items():
-                if not name.startswith(MISMATCH):
-                    sums[name] += value / epochs
-                elif epoch == 0:
-                    sums[name] = value
-            for name, value in largest.items():
-                if epoch == 0 or not name.startswith(MISMATCH):
-                    maxima[name] = max(maxima.get(name, value), value)
             tokens, positions = totals.tokens, positions + totals.positions
         finite = sum(bool(np.isfinite(norm)) for norm in norms)
+        sums, maxima = over_passes(counted)
         return StepResult(
-            sums=dict(sums),
+            sums=sums,
             maxima=maxima,
             trained_tokens=tokens,
             computed_positions=positions,
@@ -176,6 +170,7 @@ class Learner:
             grad_norm=float(np.mean(norms)) if norms else 0.0,
             lr=lr,
             seconds=seconds,
+            logprobs=[row for i in sorted(kept) for row in _by_row(kept[i], batch.micro_batches[i])],
         )
 
     def _criticise(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
@@ -192,15 +187,15 @@ class Learner:
         size = s.loss_scale_factor or s.max_response_tokens
         return Denominators(batch.tokens, batch.rows, size, expert_tokens=batch.expert_tokens, expert_rows=batch.expert_rows)
 
-    def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> None:
-        """Add the gradient of one micro-batch."""
+    def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> torch.Tensor | None:
+        """Add the gradient of one micro-batch; its log-probs [N]."""
         micro = self._micro_batch(rows)
         needs = self.algorithm.needs
         reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
         logprobs, entropy, *given = self.policy(micro, needs.entropy, balance=self._balance is not None)
         if not rows:
             (logprobs * 0).sum().backward()
-            return
+            return None
         # the sampler's, or the trainer's before the step; where that is not given, there is one update, and the policy before it is at hand
         old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
         x = LossInputs(
@@ -224,8 +219,10 @@ class Learner:
         loss, aux_sums, aux_maxima = (out.loss, {}, {}) if self._balance is None else self._balance.added(out.loss, given[0])
         loss.backward()
         sampled = micro.mask & ~micro.is_expert if needs.samples != "none" else torch.zeros_like(micro.mask)
-        sums, maxima = mismatch(logprobs.detach() - micro.rollout_logprobs, sampled)
+        found: torch.Tensor = logprobs.detach()
+        sums, maxima = mismatch(found - micro.rollout_logprobs, sampled)
         totals.add({**out.sums, **aux_sums, **sums}, {**out.maxima, **aux_maxima, **maxima}, rows, micro)
+        return found
 
     def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor:
         """Of the reference model: another one, or the policy without what its adapter has learnt.  Its routers choose themselves."""
@@ -258,9 +255,8 @@ class Learner:
         critic = self.critic if "values" in what else None
         with self._memory("scoring"), torch.no_grad(), self._proximal.restored(proximal):
             for rows in micro_batches:
-                made = {name: t.cpu().numpy() for name, t in self._scores(self._micro_batch(rows, critic), what).items()}
-                ends = np.cumsum([int(r.loss_mask.sum()) for r in rows])[:-1]
-                parts = {name: np.split(values, ends) for name, values in made.items()}
+                made = self._scores(self._micro_batch(rows, critic), what)
+                parts = {name: _by_row(values, rows) for name, values in made.items()}
                 scored.append([{name: part[i] for name, part in parts.items()} for i in range(len(rows))])
             for model in (self.policy, self.reference, self.critic.model if self.critic is not None else None):
                 if model is not None:
@@ -294,7 +290,8 @@ class Learner:
     def _micro_batch(self, rows: Sequence[TrainRow], critic: Critic | None = None) -> batches.MicroBatch:
         """What `critic` reads; without one the policy."""
         layout = (self.settings if critic is None else critic.settings).row_layout
-        return batches.make(rows or [_IDLE], layout=layout, device=torch.device(self.settings.device))
+        counted = critic is None and self._balance is not None
+        return batches.make(rows or [_IDLE], layout=layout, device=torch.device(self.settings.device), counted=counted)
 
     # ------------------------------------------------------------ weights out
 
@@ -302,8 +299,11 @@ class Learner:
         """Hand the weights to `transport` (rank 0; the others give None and help to gather): all of them, or the adapter alone."""
         lora, dtype = self.settings.lora, self._compute_dtype
         alone = self.policy.adapter if lora is not None and not lora.merge else None
-        weights = self._gathered() if alone is None else iter(alone.whole().items())
-        given = ((name, tensor.to(dtype)) for name, tensor in weights)
+        if self.settings.shares_device:
+            torch.accelerator.memory.empty_cache()
+        weights = _gathered(self.policy) if alone is None else iter(alone.whole().items())
+        exact = self.policy.saved_buffers()
+        given = ((name, tensor if name in exact else tensor.to(dtype)) for name, tensor in weights)
         if transport is None:
             for _ in given:
                 pass
@@ -314,13 +314,7 @@ class Learner:
 
     def export(self, folder: str) -> None:
         """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""
-        target, source = Path(folder), Path(self.settings.model_path)
-        config = json.loads((source / "config.json").read_text())
-        dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
-        if self.rank == 0:
-            saving.side_files(self.settings, target)
-        specs = {n: (dtype, p.shape) for n, p in self.policy.names().items()}
-        tensors.write(target / "model.safetensors" if self.rank == 0 else None, specs, self._gathered())
+        saving.export(self.policy, _gathered(self.policy), self.settings, Path(folder), self.rank)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -358,9 +352,18 @@ class Learner:
         if self._grouped and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, p in self.policy.names().items():
-            yield name, self.policy.whole(name, p)
+
+def _gathered(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the policy that is published, whole."""
+    for name, p in policy.names().items():
+        yield name, policy.whole(name, p)
+    yield from policy.saved_buffers().items()
+
+
+def _by_row(values: torch.Tensor, rows: Sequence[TrainRow]) -> list[np.ndarray]:
+    """[N] of a micro-batch as float32 [L] of each of its rows."""
+    ends = np.cumsum([int(np.count_nonzero(r.loss_mask)) for r in rows])[:-1]
+    return np.split(values.cpu().numpy(), ends)
 
 
 @contextmanager

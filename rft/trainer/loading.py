@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rft.errors import CheckpointInvalid, ConfigError, SetupError, is_out_of_memory
+from rft.trainer import tensors
 from rft.trainer.tensors import Files
 from rft.types import modelfiles, rotary
 
@@ -73,16 +74,27 @@ def skeleton(config: Any, *, trust_remote_code: bool, attn_implementation: str) 
 
 def _buffers(lm: Any) -> None:
     """Give each module's own buffers memory, and the values that transformers gives those that are not in files (rotary frequencies)."""
-    for module in lm.modules():
+    every = list(_initialised(lm, lm))
+    for model, module in every:
         own = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
         for name, buffer in own.items():
             empty = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype)
             module.register_buffer(name, empty, persistent=name not in module._non_persistent_buffers_set)
         if own:
-            lm._init_weights(module)
+            model._init_weights(module)
     if any(b.is_floating_point() and bool(b.isnan().any()) for b in lm.buffers()):
-        for module in lm.modules():  # some models give a layer's buffers their values from outside the layer
-            lm._init_weights(module)
+        for model, module in every:  # some models give a layer's buffers their values from outside the layer
+            model._init_weights(module)
+
+
+def _initialised(model: Any, module: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """Each module below `module` with the model in it that gives it its values: the nearest one."""
+    from transformers import PreTrainedModel
+
+    model = module if isinstance(module, PreTrainedModel) else model
+    yield model, module
+    for child in module.children():
+        yield from _initialised(model, child)
 
 
 def use_liger(lm: Any, device: str) -> None:
@@ -150,6 +162,21 @@ def fill(
         set(files) - set(names) - set(tied) - set(buffers) - {n for n in files if n.endswith("rotary_emb.inv_freq")}
     ):
         log.warning("%s: %d tensors are of no use to this model, e.g. %s", folder, len(extra), extra[0])
+
+
+def fill_from(
+    names: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], tied: Mapping[str, str], folder: Path, *, trust: bool
+) -> None:
+    """As `fill`, also where the files have the names of checkpoints, which transformers has to change: then all of them are loaded."""
+    if readable_by_name(names, tied, folder):
+        fill(names, buffers, tied, folder)
+        return
+    config = config_of(folder, trust_remote_code=trust, override={})
+    found = pretrained(config, folder, trust_remote_code=trust, attn_implementation="eager").state_dict()
+    with torch.no_grad():
+        for name, into in {**names, **buffers}.items():
+            part = tensors.piece(name, into)
+            part.data.copy_(found[name][part.first : part.first + len(part.data)] if part.data.dim() else found[name])
 
 
 def readable_by_name(names: Mapping[str, object], tied: Mapping[str, str], folder: Path) -> bool:

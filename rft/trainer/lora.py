@@ -24,6 +24,7 @@ from rft.trainer.adapterfiles import Form
 from rft.trainer.settings import LoraSettings
 from rft.trainer.tensors import Files
 from rft.types.adapter import AdapterSpec, key
+from rft.types.experts import sizes_of
 from rft.types.modelfiles import fingerprint
 
 TRAINED, ANCHOR = "default", "anchor"  # names of peft's: the adapter, and the frozen copy that a reference model is
@@ -157,19 +158,32 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
 
     head = lm.get_output_embeddings()
     linear = {n: m for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
-    form = adapterfiles.form(settings, {n: (m.out_features, m.in_features) for n, m in linear.items()}, model_path)
+    if not linear:
+        raise ConfigError(
+            f"{type(lm).__name__} has no linear layers beside its output layer; train the whole model", key=adapterfiles.KEY
+        )
+    sizes = {n: (m.out_features, m.in_features) for n, m in linear.items()}
+    if settings.path is None and settings.target_modules in (None, adapterfiles.ALL_LINEAR):
+        sizes = {n: size for n, size in sizes.items() if not _gate(lm, size) and not _read_by_kernels(lm, n)}
+    form = adapterfiles.form(settings, sizes, model_path)
+    if past := [n for n in form.modules if _read_by_kernels(lm, n)]:
+        raise ConfigError(
+            f"{past[0]}: kernels of Mamba read its weight and would go past an adapter.  Leave it out",
+            key=f"{adapterfiles.KEY}.target_modules",
+        )
     config = peft.LoraConfig(
         r=form.rank,
         lora_alpha=form.alpha,  # type: ignore[arg-type]  # its scale may be any number
         use_rslora=form.rslora,
         lora_dropout=0.0,  # engines sample without dropout
         bias="none",
-        target_modules=list(form.modules),
+        target_modules=[f"lm.{n}" for n in form.modules],
         task_type="CAUSAL_LM",
     )
     with torch.device("meta"):
         try:
-            peft.inject_adapter_in_model(config, lm, TRAINED, low_cpu_mem_usage=True)
+            # inside a module without a configuration, by which peft would take names of dense layers for those of experts
+            peft.inject_adapter_in_model(config, nn.ModuleDict({"lm": lm}), TRAINED, low_cpu_mem_usage=True)
         except ValueError as e:
             raise ConfigError(f"peft cannot adapt these layers: {e}", key=f"{adapterfiles.KEY}.target_modules") from e
         layers = {n: lm.get_submodule(n) for n in form.modules}
@@ -180,6 +194,20 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
                 layer.update_layer(ANCHOR, form.rank, form.alpha, config=config)  # type: ignore[arg-type]
     base = fingerprint(Path(model_path))
     return Adapter(settings, form, layers, tuple(linear), base, model_path, anchored)
+
+
+def _gate(lm: Any, size: tuple[int, int]) -> bool:
+    """Whether a linear layer [out, in] chooses experts, or weighs one: adapters of all layers leave it as it is, as engines do."""
+    experts = sizes_of(lm.config.to_dict())
+    return size[0] == 1 or (experts is not None and size[0] == experts.experts)
+
+
+def _read_by_kernels(lm: Any, name: str) -> bool:
+    """Whether kernels of a Mamba layer read the weight of the linear layer `name` without calling it."""
+    parent, _, leaf = name.rpartition(".")
+    mixer = lm.get_submodule(parent)
+    own = {name for name, _ in (*mixer.named_children(), *mixer.named_parameters(recurse=False))}
+    return leaf in ("out_proj", "x_proj", "dt_proj") and {"conv1d", "D"} <= own
 
 
 def base_name(name: str) -> str | None:

@@ -61,7 +61,7 @@ class OfflineReader:
         stats = tuple(GroupStats(group=str(m[0].group), rewards=(), mean=0.0, std=0.0) for m in made)
         return Lease(step=step, frame=encode([x for m in made for x in m]), groups=stats)
 
-    async def use(self, step: int) -> None:
+    async def use(self, step: int, logprobs: bytes | None = None) -> None:
         """Nothing to record: the step says it."""
 
     async def discard(self, step: int, reason: str) -> None:

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from rft.engine.forwards import body_of
 from rft.engine.routers import Routers
+from rft.engine.weights import saved_buffers
 from rft.errors import ConfigError, SetupError
 from rft.trainer import attention, loading, lora, recompute, sharding, tensors, ulysses
 from rft.trainer.balance import RouterLogits, probabilities
@@ -36,7 +38,7 @@ class Policy(nn.Module):
     """A Hugging Face causal model whose output are log-probs."""
 
     exact: ClassVar[tuple[str, ...]] = ()  # modules that compute in float32, whatever the rest does
-    outermost: ClassVar[tuple[str, ...]] = ("plain",)  # methods that are called beside `forward` and not by it
+    outermost: ClassVar[tuple[str, ...]] = ("plain", "choices")  # methods that are called beside `forward` and not by it
 
     def __init__(self, lm: Any, chunk_tokens: int) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Policy(nn.Module):
         self.routers: Routers | None = None  # to go through the experts that an engine chose, and to count them
         self.router_logits: RouterLogits | None = None
         self.adapter: lora.Adapter | None = None  # what is trained instead of the whole model
-        self.head = row_layout.head(lm.config.to_dict())
+        self.head, self.state = row_layout.head(config := lm.config.to_dict()), row_layout.carries_state(config)
 
     def forward(
         self, batch: MicroBatch, entropy: bool = False, statistics: bool = False, balance: bool = False
@@ -65,7 +67,6 @@ class Policy(nn.Module):
         given = (hidden, head.weight, mine.targets, mine.temperatures)
         tiles: dict[str, Any] = {"bias": head.bias, "chunk_tokens": self.chunk_tokens, "fused": self.fused, "head": self.head}
         found: tuple[torch.Tensor | None, ...]
-        given_by_routers = (probabilities(self.router_logits.take(), mine.counts),) if balance and self.router_logits else ()
         if statistics:
             found = token_statistics(*given, **tiles)
         else:
@@ -73,11 +74,25 @@ class Policy(nn.Module):
             found = token_logprobs(*given, **tiles, entropy=entropy, whole=whole, keep_all=keep_all)
         if share is not None:
             found = tuple(None if x is None else share.gather(x) for x in found)
-        return found + given_by_routers
+        if not balance or self.router_logits is None:
+            return found
+        given_by_routers = probabilities(self.router_logits.take(), mine.counts)
+        return (*found, given_by_routers if share is None else share.add(given_by_routers))
+
+    def choices(self, batch: MicroBatch) -> torch.Tensor:
+        """How often routers choose each expert for the positions that this rank computes of `batch`: float32 [E]."""
+        assert self.routers is not None and batch.counts is not None, "the settings say so"
+        mine = batch if self.sequence is None else self.sequence.share(batch).batch
+        with self.routers.recorded():
+            self.hidden(mine)
+        assert mine.counts is not None
+        chosen = self.routers.chosen
+        none = torch.zeros(self.routers.sizes.experts, device=chosen.device)
+        return none.index_add_(0, chosen.flatten(), mine.counts[:, None, None].expand_as(chosen).flatten())
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
         """Last hidden states [N, H], from which `batch`'s trained tokens are predicted."""
-        more = {} if batch.tree is None else {"tree": batch.tree, **batch.ends}
+        more = {} if batch.tree is None else {"tree": batch.tree, **(batch.ends() if self.state else {})}
         if self.routers is not None:
             self.routers.prescribe(batch.experts)
         out = body_of(self.lm)(
@@ -132,6 +147,10 @@ class Policy(nn.Module):
     def buffer_names(self) -> dict[str, torch.Tensor]:
         """Buffers by Hugging Face name."""
         return {name: b for n, b in self.named_buffers() if (name := self._name(n)) is not None}
+
+    def saved_buffers(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds beside `names`, by Hugging Face name."""
+        return saved_buffers(self.lm)
 
     def tied(self) -> dict[str, str]:
         """Names that are not in `names()`, each with the name of the same tensor that is."""
@@ -263,7 +282,7 @@ def plain(lm: Any) -> Any:
 
 
 def _is_noise(name: str) -> bool:
-    return "drop" in name or "jitter" in name
+    return "drop" in name  # jitter of routers is for training mode alone; in eval mode it is a threshold of phimoe's
 
 
 def _deterministic(policy: Policy) -> None:
@@ -271,12 +290,6 @@ def _deterministic(policy: Policy) -> None:
     for module in policy.eval().modules():
         if vars(module).get("gradient_checkpointing") is True:
             module.training = True
-
-
-def body_of(lm: Any) -> Any:
-    """What gives hidden states; some models have it under another name than their own `base_model_prefix`."""
-    children = dict(lm.named_children())
-    return children.get(lm.base_model_prefix) or children["model"]
 
 
 def _compile(policy: Policy, settings: LearnerSettings) -> None:

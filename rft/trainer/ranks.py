@@ -27,7 +27,11 @@ from rft.types.ports import ScoreRow, WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
+    from rft.trainer.batch_builder import StepBatch
     from rft.trainer.learner import Learner, Scored
+
+
+_FIRST_ROWS = 4  # of a run's first batch that are compared
 
 
 class RankPort(Protocol):
@@ -112,6 +116,10 @@ class Ranks:
         learnt: Sequence[RankBatch | None] = critic or [None] * len(shares)
         return combined(await self._dealt("step", list(zip(shares, learnt, strict=True))))
 
+    def learns(self, batch: StepBatch) -> bool:
+        """Whether the policy is computed in this step, and not the critic alone."""
+        return batch.critic is None or batch.shares[0].step > self.settings.critic.warmup
+
     def steer(self, kl_penalty: float | None, report: StepResult, rows: int, tokens: int) -> None:
         """Let the controllers see the KL of a step that changed the weights: of the reward's, and of the loss's by `report`."""
         seen = {"kl_penalty": kl_penalty, "kl_loss": report.sums["kl"] / tokens if "kl" in report.sums else None}
@@ -120,9 +128,9 @@ class Ranks:
                 controller.update(kl, rows)
 
     async def check_rows(self, rows: Sequence[TrainRow]) -> None:
-        """The first time: compare some of these rows with transformers.  Raises RunFailed."""
+        """The first time: compare the shortest of these rows with transformers.  Raises RunFailed."""
         if not self._checked:
-            await self._same("check_rows", list(rows))
+            await self._same("check_rows", sorted(rows, key=lambda row: len(row.tokens))[:_FIRST_ROWS])
         self._checked = True
 
     async def remember(self) -> None:

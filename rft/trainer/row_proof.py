@@ -42,7 +42,6 @@ _NO_CONFIG = SimpleNamespace()
 _NEXT: dict[AskedLayout, AskedLayout] = {"shared": "packed", "packed": "padded"}  # what is tried where one is not exact
 _SHORT = 5  # positions of a window or chunk while rows are compared, so that the short rows reach beyond it
 _WIDTHS = ("sliding_window", "attention_chunk_size")
-_FIRST_ROWS = 4  # of a run's first batch that are compared
 _TAIL = 7  # tokens that make the second batch shape
 
 
@@ -153,14 +152,8 @@ def _said(e: Exception) -> str:
 
 
 def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow]) -> None:
-    """Compare the shortest of `rows`, which are about to be trained on, with plain rows, and say so.  Collective.
-
-    Raises RunFailed where they differ.
-    """
-    shortest = sorted(rows, key=lambda r: len(r.tokens))[:_FIRST_ROWS]
-    chosen = [
-        msgspec.structs.replace(r, tokens=r.tokens.copy(), experts=None) for r in shortest
-    ]  # a lease's arrays are read-only
+    """Compare `rows`, which are about to be trained on, with plain rows, and say so.  Collective.  Raises RunFailed where they differ."""
+    chosen = [msgspec.structs.replace(r, tokens=r.tokens.copy(), experts=None) for r in rows]  # a lease's arrays are read-only
     found = measure(model, settings, chosen)
     if not found.apart <= found.limit:
         raise RunFailed(
@@ -174,15 +167,15 @@ def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow
 def measure(model: Policy, settings: LearnerSettings, rows: list[TrainRow] | None = None) -> Proof:
     """Compare `model` in the layout of `settings` with plain rows, of `rows` or of random ones.  Collective."""
     rows = _rows(model) if rows is None else rows
+    tokens = [torch.from_numpy(r.tokens).to(settings.device, torch.int64) for r in rows]
+    width = max(map(len, tokens)) + _TAIL
+    filled = torch.stack([t.repeat(-(-width // len(t)))[:width] for t in tokens])
     with _narrowed(model):
         mine = _laid_out(model, settings, rows)
-    with _narrowed(model), _plainly(model, settings):
-        tokens = [torch.from_numpy(r.tokens).to(settings.device, torch.int64) for r in rows]
-        width = max(map(len, tokens)) + _TAIL
-        filled = torch.stack([t.repeat(-(-width // len(t)))[:width] for t in tokens])
-        alone = _read(model, rows, [out[0] for out in model.plain([t[None] for t in tokens])])
-        with _rounded_otherwise(model.lm.get_input_embeddings()):
-            joined = _read(model, rows, model.plain([filled])[0])
+        with _plainly(model, settings):
+            alone = _read(model, rows, [out[0] for out in model.plain([t[None] for t in tokens])])
+            with _rounded_otherwise(model.lm.get_input_embeddings()):
+                joined = _read(model, rows, model.plain([filled])[0])
     of = torch.max if settings.dtype == "float32" else torch.mean
     found = torch.stack([of((mine - alone).abs()), of((joined - alone).abs())]).nan_to_num(float("inf"), float("inf"))
     if settings.world_size > 1:
@@ -210,11 +203,11 @@ def copy_apart(settings: LearnerSettings) -> float:
     alone = replace(settings, sequence_parallel=1, world_size=1)
     model = layer_copy.make(alone)
     rows = _rows(model)
+    tokens = [torch.from_numpy(r.tokens).to(alone.device, torch.int64)[None] for r in rows]
     with _narrowed(model):
         mine = _laid_out(model, alone, rows)
-    with _narrowed(model), _plainly(model, alone):
-        tokens = [torch.from_numpy(r.tokens).to(alone.device, torch.int64)[None] for r in rows]
-        right = _read(model, rows, [out[0] for out in model.plain(tokens)])
+        with _plainly(model, alone):
+            right = _read(model, rows, [out[0] for out in model.plain(tokens)])
     return float((mine - right).abs().max().nan_to_num(float("inf"), float("inf")))
 
 

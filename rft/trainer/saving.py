@@ -10,16 +10,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rft.engine.weights import in_checkpoints
 from rft.errors import CheckpointInvalid
 from rft.faults import fault
-from rft.trainer import optim, shards, tensors
+from rft.trainer import optim, sharding, shards, tensors
 from rft.trainer.lora import Adapter
 from rft.trainer.policy import Policy
 from rft.trainer.settings import LearnerSettings
@@ -75,7 +76,7 @@ def take(
         if "model" in settings.save_contents and adapter is not None:
             adapters.append((adapter, adapter.whole()))  # small, so all of it goes into one file, which peft reads
         elif "model" in settings.save_contents:
-            pieces[f"{part.prefix}model"] = shards.take(names, copy=copy)
+            pieces[f"{part.prefix}model"] = shards.take({**names, **part.policy.saved_buffers()}, copy=copy)
         if "optimizer" in settings.save_contents and (averages := optim.moments(part.optimizer, names)):
             pieces[f"{part.prefix}optimizer"] = shards.take(averages, copy=copy)
     numbers = {part.prefix: optim.numbers(part.optimizer) for part in parts}
@@ -128,7 +129,7 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
     for part in parts:
         names = part.policy.trainable()
         if "model" in wanted:
-            _load_model(folder, part, names, page)
+            _load_model(folder, part, names, page, settings)
         kind = f"{part.prefix}optimizer"
         if "optimizer" not in wanted or (kind not in there and settings.load_contents is None):
             continue  # nothing was updated yet, or it was not saved and not asked for
@@ -140,7 +141,9 @@ def load(parts: Sequence[Trained], settings: LearnerSettings, folder: Path) -> N
             raise CheckpointInvalid(f"{folder}: holds no optimizer state; take optimizer out of trainer.checkpoint.load_contents")
 
 
-def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor], page: Mapping[str, Any]) -> None:
+def _load_model(
+    folder: Path, part: Trained, names: Mapping[str, torch.Tensor], page: Mapping[str, Any], settings: LearnerSettings
+) -> None:
     if (adapter := part.policy.adapter) is not None:
         adapter.check_page(page.get("adapter"), str(folder / STATE))
         adapter.load(folder / ADAPTERS / adapter.settings.name)
@@ -154,10 +157,26 @@ def _load_model(folder: Path, part: Trained, names: Mapping[str, torch.Tensor], 
     if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
         from rft.trainer import loading
 
-        loading.fill(names, {}, part.policy.tied(), exported)
+        policy, trust = part.policy, settings.trust_remote_code
+        loading.fill_from(names, policy.saved_buffers(), policy.tied(), exported, trust=trust)
         return
+    files, buffers = shards.find(folder, f"{part.prefix}model"), part.policy.saved_buffers()
     with torch.no_grad():
-        tensors.fill(shards.find(folder, f"{part.prefix}model"), names)
+        tensors.fill(files, {**names, **{n: b for n, b in buffers.items() if n in files}})
+
+
+def export(
+    policy: Policy, gathered: Iterable[tuple[str, torch.Tensor]], settings: LearnerSettings, target: Path, rank: int
+) -> None:
+    """A Hugging Face folder of all tensors of `policy`, which rank 0 writes: in its base's dtype, under the names of checkpoints."""
+    config = json.loads((Path(settings.model_path) / "config.json").read_text(encoding="utf-8"))
+    dtype = sharding.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    if rank == 0:
+        side_files(settings, target)
+    due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in policy.names().items()}
+    due |= {n: torch.empty_like(b, device="meta") for n, b in policy.saved_buffers().items()}
+    specs = {n: (t.dtype, t.shape) for n, t in in_checkpoints(policy.lm, due.items())}
+    tensors.write(target / "model.safetensors" if rank == 0 else None, specs, in_checkpoints(policy.lm, gathered))
 
 
 def side_files(settings: LearnerSettings, target: Path) -> list[Path]:

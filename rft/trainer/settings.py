@@ -113,6 +113,7 @@ class LearnerSettings:
     tokenizer_path: str | None = None  # folder whose tokenizer goes into exported models; None = model_path
     lora: LoraSettings | None = None  # None: the whole model is trained
     device: str = "cpu"
+    shares_device: bool = False  # engines are on it too: what is not in use is given back when weights are published
     dtype: str = "float32"
     world_size: int = 1
     cpu_threads: int = 2  # per rank
@@ -132,6 +133,7 @@ class LearnerSettings:
     loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
     router_aux_loss_coef: float = 0.0  # of the loss that keeps experts equally busy; 0 = off
     router_replay: bool = False  # tokens go through the experts that the engine chose
+    keep_trainer_logprobs: bool = False  # a step tells the log-probs of its tokens before it, and the buffer keeps them
     row_layout: AskedLayout = "auto"  # of a learner: the one that was proven, never "auto"
     balance_batch: bool = True  # rows are dealt to ranks by tokens; False: in equal numbers, in their order
     logprob_chunk_tokens: int = 1024  # of a tile of logits

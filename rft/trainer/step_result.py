@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -26,6 +27,9 @@ class StepResult(Struct, kw_only=True):
     grad_norm: float
     lr: float
     seconds: dict[str, float]
+    logprobs: list[
+        np.ndarray
+    ] = []  # float32 [L] of each row before the step, one micro-batch, and one rank, after the other; if kept
     critic: StepResult | None = None
 
     @property
@@ -51,5 +55,6 @@ def combined(results: Sequence[StepResult]) -> StepResult:
         trained_tokens=sum(r.trained_tokens for r in results),
         computed_positions=sum(r.computed_positions for r in results),
         seconds={name: max(r.seconds[name] for r in results) for name in results[0].seconds},
+        logprobs=[row for r in results for row in r.logprobs],
         critic=combined(critics) if critics else None,
     )

@@ -59,3 +59,19 @@ class StepTotals:
             {name: torch.stack(v).double().sum().item() for name, v in self.sums.items()},
             {name: torch.stack(v).max().item() for name, v in self.maxima.items()},
         )
+
+
+def over_passes(passes: Sequence[tuple[dict[str, float], dict[str, float]]]) -> tuple[dict[str, float], dict[str, float]]:
+    """`numbers` of several passes as those of a step: means and maxima; of a mismatch those of the first, before any update."""
+    sums: dict[str, float] = defaultdict(float)
+    maxima: dict[str, float] = {}
+    for number, (added, largest) in enumerate(passes):
+        for name, value in added.items():
+            if not name.startswith(MISMATCH):
+                sums[name] += value / len(passes)
+            elif number == 0:
+                sums[name] = value
+        for name, value in largest.items():
+            if number == 0 or not name.startswith(MISMATCH):
+                maxima[name] = max(maxima.get(name, value), value)
+    return dict(sums), maxima

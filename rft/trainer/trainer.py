@@ -22,7 +22,7 @@ from rft.errors import RunFailed, WeightSyncFailed
 from rft.faults import fault
 from rft.monitor.monitor import FILE as METRICS
 from rft.sync.base import Transport
-from rft.trainer import batch_builder
+from rft.trainer import batch_builder, kept_logprobs
 from rft.trainer import manifest as manifests
 from rft.trainer.batch_builder import StepBatch
 from rft.trainer.checkpoints import Checkpoints, best_step
@@ -144,7 +144,7 @@ class Trainer:
                 self._taken.append(lease)
         if not self._taken or self._stop.is_set():
             return None
-        if self._on_demand and self._sync is not None:
+        if self._sync is not None:
             await self._sync.step_started(step + 1)
         return self._taken.popleft()
 
@@ -203,7 +203,7 @@ class Trainer:
 
     async def _train(self, lease: Lease) -> tuple[StepBatch, StepResult | None]:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
-        ranks, report = self._ranks, None
+        ranks, report, kept = self._ranks, None, None
         with self._timed("train"):
             needs = ranks.algorithm.needs
             given = batch_builder.read(lease, samples=needs.samples, pairs=needs.pairs)
@@ -226,7 +226,7 @@ class Trainer:
                 )
             self._kl_coefs = ranks.kl_coefs
             if batch.tokens:
-                report = await ranks.step(batch.shares, batch.critic)
+                report, kept = await kept_logprobs.step(ranks, given, batch)
         if report is None:
             log.warning(
                 "step %d: the algorithm rejects every token of its %d rows; nothing is learnt from them", lease.step, batch.rows
@@ -235,7 +235,7 @@ class Trainer:
         elif report.finite:
             self._nonfinite = 0
             ranks.steer(batch.kl, report, batch.rows, batch.tokens)
-            await self._buffer.use(lease.step)
+            await self._buffer.use(lease.step, kept)
             fault("trainer.used")
         else:
             self._nonfinite += 1

@@ -44,6 +44,11 @@ class Share:
         gathered: torch.Tensor = _Gather.apply(values[: len(self.mine)], self)
         return gathered
 
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of what each rank has computed for its own positions."""
+        summed: torch.Tensor = _Add.apply(values, self.group)
+        return summed
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -81,10 +86,11 @@ class SequenceGroup:
             input_ids=ids,
             position_ids=positions,
             tree=Spread(batch.tree, length, self.group, self.size),
-            ends={},
+            lengths=(),
             predict=predict,
             targets=batch.targets[some],
             temperatures=None if batch.temperatures is None else batch.temperatures[some],
+            counts=None if batch.counts is None else F.pad(batch.counts, (0, pad))[begin : begin + width],
             experts=None
             if batch.experts is None
             else F.pad(batch.experts, (0, 0, 0, 0, 0, pad), value=-1)[begin : begin + width],
@@ -122,7 +128,10 @@ def attend(
     tree: Spread | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, H, t, D], key and value [1, K, t, D] over this rank's t positions → [1, t, H, D].  `over_tree` attends over all of them."""
+    """query [1, H, t, D], key [1, K, t, D] and value [1, K, t, E] over this rank's t positions → [1, t, H, E].
+
+    `over_tree` attends over all of them.
+    """
     if tree is None:
         return attention.attend(module, query, key, value, attention_mask, **others)  # says what is wrong
     size = tree.size
@@ -135,7 +144,7 @@ def attend(
     out, _ = over_tree(module, q, k, v, attention_mask, tree=tree.layout, **others)
     width = query.shape[2]
     heads = F.pad(out[0], (0, 0, 0, 0, 0, size * width - tree.length)).view(size, width, *out.shape[2:])
-    return _exchange(heads, tree.group).transpose(0, 1).reshape(1, width, query.shape[1], query.shape[3]), None
+    return _exchange(heads, tree.group).transpose(0, 1).reshape(1, width, query.shape[1], value.shape[3]), None
 
 
 def _positions(x: torch.Tensor, tree: Spread) -> torch.Tensor:
@@ -178,3 +187,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0].index_select(0, ctx.mine), None
+
+
+class _Add(torch.autograd.Function):
+    """As `_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        out = values.clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None

@@ -49,6 +49,10 @@ class Engine(Protocol):
         """Stop scheduling; running requests are kept and go on after `resume`."""
         ...
 
+    async def sleep(self) -> None:
+        """While paused: give the device's memory back, for one who shares it; `load` and `resume` take it again."""
+        ...
+
     async def load(self, manifest: WeightManifest) -> LoadReport:
         """While paused: verify the staged weights' hashes, load them, probe them, and label what follows with `manifest.version`."""
         ...
@@ -252,7 +256,7 @@ class WeightSync(Protocol):
         ...
 
     async def step_started(self, step: int) -> None:
-        """Where weights move when the explorer asks: step `step` begins."""
+        """Step `step` begins.  Returns when the trainer may have the devices that it shares with engines."""
         ...
 
     async def allow_batch(self, batch: int) -> None:
@@ -426,8 +430,11 @@ class BufferReader(Protocol):
         """
         ...
 
-    async def use(self, step: int) -> None:
-        """The lease of `step` was trained on: record one use of each row by (lineage, step).  Durable on return."""
+    async def use(self, step: int, logprobs: bytes | None = None) -> None:
+        """The lease of `step` was trained on: record one use of each row by (lineage, step).  Durable on return.
+
+        `logprobs`, a frame of `rft.types.token_logprobs`: what the trainer gave the rows' tokens; kept at the first use of each row.
+        """
         ...
 
     async def discard(self, step: int, reason: str) -> None:

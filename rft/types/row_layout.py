@@ -121,6 +121,11 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys([*_listed(c), *_attention(c)]))
 
 
+def carries_state(config: Mapping[str, Any]) -> bool:
+    """Whether the model of `config` has layers whose kernels have to be told where packed rows end."""
+    return not _STATE.isdisjoint(layer_types(config))
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of config.json about the language model."""
     text = config.get("text_config")

@@ -6,6 +6,7 @@ Invariant: a request ends with the worker's answer or with a named failure, also
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -39,6 +40,10 @@ class Codec(NamedTuple):
 
 
 JSON = Codec(lambda value: json.dumps(value, sort_keys=True).encode(), json.loads)
+LITERALS = Codec(  # plain data of Python: tuples stay tuples, keys may be numbers
+    lambda value: repr(value).encode("utf-8", "surrogatepass"),
+    lambda data: ast.literal_eval(data.decode("utf-8", "surrogatepass")),
+)
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -27,12 +27,13 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from rft.reward.base import checked
-from rft.threads import in_thread
+from rft.threads import guarded, in_thread
 from rft.types.completion import Layout, Transcript
 from rft.types.task import Task
 from rft.worker import keeper
 from rft.workflow.base import RunContext, Workflow
-from rft.workflow.endpoint import Rule, RunSession, serve
+from rft.workflow.endpoint import serve
+from rft.workflow.endpoint_sessions import Rule, RunSession
 
 _TAIL = 16 << 10  # bytes of a program's output that are kept
 _CLOSE_S = 5.0  # for a killed program, and all that it has started, to be gone
@@ -77,7 +78,7 @@ class AgentWorkflow(Workflow):
 
     async def _play(self, task: Task, session: RunSession) -> Any:
         if inspect.iscoroutinefunction(self.agent):
-            return await self.agent(task, session.base_url, session.api_key)
+            return await guarded(self.agent(task, session.base_url, session.api_key), "the agent")
         return await in_thread(lambda: self.agent(task, session.base_url, session.api_key), "the agent")
 
 

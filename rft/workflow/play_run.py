@@ -24,7 +24,7 @@ from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
 from rft.logs import redact
 from rft.reward.base import Reward, blocks, called, checked, score_group
-from rft.threads import as_failure, contained, in_thread
+from rft.threads import contained, in_thread
 from rft.types.completion import Completion, Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
@@ -407,11 +407,12 @@ async def _blocking(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunCo
     blocking = [BlockingContext(c, asyncio.get_running_loop()) for c in several]
 
     def play() -> Any:
-        made: Any = recipe.make()
-        return made.run(task, blocking[0]) if isinstance(ctx, RunContext) else made.run_group(task, blocking)
+        with contained(f"workflow {recipe.name}"):
+            made: Any = recipe.make()
+            return made.run(task, blocking[0]) if isinstance(ctx, RunContext) else made.run_group(task, blocking)
 
     try:
-        return await in_thread(play, f"run-{several[0].request_id}", error=lambda e: as_failure(e, f"workflow {recipe.name}"))
+        return await in_thread(play, f"run-{several[0].request_id}")
     finally:
         for b in blocking:
             b.end()

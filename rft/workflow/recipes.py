@@ -18,6 +18,7 @@ from rft.errors import ConfigError, SetupError
 from rft.plugins import REGISTRY, Plugin, checked_args, derived
 from rft.reward.base import Reward
 from rft.reward.build_reward import build as build_reward
+from rft.threads import guarded
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow.base import NO_MODELS, Workflow
@@ -94,7 +95,10 @@ class Recipes:
         if (reward := recipe.reward) is None:
             return
         if (ready := self._ready.get(id(reward))) is None:
-            ready = self._ready[id(reward)] = (reward, asyncio.ensure_future(reward.prepare(self._models)))
+            ready = self._ready[id(reward)] = (
+                reward,
+                asyncio.ensure_future(guarded(reward.prepare(self._models), f"the reward of {recipe.name}")),
+            )
         await asyncio.shield(ready[1])
 
     async def close(self) -> None:

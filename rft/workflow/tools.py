@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from rft.errors import ConfigError, RftError
 from rft.plugins import REGISTRY, kind
 from rft.reward.extract import fenced
-from rft.threads import in_thread
+from rft.threads import contained, in_thread
 from rft.types.completion import Completion
 
 Format = Literal["auto", "hermes", "json"]
@@ -159,7 +159,7 @@ class FunctionTool:
         given = {name: getattr(checked, name) for name in type(checked).model_fields}
         if inspect.iscoroutinefunction(self.function):
             return as_text(await self.function(**given))
-        return as_text(await in_thread(lambda: self.function(**given), f"tool-{self.name}", error=_no_stop))
+        return as_text(await in_thread(lambda: self.function(**given), f"tool {self.name}"))
 
     async def close(self) -> None:
         """A function holds nothing."""
@@ -206,7 +206,8 @@ class Toolbox:
             return ToolResult(call, f"Error: there is no tool {self.shortened(call.name)!r}; there is: {known}", error=True)
         try:
             async with asyncio.timeout(self.timeout_s):
-                text = await tool.call(call.arguments)
+                with contained(f"tool {call.name}"):  # here: what ends a task of its own would end the loop
+                    text = await tool.call(call.arguments)
         except RftError:
             raise
         except TimeoutError:
@@ -287,7 +288,3 @@ def _docstring(function: Callable[..., Any], parameters: set[str]) -> tuple[str,
         elif not about and line.strip().lower() not in ("args:", "parameters:", "arguments:"):
             text.append(line)
     return "\n".join(text).strip(), about
-
-
-def _no_stop(e: BaseException) -> BaseException:
-    return ToolError("StopIteration") if isinstance(e, StopIteration) else e

@@ -1,7 +1,7 @@
 """The mark of an attempt, and the table of docs/security.md that is made from the marks.
 
-A test of this folder says with `@attack(FINDING, TRIES, HAPPENS)` what it tries and what happens, or else by its name, its docstring
-and the number that its file begins with.  Each of its parameters is one attempt.
+Every test of this folder says with `@attack(FINDING, TRIES, HAPPENS)` what it tries and what happens; each of its parameters is one
+attempt.
 Invariant: the table lists every test of the folder, and nothing else.  `python -m tests.attacks.table` writes it.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ BEGIN, END = "<!-- attempts: written by `python -m tests.attacks.table` -->", "<
 
 
 def attack(finding: str, tries: str, happens: str) -> pytest.MarkDecorator:
-    """`finding`: the number of what was once found this way, "" where nothing was."""
+    """`finding`: the number of what was once found this way, "–" where nothing was."""
     return pytest.mark.attack(finding=finding, tries=tries, happens=happens)
 
 
@@ -57,7 +56,7 @@ def table() -> str:
             "| # | Attempt | Forms | What happens | Test |",
             "|---|---|---|---|---|",
         ]
-        lines += [f"| {r.finding or '–'} | {r.tries} | {r.count} | {r.happens} | `{r.test}` |" for r in its]
+        lines += [f"| {r.finding} | {r.tries} | {r.count} | {r.happens} | `{r.test}` |" for r in its]
         lines.append("")
     return "\n".join([BEGIN, "", f"{sum(r.count for r in rows)} attempts.", "", *lines, END])
 
@@ -72,17 +71,10 @@ def written() -> str:
 def _of(file: Path) -> Iterator[Attempts]:
     module = importlib.import_module(f"tests.attacks.{file.stem}")
     area = file.stem.removeprefix("test_").replace("_", " ").capitalize()
-    number = re.match(r"([HML]\d*)\b", module.__doc__ or "")
     for name, test in vars(module).items():
         if name.startswith("test_") and inspect.isfunction(test) and test.__module__ == module.__name__:
             marks: list[Any] = getattr(test, "pytestmark", [])
-            says = " ".join((test.__doc__ or "").split()) or "as its name says"
-            said = {
-                "finding": number[1] if number else "",
-                "tries": name.removeprefix("test_").replace("_", " "),
-                "happens": says,
-            }
-            said |= next((m.kwargs for m in marks if m.name == "attack"), {})
+            (said,) = [m.kwargs for m in marks if m.name == "attack"]
             forms = math.prod(len(m.args[1]) for m in marks if m.name == "parametrize")
             yield Attempts(area=area, test=f"{file.stem}.{name}", count=forms, **said)
 

@@ -26,6 +26,7 @@ from rft.workflow.endpoint import serve
 from rft.workflow.group import run_group
 from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
+from tests.attacks.table import attack
 
 CHAT = """
 import os, sys, httpx
@@ -78,6 +79,7 @@ async def _play(program: str, *argv: str, reward: str | None, **args: Any) -> An
     return group.rows[0]
 
 
+@attack("M6", "an agent posts a reward of 100", "it counts where the taskset has no reward or says so; else it is kept beside")
 @pytest.mark.parametrize(
     ("reward", "args", "counts"),
     [
@@ -95,6 +97,9 @@ async def test_m6_a_posted_reward_counts_where_the_taskset_says_so(
     assert (row.info["agent_output"], row.info.get("agent_reward")) == (("ignored\n", 100.0) if counts == 0 else ("ok\n", None))
 
 
+@attack(
+    "M6", "an agent's program looks for keys in its environment", "it finds what `pass_env` and `env` name, and where things are"
+)
 async def test_m6_a_program_gets_no_keys_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HTTPS_PROXY", "SOME_SETTING", "NEEDED"):
         monkeypatch.setenv(name, "sesame")
@@ -104,6 +109,7 @@ async def test_m6_a_program_gets_no_keys_of_ours(monkeypatch: pytest.MonkeyPatch
     assert {n for n, v in told.items() if v == "sesame"} == {"NEEDED"} and told["MINE"] == "1" and "PATH" in told
 
 
+@attack("M7", "an agent's program leaves a child, one in another session, one behind two forks", "they end with it")
 async def test_m7_daemons_of_a_program_end_with_it(tmp_path: Path) -> None:
     """A child, one in a session of its own, and one behind two forks; none of them keeps the environment it was started with."""
     file = tmp_path / "pids"
@@ -113,6 +119,7 @@ async def test_m7_daemons_of_a_program_end_with_it(tmp_path: Path) -> None:
     assert len(pids) == 3 and not [p for p in pids if psutil.pid_exists(p)]
 
 
+@attack("M7", "the same, while the run is given up", "they end with the run")
 async def test_m7_daemons_end_with_a_run_that_is_given_up(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     run = asyncio.ensure_future(
@@ -132,6 +139,7 @@ async def test_m7_daemons_end_with_a_run_that_is_given_up(tmp_path: Path) -> Non
     await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)  # type: ignore[arg-type]
 
 
+@attack("M7", "an orphan with an empty environment in another session", "collected and ended with the run, and told")
 def test_m7_what_parts_of_a_run_leave_is_collected() -> None:
     """An orphan with an empty environment, in a session of its own, whose parent has ended."""
     reading, writing = os.pipe()
@@ -147,6 +155,7 @@ def test_m7_what_parts_of_a_run_leave_is_collected() -> None:
     assert not psutil.pid_exists(pid) and any(f"ended process {pid} sleep" in line for line in ended)
 
 
+@attack("L", "messages of a wrong form", "400 with the message's number, never 500")
 @pytest.mark.parametrize(
     "message",
     [
@@ -167,6 +176,7 @@ async def test_a_message_of_the_wrong_form_is_refused_not_failed(message: Any) -
     assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
 
 
+@attack("L", "three hundred slow connections", "closed at their deadline; others are served meanwhile")
 async def test_three_hundred_slow_connections_are_closed_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "HEAD_S", 2.0)
     monkeypatch.setattr(endpoint, "BODY_S", 2.0)

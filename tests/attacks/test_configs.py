@@ -150,7 +150,7 @@ def test_bombs(name: str, tmp_path: Path) -> None:
     assert_refused(check(path, "model"), says)
 
 
-@attack("", "files that extend each other ten times over", "at most 64 files are read")
+@attack("–", "files that extend each other ten times over", "at most 64 files are read")
 def test_a_tree_of_files(tmp_path: Path) -> None:
     for i in range(8):
         base = f"extends: [{', '.join([f'{i + 1}.yaml'] * 10)}]\n" if i < 7 else "seed: 1\n"
@@ -158,7 +158,7 @@ def test_a_tree_of_files(tmp_path: Path) -> None:
     assert_refused(check(tmp_path / "0.yaml", "model"), "more than 64 files are read")
 
 
-@attack("", "references as people use them", "unfold as before")
+@attack("–", "references as people use them", "unfold as before")
 def test_honest_references(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RFT_ROOT", "/data")
     path = tmp_path / "good.yaml"

@@ -106,7 +106,7 @@ PLACES = {
 }
 
 
-@attack("", "tasks from a database that is none, or by a name that is a statement", "refused; names are names")
+@attack("–", "tasks from a database that is none, or by a name that is a statement", "refused; names are names")
 @pytest.mark.parametrize("name", PLACES)
 def test_databases(name: str, tiny_model: Path) -> None:
     url, says = PLACES[name]

@@ -12,8 +12,10 @@ import pytest
 from rft.errors import Interrupted
 from rft.launch import ray_runtime
 from rft.launch.drive import Signals
+from tests.attacks.table import attack
 
 
+@attack("–", "a library in C takes the signals", "taken back: Ctrl-C is rft's")
 async def test_signals_are_taken_back_from_a_library_in_c() -> None:
     """Ray's prints a trace at the first one and ends the program at the second."""
     with Signals() as signals:
@@ -26,6 +28,7 @@ async def test_signals_are_taken_back_from_a_library_in_c() -> None:
             await signals.guard(asyncio.Event().wait())
 
 
+@attack("–", "a Ray that never gets up", "SetupError in time; Ctrl-C ends the wait")
 async def test_a_ray_that_never_gets_up_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_runtime, "LET_UP_S", 0.1)
     connecting: asyncio.Future[None] = asyncio.get_running_loop().create_future()

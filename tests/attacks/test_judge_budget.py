@@ -28,6 +28,7 @@ from rft.types.completion import Completion
 from rft.types.ports import GenerateRequest
 from rft.types.task import SamplingArgs
 from rft.types.throttled import RESENT
+from tests.attacks.table import attack
 
 ROOT = Path(__file__).parents[2]
 REQUEST = GenerateRequest(messages=({"role": "user", "content": "?"},), sampling=SamplingArgs(max_tokens=50), request_id="r")
@@ -79,11 +80,13 @@ def seed() -> Iterator[random.Random]:
     yield random.Random(5)
 
 
+@attack("M5", "three users of one ledger, two of them killed", "total spent stays within the cap")
 @pytest.mark.e2e
 def test_users_of_one_ledger_never_spend_more_than_it_allows(tmp_path: Path, seed: random.Random) -> None:
     _attack(tmp_path, users=3, kills=2, cap=30.0, random_=seed)
 
 
+@attack("M5", "sixteen users, kill -9 at twenty moments, `cache: off`", "total spent stays within the cap at every moment")
 @pytest.mark.slow
 def test_sixteen_users_and_twenty_kills(tmp_path: Path, seed: random.Random) -> None:
     _attack(tmp_path, users=16, kills=20, cap=400.0, random_=seed)
@@ -104,6 +107,7 @@ async def _spend(model: FakeJudge, args: JudgeArgs) -> None:
         await client.close()
 
 
+@attack("M5", "a run with `cache: off` is started three times", "the cap is that of all three")
 async def test_without_a_cache_a_restart_keeps_what_was_spent(tmp_path: Path) -> None:
     run_folder.set(tmp_path)
     model, args = Expensive(5), JudgeArgs(cache="off", max_cost_usd=1.0, max_tokens=50, **PRICES)
@@ -118,6 +122,7 @@ async def test_without_a_cache_a_restart_keeps_what_was_spent(tmp_path: Path) ->
     assert stat.S_IMODE((tmp_path / "judge_cache.db").stat().st_mode) == 0o600
 
 
+@attack("M5", "a connection that breaks behind the request", "what is sent again is counted again")
 async def test_what_is_sent_again_is_paid_again(tmp_path: Path) -> None:
     """A connection that broke behind the request: the provider may have worked on it."""
 
@@ -136,17 +141,20 @@ async def test_what_is_sent_again_is_paid_again(tmp_path: Path) -> None:
     assert "RESENT" in ExternalEngine._post.__code__.co_names
 
 
+@attack("L", "a database of another program as cache or ledger", "refused; not one byte of it changes")
 def test_a_database_of_another_program_is_left_as_it_is(tmp_path: Path) -> None:
     other = tmp_path / "mine.db"
     with closing(sqlite3.connect(other)) as db:
         db.execute("CREATE TABLE photos (x)")
     before = other.read_bytes()
-    for use in (Cache, CostLedger):
-        with pytest.raises(ConfigError, match="table photos of another program"):
+    for use, key in ((Cache, "cache"), (CostLedger, "cost_ledger")):
+        with pytest.raises(ConfigError, match="table photos of another program") as refused:
             use(other)
+        assert refused.value.key == f"reward_fn_args.{key}"
     assert other.read_bytes() == before
 
 
+@attack("M5", "a ledger of an earlier version", "what was spent stays spent")
 def test_a_ledger_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "c.db")) as db:
         db.execute("CREATE TABLE spent (model TEXT PRIMARY KEY, calls INTEGER NOT NULL, cost_usd REAL NOT NULL) WITHOUT ROWID")

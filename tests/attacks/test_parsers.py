@@ -15,6 +15,7 @@ from rft.reward.gsm8k import final_number
 from rft.workflow import endpoint_wire
 from rft.workflow import tools as toolcalls
 from tests.attacks import parser_child
+from tests.attacks.table import attack
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {  # files with regular expressions that are not tried here, and why
@@ -35,17 +36,20 @@ def _run(size: int, cpu_s: int, timeout_s: float) -> None:
     assert asked == set(parser_child.PARSERS)
 
 
+@attack("M2", "60 kB of each kind of hostile text to each parser", "done within a second of processor time")
 @pytest.mark.e2e
 def test_no_text_makes_a_parser_slow() -> None:
     """A quadratic parser needs some 10^9 steps for 60 kB: more than the second of processor time that each call gets."""
     _run(60_000, 1, 900)
 
 
+@attack("M2", "1 MB of each kind to each parser", "done within eight seconds of processor time")
 @pytest.mark.slow
 def test_one_megabyte_of_each_kind() -> None:
     _run(1_000_000, 8, 3600)
 
 
+@attack("M2", "a new regular expression where answers are read", "has to be tried with these texts")
 def test_every_parser_of_model_text_is_tried() -> None:
     """A new regular expression where answers are read belongs into `parser_child`."""
     text = (Path(__file__).with_name("parser_child.py")).read_text()
@@ -55,6 +59,7 @@ def test_every_parser_of_model_text_is_tried() -> None:
                 assert re.search(rf"\b{path.stem}\b", text), f"{path} compiles a regular expression; add its parser to PARSERS"
 
 
+@attack("–", "boxes in boxes, boxes that do not end", "the last complete one is read")
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -69,6 +74,7 @@ def test_the_last_box_is_still_the_last_complete_one(text: str, found: str | Non
     assert last_boxed(text) == found
 
 
+@attack("–", "blocks and fences, well formed or not", "read in one pass as before")
 def test_blocks_and_fences_are_found_as_before() -> None:
     assert blocks("<answer>1<answer>2</answer>3</answer><answer>", "answer") == ["1<answer>2"]
     assert blocks("<ACTION>a</Action>", "action", ignore_case=True) == ["a"] and blocks("<ANSWER>a</ANSWER>", "answer") == []
@@ -81,6 +87,7 @@ def test_blocks_and_fences_are_found_as_before() -> None:
     assert toolcalls.in_text('```python\n1\n```\n```json\n{"name": "f"}\n```')[0].name == "f"
 
 
+@attack("M8", "a body of 5 MB that closes more than it opens", "refused before it is parsed")
 def test_a_body_that_only_closes_is_refused_before_it_is_read() -> None:
     with pytest.raises(endpoint_wire.ApiError, match="closes more"):
         endpoint_wire.parse(b"[" * 100 + b"]" * 5_000_000)

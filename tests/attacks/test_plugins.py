@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from rft import Judge, Scale
 from rft.algorithm.composition import _bind
 from rft.blocked import held_up_by, is_ours, name_what_blocks
 from rft.errors import PluginStopped
-from rft.plugins import REGISTRY, unmarked
+from rft.plugins import REGISTRY, load_all, unmarked
 from rft.reward.base import FunctionReward, Reward, score, score_group
 from rft.reward.build_reward import of
+from rft.reward.functions import adapt
+from rft.reward.manager import ManagerArgs
+from rft.testing.judge import FakeJudge
+from rft.testing.scripted import ScriptedEngine
 from rft.threads import contained, in_thread, within
 from rft.types.completion import Transcript
 from rft.types.task import Task
+from rft.workflow.agent import AgentWorkflow
+from rft.workflow.base import RunContext
+from rft.workflow.recipes import Recipes
+from rft.workflow.tools import FunctionTool, Toolbox, ToolCall
+from tests.attacks.table import attack
 from tests.helpers.answers import make_transcript as said
 from tests.helpers.answers import task
 
@@ -57,6 +70,7 @@ ENDS = {
 }
 
 
+@attack("M3", "a reward exits, raises its own BaseException, interrupts, stops", "a failed record with its name")
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("kind", ["function", "async", "class", "group"])
 async def test_m3_a_reward_never_ends_the_loop(how: str, kind: str) -> None:
@@ -77,7 +91,7 @@ async def test_m3_a_reward_never_ends_the_loop(how: str, kind: str) -> None:
             return ends()
 
     if kind == "async" and how == "StopIteration":
-        says = "StopIteration"
+        says = "StopIteration"  # Python itself made something else of it
     with pytest.raises(RuntimeError, match=says):
         if kind == "group":
             await score_group(Whole(), task("4"), [said("4")])
@@ -86,14 +100,15 @@ async def test_m3_a_reward_never_ends_the_loop(how: str, kind: str) -> None:
             await score(fn, task("4"), said("4"))
 
 
+@attack("M3", "the same in threads, advantages and constructors", "a failure with its name")
 @pytest.mark.parametrize("how", ENDS)
 async def test_m3_code_in_threads_and_parts_of_algorithms(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, says = ENDS[how]
     with pytest.raises(PluginStopped, match=f"the tool {says}"):
         await in_thread(ends, "the tool")
+    with pytest.raises(PluginStopped, match=f"it {says}"), contained("it"):
+        ends()
     if how != "StopIteration":
-        with pytest.raises(PluginStopped, match=says), contained("it"):
-            ends()
         monkeypatch.setattr("rft.algorithm.composition.check_args", lambda *_: None)
         monkeypatch.setattr(REGISTRY, "get", lambda kind, name: unmarked(kind, name, ends))
         with pytest.raises(PluginStopped, match=f"advantage_fn mine {says}"):
@@ -102,6 +117,97 @@ async def test_m3_code_in_threads_and_parts_of_algorithms(how: str, monkeypatch:
             of(unmarked("reward", "made", type("Made", (Reward,), {"__init__": lambda self: ends(), "__call__": ends})), {})
 
 
+async def _in_a_reward_with_a_deadline(ends: Any) -> None:
+    async def waits(*_: Any) -> float:
+        return float(ends())
+
+    await score(waits, task("4"), said("4"), timeout_s=30)
+
+
+async def _in_compute_score_with_a_deadline(ends: Any) -> None:
+    async def compute_score(solution_str: str, ground_truth: str) -> float:
+        return float(ends())
+
+    made = adapt(compute_score, {}, ManagerArgs(reward_timeout_s=30), name="mine", key="reward")
+    await score(made, task("4"), said("4"))
+
+
+async def _in_prepare(ends: Any) -> None:
+    class Prepares(Reward):
+        async def prepare(self, models: Any) -> None:
+            ends()
+
+        def __call__(self, task: Task, transcript: Any) -> float:
+            return 0.0
+
+    load_all()
+    recipes = Recipes()
+    made = msgspec.structs.replace(task("4"), workflow="simple_workflow")
+    await recipes._prepare(dataclasses.replace(recipes.of(made), reward=Prepares()))
+
+
+async def _in_an_agent(ends: Any) -> None:
+    class Agent(AgentWorkflow):
+        async def agent(self, task: Task, base_url: str, api_key: str) -> float:
+            return float(ends())
+
+    await Agent().run(task("4"), RunContext(ScriptedEngine("a"), task("4"), run=0, request_id="r"))
+
+
+async def _in_a_judge(ends: Any) -> None:
+    class Reads(Judge):
+        scale = Scale(1, 5)
+
+        def prompt(self, case: Any, delimit: Any) -> str:
+            return f"{delimit('answer', case.answer)}{delimit.ask(score=self.scale)}"
+
+        def read(self, reply: str, delimit: Any) -> Any:
+            return ends()
+
+    judge = Reads()
+    await judge.prepare({"judge": FakeJudge(4)})
+    try:
+        await score(judge, task("4"), said("4"))
+    finally:
+        await judge.close()
+
+
+@attack(
+    "M3",
+    "the same in async rewards with a deadline, `prepare`, agents, judges",
+    "a failure with its name; the event loop goes on",
+)
+@pytest.mark.parametrize("how", [how for how in ENDS if how != "StopIteration"])  # which Python changes in a coroutine
+@pytest.mark.parametrize(
+    "where", [_in_a_reward_with_a_deadline, _in_compute_score_with_a_deadline, _in_prepare, _in_an_agent, _in_a_judge]
+)
+async def test_m3_code_in_tasks_of_their_own_never_ends_the_loop(how: str, where: Any) -> None:
+    """asyncio lets SystemExit and KeyboardInterrupt of a task out of the loop, past whoever waits for it."""
+    ends, says = ENDS[how]
+    with pytest.raises(PluginStopped, match=says):
+        await where(ends)
+
+
+@attack("M3", "the same in tools, of which one answer calls several", "an error that the model is told")
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_m3_a_tool_that_ends_is_an_error_that_the_model_is_told(how: str, asynchronous: bool) -> None:
+    """Calls of one answer are tasks of their own: what ended one of them ended the loop."""
+    ends, says = ENDS[how]
+
+    def plain() -> str:
+        return str(ends())
+
+    async def waits() -> str:
+        await asyncio.sleep(0)
+        return str(ends())
+
+    box = Toolbox([FunctionTool(waits if asynchronous else plain, name="it")])
+    (result,) = await box.run([ToolCall("it", {})])
+    assert result.error and re.search("StopIteration" if how == "StopIteration" else f"tool it {says}", result.text)
+
+
+@attack("–", "a reward that is cancelled", "is cancelled, not a failure")
 async def test_m3_cancelling_stays_cancelling() -> None:
     job = asyncio.ensure_future(score(_never, task("4"), said("4")))
     await asyncio.sleep(0)
@@ -115,6 +221,7 @@ async def _never(task: Task, transcript: Transcript) -> float:
     return 1.0
 
 
+@attack("M9", "a reward that sleeps for ever", "holds up nobody; a named failure at its deadline")
 async def test_m9_a_reward_that_sleeps_holds_up_nobody_and_has_a_deadline() -> None:
     def sleeps(task: Task, transcript: Transcript) -> float:
         FOR_EVER.wait()
@@ -136,6 +243,7 @@ async def test_m9_a_reward_that_sleeps_holds_up_nobody_and_has_a_deadline() -> N
     FOR_EVER.set()
 
 
+@attack("M9", "many answers to one ordinary reward", "one call after another, as its author expects")
 async def test_m9_an_ordinary_reward_sees_one_answer_after_another() -> None:
     inside, most = 0, 0
 
@@ -150,6 +258,7 @@ async def test_m9_an_ordinary_reward_sees_one_answer_after_another() -> None:
     assert most == 1
 
 
+@attack("M9", "a plugin blocks the main thread", "named with file and line")
 def test_m9_what_blocks_the_main_thread_is_named(tmp_path: Path) -> None:
     file = tmp_path / "slow_plugin.py"
     file.write_text("def slow(until, _):\n    until.wait(60)\n")
@@ -169,6 +278,7 @@ def test_m9_what_blocks_the_main_thread_is_named(tmp_path: Path) -> None:
     assert held_up_by(-1) is None
 
 
+@attack("M9", "a script that waits for rft", "is not named as what blocks")
 def test_a_script_that_waits_for_rft_is_not_what_blocks() -> None:
     """`rft run` itself is such a script: it must not be told as a plugin that does not end."""
     seen, looked, main = [], threading.Event(), threading.get_ident()
@@ -247,6 +357,11 @@ RUNS = {
 }
 
 
+@attack(
+    "M3, M9",
+    "whole runs whose reward, workflow, operator, source, advantage or loss does so",
+    "exit code 4 with its name, never 0",
+)
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", RUNS)
 def test_m3_m9_a_run_ends_with_the_name_and_never_with_success(tiny_model: Path, tmp_path: Path, kind: str) -> None:
@@ -279,6 +394,7 @@ def test_m3_m9_a_run_ends_with_the_name_and_never_with_success(tiny_model: Path,
     assert "bug in rft" not in output
 
 
+@attack("M3", "a plugin that exits where nothing guards it", "no success: the program's end looks at who called it")
 def test_m3_a_plugin_that_exits_while_it_is_looked_at_is_no_success(tmp_path: Path) -> None:
     """Not through a guarded door: the program's own end looks at who called it."""
     file = tmp_path / "leave.py"

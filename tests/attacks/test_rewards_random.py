@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from rft.types.task import Task
 from rft.worker import job_pool
 from rft.worker.process import WorkerProcess
 from tests.attacks.hostile_answers import TRUTH, programs, texts
+from tests.attacks.table import attack
 from tests.helpers.answers import make_transcript as said
 from tests.helpers.answers import task
 
@@ -93,6 +95,16 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerProcess, "wait_ready", timed)
 
 
+LATE = [0.0]  # seconds in which this process was not let run: what a busy machine adds to a call
+
+
+async def _watch() -> None:
+    while True:
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        LATE[0] += time.monotonic() - began - 0.05
+
+
 async def _attack(
     name: str, of: Task, args: dict[str, Any], least: float, answers: Iterable[str], *, timed: bool = False
 ) -> None:
@@ -102,18 +114,21 @@ async def _attack(
     await fn.prepare({})
     await score(fn, of, said(f"Answer: \\boxed{{1}} for {name}"))  # starts what is started once
     before, children = me.memory_info().rss, {p.pid for p in me.children(recursive=True)}
-    slowest = 0.0
+    slowest, late, watch = 0.0, 0, asyncio.ensure_future(_watch())
     for answer in answers:
-        began, STARTING[:] = time.monotonic(), []
+        began, STARTING[:], LATE[0] = time.monotonic(), [], 0.0
         try:
             given = await score(fn, of, said(answer))
         except TimeoutError:
-            given = None  # unscored, in time
-        slowest = max(slowest, time.monotonic() - began - sum(STARTING))
+            given, late = None, late + 1  # unscored, in time
+        slowest = max(slowest, time.monotonic() - began - sum(STARTING) - LATE[0])
         assert given is None or given.value is None or given.value < least, f"{name} gives {given} for {answer[:500]!r}"
+    watch.cancel()
     if timed:
         assert slowest <= (TIMEOUT_S + 1) * (2 if "code" in name else 1), f"{name}: {slowest:.1f} s"
-    assert me.memory_info().rss - before < GROWTH
+    grown = me.memory_info().rss - before
+    print(f"{name}: slowest {slowest:.1f} s, {late} ended at the deadline of {TIMEOUT_S:g} s, grew by {grown >> 20} MB")
+    assert grown < GROWTH
     await fn.close()
     job_pool.close_all()
     left = [p for p in me.children(recursive=True) if p.pid not in children]
@@ -121,24 +136,28 @@ async def _attack(
     assert not living
 
 
+@attack("–", "40 random hostile texts to each reward that parses text", "none passes")
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", TEXT)
 async def test_random_texts(name: str) -> None:
     await _attack(name, *TEXT[name], texts(7, 40))
 
 
+@attack("–", "8 random hostile programs to each reward that runs code", "none passes")
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", CODE)
 async def test_random_programs(name: str) -> None:
     await _attack(name, *CODE[name], programs(7, 8))
 
 
+@attack("–", "500 of them", "none passes, each is over in time, nothing is left")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEXT)
 async def test_five_hundred_random_texts(name: str) -> None:
     await _attack(name, *TEXT[name], texts(11, 500), timed=True)
 
 
+@attack("–", "500 of them", "none passes, each is over in time, nothing is left")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*CODE, "piped"])
 async def test_five_hundred_random_programs(kind: str) -> None:
@@ -146,6 +165,7 @@ async def test_five_hundred_random_programs(kind: str) -> None:
     await _attack(name, *parts, programs(13, 500), timed=True)
 
 
+@attack("L", "a box with an equation that does not hold, or with several numbers", "wrong")
 @pytest.mark.parametrize(
     "box",
     [
@@ -161,6 +181,7 @@ async def test_a_box_that_contradicts_itself_is_wrong(box: str) -> None:
     assert (await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))).value == 0.0
 
 
+@attack("–", "right boxes with units and equations that hold", "right")
 @pytest.mark.parametrize(
     "box",
     [
@@ -174,19 +195,3 @@ async def test_a_box_that_contradicts_itself_is_wrong(box: str) -> None:
 )
 async def test_a_right_box_stays_right(box: str) -> None:
     assert (await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said(box))).value == 1.0
-
-
-@pytest.mark.e2e
-async def test_known_forms_of_code_are_not_run_by_reasoning_gym() -> None:
-    fn = build("reasoning_gym", {"timeout_s": 60})
-    of = _row(task(INTEGRAL["answer"]), INTEGRAL)
-    assert (await score(fn, of, said("<answer>x**3/3 + 31*x**2/2 + C</answer>"))).value == 1.0
-    for code in (
-        "__import__('os').kill(__import__('os').getppid(), 9)",
-        "(lambda: 1)()",
-        "x.__class__",
-        "Symbol('x').func",
-        "[x for x in (1,)]",
-    ):
-        assert (await score(fn, of, said(f"<answer>{code}</answer>"))).value == 0.0
-    job_pool.close_all()

@@ -156,7 +156,7 @@ def test_foreign_databases(name: str, tiny_model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "own.db-wal").exists()
 
 
-@attack("", "the saved configuration of a run is damaged", "refused with its name")
+@attack("–", "the saved configuration of a run is damaged", "refused with its name")
 @pytest.mark.parametrize("text", ["{", "[]", '{"tree"', "\x00"])
 def test_saved_configuration(text: str, tiny_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "project" / "group" / "name"

@@ -19,6 +19,7 @@ from rft.config.schema.source import hidden
 from rft.config.verify import check
 from rft.launch.rundir import RunDir
 from rft.logs import is_secret_name, learn_environment, redact, to_file
+from tests.attacks.table import attack
 
 CONFIG = Path(__file__).parents[1] / "integration" / "tiny_config.yaml"
 C = "c4n4ry"  # in each of them, so that a part of one would be found too
@@ -94,6 +95,9 @@ def _open_to_others(folder: Path) -> list[str]:
     return [f"{p}: {stat.S_IMODE(p.lstat().st_mode):o}" for p in paths if not p.is_symlink() and p.lstat().st_mode & 0o077]
 
 
+@attack(
+    "M4", "secrets in environments, headers, URLs and arguments", "none is in a saved configuration; files are the account's own"
+)
 def test_m4_what_is_saved_of_a_configuration(tmp_path: Path) -> None:
     config = load(_config(tmp_path), [f"buffer.explorer_input.taskset.workflow_args.env.LATE_KEY={C}-override-24"])
     run = RunDir.claim(tmp_path / "run")
@@ -114,6 +118,7 @@ def test_m4_what_is_saved_of_a_configuration(tmp_path: Path) -> None:
     assert C not in json.dumps(report.to_json(), default=str)
 
 
+@attack("M4", "a run that an earlier version saved, with secrets", "goes on")
 def test_m4_a_run_saved_by_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Which kept what it did not take for a secret."""
     config = load(_config(tmp_path))
@@ -125,6 +130,7 @@ def test_m4_a_run_saved_by_an_earlier_version_goes_on(tmp_path: Path) -> None:
     assert not changes(config, tmp_path)
 
 
+@attack("M4", "a whole run started with 20 kinds of secrets, and again", "none in any file; every file the account's own")
 @pytest.mark.e2e
 def test_m4_a_whole_run_leaves_no_secret_and_goes_on(tiny_model: Path, tmp_path: Path) -> None:
     config, root = _config(tmp_path), tmp_path / "runs"
@@ -142,6 +148,7 @@ def test_m4_a_whole_run_leaves_no_secret_and_goes_on(tiny_model: Path, tmp_path:
         assert not _open_to_others(folder)
 
 
+@attack("M4", "secrets without a telling name", "found by their form")
 @pytest.mark.parametrize(
     "text", [*SECRETS.values(), *HEADERS.values(), SIGNED, f"ssh://git:{C}@h/x", f"Server=h;Password={C}abc;"]
 )
@@ -151,6 +158,7 @@ def test_m4_known_forms_are_found_without_their_name(text: str) -> None:
     assert text in nameless or C not in redact(f"before {text} after")
 
 
+@attack("M4", "names that look like secrets' (`max_tokens`)", "shown")
 @pytest.mark.parametrize(
     "name",
     ["prompt_key", "response_key", "reward_fn_key", "max_tokens", "eos_token", "pad_token_id", "tokenizer", "tokens_per_minute",
@@ -160,12 +168,14 @@ def test_ordinary_names_are_no_secrets(name: str) -> None:
     assert not is_secret_name(name)
 
 
+@attack("M4", "names of variables that hold secrets", "shown; the values are not")
 def test_names_of_environment_variables_are_shown() -> None:
     assert not hidden(("judge", "header_envs", "Authorization"), "MY_JUDGE_KEY")
     assert hidden(("judge", "headers", "X-Whatever"), "abc") and not hidden(("x", "headers", "Accept"), "text/html")
     assert not hidden(("env", "OMP_NUM_THREADS"), "4") and not hidden(("env", "DEBUG"), "1") and hidden(("env", "THING"), "abc")
 
 
+@attack("M4", "texts that look like addresses with secrets", "shown")
 def test_ordinary_texts_stay_as_they_are() -> None:
     for text in (
         "http://host:80/path?mail=a@b",
@@ -177,6 +187,7 @@ def test_ordinary_texts_stay_as_they_are() -> None:
         assert redact(text) == text
 
 
+@attack("M4", "`PWD`, and a password of 5,000 characters", "the folder is shown, the password is not")
 def test_a_folder_in_the_environment_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`PWD` is the working folder, and messages name it."""
     monkeypatch.setenv("PWD", str(tmp_path))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rft.testing import tiny
+
 VOCABULARY = 128
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -70,8 +72,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
+    "deepseek_v3": {**_MLA, "topk_method": "noaux_tc"},  # as its checkpoints say; by it vLLM has the routers' biases
     "mistral": {"sliding_window": 6},
     "ministral": _WINDOW,
     "olmo3": _WINDOW,
@@ -96,7 +99,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 1,
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
-        "num_experts": 2,
+        "num_experts": 4,
         "mamba_d_state": 8,
         "use_mamba_kernels": False,
     },
@@ -120,16 +123,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
 }
+# vLLM's attention on CPUs has no smaller heads, and reloads no smaller experts
+_SERVED: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
+_LATENT = {  # the kernel for latent attention knows the sizes of real models only
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_SERVED_TOO: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 128},
+    "opt": {"word_embed_proj_dim": 128},
+    **{key: {"mamba_d_head": 64} for key in ("granitemoehybrid", "bamba", "zamba2")},
+    "falcon_h1": {"mamba_d_head": 64, "mamba_d_ssm": 256},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+}
 
 
-def make(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def make(name: str, folder: Path, *, seed: int = 0, words: bool = False, **changes: Any) -> Path:
     """Write a tiny model of the family `name` into `folder` and return it; `changes` replace entries of its configuration.
 
-    Weights are larger than a fresh model's, so that a wrong layer shows in the log-probs.
+    Weights are larger than a fresh model's, so that a wrong layer shows in the log-probs.  `words`: with a tokenizer and heads
+    that engines have.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if words:
+        tokenizer = tiny.tokenizer()
+        tokenizer.save_pretrained(folder)
+        changes = {"vocab_size": len(tokenizer), **_SERVED, **_SERVED_TOO.get(name, {}), **changes}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(name, **{**_SIZES, **FAMILIES[name], **changes})
@@ -138,5 +164,8 @@ def make(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(3.0)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("correction_bias"):  # of routers; fresh ones are zero
+                    buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(folder)
     return folder

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from rft.buffer.query import open_run
 from rft.launch import leftovers
 from rft.monitor.read import read, series
 from rft.trainer import manifest as manifests
@@ -28,6 +29,7 @@ class Smoke(NamedTuple):
     folder: Path
     parts: list[str]
     listening: list[str]
+    open_sockets: list[Path]
     killed: int
     code: int
     output: str
@@ -45,6 +47,7 @@ def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
         f"explorer.rollout_model.engine_type={ENGINE}",
         "trainer.world_size=2",
         "trainer.save_interval=1",
+        "monitor.keep_trainer_logprobs=true",
         f"trainer.total_steps={STEPS}",
     )
     run = runs.Run(*arguments)
@@ -52,17 +55,23 @@ def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     state = runs.state(root)
     family = [*runs.parts(state["run_id"]), psutil.Process(run.process.pid)]
     listening = [c.laddr.ip for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+    sockets = {Path(c.laddr) for p in family for c in p.net_connections(kind="unix") if str(c.laddr).startswith("/")}
+    assert sockets, "Ray has some"
+    of_all = [path for path in sockets if all(folder.stat().st_mode & 0o077 for folder in path.parents)]
     runs.kill(family)
     killed = run.end()
     again = runs.Run(*arguments)
     code = again.end()
-    return Smoke(runs.folder(root), sorted(state["parts"]), listening, killed, code, again.output, leftovers.compare(before))
+    return Smoke(
+        runs.folder(root), sorted(state["parts"]), listening, of_all, killed, code, again.output, leftovers.compare(before)
+    )
 
 
 def test_every_part_is_there_and_listens_on_loopback_alone(smoke: Smoke) -> None:
     assert smoke.parts == ["buffer", "coordinator", "engine-0", "explorer", "trainer-0", "trainer-1"]
     assert smoke.listening, "a live run has listeners; none seen means the scan looked at nothing"
     assert {address.removeprefix("::ffff:") for address in smoke.listening} <= {"127.0.0.1", "::1"}
+    assert not smoke.open_sockets, "other accounts of the machine get to them"
 
 
 def test_the_same_command_goes_on_after_kill_nine(smoke: Smoke) -> None:
@@ -79,3 +88,14 @@ def test_every_version_is_proven(smoke: Smoke) -> None:
     errors = series(records, "sync/canary_max_abs")
     assert {step for step, _ in errors} == set(range(STEPS + 1)) and max(error for _, error in errors) <= 1e-4
     assert {step for step, _ in series(records, "actor/lr")} == set(range(1, STEPS + 1))
+
+
+def test_engine_and_trainer_agree_on_every_token(smoke: Smoke) -> None:
+    kept = """SELECT count(*), count(trainer_logprob), max(abs(trainer_logprob - logprob)), count(DISTINCT trainer_logprob)
+        FROM v_tokens t JOIN uses u ON u.experience = t.id AND u.lineage = t.train_lineage AND u.step = t.train_step"""
+    with open_run(smoke.folder) as questions:
+        with questions.ask(kept) as answer:
+            ((tokens, told, apart, values),) = answer.rows
+        with questions.ask("SELECT sum(num_response_tokens) FROM v_experiences WHERE state = 'used'") as answer:
+            ((used,),) = answer.rows
+    assert tokens == told >= used > 0 and apart <= 1e-4 and values > 10, "on policy, row by row"

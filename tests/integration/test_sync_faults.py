@@ -8,7 +8,7 @@ from tests.helpers import runs
 
 FAULTS = {  # what the worker does at its third and later loads, and what must be said
     "sync.skip": "canary",
-    "sync.missing_tensor": "did not get any weights",
+    "sync.missing_tensor": "got no weights",
     "sync.stale_head": "computes with other weights",
 }
 

@@ -33,9 +33,9 @@ Stage = Literal["reward", "statistics", "drop"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """The order in which operators run.
 
-    reward       gives other rewards (also to rows that have none); returns every row
-    statistics   looks, and may write `info` and `metrics`; returns every row
-    drop         leaves rows out, or takes tokens out of training
+    reward       sets rewards (also of rows without one); returns every row
+    statistics   reads, and may write `info` and `metrics`; returns every row
+    drop         drops rows, or excludes tokens from training
 """
 
 

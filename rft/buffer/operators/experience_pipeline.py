@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import logging
 import math
-import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +26,7 @@ import numpy as np
 
 from rft.buffer.operators.base import STAGES, GroupView, Operator, Result, Stage, engines_named
 from rft.buffer.settings import OperatorSettings, PipelineSettings
+from rft.disk import drop_cut_line
 from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFailed
 from rft.logs import redact
 from rft.plugins import REGISTRY, checked_args
@@ -37,7 +37,6 @@ from rft.types.ports import ChatModel
 from rft.types.task import Task
 
 KEY = "data_processor.experience_pipeline.input_save_path"
-_PIECE = 1 << 20
 
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards", "teacher_logprobs")
 REFUSED = dict.fromkeys(
@@ -83,9 +82,7 @@ class InputCopy:
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b", buffering=0)
-        whole = _whole_lines(self._file)
-        if whole != self._file.seek(0, os.SEEK_END):
-            os.ftruncate(self._file.fileno(), whole)
+        drop_cut_line(self._file)
 
     def _write(self, rows: Sequence[Experience]) -> None:
         assert self._file is not None, "write after open"
@@ -108,18 +105,6 @@ def as_line(row: Experience) -> dict[str, Any]:
             line[name] = value.tolist() if hasattr(value, "tolist") else value
     line["version_spans"] = [{"version": str(s.version), "start": s.start, "end": s.end} for s in row.version_spans]
     return line
-
-
-def _whole_lines(file: FileIO) -> int:
-    """Bytes up to and with the last end of a line."""
-    at = file.seek(0, os.SEEK_END)
-    while at > 0:
-        start = max(0, at - _PIECE)
-        file.seek(start)
-        if (found := file.read(at - start).rfind(b"\n")) >= 0:
-            return start + found + 1
-        at = start
-    return 0
 
 
 _MAY_CHANGE: dict[Stage, set[str]] = {
@@ -159,7 +144,7 @@ def broken(stage: Stage, before: Sequence[Experience], marks: Sequence[tuple[Any
         if not isinstance(row, Experience):
             return f"returned a {type(row).__name__} among its rows; they must be the experiences it was given"
         if row.id not in given:
-            return f"returned {row.id}, which it was not given in this call; operators neither make nor rename experiences"
+            return f"returned {row.id}, which it was not given in this call; operators neither create nor rename experiences"
         if row.id in seen:
             return f"returned {row.id} twice; rows are never copied (see max_uses for training them more often)"
         seen.add(row.id)
@@ -228,7 +213,7 @@ def build(settings: Sequence[OperatorSettings], engines: Collection[str] | None 
     for before, after, where in zip(made, made[1:], settings[1:], strict=False):
         if STAGES.index(before.stage) > STAGES.index(after.stage):
             raise ConfigError(
-                f"{where.name} ({after.stage}) stands behind an operator of stage {before.stage}; operators run in the order "
+                f"{where.name} ({after.stage}) comes after an operator of stage {before.stage}; operators run in the order "
                 f"{', '.join(STAGES)}.  Write them so: {', '.join(_sorted(settings, made))}",
                 key=where.key,
                 given=where.name,

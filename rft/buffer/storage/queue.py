@@ -95,7 +95,7 @@ class QueueStorage(SegmentFolder):
     def _read(self, locator: str) -> bytes:
         segment, _, offset = locator.partition(":")
         if segment == "m":
-            raise PayloadDamaged(f"payload {locator} was in memory only and went with its process (path: none)")
+            raise PayloadDamaged(f"payload {locator} was in memory only and was lost with its process (path: none)")
         return read(self._path(int(segment)), MAGIC, int(offset))
 
     def _path(self, segment: int) -> Path:

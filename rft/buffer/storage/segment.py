@@ -24,7 +24,7 @@ HEAD = struct.Struct("<4sQQ")
 
 
 class SegmentFolder(Storage):
-    """A storage that keeps segments in a folder of its own, which one process owns."""
+    """A storage that keeps segments in its own folder, which one process owns."""
 
     def __init__(self, settings: BufferSettings) -> None:
         path = settings.storage_path if self.durable else None
@@ -62,7 +62,7 @@ def read(path: Path, magic: bytes, offset: int = 0, *, alone: bool = False) -> b
             head = file.read(HEAD.size)
             found, size, digest = HEAD.unpack(head) if len(head) == HEAD.size else (head[:4], 0, 0)
             if found != magic:
-                raise PayloadDamaged(f"{path} holds no record of ours at byte {offset}: it begins with {found!r}. {REMEDY}")
+                raise PayloadDamaged(f"{path} holds no rft record at byte {offset}: it begins with {found!r}. {REMEDY}")
             left = os.fstat(file.fileno()).st_size - offset - HEAD.size
             block = (
                 file.read(size) if size <= left else b""

@@ -36,7 +36,8 @@ class ScheduleConfig(Section):
     )
     warmup_style: Schedule | None = key(None, "Older name of lr_scheduler_type.")
     optimizer_type: Annotated[Literal["adamw", "nadam", "radam", "adagrad", "sgd"], renamed(adam="adamw")] = key(
-        OptimSettings.optimizer_type, "Optimizer of torch; adam means AdamW.  Weight decay is decoupled but for adagrad and sgd."
+        OptimSettings.optimizer_type,
+        "Optimizer of torch; adam means AdamW.  Weight decay is decoupled, except for adagrad and sgd.",
     )
     betas: tuple[float, float] = key(
         OptimSettings.betas, "Decay rates of the two moments of adamw, nadam and radam, each in [0, 1)."
@@ -88,7 +89,7 @@ Rejection = Annotated[
 
 
 class RolloutCorrectionConfig(Section):
-    """Weights and rejection for tokens that an older or less exact policy has written."""
+    """Weights and rejection for tokens sampled by an older or less exact policy."""
 
     rollout_is: Annotated[Literal["none", "token", "sequence"], IgnoreCase] | None = key(
         None, "Importance weights of tokens or of whole sequences.  Null or none: no weights."
@@ -99,7 +100,7 @@ class RolloutCorrectionConfig(Section):
     rollout_rs_threshold: float | str | None = key(
         None,
         "Largest value that is kept; for k1 the largest ratio of the engine's probability to the trainer's, or \"lower_upper\"; the lower "
-        "bound is else 1 / the upper one.  Needed with rollout_rs.",
+        "bound is else 1 / the upper one.  Required with rollout_rs.",
     )
     bypass_mode: bool = key(
         False, "Take the engines' log-probs as the old ones (two policies); the clipped ratio is then not weighted again."
@@ -110,11 +111,11 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The algorithm by name, and its parts where they should differ from what the name implies."""
+    """The algorithm by name, and those of its parts that should differ from what the name implies."""
 
     algorithm_type: Annotated[str, IgnoreCase] = key(
         AlgorithmSettings.algorithm_type,
-        "Gives the parts below that are not written; the pages on algorithms list all, and `rft plugins` those that are installed.",
+        "Supplies the parts below that are not written; the pages on algorithms list all of them, `rft plugins` those that are installed.",
     )
     repeat_times: int | None = key(
         None, "Runs of each task, the size of a group.  Null: what the algorithm recommends.", unit="runs", ge=1

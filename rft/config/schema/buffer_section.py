@@ -14,7 +14,7 @@ OnShortBatch = Annotated[Literal["stop", "train", "carry"], IgnoreCase]
 
 
 class FormatConfig(Section):
-    """Which columns of a row mean what.  A key with dots goes into a column of mappings: reward_model.ground_truth."""
+    """What the columns of a row mean.  A key with dots goes into a column of mappings: reward_model.ground_truth."""
 
     preset: Annotated[Literal["verl"], IgnoreCase] | None = key(
         None,
@@ -32,10 +32,12 @@ class FormatConfig(Section):
     system_prompt: str | None = key(None, "System prompt of all rows.")
     workflow_key: str = key("", "Column that names the row's workflow; empty: none.")
     reward_fn_key: str = key(
-        "", "Column that names the row's reward, or veRL's data source, which has a reward of ours; empty: none."
+        "", "Column that names the row's reward, or veRL's data source, which has a shipped reward; empty: none."
     )
     chat_template: str | None = key(None, "Chat template (Jinja text) of this taskset.  Null: the model's.")
-    chat_template_args: Args = key({}, "Values for the chat template, e.g. {enable_thinking: false}; over those of `model`.")
+    chat_template_args: Args = key(
+        {}, "Values for the chat template, e.g. {enable_thinking: false}; they win over those of `model`."
+    )
     enable_thinking: bool | None = key(
         None, "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking."
     )
@@ -45,12 +47,12 @@ class FormatConfig(Section):
         OfflineDataSettings.rejected_key, "dpo: column of the worse answer, a text or a chat that ends with it."
     )
     enable_concatenated_multi_turn: bool = key(
-        False, "sft: train every answer of a chat.  False: the last one alone; those before it are read, not trained."
+        False, "sft: train every answer of a chat.  False: only the last one; the earlier ones are context."
     )
 
 
 class DataFormatConfig(FormatConfig):
-    """Which columns of a row that is trained on mean what: chats (sft), texts (cpt), pairs of answers (dpo)."""
+    """What the columns of a row to train on mean: chats (sft), texts (cpt), pairs of answers (dpo)."""
 
     prompt_type: Annotated[Literal["plaintext", "messages"], IgnoreCase] = key(
         FormatSettings.prompt_type,
@@ -65,7 +67,7 @@ class RolloutArgs(Section):
     temperature: float | None = key(None, "Sampling temperature; 0 = greedy (evaluation only).", ge=0, le=10)
     top_p: float | None = key(None, "Nucleus sampling; 1 = off.", gt=0, le=1)
     top_k: int | None = key(None, "Sample from the k likeliest tokens; -1 = off.", ge=-1)
-    min_p: float | None = key(None, "Drop tokens below this share of the likeliest one's probability; 0 = off.", ge=0, le=1)
+    min_p: float | None = key(None, "Drop tokens below this fraction of the likeliest token's probability; 0 = off.", ge=0, le=1)
     presence_penalty: float | None = key(None, "OpenAI's presence penalty; 0 = off.", ge=-2, le=2)
     frequency_penalty: float | None = key(None, "OpenAI's frequency penalty; 0 = off.", ge=-2, le=2)
     repetition_penalty: float | None = key(None, "Penalty on tokens already seen; 1 = off.", gt=0)
@@ -78,18 +80,18 @@ class RolloutArgs(Section):
 
 
 class DataSelectorConfig(Section):
-    """In which order the rows are attempted."""
+    """The order in which rows are attempted."""
 
     selector_type: str = key(
         TasksetSettings.selector,
         "Order of the rows: sequential (file order), shuffle (another permutation in each pass), random (drawn for each batch), "
-        "offline_easy2hard (sorted by feature_keys, the largest first), difficulty_based (chosen by pass rates as they come in; "
-        "training only), or a selector of your own.",
+        "offline_easy2hard (sorted by feature_keys, the largest first), difficulty_based (chosen by the pass rates seen so far; "
+        "training only), or your own selector.",
     )
     seed: int = key(TasksetSettings.seed, "Seed of that order.", ge=0)
     feature_keys: tuple[str, ...] = key(
         (),
-        "Columns of numbers by which a selector orders the rows; difficulty_based: pass rates of a weaker and of a stronger model.",
+        "Numeric columns by which a selector orders the rows; difficulty_based: pass rates of a weaker and of a stronger model.",
     )
     kwargs: Args = key(
         {}, "Arguments of the selector; difficulty_based: m, lamb, rho, target_reward, tau, do_sample, adaptive_rho."
@@ -108,11 +110,11 @@ class TasksetConfig(Section):
     storage_type: str = key(
         TasksetSettings.storage_type,
         "file: what `path` names; reasoning_gym: the generator of that name; python: a function pkg.module:func or file.py:func; "
-        "sql: a table or query, see args; or a task source of your own: its name, pkg.module:Name or path/file.py:Name.",
+        "sql: a table or query, see args; or your own task source: its name, pkg.module:Name or path/file.py:Name.",
     )
     reader_path: str | None = key(
         None,
-        "File or module with a class of your own that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping.",
+        "File or module with your own class that reads `path`: __len__ and __getitem__(i), which gives row i as a mapping.",
     )
     reader_name: str | None = key(None, "Name of that class.")
     subset_name: str | None = key(None, "Subset (configuration) of a hub dataset.")
@@ -130,7 +132,7 @@ class TasksetConfig(Section):
     )
     skip_bad_rows: bool = key(
         TasksetSettings.skip_bad_rows,
-        "Leave out rows that cannot be read or lack a column, and say how many, instead of refusing the taskset.",
+        "Leave out rows that cannot be read or lack a column and report how many, instead of refusing the taskset.",
     )
     args: Args = key(
         {},
@@ -189,7 +191,7 @@ class ReplayBufferConfig(Section):
     )
     priority_fn_args: Args = key({"decay": 2.0}, "Single arguments of priority_fn that differ from its defaults.")
     reuse_cooldown_time: float | None = key(
-        None, "How long an experience rests before it may be used again.  Null: it is used once.", unit="s", gt=0
+        None, "How long an experience must wait before it may be used again.  Null: it is used once.", unit="s", gt=0
     )
     max_uses: int | None = key(
         None,
@@ -222,45 +224,52 @@ class ExperienceBufferConfig(Section):
         "Mode train: the data set, a file (jsonl, json, csv, parquet), a folder with one for each split, or a hub id.",
     )
     capacity: int = safe_key(
-        BufferSettings.capacity, "Groups that may wait before the explorer is held back.", unit="groups", ge=1
+        BufferSettings.capacity, "Groups that may wait in the buffer before the explorer is paused.", unit="groups", ge=1
     )
     capacity_bytes: int = safe_key(
-        BufferSettings.capacity_bytes, "Payload that may wait before the explorer is held back.", unit="bytes", ge=1 << 20
+        BufferSettings.capacity_bytes,
+        "Payload that may wait in the buffer before the explorer is paused.",
+        unit="bytes",
+        ge=1 << 20,
     )
     max_read_timeout: float = safe_key(1800.0, "How long the trainer waits for a batch.", unit="s", gt=0)
     durability: Annotated[Literal["process", "power"], IgnoreCase] = safe_key(
-        BufferSettings.durability, "What an acknowledged experience survives: the death of every process, or also of the machine."
+        BufferSettings.durability, "What an acknowledged experience survives: a crash of every process, or of the machine too."
     )
     on_damaged_payload: Annotated[Literal["stop", "explain"], IgnoreCase] = safe_key(
         BufferSettings.on_damaged_payload,
-        "When payload that was acknowledged is missing or damaged: stop the run, or go on without these groups, which are counted as "
-        "payload_damaged.  At a start their tasks are explored again; later, the train batch is that much smaller.",
+        "When acknowledged payload is missing or damaged: stop the run, or continue without these groups, which are counted as "
+        "payload_damaged.  At startup their tasks are explored again; later on, the train batch is smaller by that much.",
     )
     replay_buffer: ReplayBufferConfig = section(ReplayBufferConfig, "Training on experiences more than once.")
     max_retry_times: int = safe_key(
         BufferSettings.max_retry_times,
-        "How often a database that was lost or is locked is tried again, after one try at once.  0: never.",
+        "How often a lost or locked database is retried, after one immediate retry.  0: never.",
         unit="tries",
         ge=0,
     )
     max_retry_interval: float = safe_key(
-        BufferSettings.max_retry_interval_s, "Pause before the first of these; it doubles each time, up to 10 s.", unit="s", ge=0
+        BufferSettings.max_retry_interval_s,
+        "Pause before the first of these retries; it doubles each time, up to 10 s.",
+        unit="s",
+        ge=0,
     )
     split: str | None = key(None, "Mode train: split of the data set that is trained on.  Null: train.")
     eval_split: str | None = safe_key(
-        None, "Mode train: split whose loss is computed and never trained (trainer.eval_interval).  Null: none."
+        None, "Mode train: split whose loss is computed but never trained on (trainer.eval_interval).  Null: none."
     )
     subset_name: str | None = key(None, "Mode train: subset of a hub data set.")
     format: DataFormatConfig = section(DataFormatConfig, "Mode train: meaning of the columns.")
     data_selector: DataSelectorConfig = section(DataSelectorConfig, "Mode train: order of the rows.")
     filter_overlong: bool = key(
-        False, "Mode train: leave out rows of more than model.max_model_len tokens, and say how many.  False: they are an error."
+        False,
+        "Mode train: leave out rows of more than model.max_model_len tokens and report how many.  False: they are an error.",
     )
     enable_progress_bar: bool = safe_key(False, "Show how far reading is.")
 
 
 class AuxiliaryBufferConfig(ExperienceBufferConfig):
-    """Further data for the trainer, e.g. answers of experts that are mixed in."""
+    """Further data for the trainer, e.g. expert answers that are mixed in."""
 
     path: str = key(..., "Local file or folder, a hub data set in the local cache, or a database URL.")
 
@@ -293,7 +302,7 @@ class BufferConfig(Section):
     trainer_input: TrainerInputConfig = section(TrainerInputConfig, "The experience buffer.")
     on_short_batch: OnShortBatch = key(
         BufferSettings.on_short_batch,
-        "When a batch cannot be filled: stop the run, train on what is there, or carry it over to the next step.",
+        "When a batch cannot be filled: stop the run, train on what has arrived, or carry it over to the next step.",
     )
     max_refill: int | None = key(
         None, "Groups replaced per explore step when runs fail or are filtered.  Null: 3 x batch_size.", unit="groups", ge=0
@@ -329,7 +338,7 @@ class PriorityWeightsConfig(Section):
     """What makes a row come early: weighted sum of its scores."""
 
     difficulty: float = key(-0.7, "Weight of how hard it is.")
-    diversity: float = key(0.8, "Weight of how unlike the others it is.")
+    diversity: float = key(0.8, "Weight of how much it differs from the others.")
     usage_frequency: float = key(-0.5, "Weight of how often it was used.")
     quality: float = key(1.0, "Weight of its quality.")
 

@@ -10,8 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
 from rft.config.schema.model_section import ExternalModelConfig
+from rft.config.schema.serve_section import ServeConfig
 from rft.engine.settings import EngineSettings
 from rft.explorer.settings import ExplorerSettings
+from rft.serve.settings import ServeSettings
 
 Device = Annotated[Literal["auto", "cuda", "cpu"], IgnoreCase]
 _ENGINES = ("vllm", "transformers", "scripted", "external")
@@ -38,7 +40,7 @@ class ServedModelConfig(Section):
     engine_type: EngineType = key(
         EngineSettings.engine_type,
         "vllm; transformers (slower, runs where vLLM cannot be installed); scripted (answers from a script, for tests); external (a "
-        "model behind an OpenAI-compatible address; auxiliary models only); or an engine of your own: its name, pkg.module:Name, "
+        "model behind an OpenAI-compatible address; auxiliary models only); or your own engine: its name, pkg.module:Name, "
         "path/file.py:Name.",
     )
     engine_num: int = safe_key(1, "Engines side by side.", unit="engines", ge=1)
@@ -47,13 +49,13 @@ class ServedModelConfig(Section):
     )
     data_parallel_size: int = safe_key(
         1,
-        "Copies of the model in one engine.  Each becomes an engine of its own, so that it is loaded, proven and restarted on its own.",
+        "Copies of the model in one engine.  Each becomes a separate engine, which is loaded, verified and restarted on its own.",
         unit="copies",
         ge=1,
     )
     pipeline_parallel_size: int = safe_key(
         EngineSettings.pipeline_parallel_size,
-        "vllm: stages in which one engine's layers are cut, each on GPUs of its own.",
+        "vllm: stages into which one engine's layers are cut, each on its own GPUs.",
         unit="stages",
         ge=1,
     )
@@ -61,9 +63,9 @@ class ServedModelConfig(Section):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], IgnoreCase] = key(
         "auto", "Type of the weights in the engine; auto: bfloat16 on GPUs, float32 on CPU."
     )
-    seed: int | None = key(None, "Seed of the first engine, the others count on.  Null: the run's seed.", ge=0)
+    seed: int | None = key(None, "Seed of the first engine; the others count up from it.  Null: the run's seed.", ge=0)
     gpu_memory_utilization: float = safe_key(
-        EngineSettings.gpu_memory_utilization, "Share of a GPU's memory that an engine takes.", gt=0, le=1
+        EngineSettings.gpu_memory_utilization, "Fraction of a GPU's memory that an engine takes.", gt=0, le=1
     )
     enforce_eager: bool | None = safe_key(None, "No CUDA graphs and no compilation.  Null: true on CPU, false on GPUs.")
     enable_prefix_caching: bool = safe_key(EngineSettings.enable_prefix_caching, "Compute shared prompts once.")
@@ -91,7 +93,7 @@ class ServedModelConfig(Section):
     repetition_penalty: float | None = key(
         None, "Penalty on tokens already seen; 1 = off.  Null: model.repetition_penalty.", gt=0
     )
-    ignore_eos: bool = key(False, "Write on after the end token, up to max_tokens; for measuring speed.")
+    ignore_eos: bool = key(False, "Keep generating after the end token, up to max_tokens; for measuring speed.")
     chat_template: str | None = key(None, "Chat template (Jinja text).  Null: model.custom_chat_template.")
     enable_thinking: bool | None = key(
         None, "Value of `enable_thinking` for chat templates that know it.  Null: model.enable_thinking."
@@ -109,11 +111,11 @@ class ServedModelConfig(Section):
     enable_auto_tool_choice: bool = safe_key(False, "Take tool calls out of the answer's text; needs tool_call_parser.")
     enable_openai_api: bool = safe_key(
         False,
-        "Serve the model to observers of this machine too, by OpenAI's protocol, while the run goes on: calls are answered, not recorded. "
+        "Serve the model to observers of this machine too, by OpenAI's protocol, during the run: calls are answered, not recorded. "
         "Agents in workflows need no such port.",
     )
     base_port: int | None = safe_key(None, "Port of that server, on 127.0.0.1.  Null: a free one.", ge=1, le=65535)
-    api_key: str | None = safe_key(None, "Key that it asks for.  Null: a random one, in openai_api.json of the run folder.")
+    api_key: str | None = safe_key(None, "Key that clients must send.  Null: a random one, in openai_api.json of the run folder.")
     enable_history: bool = safe_key(True, "Keep every model call of a run.")
     enable_log_requests: bool = safe_key(False, "vllm: log every request.")
     disable_log_stats: bool = safe_key(
@@ -122,11 +124,11 @@ class ServedModelConfig(Section):
     use_v1: bool = safe_key(True, "vllm: its newer engine.")
     fully_sharded_loras: bool = safe_key(
         EngineSettings.fully_sharded_loras,
-        "vllm, with model.lora_configs: its own LoRA layers, with both matrices cut over the engine's GPUs; false cuts one of them.",
+        "vllm, with model.lora_configs: its own LoRA layers, with both matrices sharded over the engine's GPUs; false shards one of them.",
     )
     max_cpu_loras: int | None = safe_key(
         None,
-        "vllm, where its own LoRA layers are used: room for so many adapters in host memory.  A run has one.",
+        "vllm, where its own LoRA layers are used: how many adapters fit in host memory.  A run has one.",
         unit="adapters",
         ge=1,
     )
@@ -134,7 +136,7 @@ class ServedModelConfig(Section):
     start_timeout: float = safe_key(EngineSettings.start_timeout_s, "How long an engine may take to start.", unit="s", gt=0)
     stall_timeout: float | None = safe_key(
         EngineSettings.stall_timeout_s,
-        "An engine that has work, and for so long neither finished a step (vllm) or answered at all (every engine) nor used its "
+        "An engine that has work, and for this long neither finished a step (vllm) or answered at all (every engine) nor used its "
         "processors, counts as hung: its processes are killed, it is restarted with the current weights, its requests are asked again.  "
         "However slow an engine is, it uses its processors.  Null: never.",
         unit="s",
@@ -147,7 +149,7 @@ class ServedModelConfig(Section):
         unit="s",
         ge=1,
     )
-    extra_engine_args: Args = safe_key({}, "Further arguments of the engine, handed on as they are.")
+    extra_engine_args: Args = safe_key({}, "Further arguments, passed to the engine unchanged.")
 
     def rules(self, at: str, told: Told) -> None:
         if not self.enable_openai_api:
@@ -170,42 +172,42 @@ class InferenceModelConfig(ServedModelConfig):
 
 
 class AuxiliaryModelConfig(ServedModelConfig):
-    """A judge, teacher or reward model beside the policy; its weights stay as they are.
+    """A judge, teacher or reward model beside the policy; its weights never change.
 
-    Workflows and rewards ask it by name.  Entries that differ in nothing but the name are started once.
+    Workflows and rewards ask it by name.  Entries that differ only in their name share one model.
     """
 
     name: Name | None = safe_key(
         None,
-        "How workflows and rewards call it, and in logs and metrics.  Null: auxiliary_model_ and its place in the list, from 0.",
+        "Its name in workflows, rewards, logs and metrics.  Null: auxiliary_model_ and its place in the list, from 0.",
     )
     model_path: str = key(..., "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
     tokenizer_path: str | None = key(None, "Folder with another tokenizer and chat template.  Null: model_path.")
     task: Annotated[Literal["generate", "score"], IgnoreCase] = key(
-        EngineSettings.task, "generate: it answers; score: it is a classifier that gives raw numbers (logits) for a chat."
+        EngineSettings.task, "generate: it answers; score: it is a classifier that returns raw numbers (logits) for a chat."
     )
     max_prompt_tokens: int | None = key(None, "Longest prompt.  Null: as long as max_model_len allows.", unit="tokens", ge=1)
     chat_template: str | None = key(None, "Chat template (Jinja text, or a file).  Null: the model's own.")
     enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
     max_concurrent: int = safe_key(
-        EngineSettings.max_concurrent, "Requests under way at the same time; others wait.", unit="requests", ge=1
+        EngineSettings.max_concurrent, "Concurrent requests; further ones wait.", unit="requests", ge=1
     )
     request_timeout: float = safe_key(600.0, "How long one request may take.", unit="s", gt=0)
 
 
 class OverRolloutConfig(Section):
-    """Not waiting for the slowest tasks of a step: they are ended and counted, and the step has fewer groups.
+    """Stop waiting for the slowest tasks of a step: they are cancelled and counted, and the step has fewer groups.
 
     With sync_style fixed buffer.on_short_batch must be train or carry.
     """
 
-    ratio: float = safe_key(0.0, "Share of a step's tasks that need not finish; 0 = off.", ge=0, lt=1)
+    ratio: float = safe_key(0.0, "Fraction of a step's tasks that need not finish; 0 = off.", ge=0, lt=1)
     wait_after_min: float = safe_key(
-        ExplorerSettings.wait_after_s, "How long the others may go on once enough tasks are done.", unit="s", ge=0
+        ExplorerSettings.wait_after_s, "How much longer the others may run once enough tasks are done.", unit="s", ge=0
     )
     return_partial_tasks: bool = safe_key(
         ExplorerSettings.keep_partial,
-        "Train what is left of the groups that were ended, if two of their runs are done (one, with repeat_times 1).",
+        "Train on the finished runs of cancelled groups, if there are at least two of them (one, with repeat_times 1).",
     )
 
     def rules(self, at: str, told: Told) -> None:
@@ -214,16 +216,16 @@ class OverRolloutConfig(Section):
 
 
 class DynamicTimeoutConfig(Section):
-    """A time limit that follows how long runs took."""
+    """A time limit derived from how long recent runs took."""
 
-    enable: bool = safe_key(False, "Use it instead of max_timeout alone.")
+    enable: bool = safe_key(False, "Use this limit, with max_timeout as its upper bound.")
     warmup_min_steps: int = safe_key(
         ExplorerSettings.timeout_warmup,
-        "Steps that are measured before it holds; counted anew after a resume.",
+        "Steps that are measured before the limit applies; counted anew after a resume.",
         unit="explore steps",
         ge=0,
     )
-    ratio: float = safe_key(3.0, "Limit as a multiple of a run's mean time; max_timeout stays the upper limit.", gt=0)
+    ratio: float = safe_key(3.0, "Limit as a multiple of a run's mean time, up to max_timeout.", gt=0)
 
     def rules(self, at: str, told: Told) -> None:
         if not self.enable:
@@ -248,7 +250,8 @@ class ExplorerConfig(Section):
     eval_at_end: bool = safe_key(ExplorerSettings.eval_at_end, "Evaluate the final model.")
     eval_in_background: bool = safe_key(
         ExplorerSettings.eval_in_background,
-        "Explore on while evaluating.  Weights may move meanwhile: eval/<taskset>/model_version/min and /max say which ones answered.",
+        "Keep exploring during an evaluation.  Weights may change meanwhile: eval/<taskset>/model_version/min and /max tell which "
+        "versions answered.",
     )
     bench_on_latest_checkpoint: bool = safe_key(
         False, "bench: only the last checkpoint instead of all.  The base model is evaluated too where eval_on_startup is true."
@@ -256,7 +259,7 @@ class ExplorerConfig(Section):
     max_timeout: float = safe_key(ExplorerSettings.max_timeout_s, "How long one run of a task may take.", unit="s", gt=0)
     max_group_timeout: float | None = safe_key(
         None,
-        "How long all runs of a task together may take, from the first one's begin.  Null: no limit of its own.",
+        "How long all runs of a task together may take, from the start of the first.  Null: no separate limit.",
         unit="s",
         gt=0,
     )
@@ -267,37 +270,40 @@ class ExplorerConfig(Section):
     )
     stop_hopeless_groups: bool = safe_key(
         True,
-        "End the other runs of a group once so many have failed that it will not be trained.  Has no effect with deterministic: true.",
+        "Cancel the other runs of a group once so many have failed that it will not be trained.  Has no effect with deterministic: true.",
     )
-    max_retry_times: int = safe_key(
-        ExplorerSettings.max_retry_times, "How often a run that failed is tried again.", unit="retries", ge=0
-    )
-    dynamic_timeout: DynamicTimeoutConfig = section(DynamicTimeoutConfig, "A time limit that follows how long runs took.")
+    max_retry_times: int = safe_key(ExplorerSettings.max_retry_times, "How often a failed run is retried.", unit="retries", ge=0)
+    dynamic_timeout: DynamicTimeoutConfig = section(DynamicTimeoutConfig, "A time limit derived from how long recent runs took.")
     over_rollout: OverRolloutConfig = section(OverRolloutConfig, "Not waiting for the slowest tasks of a step.")
-    max_concurrent_runs: int = safe_key(
-        ExplorerSettings.max_concurrent_runs, "Runs in flight at the same time.", unit="runs", ge=1
-    )
-    max_inflight_batches: int = safe_key(2, "fully_async: explore steps in flight at the same time.", unit="explore steps", ge=1)
+    max_concurrent_runs: int = safe_key(ExplorerSettings.max_concurrent_runs, "Concurrent runs.", unit="runs", ge=1)
+    max_inflight_batches: int = safe_key(2, "fully_async: concurrent explore steps.", unit="explore steps", ge=1)
     max_failed_groups: int = safe_key(
         ExplorerSettings.breaker, "Stop after this many groups in a row in which every run failed.", unit="groups", ge=1
     )
-    env_vars: dict[str, str] = safe_key({}, "Environment variables of the explorer's process.")
+    env_vars: dict[str, str] = safe_key({}, "Environment variables for the explorer's process.")
     runner_per_model: int | None = safe_key(None, "Runners of each model.", ge=1)
     runner_num: int | None = safe_key(None, "Runners in all.", unit="runners", ge=1)
     runner_prepare_concurrency: int | None = safe_key(None, "Runners that start at the same time.", ge=1)
-    runner_prepare_max_retries: int | None = safe_key(None, "How often the start of a runner is tried again.", ge=0)
+    runner_prepare_max_retries: int | None = safe_key(None, "How often a failed start of a runner is retried.", ge=0)
     max_repeat_times_per_runner: int | None = safe_key(None, "Runs of a task that one runner plays.", ge=1)
     concurrent_mode: Annotated[Literal["sequential", "asynchronous", "multi-threading"], IgnoreCase] = safe_key(
-        "asynchronous", "How the runs of a group go on: always side by side; blocking workflows get a thread."
+        "asynchronous", "How the runs of a group are executed: always concurrently; blocking workflows get a thread."
     )
     runner_state_report_interval: float = safe_key(
         ExplorerSettings.report_interval_s,
-        "How often the explorer's log says what every step under way does; 0 = never.",
+        "How often the explorer logs the state of every step in progress; 0 = never.",
         unit="s",
         ge=0,
     )
-    proxy_port: int = safe_key(8010, "serve: port of the proxy.", ge=1, le=65535)
-    listen_address: str = safe_key("127.0.0.1", "serve: address of the proxy.")
-    service_status_check_interval: float = safe_key(60.0, "serve: how often new weights are looked for.", unit="s", gt=0)
-    min_running_model_num: int = safe_key(1, "serve: engines that go on while others take new weights.", unit="engines", ge=0)
+    proxy_port: int = safe_key(ServeSettings.port, "serve: port of the service; 0 = a free one, see serve.json.", ge=0, le=65535)
+    listen_address: str = safe_key(
+        ServeSettings.host,
+        "serve: address that the service listens on.  The default is reached from this machine alone; behind another one put a proxy that "
+        "speaks TLS.",
+    )
+    serve: ServeConfig = section(ServeConfig, "serve: who may ask, how much, and how long a session waits.")
+    service_status_check_interval: float = safe_key(60.0, "serve: how often to look for new weights.", unit="s", gt=0)
+    min_running_model_num: int = safe_key(
+        1, "serve: engines that keep answering while others load new weights.", unit="engines", ge=0
+    )
     db_url: str | None = safe_key(None, "serve: database of the recorded calls.  Null: in the run folder.")

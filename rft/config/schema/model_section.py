@@ -17,7 +17,7 @@ class LoraConfig(Section):
     name: Name = key(LoraSettings.name, "Name of the adapter, and of its folder in every checkpoint.")
     path: str | None = key(
         None,
-        "Folder of an adapter to begin with, as peft writes it; what is not written below is taken from it, and where an algorithm needs a "
+        "Folder of an adapter to start from, in peft's format; keys not written below are taken from it, and where an algorithm needs a "
         "reference model it is the model with this adapter.  Null: a new one, whose reference is the model without it.",
     )
     base_model_name: str | None = key(
@@ -31,19 +31,19 @@ class LoraConfig(Section):
     )
     target_modules: str | tuple[str, ...] = key(
         "all-linear",
-        "Names of the layers that get one, as [q_proj, v_proj]; all-linear: every linear layer but the output.  Any other text is a "
+        "Names of the layers that get an adapter, as [q_proj, v_proj]; all-linear: every linear layer but the output.  Any other text is a "
         "regular expression for their full names.",
     )
-    exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get none, or a regular expression.")
+    exclude_modules: str | tuple[str, ...] | None = key(None, "Names of layers that get no adapter, or a regular expression.")
     merge: bool | None = safe_key(
         None,
-        "What engines get.  False: the adapter alone, which they compute beside their own weights, those of model_path.  True: whole "
+        "What is sent to engines.  False: the adapter alone, which they apply to the weights of model_path.  True: whole "
         "weights with the adapter added.  Null: alone, where the engines can.",
     )
 
 
 class ExternalModelConfig(Section):
-    """A model behind somebody else's OpenAI-compatible server."""
+    """A model behind an external OpenAI-compatible server."""
 
     enable: bool = safe_key(False, "Ask that server instead of an engine of the run; the same as engine_type: external.")
     base_url: str | None = safe_key(None, "The server's address, e.g. https://host/v1.  Null: what base_url_env says.")
@@ -55,30 +55,55 @@ class ExternalModelConfig(Section):
     headers: dict[str, str] = safe_key({}, "Headers of every request.")
     header_envs: dict[str, str] = safe_key({}, "Headers whose value is a secret: name of the environment variable with it.")
     requests_per_minute: float | None = safe_key(
-        None, "Most requests begun in a minute.  Null: no limit but max_concurrent.", unit="requests/min", gt=0
+        None, "Most requests started per minute.  Null: no limit but max_concurrent.", unit="requests/min", gt=0
     )
     max_retries: int = safe_key(
         ExternalSettings.max_retries,
-        "How often a request is repeated after 429, 5xx or a broken connection, waiting longer each time.",
+        "How often a request is repeated after 429, 5xx or a broken connection, with growing pauses.",
         unit="retries",
         ge=0,
     )
     extra_body: dict[str, Any] = safe_key({}, "Further entries of every request, e.g. a server's own sampling options.")
 
 
+class ExternalPolicyConfig(ExternalModelConfig):
+    """A model behind somebody else's OpenAI-compatible server in the policy's place, in mode: bench."""
+
+    enable: bool = safe_key(False, "mode: bench: evaluate that model, instead of model_path and of checkpoints.")
+    max_concurrent: int = safe_key(64, "Requests under way at the same time; others wait.", unit="requests", ge=1)
+    request_timeout: float = safe_key(600.0, "How long one request may take.", unit="s", gt=0)
+    price_per_1k_prompt_tokens: float = safe_key(
+        ExternalSettings.price_per_1k_prompt_tokens,
+        "What a thousand tokens of prompts cost; for bench/cost_usd.",
+        unit="USD",
+        ge=0,
+    )
+    price_per_1k_completion_tokens: float = safe_key(
+        ExternalSettings.price_per_1k_completion_tokens,
+        "What a thousand tokens of answers cost; for bench/cost_usd.",
+        unit="USD",
+        ge=0,
+    )
+
+    def rules(self, at: str, told: Told) -> None:
+        if not self.enable:
+            self.idle(at, (n for n in type(self).model_fields if n != "enable"), "enable is false", told)
+
+
 class ModelConfig(Section):
-    """The policy.  Sampling values here hold for every taskset that does not say otherwise in its rollout_args."""
+    """The policy.  Sampling values here apply to every taskset that does not set its own in rollout_args."""
 
     model_path: str = key("", "Folder with config.json, tokenizer and safetensors, or a hub id that is in the local cache.")
     tokenizer_path: str | None = key(
         None, "Folder with another tokenizer and chat template; exported models get it.  Null: model_path."
     )
     critic_model_path: str | None = key(
-        None, "Model that the critic begins with: its transformer layers, with a new output that gives 0.  Null: model_path."
+        None,
+        "Model from which the critic starts: its transformer layers, with a new output layer that yields 0.  Null: model_path.",
     )
     trust_remote_code: bool = safe_key(False, "Run Python code that comes with the model.")
     external_lib: str | None = key(None, "Python module that the trainer imports before it loads a model.  It can run any code.")
-    override_config: dict[str, Any] = key({}, "Entries of the model's config.json that are replaced, for trainer and engines.")
+    override_config: dict[str, Any] = key({}, "Entries that replace those of the model's config.json, for trainer and engines.")
     custom_chat_template: str | None = key(None, "Chat template (Jinja text) instead of the model's own.")
     chat_template_path: str | None = key(None, "File with a chat template instead of the model's own.")
     enable_thinking: bool | None = key(None, "Value of `enable_thinking` for chat templates that know it.")
@@ -97,7 +122,7 @@ class ModelConfig(Section):
     min_response_tokens: int = key(0, "No end before this many tokens; 0 = off.  Training needs 0.", unit="tokens", ge=0)
     enable_prompt_truncation: bool = key(
         True,
-        "True: a prompt over max_prompt_tokens ends its run as failed, and nothing of it is trained.  "
+        "True: a run whose prompt exceeds max_prompt_tokens fails, and nothing of it is trained.  "
         "False: prompt_truncation_side decides.",
     )
     prompt_truncation_side: Annotated[Literal["error", "left", "right", "middle"], IgnoreCase] = key(
@@ -114,12 +139,12 @@ class ModelConfig(Section):
         "e.g. {rope_type: yarn, factor: 4.0}.  Null: the model's own.",
     )
     rope_theta: float | None = key(None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0)
-    external_model: ExternalModelConfig = section(ExternalModelConfig, "A model behind a server.")
+    external_model: ExternalPolicyConfig = section(ExternalPolicyConfig, "mode: bench: a model behind a server.")
 
     def rules(self, at: str, told: Told) -> None:
         if self.custom_chat_template is not None and self.chat_template_path is not None:
             told.error(f"{at}.chat_template_path", "custom_chat_template is written too; write one of them")
-        if not self.model_path:
+        if not self.model_path and not self.external_model.enable:
             text = "is required: a folder with config.json, tokenizer and safetensors, or a hub id in the local cache"
             told.error(f"{at}.model_path", text)
         if self.trust_remote_code:

@@ -15,6 +15,7 @@ from rft.config.schema.source import Source, plain
 from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.config.schema.trainer_section import TrainerConfig
 from rft.monitor.settings import MonitorSettings
+from rft.trainer.settings import LearnerSettings
 from rft.types.ids import SEED
 
 
@@ -30,20 +31,20 @@ class RayInitConfig(Section):
 
 
 class ClusterConfig(Section):
-    """What is there.  Explorer engines take their GPUs first, the trainer gets the rest."""
+    """The machines.  Explorer engines take their GPUs first, the trainer gets the rest."""
 
     ray_address: str | None = safe_key(
         None,
-        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; where processes of mode: train "
-        "and mode: explore are to meet, auto.",
+        "Join this Ray cluster, HOST:PORT or auto.  Null: a local Ray is started and stopped by the run; for processes of mode: "
+        "train and mode: explore that are to meet: auto.",
     )
     node_num: int = safe_key(0, "Machines; 0 = found when the run starts (one for a local Ray).", unit="nodes", ge=0)
     gpu_per_node: int = safe_key(0, "GPUs on each machine; 0 = found when the run starts.", unit="GPUs", ge=0)
-    actor_start_timeout: float = safe_key(900, "Longest wait for one process of the run to be ready.", unit="s", gt=0)
+    actor_start_timeout: float = safe_key(900, "How long one process of the run may take to get ready.", unit="s", gt=0)
     stall_timeout: float | None = safe_key(
         15.0,
-        "A process of the run that for so long answers nothing and does not use its processors (trainer, explorer, buffer, coordinator; "
-        "engines have a key of their own) counts as hung and ends the run.  Null: never.",
+        "A process of the run that for this long neither answers nor uses its processors (trainer, explorer, buffer, coordinator; "
+        "engines have a separate key) counts as hung and ends the run.  Null: never.",
         unit="s",
         ge=1,
     )
@@ -65,7 +66,7 @@ def _listed(value: Any) -> Any:
 
 
 class MonitorConfig(Section):
-    """Trackers beside metrics.jsonl, which is always written."""
+    """Trackers besides metrics.jsonl, which is always written."""
 
     monitor_type: Annotated[
         tuple[MonitorKind, ...],
@@ -84,12 +85,17 @@ class MonitorConfig(Section):
         ge=0,
     )
     eval_dump_dir: str | None = safe_key(
-        None, "Folder that gets every answer of every evaluation, a jsonl file each.  Null: none."
+        None, "Folder for every answer of every evaluation, one jsonl file per evaluation.  Null: none."
     )
     detailed_stats: bool = safe_key(
         False,
-        "Percentiles 10, 50 and 90 of rewards, response lengths, prompt lengths and run times of every explore step, beside mean, least "
-        "and largest value.",
+        "Percentiles 10, 50 and 90 of rewards, response lengths, prompt lengths and run times of every explore step, besides mean, "
+        "minimum and maximum.",
+    )
+    keep_trainer_logprobs: bool = safe_key(
+        LearnerSettings.keep_trainer_logprobs,
+        "Keep the trainer's log-prob of every trained token at its first use, beside the engine's, in the ledger (`v_tokens`).  Rows "
+        "that a step does not compute, because their advantage is 0, get a forward pass.",
     )
     enable_ray_timeline: bool = safe_key(
         False,
@@ -114,9 +120,9 @@ class RunConfig(Section):
         "both: explore and train; train: on given data with sft, cpt or dpo, with another algorithm on what processes of mode: explore "
         "sample; explore: sample for the process of mode: train of the same project, group and name; bench: play eval_tasksets under the "
         "base model and the checkpoints of this folder or of resume_from_path; serve: answer requests and record them; colocate: both, "
-        "strictly in turns, on the same cores.",
+        "strictly in turns, on the same GPUs or cores: engines sleep while the trainer works.  With one GPU, both becomes colocate.",
     )
-    project: Name = safe_key(MonitorSettings.project, "First part of the run's folder; project of the trackers.")
+    project: Name = safe_key(MonitorSettings.project, "First part of the run's folder; the trackers' project.")
     group: Name | Literal[""] = safe_key("", "Second part of the run's folder; empty: none.")
     name: Name = safe_key(MonitorSettings.name, "Last part of the run's folder.")
     checkpoint_root_dir: str = safe_key(
@@ -127,22 +133,22 @@ class RunConfig(Section):
     )
     resume_mode: Annotated[Literal["auto", "fresh"], IgnoreCase] = safe_key(
         "auto",
-        "Where all checkpoints that a run has saved are gone: auto refuses to go on; fresh begins again from the model.  Checkpoints that "
-        "are there are gone on from.",
+        "When every checkpoint that a run saved is gone: auto refuses to continue; fresh starts over from the model.  Existing "
+        "checkpoints are always resumed from.",
     )
     resume_from_path: str | None = safe_key(
         None,
-        "Checkpoint (`global_step_N`) or folder of another run: where this run's folder has no checkpoint, it begins with those "
-        "weights, that optimizer and that place in the data.",
+        "Checkpoint (`global_step_N`) or folder of another run: if this run's folder has no checkpoint, it starts with those weights, "
+        "that optimizer state and that position in the data.",
     )
     ray_namespace: str = safe_key(
         "",
         "Namespace on the Ray cluster in which processes of mode: train and mode: explore find each other.  Empty: made from the run's "
         "folder.",
     )
-    ignore_validator_suggestions: bool = safe_key(False, "Start although a suggestion is not followed.")
-    seed: int = key(SEED, "Seed of everything that draws.", ge=0, lt=2**32)
-    deterministic: bool = key(False, "Same answers, same order, same weights on every repetition; slower.")
+    ignore_validator_suggestions: bool = safe_key(False, "Start even if a suggestion is not followed.")
+    seed: int = key(SEED, "Seed of everything random.", ge=0, lt=2**32)
+    deterministic: bool = key(False, "Same answers, same order and same weights every time; slower.")
     plugin_dirs: tuple[str, ...] = safe_key((), "Folders whose *.py files hold plugins.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "How rewards become gradients.")
     model: ModelConfig = section(ModelConfig, "The policy and its sampling.")

@@ -23,7 +23,7 @@ def _method(value: str) -> str:
     if known not in _METHODS:
         near = difflib.get_close_matches(known, _METHODS, n=1)
         hint = f".  Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"must be {', '.join(_METHODS)}, or a transport of your own: pkg.module:Name, path/file.py:Name{hint}")
+        raise ValueError(f"must be {', '.join(_METHODS)}, or your own transport: pkg.module:Name, path/file.py:Name{hint}")
     return known
 
 
@@ -41,12 +41,12 @@ class SynchronizerConfig(Section):
         SyncSettings.method,
         "memory: through an anonymous memory file of the node; checkpoint: through a file in the run folder; nccl: broadcast from the "
         "trainer to all engines, over NCCL between GPUs and over gloo where the trainer or the engines have none; pkg.module:Name or "
-        "path/file.py:Name: a transport of your own.",
+        "path/file.py:Name: your own transport.",
     )
     sync_style: SyncStyle = safe_key(
         SyncSettings.style,
-        "fixed: both sides count steps; explorer_driven: when the explorer asks; trainer_driven: after every sync_interval steps, without "
-        "anybody waiting; fully_async: the same, with a quota of tasks for each window.  max_staleness bounds every one of them.",
+        "fixed: both sides count steps; explorer_driven: when the explorer asks; trainer_driven: after every sync_interval steps, and "
+        "neither side waits; fully_async: the same, with a quota of tasks for each window.  max_staleness limits all of them.",
     )
     sync_interval: int = safe_key(
         SyncSettings.interval,
@@ -68,31 +68,31 @@ class SynchronizerConfig(Section):
     )
     sync_offset: int = safe_key(
         SyncSettings.offset,
-        "fixed: how many steps the explorer may run ahead; explorer_driven: after how many it asks first.",
+        "fixed: how many steps the explorer may run ahead; explorer_driven: how many it runs before it first asks.",
         unit="explore steps",
         ge=0,
     )
     sync_timeout: float = safe_key(SyncSettings.timeout_s, "How long one side waits for the other.", unit="s", gt=0)
     max_staleness: int | None = safe_key(
         None,
-        "Oldest experience that is trained, as train steps since its weights; null = no bound of its own.",
+        "Oldest experience that is trained, in train steps since its weights were published; null = no separate bound.",
         unit="train steps",
         ge=0,
     )
     require_batches: int = safe_key(
         TrainerSettings.require_batches,
-        "fully_async: batches that are there before the trainer takes the first of them; a divisor of sync_interval.",
+        "fully_async: batches that must have arrived before the trainer takes the first of them; a divisor of sync_interval.",
         unit="batches",
         ge=1,
     )
     staleness_threshold: float | None = safe_key(
         None,
-        "fully_async: tasks started beyond one sync window, as a share of it; 0 = none, null = no quota.  A quantity, not an age.",
+        "fully_async: tasks started beyond one sync window, as a fraction of it; 0 = none, null = no quota.  A quantity, not an age.",
         ge=0,
     )
     partial_rollout: bool = safe_key(
         SyncSettings.partial_rollout,
-        "Tasks that are under way at a sync are interrupted and go on under the new weights; false: the sync waits for them.",
+        "Tasks in progress at a sync are interrupted and continue under the new weights; false: the sync waits for them.",
     )
     kv_cache: Annotated[Literal["recompute", "keep"], IgnoreCase] = safe_key(
         SyncSettings.kv_cache, "Keys and values of running requests at a sync: computed again under the new weights, or kept."
@@ -101,9 +101,9 @@ class SynchronizerConfig(Section):
     overlap_broadcast_and_load: bool = safe_key(
         False, "nccl: receive the next bucket while one is verified; the model is loaded when all are whole."
     )
-    bucket_size_mb: int = safe_key(1024, "nccl: size of a bucket; a larger tensor goes alone.", unit="MB", ge=1)
+    bucket_size_mb: int = safe_key(1024, "nccl: size of a bucket; a larger tensor is sent alone.", unit="MB", ge=1)
     group_name: str | None = safe_key(None, "Name of the broadcast's process group.")
-    wait_for_checkpoint: bool = safe_key(False, "Wait for the checkpoint before a version is used.")
+    wait_for_checkpoint: bool = safe_key(False, "Wait for the checkpoint to be saved before a version is used.")
 
     def rules(self, at: str, told: Told) -> None:
         style, method = f"sync_style is {self.sync_style}", f"sync_method is {self.sync_method}"

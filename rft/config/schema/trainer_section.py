@@ -27,24 +27,28 @@ class CriticConfig(Section):
     micro_batch_size_per_gpu: int | None = safe_key(None, "Rows of one micro-batch.", unit="experiences", ge=1)
     max_token_len_per_gpu: int | None = safe_key(None, "Token budget of one micro-batch.", unit="tokens", ge=1)
     forward_micro_batch_size_per_gpu: int | None = safe_key(
-        None, "The same when values are only computed.", unit="experiences", ge=1
+        None, "The same where values are computed without training.", unit="experiences", ge=1
     )
-    forward_max_token_len_per_gpu: int | None = safe_key(None, "The same when values are only computed.", unit="tokens", ge=1)
+    forward_max_token_len_per_gpu: int | None = safe_key(
+        None, "The same where values are computed without training.", unit="tokens", ge=1
+    )
     use_dynamic_bsz: bool | None = safe_key(None, "Micro-batches by token budget instead of by rows.")
     use_remove_padding: bool = safe_key(
         True,
-        "Its batches are packed without padding, as the policy's are.  False: a row for each sequence, padded to the longest.",
+        "Pack its batches without padding, like the policy's.  False: a row for each sequence, padded to the longest.",
     )
     enable_gradient_checkpointing: bool | None = safe_key(None, "Recompute activations in the backward pass.")
     param_offload: bool = safe_key(False, f"Keep parameters on the host.  {_TOGETHER}")
     optimizer_offload: bool = safe_key(False, f"Keep optimizer state on the host.  {_TOGETHER}")
     grad_clip: float | None = key(None, "Largest gradient norm.  Null: trainer.grad_clip.", unit="gradient norm", gt=0)
-    cliprange_value: float = key(CriticSettings.cliprange_value, "Values are clipped to this distance from the old ones.", gt=0)
+    cliprange_value: float = key(
+        CriticSettings.cliprange_value, "New values are clipped to within this distance of the old ones.", gt=0
+    )
     ppo_epochs: int | None = key(None, "Passes over a batch.  Null: trainer.ppo_epochs.", unit="passes", ge=1)
 
 
 class RefConfig(Section):
-    """The reference model, where a KL needs one.  Micro-batches of its own are computed before the step; null: as trainer.log_prob_*."""
+    """The reference model, where a KL needs one.  Its micro-batches are computed before the step; null: as trainer.log_prob_*."""
 
     param_offload: bool = safe_key(False, "Keep its parameters on the host and fetch them for each layer.")
     reshard_after_forward: bool | None = safe_key(None, "Free gathered parameters after the forward pass.")
@@ -60,16 +64,16 @@ class CheckpointConfig(Section):
 
     save_contents: tuple[Content, ...] = safe_key(
         LearnerSettings.save_contents,
-        "What is saved; extra: step and seeds, which are always there; hf_model: a Hugging Face folder in every checkpoint.",
+        "What is saved; extra: step and seeds, which are always saved; hf_model: a Hugging Face folder in every checkpoint.",
         min_length=1,
     )
     load_contents: tuple[Content, ...] | None = safe_key(None, "What is loaded on resume.  Null: what was saved.", min_length=1)
     async_save: bool | None = safe_key(
-        None, "Copy a checkpoint to the host and write it while training goes on, one at a time.  Null: on GPUs."
+        None, "Copy a checkpoint to host memory and write it while training continues, one at a time.  Null: on GPUs."
     )
     best_metric: str | None = safe_key(
         None,
-        "Metric by its name in metrics.jsonl: the checkpoint where it is best is kept beside the max_checkpoints_to_keep newest.",
+        "Name of a metric in metrics.jsonl: the checkpoint with its best value is kept, besides the max_checkpoints_to_keep newest.",
     )
     best_mode: Annotated[Literal["max", "min"], IgnoreCase] = safe_key(
         TrainerSettings.best_mode, "Which values of best_metric are better."
@@ -104,14 +108,17 @@ class TrainerConfig(Section):
     """The training loop.  Null values are chosen for the device."""
 
     name: Name = safe_key("trainer", "Name in logs.")
-    trainer_type: Annotated[Literal["fsdp2"], renamed(verl="fsdp2")] = key("fsdp2", "Which trainer; verl means this one.")
+    trainer_type: Annotated[Literal["fsdp2"], renamed(verl="fsdp2")] = key(
+        "fsdp2", "Which trainer; verl is accepted and means this one."
+    )
     trainer_strategy: Annotated[Literal["fsdp2", "fsdp"], IgnoreCase] = key(
-        "fsdp2", "How the model is spread over ranks; fsdp is taken as fsdp2, with a warning."
+        "fsdp2", "How the model is sharded over ranks; fsdp is taken as fsdp2, with a warning."
     )
     total_steps: int | None = safe_key(None, "Stop after this many train steps.", unit="train steps", ge=1)
     eval_interval: int = safe_key(
         TrainerSettings.eval_interval,
-        "Mode train: loss on experience_buffer.eval_split every so many train steps; 0 = before the first and after the last only.",
+        "Mode train: compute the loss on experience_buffer.eval_split every so many train steps; 0 = only before the first and after the "
+        "last.",
         unit="train steps",
         ge=0,
     )
@@ -122,7 +129,7 @@ class TrainerConfig(Section):
         TrainerSettings.save_hf_checkpoint, "Which checkpoints also hold a Hugging Face model folder."
     )
     save_strategy: Annotated[Literal["unrestricted", "single_thread", "single_process", "single_node"], IgnoreCase] = safe_key(
-        "unrestricted", "How many may write at the same time."
+        "unrestricted", "How many may be written at the same time."
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What a checkpoint holds.")
     max_checkpoints_to_keep: int = safe_key(
@@ -140,7 +147,7 @@ class TrainerConfig(Section):
     )
     device: Device = safe_key("auto", "auto: cuda where the cluster has GPUs, else cpu.")
     world_size: int | None = safe_key(
-        None, "Training ranks.  Null: the GPUs that the engines leave, 1 on CPU.", unit="ranks", ge=1
+        None, "Training ranks.  Null: the GPUs left over by the engines, 1 on CPU.", unit="ranks", ge=1
     )
     cpu_threads: int | None = safe_key(None, "Threads of each rank.  Null: the machine's cores / ranks.", unit="threads", ge=1)
     param_dtype: Annotated[Literal["auto", "float32", "bfloat16"], IgnoreCase] = key(
@@ -155,14 +162,14 @@ class TrainerConfig(Section):
     router_aux_loss_coef: float = key(
         LearnerSettings.router_aux_loss_coef,
         "For mixtures of experts: factor of the load-balancing loss (arXiv:2101.03961), added to the policy's; 0 = off.  It costs one more "
-        "forward pass of each step, which counts how often each expert is chosen.",
+        "forward pass per step, which counts how often each expert is chosen.",
         ge=0,
     )
     row_layout: Annotated[AskedLayout, IgnoreCase] = safe_key(
         LearnerSettings.row_layout,
-        "How rows of a micro-batch lie.  shared: one behind the other, common beginnings computed once; packed: one behind the other; "
-        "padded: a line for each.  auto: the first of these that is exact for every layer type of the model.  Compared with plain rows of "
-        "transformers when the model is loaded; what is not exact is not used.",
+        "How the rows of a micro-batch are laid out.  shared: one after the other, common prefixes computed once; packed: one after the "
+        "other; padded: each padded to the longest.  auto: the first of these that is exact for every layer type of the model.  Each is "
+        "compared with plain rows of transformers when the model is loaded, and a layout that is not exact is not used.",
     )
     share_prompts: bool = safe_key(True, "False is an alias of row_layout: padded.")
     logprob_chunk_tokens: int = safe_key(
@@ -190,14 +197,14 @@ class TrainerConfig(Section):
     )
     shuffle_minibatches: bool = safe_key(
         LearnerSettings.shuffle_minibatches,
-        "Take the micro-batches in another order in every pass; rounding apart this changes nothing.",
+        "Take the micro-batches in another order in every pass; apart from rounding, this changes nothing.",
     )
     data_seed: int | None = safe_key(None, "Seed of that order.  Null: seed.", ge=0)
     critic_warmup: int = key(0, "First train steps in which only the critic is trained.", unit="train steps", ge=0)
     use_remove_padding: bool = safe_key(True, "False is an alias of row_layout: padded; the critic has its own.")
     balance_batch: bool = safe_key(
         LearnerSettings.balance_batch,
-        "Rows are dealt to ranks by their tokens.  False: in their order, equally many to each rank as far as groups allow.",
+        "Balance tokens over ranks.  False: in their order, equally many to each rank as far as groups allow.",
     )
     fix_actor_microbatch_loss_scale: bool = safe_key(True, "Cutting a batch differently never changes the gradient.")
     entropy_chunking: bool = safe_key(
@@ -250,9 +257,9 @@ class TrainerConfig(Section):
     use_fused_kernels: bool = safe_key(False, "Fused kernels for log-probs and entropies.")
     fused_kernel_backend: Annotated[Literal["torch", "triton"], IgnoreCase] = safe_key(
         "torch",
-        "torch: tiles of logits, the way that is always taken; triton: the work on a tile compiled into few kernels, on GPUs.",
+        "torch: tiles of logits, always available; triton: the work on a tile compiled into few kernels, on GPUs.",
     )
-    enable_preview: bool = safe_key(False, "Log the best and the worst experience of a step.")
+    enable_preview: bool = safe_key(False, "Log the best and the worst experience of every step.")
     critic: CriticConfig = section(CriticConfig, "The critic, where the algorithm has one.")
     ref: RefConfig = section(RefConfig, "The reference model.")
     profiler: ProfilerConfig = section(ProfilerConfig, "Traces, in the run's folder.")
@@ -270,4 +277,4 @@ class TrainerConfig(Section):
             text = f"needs {at}.enable_gradient_checkpointing: true; what that keeps for the backward pass goes to the host"
             told.error(f"{at}.enable_activation_offload", text)
         if self.trainer_strategy == "fsdp":
-            told.warn(f"{at}.trainer_strategy: fsdp is taken as fsdp2, the one strategy there is")
+            told.warn(f"{at}.trainer_strategy: fsdp is taken as fsdp2, the only strategy")

@@ -68,7 +68,7 @@ class MemoryTransport:
         return WeightManifest(version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied))
 
     def view(self, version: Version) -> mmap.mmap:
-        """The bytes of a staged version.  What is written to them reaches nobody.  Raises WeightSyncFailed."""
+        """The bytes of a staged version.  Writes to them are private.  Raises WeightSyncFailed."""
         slot = next((s for s in self._slots if s.version == version), None)
         if slot is None:
             held = ", ".join(str(s.version) for s in self._slots if s.version is not None)

@@ -43,7 +43,7 @@ class BroadcastTransport:
         return replace(self._memory.stage(version, tensors, tied), transport="nccl", broadcast=self._open)
 
     async def send(self, manifest: WeightManifest) -> None:
-        """In a thread of its own, because an engine that comes back is sent its weights while steps go on."""
+        """Runs in a thread, because a restarted engine is sent its weights while steps continue."""
         await asyncio.get_running_loop().run_in_executor(self._sending, self._send, manifest)
 
     async def abandon(self, round: int, reason: str) -> None:

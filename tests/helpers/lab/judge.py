@@ -2,7 +2,8 @@
 
 Rules: (1) what was acknowledged is stored, once, as it was; (2) no checkpoint was trained on a row twice, and its uses are those
 that its trainer was told; (3) acked = used + leased + available + explained, and every payload can be read; (4) a finished run used
-every row of the trained batches exactly once and has the weights of a run without faults.
+every row of the trained batches exactly once and has the weights of a run without faults; (5) each used row has the trainer's log-probs
+of one of its uses.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from rft.buffer.audit import audit_run
 from rft.buffer.base import Audit
 from rft.buffer.derived_state import chain, counted_uses
 from rft.buffer.location import connect, find
-from rft.buffer.schema import experiences, groups, uses
+from rft.buffer.schema import experiences, groups, token_logprobs, uses
 from rft.trainer import manifest as manifests
 from rft.types.ids import ExperienceId, Version
+from rft.types.token_logprobs import of_trainer
 from tests.helpers.lab.plan import Plan, weights_of
 
 
@@ -53,6 +55,7 @@ def judge(plan: Plan, *, finished: bool = True, may_lose: bool = False) -> Verdi
                 found = manifests.read(path)
                 _trained(tx, plan, verdict, found.version)
             _uses(tx, plan, verdict, may_lose)
+            _kept(tx, verdict)
     finally:
         engine.dispose()
     newest = manifests.latest(plan.checkpoints)
@@ -98,6 +101,17 @@ def _uses(tx: Connection, plan: Plan, verdict: Verdict, may_lose: bool) -> None:
                 verdict.problems.append(
                     f"step {e['lineage']}:{e['step']} has {len(found)} uses, its trainer was told {len(e['rows'])}"
                 )
+
+
+def _kept(tx: Connection, verdict: Verdict) -> None:
+    k = token_logprobs.c
+    kept = {r.experience: r for r in tx.execute(select(k.experience, k.step, k.token_start, k.pairs))}
+    if none := set(tx.scalars(select(uses.c.experience))) - kept.keys():
+        verdict.problems.append(f"{len(none)} used rows have no log-probs of the trainer, e.g. {min(none)}")
+    for name, row in kept.items():
+        numbers = set(of_trainer(row.token_start, row.pairs)[row.token_start :].tolist())
+        if numbers != {-float(row.step)}:
+            verdict.problems.append(f"{name} was used in step {row.step} and has the log-probs {numbers}")
 
 
 def _content(experience: str) -> tuple[int, int, int, int]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import xxhash
 
 from rft.buffer.settings import BufferSettings
 from rft.testing.storage_contract import group
+from rft.types import token_logprobs
 from rft.types.experience import Experience, failed
 from rft.types.ids import GroupId, Version
 
@@ -82,6 +84,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def skipped(self, step: int) -> bool:
         """Whether the step's gradient is "not finite"."""
         return step % 5 == 3
+
+    def logprobs(self, rows: list[Experience], step: int) -> bytes:
+        """What the trainer of `step` says of its rows: one number for all tokens, by which the step is known."""
+        return token_logprobs.encode([token_logprobs.beside(x, np.full(x.num_response_tokens, -step, np.float32)) for x in rows])
 
     def trained(self, step: int) -> set[tuple[int, int, int, int]]:
         """(explorer, batch, task, run) of every row that the weights of `step` were trained on."""

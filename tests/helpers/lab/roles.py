@@ -203,7 +203,7 @@ async def trainer(plan: Plan, events: Events) -> int:
         else:
             weights = learn(weights, rows)
             fault("lab.trainer.optimizer")
-            await client.call("use", line, step)
+            await client.call("use", line, step, logprobs=plan.logprobs(rows, step))
         events.say("skipped" if plan.skipped(step) else "used", lineage=line, step=step, rows=[str(x.id) for x in rows])
         fault("lab.trainer.used")
         if step % plan.save_interval == 0 or step == plan.steps:

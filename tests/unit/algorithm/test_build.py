@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm import composition
 from rft.algorithm.base import Advantages, Denominators, LossInputs, StepInputs, StepRow
 from rft.algorithm.composition import build, spread
 from rft.errors import ConfigError
@@ -180,3 +181,37 @@ def test_a_kl_penalty_of_ones_own(tmp_path: Path) -> None:
     assert prepared.rewards is not None and prepared.rewards[0].tolist() == pytest.approx([-0.125, 1.0])
     with pytest.raises(ConfigError, match="shar"):
         build(dataclasses.replace(settings, kl_penalty_fn_args={"shar": 0.25}))
+
+
+@pytest.mark.parametrize(
+    ("correction", "strategy", "calls"),
+    [
+        ({"rollout_is": "token"}, "default", 1),
+        ({"rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 9.0}, "default", 1),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": 9.0}, "default", 1),
+        ({"rollout_is": "token"}, "pf_ppo", 2),  # advantages see the weights of all rows, losses those of the drawn ones
+    ],
+)
+def test_a_correction_of_the_same_tokens_is_computed_once(
+    correction: dict[str, Any], strategy: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    correct = composition.correct
+    monkeypatch.setattr(composition, "correct", lambda *a: counted.append(1) or correct(*a))
+    settings = AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction, sample_strategy=strategy)
+    rows = [
+        StepRow(
+            group="g",
+            run=run,
+            step=0,
+            reward=float(run),
+            logprobs=np.array([-1.0, -2.0], np.float32),
+            old=np.array([-1.5, -1.0], np.float32),
+        )
+        for run in range(2)
+    ]
+    groups = {"g": GroupStats(group="g", rewards=(0.0, 1.0), mean=0.5, std=0.5**0.5)}
+    made = build(settings).prepare(StepInputs(rows=rows, groups=groups, step=1, seed=0))
+    assert len(counted) == calls
+    if "rollout_is" in correction:
+        assert made.weights is not None and np.allclose(made.weights[0], [np.exp(-0.5), 2.0])

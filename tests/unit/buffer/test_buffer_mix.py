@@ -10,7 +10,7 @@ import pytest
 
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
-from rft.buffer.mixing import Mix, demonstrations, expert_rows
+from rft.buffer.mixing import Mix, demonstrations
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings, MixSettings
 from rft.errors import BufferFailed, ConfigError
@@ -50,13 +50,6 @@ async def step(buffer: Buffer, lineage: int, number: int, *, rows: int = 4) -> t
     mine = [x for x in found if not x.is_expert]
     assert {str(x.group) for x in mine} == {g.group for g in lease.groups}
     return mine, [int(x.tokens[2]) - 100 for x in found if x.is_expert]
-
-
-@pytest.mark.parametrize(
-    ("ratio", "batch", "rows"), [(0.5, 64, 32), (0.3, 32, 10), (0.1, 30, 3), (0.2, 160, 32), (0, 8, 0), (1, 8, 8)]
-)
-def test_the_share_is_rounded_up_and_nothing_else(ratio: float, batch: int, rows: int) -> None:
-    assert expert_rows(ratio, batch) == rows
 
 
 async def test_every_batch_has_its_rows_and_a_resume_takes_the_same(tmp_path: Path) -> None:

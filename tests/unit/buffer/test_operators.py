@@ -221,7 +221,7 @@ async def test_failed_runs_are_not_shown_and_stay_failed() -> None:
 
 
 def test_the_order_is_reward_statistics_drop() -> None:
-    with pytest.raises(ConfigError, match=r"operators\[1\]: reward_shaping_mapper \(reward\) stands behind an operator of stage drop.*"
+    with pytest.raises(ConfigError, match=r"operators\[1\]: reward_shaping_mapper \(reward\) comes after an operator of stage drop.*"
                        r"Write them so: reward_shaping_mapper, pass_rate_calculator, reward_filter"):  # fmt: skip
         made(
             "reward_filter",

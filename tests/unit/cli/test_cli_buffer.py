@@ -214,7 +214,7 @@ def test_other_wrong_words(run_dir: Path, tmp_path: Path) -> None:
         (("sample", run, "--id", "0001.00"), "is not in"),
         (("sample", run, "--where", "rewrd > 1"), "Did you mean reward?"),
         (("sample", run, "--where", "reward > 1) --"), "syntax error"),
-        (("sample", run, "--id", "x", "--where", "reward > 1"), "cannot stand beside --id"),
+        (("sample", run, "--id", "x", "--where", "reward > 1"), "cannot be combined with --id"),
         (("export", run, "--to", str(tmp_path / "x.csv")), "must end in .parquet or .jsonl"),
         (("export", run, "--to", str(tmp_path / "no" / "x.parquet")), "cannot be written"),
         (("export", run, "--to", str(tmp_path / "no" / "x.jsonl")), "cannot be written"),
@@ -251,9 +251,9 @@ def test_a_ledger_that_cannot_be_read(run_dir: Path, tmp_path: Path, monkeypatch
         for name, why in [
             ("newer", "has format 99, this rft reads format"),
             ("older", "has format 1, this rft reads format"),
-            ("damaged", "is damaged or no ledger"),
-            ("torn", "is damaged or no ledger"),
-            ("empty", "is damaged or no ledger"),
+            ("damaged", "is damaged or not a ledger"),
+            ("torn", "is damaged or not a ledger"),
+            ("empty", "is damaged or not a ledger"),
             ("locked", "is locked by another program"),
         ]:
             _, err, code = said("buffer", "stats", str(tmp_path / name))
@@ -394,7 +394,7 @@ def test_sample_draws_as_many_as_asked_and_no_other(run_dir: Path) -> None:
     out, _, code = said("buffer", "sample", str(run_dir), "-n", "4", "--where", "state = 'used'", "--json")
     assert code == 0 and len(json.loads(out)) == 4 and {x["state"] for x in json.loads(out)} == {"used"}
     out, err, code = said("buffer", "sample", str(run_dir), "--where", "reward > 9")
-    assert code == 0 and not out and "no experience fulfils the condition" in err
+    assert code == 0 and not out and "no experience matches the condition" in err
 
 
 def test_sample_by_step_and_reward(run_dir: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_stage(folder: Path) -> None:
         (["--task", "-1"], "has tasks 0 to"),
         (["--taskset", "cpoy"], "write one of copy"),
         (["--engine", "vlm"], "write one of scripted, transformers, vllm, openai"),
-        (["--engine", "transformers", "--say", "x"], "only --engine scripted"),
+        (["--engine", "transformers", "--say", "x"], "only for --engine scripted"),
         (["--engine", "openai"], "name the server's model"),
         (["--engine", "openai", "--model", "m", "--tokens"], "a server gives no tokens"),
         (["--judge", "0.5"], "write scripted:TEXT, fake:NUMBER"),

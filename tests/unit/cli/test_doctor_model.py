@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rft.cli import doctor_command, doctor_model
 from rft.errors import ConfigError, RftError, RunFailed, SetupError
 from rft.launch import model_check, model_engine
-from rft.launch.model_engine import ANSWERS, Sampled
+from rft.launch.model_engine import ANSWERS, Sampled, Served
 from rft.trainer import attention
 from rft.trainer.policy import Policy
 from tests.helpers import families
@@ -126,20 +126,24 @@ def test_engines_are_compared_on_what_they_sampled(tmp_path: Path, monkeypatch: 
         logprobs = right(torch.tensor([[*prompt, *tokens]])).logits[0].log_softmax(-1)
     given = [float(logprobs[at - 1, token]) for at, token in ((3, 8), (4, 9))]
 
-    def answered(kind: str, device: str, model: Path, aside: Path, *, module: str) -> list[model_check.machine.Line]:
+    def answered(
+        kind: str, device: str, model: Path, aside: Path, *, module: str, deadline_s: float
+    ) -> list[model_check.machine.Line]:
         if kind == "vllm":
             return [model_check.machine.Line(topic=kind, state="note", text="not installed")]
         off = [0.0, 0.25] if kind == "wrong" else [0.0, 0.0]
         answers = [Sampled(prompt=prompt, tokens=tokens, logprobs=[a + b for a, b in zip(given, off, strict=True)])]
-        (aside / f"{kind}.{ANSWERS}").write_bytes(msgspec.json.encode(answers))
-        return [model_check.machine.Line(topic=kind, state="ok", text="1 answer")]
+        served = Served(sampled=answers, canary=[0.0, 0.5 if kind == "stale" else 0.0])
+        (aside / f"{kind}.{ANSWERS}").write_bytes(msgspec.json.encode(served))
+        return [model_check.machine.Line(topic=kind, state="ok", text="2 versions")]
 
     monkeypatch.setattr(model_check.machine, "checked", answered)
-    found = model_check.compare(folder, "cpu", engines=("transformers", "vllm", "wrong"))
-    good, missing, wrong = found.lines[-3:]
+    found = model_check.compare(folder, "cpu", engines=("transformers", "vllm", "wrong", "stale"))
+    good, missing, wrong, stale = found.lines[-4:]
     assert good.verdict == "exact" and good.logprobs is not None and good.logprobs <= 1e-5
     assert missing.verdict == "refused: not installed"
     assert wrong.verdict == "NOT EXACT" and wrong.logprobs == pytest.approx(0.25, abs=1e-4) and not found.good
+    assert stale.verdict == "NOT EXACT" and stale.logprobs == 0.5, "after a weight sync"
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:

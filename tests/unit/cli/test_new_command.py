@@ -49,17 +49,17 @@ def test_nothing_is_written_over(there: str, tmp_path: Path, monkeypatch: pytest
     path.parent.mkdir(parents=True)
     path.write_text("precious")
     done = rft("new", "workflow", "mine")
-    assert done.code == 2 and "is there already" in done.output and path.read_text() == "precious"
+    assert done.code == 2 and "already exists" in done.output and path.read_text() == "precious"
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "why"),
     [
-        ("workflow", "Mine", "small letters"),
-        ("workflow", "my-own", "small letters"),
-        ("workflow", "../mine", "small letters"),
-        ("workflow", "class", "no word of Python's"),
+        ("workflow", "Mine", "lower-case letters"),
+        ("workflow", "my-own", "lower-case letters"),
+        ("workflow", "../mine", "lower-case letters"),
+        ("workflow", "class", "not be a Python keyword"),
         ("workflow", "m", "2 to 50"),
         ("agent", "simple_workflow", "comes with rft has this name"),
         ("judge", "exact_answer", "comes with rft has this name"),

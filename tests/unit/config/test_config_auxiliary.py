@@ -83,7 +83,7 @@ def test_servers() -> None:
     assert (first.external.model_name, second.external.model_name) == ("gpt", "other")
     assert first.request_timeout_s == 9 and first.external.requests_per_minute == 60 and made.cluster.auxiliary == ()
     told = plan({"model_path": "gpt", "engine_type": "external", "tensor_parallel_size": 4}).warnings
-    assert any("tensor_parallel_size 4: no effect, the server decides that" in w for w in told)
+    assert any("tensor_parallel_size 4: no effect; the server decides this" in w for w in told)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_is_refused(model: dict[str, Any], text: str) -> None:
 def test_a_server_is_not_a_policy() -> None:
     values = config()
     values["explorer"]["rollout_model"]["engine_type"] = "external"
-    with pytest.raises(ConfigError, match=r"rollout_model.engine_type: a server gives no token ids"):
+    with pytest.raises(ConfigError, match=r"rollout_model.engine_type: a server returns no token ids"):
         resolve(from_dict(values), Facts(cpus=2, gpus=0))
 
 

@@ -350,7 +350,10 @@ class Greedy:
     [
         (("algorithm_type=gigpo",), r'gigpo reads info\["env_state_hash"\] of every experience.*math_workflow.*`gives = \("info'),
         (("algorithm_type=gigpo", "advantage_fn_args.env_state_hash_key=place"), r'info\["place"\]'),
-        (("algorithm_type=on_policy_distill",), "on_policy_distill reads teacher_logprobs of every experience, and nobody says"),
+        (
+            ("algorithm_type=on_policy_distill",),
+            "on_policy_distill reads teacher_logprobs of every experience, but nothing declares it",
+        ),
         (("advantage_fn=jsd",), r'jsd reads teacher_logprobs of every experience.*`gives = \("teacher_logprobs",\)`'),
     ],
 )

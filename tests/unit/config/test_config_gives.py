@@ -37,13 +37,13 @@ def errors(tiny_model: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("algorithm", "more", "says"),
     [
-        ("on_policy_distill", (), "on_policy_distill reads teacher_logprobs of every experience, and nobody says"),
+        ("on_policy_distill", (), "on_policy_distill reads teacher_logprobs of every experience, but nothing declares it"),
         ("jsd", (f"{TASKSET}.default_workflow_type=frozen_lake_workflow",), "a workflow that calls ctx.teach(name)"),
         ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow",), "asks a teacher; name one"),
         (
             "jsd",
             (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", f"{TASKSET}.workflow_args.teacher=master", TEACHER),
-            "no model has the name of workflow_args.teacher; there is teacher",
+            "no model has the name of workflow_args.teacher; the models are teacher",
         ),
         ("jsd", (f"{TASKSET}.default_workflow_type=on_policy_distill_workflow", TEACHER), ""),
         ("gigpo", (), 'gigpo reads info["env_state_hash"] of every experience'),

@@ -94,7 +94,7 @@ def test_fused_kernels_are_for_gpus() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.fused_kernel_backend: Triton's kernels run on GPUs"):
         plan(*asked)
     assert any("has no effect" in w for w in plan(asked[1]).warnings)
-    assert any("always computed so" in n for n in plan(asked[0]).notes)
+    assert any("always computed by tiles" in n for n in plan(asked[0]).notes)
 
 
 def test_forward_passes_have_their_own_micro_batches() -> None:

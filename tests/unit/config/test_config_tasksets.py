@@ -214,7 +214,7 @@ def test_operators_from_a_file(here):
 def test_pipelines_refused(here, change, key, message):
     found = errors(*MADE, change)
     if not message:
-        assert "none of these columns is there" in found[f"{PIPE}.order"]
+        assert "there is no column for any weight" in found[f"{PIPE}.order"]
         return
     assert any(k.startswith(key) and message in m for k, m in found.items()), found
 

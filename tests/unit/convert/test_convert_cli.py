@@ -119,11 +119,11 @@ def test_only_what_a_conversion_wrote_is_replaced(script: Path, tmp_path: Path, 
     mine.write_text("# Notes\n", encoding="utf-8")
     for arguments in (("-o", script), ("-o", mine), ("--report", mine)):
         assert rft(script, *arguments) == 2
-        assert "no conversion wrote it" in capsys.readouterr().err
+        assert "was not written by a conversion" in capsys.readouterr().err
     assert script.read_text() == SCRIPT.format(more="") and mine.read_text() == "# Notes\n"
     same = tmp_path / "same.md"
     assert rft(script, "-o", same, "--report", same) == 2
-    assert "a file of its own" in capsys.readouterr().err
+    assert "needs its own file" in capsys.readouterr().err
 
 
 def test_a_result_that_check_refuses_is_not_written(script: Path, tmp_path: Path, capsys: Any) -> None:
@@ -169,7 +169,6 @@ def test_recent_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "says"), [
     ("python train.py --lr 1e-5\n", "bad.sh"),
     ("python3 -m verl.trainer.main_ppo a.b='x\n", "line 1"),
-    ("a=$@7\npython3 -m verl.trainer.main_ppo trainer.nnodes=$((a + 1))\n", "it holds the script's arguments"),
     ("echo hello\n", "bad.sh"),
 ])  # fmt: skip
 def test_bad_scripts_are_told(text: str, says: str, tmp_path: Path, capsys: Any) -> None:

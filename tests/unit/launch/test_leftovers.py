@@ -146,7 +146,7 @@ def test_clean_ends_and_removes_what_a_dead_run_left() -> None:
         gone.append(leftovers.SHM / "psm_older")
         gone[-1].write_bytes(b"x")
         os.utime(gone[-1], (1, 1))
-        (temp / "rft-ray" / "session_1").mkdir(parents=True)
+        (temp / "rft-ray" / "ray" / "session_1").mkdir(parents=True)
         (temp / "rft-just-made").mkdir()
         (temp / f"rft-vllm-{dead.pid}-a").mkdir()
         (temp / f"rft-vllm-{os.getpid()}-a").mkdir()

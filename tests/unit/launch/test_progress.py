@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rft.launch.progress import Progress, duration, step_facts, summary
+from rft.launch.progress import STARTING, Progress, duration, step_facts, summary
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
@@ -45,6 +46,17 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         "eval  step 0: sums mean@8 0.280",
         "step 3/15  reward 0.531  length 12  staleness 1  tok/s 50  s/step 8.0  ETA 1m36s",
     ]
+
+
+def test_what_is_there_is_told_while_the_run_starts() -> None:
+    out, log = io.StringIO(), logging.getLogger("rft.launch.ray_runtime")
+    log.setLevel("INFO")
+    with Progress(Path("/runs/a"), total_steps=2, console=Console(file=out, width=160)) as p:
+        log.info("%s is up (pid %d)", "engine-0", 7, extra=STARTING)
+        log.info("something else")
+        p.update(record(0, "explorer"))
+    log.info("%s is up (pid %d)", "engine-0", 8, extra=STARTING)
+    assert out.getvalue().splitlines()[2:] == ["start engine-0 is up (pid 7), 0s"]
 
 
 def test_a_bar_on_a_terminal() -> None:

@@ -103,5 +103,5 @@ async def test_errors_of_a_call_are_its_own(child: int) -> None:
 
 
 def test_a_proxy_takes_its_limits_with_it() -> None:
-    proxy = Proxy.__reduce__(Proxy("handle", "engine-0", EngineFailed, limits=(None, None), start_s=5.0).bind(1))
-    assert proxy[1] == ("handle", "engine-0", EngineFailed, (1,), (None, None), 5.0)
+    proxy = Proxy.__reduce__(Proxy("handle", "engine-0", EngineFailed, limits=(None, None), start_s=5.0))
+    assert proxy[1] == ("handle", "engine-0", EngineFailed, (None, None), 5.0)

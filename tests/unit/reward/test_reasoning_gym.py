@@ -11,24 +11,12 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from rft.plugins import load_all
 from rft.reward.base import score
 from rft.reward.build_reward import build
-from rft.reward.gym_worker import evaluates
 from rft.reward.reasoning_gym import POOL
+from rft.taskset.gym_rows import plain
 from tests.helpers.answers import make_transcript, task
 
 ITEMS, SEED = 3, 5
 OF_OTHERS = "composite"  # its rows are of the data sets it is given, and name them
-EVALUATE = {
-    "binary_matrix",
-    "countdown",
-    "intermediate_integration",
-    "n_queens",
-    "number_sorting",
-    "polynomial_multiplication",
-    "puzzle24",
-    "simple_integration",
-    "spiral_matrix",
-    "string_insertion",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +32,9 @@ async def assert_scored_as_its_own(data: Any, rows: list[dict[str, Any]]) -> Non
         gold = row["answer"]
         if gold is None:  # scored by rules alone: any text will do
             gold = "no"
-        of = msgspec.structs.replace(task(gold), row=row)
+        if "Integral(" in gold:  # SymPy did not solve it
+            continue
+        of = msgspec.structs.replace(task(gold), row=plain(row))
         for said in (gold, f"<think>x</think><answer>{gold}</answer>"):
             assert (await score(fn, of, make_transcript(said))).value == float(data.score_answer(gold.strip(), row)), (row, said)
         assert row["answer"] is None or float(data.score_answer(gold, row)) == float(data.score_answer(gold.strip(), row))
@@ -70,10 +60,6 @@ async def test_gold_answers_score_as_reasoning_gym_scores_them(name):
 async def test_an_answer_of_codeio_is_data_and_may_hold_anything(gold):
     data, rows = rows_of("codeio")
     await assert_scored_as_its_own(data, [{**rows[0], "answer": gold}])
-
-
-def test_the_data_sets_that_evaluate_an_answer_are_known():
-    assert {name for name, (of_data, _) in DATASETS.items() if evaluates(of_data)} == EVALUATE
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def simulate(
 
     After a resume `held` batches from `cursor` on are in the buffer already, the first of them with `used` units gone.
 
-    Returns the staleness of every trained step and the end time.  Raises RuntimeError when nobody can go on.
+    Returns the staleness of every trained step and the end time.  Raises RuntimeError when neither can continue.
     """
     published = trained = schedule.start_step
     done: dict[int, int] = {cursor + i: schedule.start_step for i in range(held)}  # batch -> version step that began it

@@ -291,7 +291,7 @@ async def test_the_end(world: World) -> None:
 
 
 BEFORE_RESUME = {
-    "missing": "did not get",
+    "missing": "got no weights",
     "unexpected": "not in the model",
     "hash": "damaged",
     "probe": "layer head",

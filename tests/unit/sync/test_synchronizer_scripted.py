@@ -25,7 +25,7 @@ from rft.types.ports import ScoreRow, WeightManifest
 PROMPTS = [list(f"probe number {i}".encode()) for i in range(8)]
 SAID = {
     "sync.skip": "differ from the trainer's",
-    "sync.missing_tensor": "did not get any weights",
+    "sync.missing_tensor": "got no weights",
     "sync.stale_head": "layer lm_head computes with other weights",
     "sync.corrupt_byte": "arrived damaged",
     "sync.wrong_version": "loaded version 1:2",

@@ -190,7 +190,7 @@ def test_evaluation_takes_every_row_once_in_the_selectors_order():
     assert shuffled == evaluation_order(taskset(is_eval=True, selector="shuffle", seed=3))
     assert shuffled != evaluation_order(taskset(is_eval=True, selector="shuffle", seed=4))
     assert sorted(evaluation_order(taskset(is_eval=True, selector="random"))) == list(range(8))
-    with pytest.raises(ConfigError, match="goes by pass rates of training"):
+    with pytest.raises(ConfigError, match="uses pass rates of training"):
         evaluation_order(taskset(is_eval=True, selector="difficulty_based", feature_keys=("weak", "strong")))
 
 

@@ -69,7 +69,7 @@ def test_sql_tables_and_queries(database):
         ({"query": "DELETE FROM plain"}, "must begin with SELECT or WITH"),
         ({"query": "WITH x AS (SELECT 1) DELETE FROM plain"}, "attempt to write a readonly database"),
         ({"query": "SELECT nope"}, "no such column: nope"),
-        ({"query": "SELECT 1", "table": "plain"}, "query goes without table"),
+        ({"query": "SELECT 1", "table": "plain"}, "query cannot be combined with table"),
         ({"tabel": "plain"}, "tabel: Extra inputs are not permitted"),
     ],
 )
@@ -199,7 +199,7 @@ def test_tables_are_checked_as_a_whole(tmp_path):
         open_taskset(settings(path))
     assert prompts(open_taskset(settings(path, skip_bad_rows=True))) == ["a", "c"]
     pq.write_table(pa.Table.from_pylist([{"prompt": i, "response": "1"} for i in range(3)]), path)
-    with pytest.raises(ConfigError, match=r"row 0: key 'prompt' is 0 \(int\); it must be a text"):
+    with pytest.raises(ConfigError, match=r"row 0: key 'prompt' is 0 \(int\); it must be a non-empty text"):
         open_taskset(settings(path))
 
 

@@ -85,9 +85,7 @@ def test_order_and_top_k(make):
     assert str(prepared) == "inputs 5 → pass_rate_score 5 → sort 5 → top 3 3"
     shuffled = [numbers(prepare(make(order="shuffle", seed=s))) for s in (1, 1, 2)]
     assert shuffled[0] == shuffled[1] != shuffled[2] and sorted(shuffled[0]) == [0, 1, 2, 3, 4]
-    with pytest.raises(
-        ConfigError, match="none of these columns is there with a weight; there are prompt, pass_rate, quality, kind"
-    ):
+    with pytest.raises(ConfigError, match="there is no column for any weight; the columns are prompt, pass_rate, quality, kind"):
         prepare(make(order="sort", priority_weights={**WEIGHTS, "quality": 0}))
 
 
@@ -200,7 +198,7 @@ def test_what_was_made_from_something_else_is_never_overwritten(make, tmp_path):
         prepare(settings)
     mine = tmp_path / "mine.jsonl"
     mine.write_text("{}\n")
-    with pytest.raises(ConfigError, match="nothing says what it was made from"):
+    with pytest.raises(ConfigError, match="there is no record of what it was made from"):
         write(make(("deduplicate", {}), output=str(mine)))
     assert mine.read_text() == "{}\n"
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -47,8 +50,8 @@ def test_jsonl(tmp_path, end, bom):
             r"data\.jsonl:2: the row has no key 'response'; its keys are prompt",
         ),
         (b'{"question": "a"}\n', r"data\.jsonl:1: the row has no key 'prompt'; its keys are question\.  .*format\.prompt_key"),
-        (b'{"prompt": 3}\n', r"data\.jsonl:1: key 'prompt' is 3 \(int\); it must be a text"),
-        (b'{"prompt": ""}\n', r"must be a text that is not empty"),
+        (b'{"prompt": 3}\n', r"data\.jsonl:1: key 'prompt' is 3 \(int\); it must be a non-empty text"),
+        (b'{"prompt": ""}\n', r"must be a non-empty text"),
         (b"", "has no rows"),
         (b"\n\n", "has no rows"),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}', r"data\.jsonl:2: not UTF-8 \(byte 0xff"),
@@ -157,6 +160,52 @@ def test_reasoning_gym():
         open_taskset(settings("reasoning_gym://chain_sum", args={"min_trms": 2}))
     with pytest.raises(ConfigError, match="does not take these arguments"):
         open_taskset(settings("reasoning_gym://chain_sum", args={"min_terms": 9, "max_terms": 2}))
+    mixed = open_taskset(
+        settings("reasoning_gym://composite", args={"datasets": [{"name": "chain_sum"}, {"name": "leg_counting"}]})
+    )
+    assert {mixed.task(i).row["metadata"]["source_dataset"] for i in range(20)} == {"chain_sum", "leg_counting"}
+
+
+HASHED = """
+import json, sys
+from rft.taskset.open_source import open_taskset
+from rft.taskset.settings import TasksetSettings
+found = {}
+for name in sys.argv[1:]:
+    made = open_taskset(TasksetSettings(name="t", workflow="w", path=f"reasoning_gym://{name}", args={"size": 6}))
+    found[name] = [made.fingerprint, *(str(made.task(i).prompt) for i in (3, 1))]
+print("found", json.dumps(found))
+"""
+
+
+def reasoning_gym_found(*names):
+    """What processes with different hashes of texts find in the data sets: one dict for each process."""
+    for seed in "1", "2":
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", HASHED, *names],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        yield json.loads(done.stdout.rpartition("found ")[2])
+
+
+@pytest.mark.e2e
+def test_rows_of_reasoning_gym_are_those_of_every_other_process():
+    """Keys that are numbers (graph_color), shared random generators (codeio), the order of sets (the others)."""
+    first, second = reasoning_gym_found(
+        "graph_color", "codeio", "isomorphic_strings", "knight_swap", "ransom_note", "word_ladder"
+    )
+    assert first == second
+
+
+@pytest.mark.slow
+def test_every_data_set_of_reasoning_gym_is_the_same_in_every_process():
+    from reasoning_gym.factory import DATASETS
+
+    first, second = reasoning_gym_found(*sorted(set(DATASETS) - {"composite"}))  # that one is made of others, which are given
+    assert first == second
 
 
 def test_python_factories(tmp_path):

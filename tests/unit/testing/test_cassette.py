@@ -56,7 +56,7 @@ def test_another_request_is_a_miss_that_shows_the_difference(tmp_path: Path) -> 
     with pytest.raises(CassetteMiss, match=r"(?s)nearest.*-.*Guess\.\"\n.*\+.*Guess!\"") as caught:
         run_workflow(Twice, {"prompt": "Guess!", "truth": "7"}, RecordedModel(tmp_path / "c.json"))
     assert "c.json has no answer for this generate request" in str(caught.value)
-    with pytest.raises(CassetteMiss, match=r"recorded 1 time\(s\) and is asked once more"):
+    with pytest.raises(CassetteMiss, match=r"recorded 1 time\(s\) and is asked again"):
         run_workflow(Twice, ROW, RecordedModel(tmp_path / "c.json"), n=2)
 
 

@@ -77,7 +77,7 @@ def test_runs_have_scripts_of_their_own() -> None:
 
 
 def test_a_script_that_is_too_short_says_what_was_asked() -> None:
-    with pytest.raises(EngineFailed, match="over after 1 calls, and the workflow asks once more: 'no'"):
+    with pytest.raises(EngineFailed, match="over after 1 calls, and the workflow asks again: 'no'"):
         run_workflow(Guess, ROW, ScriptedModel("1"))
 
 
@@ -263,7 +263,7 @@ def test_history_that_was_tokenised_anew_is_found() -> None:
     prompt = second.completion.prompt_tokens.copy()
     prompt[len(first.completion.prompt_tokens)] += 1
     anew = msgspec.structs.replace(second, completion=msgspec.structs.replace(second.completion, prompt_tokens=prompt))
-    with pytest.raises(InvariantBroken, match="call 1: what was said before was tokenised anew"):
+    with pytest.raises(InvariantBroken, match="call 1: earlier turns were tokenised again"):
         history(Transcript(turns=(first, anew), layout="steps"))
     history(Transcript(turns=(first, second), layout="steps"))
 

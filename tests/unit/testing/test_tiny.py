@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,8 @@ def test_same_seed_same_weights(tmp_path: Path, tiny_model: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "other"]
 
 
-def test_copy_task(tmp_path: Path) -> None:
-    folder = tiny.write_tasks(tmp_path)
-    train, held_out = ([json.loads(line) for line in (folder / f"{s}.jsonl").read_text().splitlines()] for s in ("train", "eval"))
+def test_copy_task() -> None:
+    train, held_out = tiny.copy_tasks("train"), tiny.copy_tasks("eval")
     assert (len(train), len(held_out)) == (2048, 100)
     assert all(row["prompt"][-1] == row["response"] for row in train + held_out)
     assert not {row["prompt"][:2] for row in train} & {row["prompt"][:2] for row in held_out}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rft.errors import ConfigError
+from rft.trainer import policy
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import LearnerSettings, LoraSettings
@@ -85,6 +86,20 @@ def test_it_is_what_transformers_computes(
         assert scale > 0
         for name, given in gradient.items():
             assert float((full[name] - plain[name] - given).abs().max()) <= 1e-4 * scale, name
+
+
+def test_counting_leaves_the_output_layer_out(
+    tmp_path: Path, settings: Settings, grouped: list[TrainRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    heads = policy.token_logprobs
+    monkeypatch.setattr(policy, "token_logprobs", lambda *a, **k: calls.append(1) or heads(*a, **k))
+    learner = Learner(settings(model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_aux_loss_coef=COEF))
+    calls.clear()  # of the proof at load
+    mine(learner, grouped, Budget(4000))
+    assert len(calls) == 1
+    assert learner._micro_batch(grouped).counts is not None
+    assert Learner(settings())._micro_batch(grouped).counts is None
 
 
 def test_it_is_off_by_default(tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:

@@ -20,6 +20,7 @@ from rft.errors import RunFailed, WeightSyncFailed
 from rft.sync.transport.checkpoint import CheckpointTransport
 from rft.trainer import manifest as manifests
 from rft.trainer.learner import Learner
+from rft.trainer.pack import TrainRow
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import AlgorithmSettings, LearnerSettings, TrainerSettings
 from rft.trainer.trainer import Trainer
@@ -56,6 +57,9 @@ class Sync:
         self.scores.append(scores[0])
         self.published.append(manifest.version)
         return []
+
+    async def step_started(self, step: int) -> None:
+        assert not self.trained_steps or step > max(self.trained_steps)
 
     async def step_finished(self, step: int, *, finished: bool = False) -> None:
         if finished:
@@ -320,6 +324,17 @@ async def test_weights_that_no_engine_serves_end_the_run(buffer: Buffer, tmp_pat
     stage.sync.refuse = Version(lineage, 2)
     with pytest.raises(WeightSyncFailed, match="engine-0"):
         await stage.trainer.run()
+
+
+async def test_the_shortest_rows_of_the_first_batch_are_checked_once(
+    learner: Callable[..., Learner], rows: list[TrainRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = learner(), []
+    monkeypatch.setattr(made, "check_rows", lambda rows: given.append([len(r.tokens) for r in rows]))
+    ranks = Ranks(made)
+    for _ in range(2):
+        await ranks.check_rows(rows)
+    assert given == [sorted(len(r.tokens) for r in rows)[:4]] and len(rows) > 4, "no more is sent to the other ranks"
 
 
 async def test_running_out_of_memory_names_the_remedy(

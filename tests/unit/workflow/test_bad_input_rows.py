@@ -51,7 +51,7 @@ TABLE = {
         "unit/reward/test_judge.py::test_anything_else_is_unreadable",
         "unit/reward/test_judge.py::test_unreadable_is_asked_again_then_unscored_and_never_zero",
         "unit/reward/test_judge.py::test_no_text_closes_its_block_or_the_message",
-        "unit/reward/test_judge_probes.py::test_a_fenced_prompt_is_not",
+        "attacks/test_judge_probes.py::test_a_fenced_prompt_is_not",
     ),
     "I22 servers": (
         "unit/workflow/test_bad_tools_and_servers.py::test_strangers_get_nothing_and_change_nothing",

@@ -19,6 +19,7 @@ from rft.types.task import SamplingArgs, Task
 from rft.workflow import endpoint, endpoint_wire
 from rft.workflow.base import RunContext
 from rft.workflow.endpoint import serve, serve_models
+from tests.attacks.table import attack
 
 HI = [{"role": "user", "content": "hi"}]
 TASK = Task(taskset="t", index=0, prompt="hi", truth="4", workflow="w", sampling=SamplingArgs(max_tokens=3))
@@ -75,6 +76,11 @@ ATTACKS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@attack(
+    "H4",
+    "token ids that no model has, arguments for the tokenizer behind the template, halves of characters",
+    "400 with what is allowed; the engine answers the next request",
+)
 @pytest.mark.parametrize("page,body,allowed", ATTACKS, ids=lambda v: str(v)[:60])
 async def test_it_is_refused_and_the_engine_goes_on(
     transformers: TransformersEngine, page: str, body: dict[str, Any], allowed: str
@@ -85,6 +91,7 @@ async def test_it_is_refused_and_the_engine_goes_on(
     assert status == 200
 
 
+@attack("H4", "the same to models that are served beside runs", "the same")
 async def test_other_models_are_as_safe(transformers: TransformersEngine) -> None:
     async with serve_models({"judge": transformers}) as models:
         for page, body, allowed in ATTACKS:
@@ -93,6 +100,7 @@ async def test_other_models_are_as_safe(transformers: TransformersEngine) -> Non
         assert (await ask(*models["judge"], "/chat/completions", {"messages": HI}))[0] == 200
 
 
+@attack("H4", "an answer that the engine's parser fails on", "500 for that request alone")
 async def test_an_answer_that_cannot_be_read_fails_its_own_request(
     transformers: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +114,7 @@ async def test_an_answer_that_cannot_be_read_fails_its_own_request(
     assert (await post(transformers, "/chat/completions", {"messages": HI}))[0] == 200
 
 
+@attack("H4", "the engine fails while it reads prompts", "everybody who waits is told at once; nobody waits for an hour")
 async def test_an_engine_that_breaks_while_it_reads_prompts_answers_everybody_at_once(
     transformers: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +127,7 @@ async def test_an_engine_that_breaks_while_it_reads_prompts_answers_everybody_at
         assert status == 500 and "the model is broken" in answer["error"]["message"]
 
 
+@attack("L", "values of a wrong kind or size in messages, tools and sampling", "400 with the field, never 500")
 @pytest.mark.parametrize(
     "body",
     [
@@ -143,6 +153,11 @@ async def test_a_value_of_the_wrong_kind_or_size_is_refused(body: dict[str, Any]
     assert status == 400 and answer["error"]["message"]
 
 
+@attack(
+    "M8",
+    "bodies of millions of values, without bottom, of 17 MB, or that are no JSON",
+    "refused before they are parsed, 413 or 400",
+)
 @pytest.mark.parametrize(
     "body,status,why",
     [
@@ -165,6 +180,7 @@ async def test_a_body_is_bounded_before_it_is_parsed(monkeypatch: pytest.MonkeyP
     assert len(parsed) <= (status == 400) + 1, "the answer is read with json.loads, too"
 
 
+@attack("M8", "a text full of brackets and commas", "no values: it is read")
 async def test_brackets_and_commas_of_texts_are_no_values() -> None:
     content = '[{,"\\' * 400_000
     status, _ = await post(ScriptedEngine("a"), "/completions", {"prompt": content})
@@ -172,6 +188,7 @@ async def test_brackets_and_commas_of_texts_are_no_values() -> None:
     assert endpoint_wire.parse(json.dumps({"prompt": content}).encode()) == {"prompt": content}
 
 
+@attack("L", "fifty connections that send nothing, or a byte now and then", "closed; others are served")
 @pytest.mark.parametrize(
     "sent",
     [b"", b"POST /v1/completions HTTP/1.1\r\nX-Slow: ", b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: 100\r\n\r\n{"],

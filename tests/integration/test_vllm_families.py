@@ -1,0 +1,53 @@
+"""Families in real engines, as `rft doctor --model` and scripts/model_table.py try them; and what a trainer exports, served by vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rft.engine.environment import cpu_environment
+from rft.engine.settings import EngineSettings
+from rft.engine.vllm import VllmEngine
+from rft.launch import model_check
+from rft.testing.engine_contract import ask
+from rft.trainer.learner import Learner
+from rft.trainer.settings import LearnerSettings
+from tests.helpers import families
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's imports are full of other people's deprecations
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_a_family_is_served_through_a_weight_sync(family: str, tmp_path: Path) -> None:
+    """Two versions of a trainer: hashes, layer probes and canary of each, and tokens against plain rows of transformers."""
+    folder = families.make(family, tmp_path / "m", words=True)
+    report = model_check.compare(folder, "cpu", engines=("transformers", "vllm"), layouts=(), objectives=())
+    assert [(line.what, line.verdict) for line in report.lines] == [("transformers engine", "exact"), ("vllm engine", "exact")]
+    assert all(line.logprobs is not None and 0 < line.logprobs < 1e-4 for line in report.lines)
+
+
+async def test_an_exported_mixture_of_experts_is_served_as_it_is(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    base = families.make("qwen3_moe", tmp_path / "base", words=True)
+    learner = Learner(LearnerSettings(model_path=str(base), row_layout="padded"))
+    with torch.no_grad():
+        for parameter in learner.policy.names().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    out = tmp_path / "out"
+    out.mkdir()
+    learner.export(str(out))
+    settings = EngineSettings(model_path=str(out), max_model_len=100, max_num_seqs=4, kv_cache_bytes=1 << 26, fixed_weights=True)
+    for name, value in cpu_environment(settings).items():
+        environment.setenv(name, value)
+    engine = await VllmEngine.start(settings)
+    try:
+        (c,) = await engine.generate(ask(max_tokens=24, ignore_eos=True))
+    finally:
+        await engine.close()
+    ids = torch.from_numpy(np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = learner.policy.lm(ids, use_cache=False).logits[0, len(c.prompt_tokens) - 1 : -1]
+    want = logits.log_softmax(-1).gather(1, ids[0, len(c.prompt_tokens) :, None])[:, 0].numpy()
+    assert np.abs(want - c.logprobs).max() < 1e-4

@@ -1,0 +1,137 @@
+"""Rows that come and go in a model's cache give what a forward without a cache gives, whatever kinds of layers it has."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+from rft.engine import forwards, kvcache
+from rft.engine.settings import EngineSettings
+from rft.engine.transformers import TransformersEngine
+from rft.errors import SetupError
+from rft.testing.engine_contract import Subject, ask, clean, shaken
+from rft.types.completion import Completion
+from rft.types.ids import Version
+from rft.types.ports import ScoreRow
+from tests.helpers import experts, families
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
+QUICK = ("deepseek_v3", "gemma2", "lfm2", "qwen3_5_text")
+REFUSED = ("minimax",)  # its cache does not follow rows that leave
+
+
+def loaded(family: str, folder: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kvcache.register()
+    made = families.make(family, folder, words=True)
+    how = forwards.attention_for(AutoConfig.from_pretrained(made))
+    return AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, **how).eval()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in families.FAMILIES if f not in REFUSED],
+)
+def test_a_cache_changes_nothing(family: str, tmp_path: Path) -> None:
+    forwards.prove(loaded(family, tmp_path / "m"), "engine")
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_cache_that_does_not_follow_rows_is_refused(family: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"engine: MiniMaxForCausalLM cannot write texts with a cache: .* Use vllm"):
+        forwards.prove(loaded(family, tmp_path / "m"), "engine")
+
+
+def test_rows_that_are_mixed_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that leaves takes the place of another: only a comparison sees it."""
+    model = loaded("lfm2", tmp_path / "m")
+    forwards.prove(model, "engine")
+    reorder = Cache.reorder_cache
+    monkeypatch.setattr(
+        Cache, "reorder_cache", lambda self, order: reorder(self, order.flip(0) if len(order) == 2 else order - order)
+    )
+    with pytest.raises(SetupError, match=r"differ by .* nats from those without one, allowed are 0\.001"):
+        forwards.prove(model, "engine")
+
+
+@pytest.fixture(params=["qwen3_5_text", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def folder(request: Any, tmp_path: Path) -> Path:
+    return families.make(request.param, tmp_path / "m", words=True)
+
+
+async def started(folder: Path, **more: Any) -> tuple[Subject, Any]:
+    settings = EngineSettings(engine_type="transformers", model_path=str(folder), max_model_len=120, max_num_seqs=7, **more)
+    engine = await TransformersEngine.start(settings)
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Subject(engine, experts.weights(model), {}, folder.parent), model
+
+
+def apart(model: Any, c: Completion) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, len(c.prompt_tokens) - 1 : -1] / c.sampling.temperature
+    want = logits.log_softmax(-1).gather(1, ids[0, len(c.prompt_tokens) :, None])[:, 0].numpy()
+    return np.abs(want - c.logprobs)
+
+
+async def test_rows_of_a_hybrid_come_go_and_are_computed_again(folder: Path) -> None:
+    subject, model = await started(folder)
+    try:
+        old, new = shaken(subject.weights, 1), shaken(subject.weights, 2)
+        assert clean(await subject.publish(old, Version(1, 1)))
+        sizes = ((3, 2, 60), (3, 1, 4), (11, 2, 60), (5, 3, 9), (5, 1, 2))
+        asked = [subject.engine.generate(ask("w" * size, n=n, max_tokens=most, temperature=0.9)) for size, n, most in sizes]
+        running = asyncio.gather(*asked)
+        await asyncio.wait([running], timeout=0.1)
+        assert clean(await subject.publish(new, Version(1, 2)))
+        made = [c for answers in await running for c in answers]
+        for weights, version in ((old, Version(1, 1)), (new, Version(1, 2))):
+            experts.set_weights(model, weights)
+            for c in made:
+                for span in c.version_spans:
+                    assert span.version != version or apart(model, c)[span.start : span.end].max() < 1e-4
+        row = ScoreRow(tokens=np.concatenate([made[0].prompt_tokens, made[0].tokens]), prompt_length=len(made[0].prompt_tokens))
+        again = await subject.engine.logprobs(row)
+        ids = torch.from_numpy(row.tokens.astype(np.int64))[None]
+        with torch.no_grad():
+            want = model(ids, use_cache=False).logits[0, row.prompt_length - 1 : -1].log_softmax(-1)
+        assert np.abs(again - want.gather(1, ids[0, row.prompt_length :, None])[:, 0].numpy()).max() < 1e-4
+    finally:
+        await subject.engine.close()
+
+
+async def test_a_deterministic_hybrid_writes_the_same_in_any_company(folder: Path) -> None:
+    subject, _ = await started(folder, deterministic=True)
+    try:
+        assert clean(await subject.publish())
+        asked = [ask("q" * (1 + i // 2), n=2, max_tokens=4 + 3 * i, seed=i, ignore_eos=True) for i in range(4)]
+        alone = [await subject.engine.generate(request) for request in asked]
+        together = await asyncio.gather(*map(subject.engine.generate, asked))
+        for a, b in zip((c for made in alone for c in made), (c for made in together for c in made), strict=True):
+            assert a.tokens.tobytes() == b.tokens.tobytes() and a.logprobs.tobytes() == b.logprobs.tobytes()
+    finally:
+        await subject.engine.close()
+
+
+async def test_experts_of_a_hybrid_are_told(tmp_path: Path) -> None:
+    folder = families.make("qwen3_next", tmp_path / "m", words=True)
+    subject, _ = await started(folder, router_replay=True)
+    model = experts.model(folder)
+    try:
+        assert clean(await subject.publish())
+        asked = [ask("w" * (1 + 3 * i), n=1 + i, max_tokens=3 + 5 * i) for i in range(3)]
+        for answers in await asyncio.gather(*map(subject.engine.generate, asked)):
+            for c in answers:
+                error, same = experts.compare(model, c)
+                assert error < 1e-4 and same.all()
+    finally:
+        await subject.engine.close()

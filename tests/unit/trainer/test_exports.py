@@ -1,0 +1,94 @@
+"""What a trainer writes for others: names, values and buffers of a checkpoint that transformers and engines load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rft.engine.weights import saved_buffers
+from rft.trainer import hf_folder
+from rft.trainer.learner import Learner
+from rft.trainer.settings import LearnerSettings, LoraSettings
+from tests.helpers import families
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of kernels that are not installed
+SLOW = pytest.mark.slow
+EXPERTS = ["deepseek_v3", *(pytest.param(f, marks=SLOW) for f in ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "nemotron_h"))]
+
+
+def shaken(learner: Learner) -> Learner:
+    """Weights, and biases of routers, that differ from those of the folder."""
+    with torch.no_grad():
+        for tensor in (*learner.policy.names().values(), *learner.policy.saved_buffers().values()):
+            tensor.add_(torch.randn_like(tensor), alpha=0.05)
+    return learner
+
+
+def logits(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(24).view(2, 12)).logits
+    return found
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(family: str, tmp_path: Path) -> None:
+    base = families.make(family, tmp_path / "base")
+    settings = LearnerSettings(model_path=str(base), row_layout="padded")
+    learner = shaken(Learner(settings))
+    with torch.no_grad():
+        want = learner.policy.lm(torch.arange(24).view(2, 12), use_cache=False).logits
+    folders = [tmp_path / name for name in ("exported", "assembled")]
+    for folder in folders:
+        folder.mkdir()
+    learner.export(str(folders[0]))
+    learner.save(str(tmp_path / "step" / "trainer"), 1)
+    hf_folder.assemble(tmp_path / "step" / "trainer", folders[1])
+    names = {n: t.dtype for n, t in load_file(base / "model.safetensors").items()}
+    for folder in folders:
+        assert {n: t.dtype for n, t in load_file(folder / "model.safetensors").items()} == names
+        assert (logits(folder) - want).abs().max() < 1e-5
+    assert (logits(base) - want).abs().max() > 0.01
+    for checkpoint in (tmp_path / "step" / "trainer", _exported_only(tmp_path, folders[0], learner)):
+        again = Learner(settings)
+        again.load(str(checkpoint))
+        for name, tensor in {**learner.policy.names(), **saved_buffers(learner.policy.lm)}.items():
+            assert torch.equal({**again.policy.names(), **saved_buffers(again.policy.lm)}[name], tensor), name
+
+
+def _exported_only(folder: Path, exported: Path, learner: Learner) -> Path:
+    """A checkpoint that holds the exported model and no parts of ranks."""
+    only = Learner(replace(learner.settings, save_contents=("hf_model",)))
+    only.save(str(folder / "only" / "trainer"), 1)
+    exported.rename(folder / "only" / "huggingface")
+    return folder / "only" / "trainer"
+
+
+@pytest.mark.parametrize(
+    "family", ["nemotron_h", *(pytest.param(f, marks=SLOW) for f in ("deepseek_v3", "qwen3_moe", "llama4_text"))]
+)
+def test_an_adapter_is_added_to_a_base_with_other_names(family: str, tmp_path: Path) -> None:
+    base = families.make(family, tmp_path / "base")
+    lora = LoraSettings(rank=4, alpha=8.0, target_modules="all-linear")
+    learner = Learner(LearnerSettings(model_path=str(base), row_layout="padded", lora=lora))
+    adapter: Any = learner.policy.adapter
+    with torch.no_grad():
+        for value in adapter.parameters().values():
+            value.normal_(std=0.2)
+        want = learner.policy.lm(torch.arange(24).view(2, 12), use_cache=False).logits
+    learner.save(str(tmp_path / "trainer"), 1)
+    for name in ("exported", "assembled"):
+        (tmp_path / name).mkdir()
+    learner.export(str(tmp_path / "exported"))
+    hf_folder.assemble(tmp_path / "trainer", tmp_path / "assembled")
+    assert (logits(base) - want).abs().max() > 0.01
+    for name in ("exported", "assembled"):
+        assert (logits(tmp_path / name) - want).abs().max() < 1e-4
