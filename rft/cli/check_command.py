@@ -129,10 +129,12 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
     if errors:
         out.print(f"[bold red]{path}: {len(errors)} error(s)[/]")
     else:
-        stage = " (the file and its names; plugins, data and model were not opened)" if report.schema_only else ""
+        stage = ""
+        if report.schema_only:
+            stage = f" (the file and its names; plugins, data and model were not opened): {report.outcome}"
         waiting = sum(not n.harmless for n in report.not_active)
         start = f"Start it with: {escape(command)}" if not waiting else f"It cannot run before {waiting} key(s) are active"
-        out.print(f"[bold green]{path} is fine[/]{stage}: {report.outcome}.  {start}")
+        out.print(f"[bold green]{path} is fine[/]{stage}.  {start}")
 
 
 def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]]) -> None:
