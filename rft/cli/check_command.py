@@ -95,10 +95,18 @@ def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
     nodes, auxiliary = [plan.cluster.gpu_per_node] * plan.cluster.node_num, plan.cluster.auxiliary
     engines, learner = plan.engines if explores(plan.mode) else (), plan.learner if trains(plan.mode) else None
     try:
-        seats = placement(engines, learner, nodes, auxiliary)
+        seats = placement(engines, learner, nodes, auxiliary, shared=plan.cluster.shared)
     except SetupError as e:
         return [], str(e)
-    rows = [(f"{s.role} {s.index}", f"node {s.node}, {s.gpus} GPU(s)" if s.gpus else f"node {s.node}, CPU") for s in seats]
+    rows = [
+        (
+            f"{s.role} {s.index}",
+            f"node {s.node}, "
+            + (f"{s.gpus} GPU(s)" if s.gpus else "CPU")
+            + (f" of engine {s.host}" if s.host is not None else ""),
+        )
+        for s in seats
+    ]
     return rows, ""
 
 

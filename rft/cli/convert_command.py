@@ -67,7 +67,12 @@ def verl(
         _replaceable(option, path)
     if out is not None and report is not None and out.absolute() == report.absolute():
         raise ConfigError(f"given {out}, as for -o; the account needs its own file", key="--report", given=str(report))
-    done = verls.convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
+    try:
+        done = verls.convert(read_launch(script), profile=profile.value, engine_num=engine_num, overrides=set_ or ())
+    except ConfigError as e:
+        if report is not None:
+            _write(report, reports.refusal(script.name, e, as_json=report.suffix == ".json"))
+        raise
     if report is not None:
         as_json = report.suffix == ".json"
         _write(report, json.dumps(reports.to_json(done), indent=2, ensure_ascii=False) if as_json else reports.markdown(done))
@@ -118,7 +123,7 @@ def _show(done: Conversion, script: Path, out: Path | None, report: Path | None,
             console.print(f"[bold]{LABELS[kind]}[/] ({len(rows)})")
             _table(console, [(str(r.argument.line), f"{r.argument.key}={_short(r.argument.text)}", *_told(r)) for r in rows])
     for name, style, texts in (
-        ("note", "dim", done.notes), ("warning", "yellow", done.warnings),
+        ("note", "dim", done.notes), ("warning", "yellow", done.warnings), ("question", "magenta", done.questions),
         ("error", "red", tuple(f"rft check: {e}" for e in done.errors)),
     ):  # fmt: skip
         for text in texts:

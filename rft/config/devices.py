@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -9,11 +11,13 @@ import xxhash
 from rft.algorithm.catalog import algorithm_defaults
 from rft.config import plan_engines
 from rft.config.context import Context
-from rft.config.inert import GPUS_IN_TURNS
 from rft.config.plan import ClusterSettings
 from rft.config.schema.root import RunConfig
+from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
+from rft.trainer.settings import LearnerSettings
 
+SHARED_MEMORY = 0.5  # of a GPU that the trainer shares
 _FOUND = "auto"  # RAY_ADDRESS, or the Ray that was started on this machine
 
 
@@ -55,6 +59,33 @@ def ray_address(config: RunConfig) -> str | None:
     return config.cluster.ray_address or (_FOUND if apart(config) else None)
 
 
+def chosen_mode(ctx: Context, config: RunConfig) -> RunConfig:
+    """`config`; with one GPU in all, mode both becomes colocate."""
+    total = (config.cluster.node_num or 1) * (config.cluster.gpu_per_node or ctx.facts.gpus)
+    wanted = (config.explorer.rollout_model.device, config.trainer.device)
+    if config.mode != "both" or total != 1 or "cpu" in wanted or reads_data(config):
+        return config
+    ctx.derive("mode", "colocate", "one GPU: engines and trainer use it in turns")
+    return config.model_copy(update={"mode": "colocate"})
+
+
+def in_turns(
+    ctx: Context, engines: Sequence[EngineSettings], learner: LearnerSettings, *, shared: bool
+) -> tuple[tuple[EngineSettings, ...], LearnerSettings]:
+    """Engines that give their memory back while the trainer works.  Where an adapter is sent alone they keep the weights, on the host."""
+    if ctx.config.mode != "colocate":
+        return tuple(engines), learner
+    level = 1 if learner.lora is not None and not learner.lora.merge else 2
+    if shared and engines[0].engine_type == "transformers":
+        ctx.warn("explorer.rollout_model.engine_type transformers keeps its memory while the trainer works; vllm gives it back")
+    if shared and "gpu_memory_utilization" not in ctx.config.explorer.rollout_model.model_fields_set:
+        key, why = "explorer.rollout_model.gpu_memory_utilization", "the trainer's weights and moments stay beside it"
+        ctx.derive(key, SHARED_MEMORY, why)
+        engines = [replace(e, gpu_memory_utilization=SHARED_MEMORY) for e in engines]
+    sleeping = tuple(replace(e, sleep_level=level if e.engine_type == "vllm" else 0) for e in engines)
+    return sleeping, replace(learner, shares_device=shared)
+
+
 def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
     """(cluster, device of the engines, training ranks, device of the trainer)."""
     c, model, t = ctx.config.cluster, ctx.config.explorer.rollout_model, ctx.config.trainer
@@ -69,13 +100,13 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
             ctx.error(key, "is cuda, but no GPU was found and none is declared; write cluster.gpu_per_node, or use cpu")
             total = per_node = max(1, plan_engines.gpus(model) * plan_engines.copies(model) + (t.world_size or 1))
     tp, stages = model.tensor_parallel_size, plan_engines.stages(model)
-    engine_gpus = (
-        plan_engines.copies(model) * plan_engines.gpus(model) if device["engine"] == "cuda" and explores(ctx.config.mode) else 0
-    )
+    local = device["engine"] == "cuda" and explores(ctx.config.mode) and not ctx.config.model.external_model.enable
+    engine_gpus = plan_engines.copies(model) * plan_engines.gpus(model) if local else 0
     beside = plan_engines.distinct(ctx.config) if explores(ctx.config.mode) else ()
     auxiliary = tuple(n for i in beside for n in plan_engines.auxiliary_gpus(ctx, i, total, per_node))
     auxiliary_gpus = sum(auxiliary)
-    taken = engine_gpus + auxiliary_gpus
+    shared = ctx.config.mode == "colocate" and set(device.values()) == {"cuda"}
+    taken = auxiliary_gpus + (0 if shared else engine_gpus)
     others = f", {auxiliary_gpus} of them by auxiliary models" if auxiliary_gpus else ""
     if device["engine"] == "cuda" and plan_engines.gpus(model) > per_node:
         ctx.error(
@@ -83,6 +114,16 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
             f"is {tp}{stages}, but a node has {per_node} GPUs and an engine stays in one",
         )
     world = _world(ctx, device["trainer"], total, per_node, taken, others)
+    if shared and engine_gpus > world:
+        ctx.error(
+            "explorer.rollout_model.engine_num",
+            f"the engines need {engine_gpus} GPUs ({plan_engines.copies(model)} x {plan_engines.gpus(model)}) and are to share the "
+            f"{world} of the trainer (mode: colocate)",
+        )
+    elif shared and engine_gpus < world:
+        ctx.note(
+            f"the engines use {engine_gpus} of the {world} GPUs that they could share; raise explorer.rollout_model.engine_num"
+        )
     cluster = ClusterSettings(
         ray_address=ray_address(ctx.config),
         namespace=namespace(ctx.config),
@@ -91,6 +132,7 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
         gpus_per_engine=plan_engines.gpus(model) if engine_gpus else 0,
         auxiliary=auxiliary,
         trainer_gpus=world if device["trainer"] == "cuda" and trains(ctx.config.mode) else 0,
+        shared=shared,
         num_cpus=c.ray_init.num_cpus,
         actor_start_timeout_s=c.actor_start_timeout,
         stall_timeout_s=c.stall_timeout,
@@ -141,12 +183,15 @@ def check_colocated(ctx: Context, devices: tuple[str, ...]) -> None:
     """What lets both sides work at the same time is refused by its key.  `devices`: of engines and trainer."""
     if ctx.config.mode != "colocate":
         return
-    if "cuda" in devices:
-        ctx.error("mode", f"colocate on GPUs is not implemented yet; {GPUS_IN_TURNS}")
+    if len(set(devices)) > 1:
+        ctx.error(
+            "mode", f"colocate shares devices, and engines are on {devices[0]}, the trainer on {devices[1]}; use mode: both"
+        )
+    if "cuda" in devices and ctx.config.synchronizer.sync_method == "nccl":
+        ctx.error("synchronizer.sync_method", "nccl needs a GPU for each process; with mode: colocate use memory")
     s, e = ctx.config.synchronizer, ctx.config.explorer
     wanted = (
         ("synchronizer.sync_style", s.sync_style, "fixed"),
-        ("synchronizer.sync_interval", s.sync_interval, 1),
         ("synchronizer.sync_offset", s.sync_offset, 0),
         ("explorer.eval_in_background", e.eval_in_background, False),
     )

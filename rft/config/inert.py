@@ -36,7 +36,6 @@ class Inert:
             object.__setattr__(self, "harmless", True)
 
 
-GPUS_IN_TURNS = "give engines and trainer separate GPUs with mode: both; on a machine without GPUs they take turns"
 _GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
 _FOR_TASKS = "is for tasks; rows that are trained on have none"
 _FOR_DATA = "is for rows to train on (mode train): buffer.trainer_input.experience_buffer.format"
@@ -55,9 +54,6 @@ _TASKS, _DATA = "buffer.explorer_input.tasksets[]", "buffer.trainer_input.experi
 TABLE: dict[str, Inert] = {
     "ignore_validator_suggestions": Inert("what is only a suggestion never stops a run", "noted"),
     "model.logprobs": Inert(_GENERATED_ONLY, "warned"),
-    "model.external_model": Inert(
-        "the policy's tokens and weights have to be known; name a local model in model_path, a server in explorer.auxiliary_models"
-    ),
     f"{_TASKS}.format.reply_prefix": Inert(_PREFIX),
     f"{_TASKS}.format.chosen_key": Inert(_FOR_DATA),
     f"{_TASKS}.format.rejected_key": Inert(_FOR_DATA),
@@ -156,7 +152,7 @@ def listed() -> list[tuple[str, Inert]]:
         for name, field in model.model_fields.items():
             if entry := argument(field):
                 found.append((f"algorithm.{kind}_args.{name} of {part}", entry))
-    return [*found, ("mode: colocate on GPUs", Inert(GPUS_IN_TURNS, "later"))]
+    return found
 
 
 def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:

@@ -477,6 +477,9 @@ def too_much(
                 + (
                     "Lower trainer.max_token_len_per_gpu, set trainer.enable_gradient_checkpointing: true, or use more ranks"
                     if kind == "trainer"
+                    else "Lower explorer.rollout_model.gpu_memory_utilization, set trainer.param_offload: true, "
+                    "or give both sides GPUs of their own with mode: both"
+                    if kind.startswith("shared")
                     else "Raise explorer.rollout_model.tensor_parallel_size or lower max_num_batched_tokens"
                 )
             )

@@ -38,6 +38,7 @@ class ClusterSettings:
     gpus_per_engine: int  # 0 = engines on CPU
     auxiliary: tuple[int, ...]  # GPUs of each engine of the auxiliary models that needs any
     trainer_gpus: int  # 0 = trainer on CPU
+    shared: bool  # engines are on the trainer's GPUs, in turns
     num_cpus: int | None  # what a local Ray is told; None = the machine's, at least 8
     actor_start_timeout_s: float  # for each process of the run
     stall_timeout_s: float | None  # of processes that are not engines; None = never
@@ -50,6 +51,10 @@ class ClusterSettings:
     @property
     def auxiliary_gpus(self) -> int:
         return sum(self.auxiliary)
+
+    def used(self, engines: int) -> int:
+        """GPUs that have something to do, with so many engines."""
+        return self.auxiliary_gpus + self.trainer_gpus + (0 if self.shared else engines * self.gpus_per_engine)
 
 
 @dataclass(frozen=True, kw_only=True)

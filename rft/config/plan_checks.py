@@ -178,8 +178,7 @@ def advise(plan: Plan, keys: dict[str, str], p: Problems) -> None:
 
 def _gpus(plan: Plan, p: Problems) -> None:
     c = plan.cluster
-    used = len(plan.engines) * c.gpus_per_engine + c.auxiliary_gpus + c.trainer_gpus
-    if idle := c.gpus - used:
+    if idle := c.gpus - c.used(len(plan.engines)):
         p.warn(
             f"{idle} of {c.gpus} GPUs are used by no role (engines {len(plan.engines)} x {c.gpus_per_engine}"
             f"{f', auxiliary models {c.auxiliary_gpus}' if c.auxiliary_gpus else ''}, trainer {c.trainer_gpus}): raise "

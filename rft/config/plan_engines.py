@@ -21,6 +21,7 @@ from rft.config.schema.root import RunConfig
 from rft.engine.settings import BUILT_IN, AuxiliarySettings, EngineSettings, ExternalSettings
 from rft.errors import ConfigError
 
+_NO_POLICY = "a server returns no token ids and takes no new weights, so it cannot be the policy"
 _VLLM_ONLY = {"enable_chunked_prefill": True, "disable_log_stats": True, "enable_log_requests": False}
 
 
@@ -82,12 +83,10 @@ def lengths(ctx: Context) -> tuple[int, int, int]:
 def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[EngineSettings, ...]:
     """The policy's engines."""
     model, e, key = ctx.config.model, ctx.config.explorer.rollout_model, "explorer.rollout_model"
+    if model.external_model.enable:
+        return (_policy_server(ctx, lengths),)
     if e.engine_type == "external":
-        ctx.error(
-            f"{key}.engine_type",
-            "a server returns no token ids and takes no new weights, so it cannot be the policy; name a local model here, and the server "
-            "in explorer.auxiliary_models",
-        )
+        ctx.error(f"{key}.engine_type", f"{_NO_POLICY}; name a local model here, and the server in explorer.auxiliary_models")
     provable.engine(ctx)
     if e.ignore_eos:
         ctx.warn(f"{key}.ignore_eos: every response is written up to max_tokens, in training and evaluation")
@@ -119,6 +118,22 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
         )
         for i in range(copies(e))
     )
+
+
+def _policy_server(ctx: Context, lengths: tuple[int, int, int]) -> EngineSettings:
+    """A server in the policy's place: it can be evaluated, and nothing else."""
+    e, key = ctx.config.model.external_model, "model.external_model"
+    if ctx.config.mode != "bench":
+        ctx.error(
+            f"{key}.enable",
+            f"{_NO_POLICY}: it can be evaluated with mode: bench, not trained, and not with mode: {ctx.config.mode}",
+        )
+    if not (e.model_name or ctx.config.model.model_path):
+        ctx.error(f"{key}.model_name", "is required: the model's name there")
+    return _behind(
+        ctx, e, key, name="policy", model_path=ctx.config.model.model_path or str(e.model_name), max_model_len=lengths[0],
+        request_timeout_s=e.request_timeout, max_concurrent=e.max_concurrent,
+    )  # fmt: skip
 
 
 def _engine_args(config: RunConfig, engine_type: str) -> dict[str, Any]:
@@ -223,20 +238,24 @@ def _server(ctx: Context, model: AuxiliaryModelConfig, key: str, name: str, max_
         ctx.warn(f"{key}: {', '.join(f'{n} {getattr(model, n)!r}' for n in unused)}: no effect; the server decides this")
     if model.task == "score":
         ctx.error(f"{key}.task", "score: a server that chats gives no scores; use engine_type vllm or transformers")
-    known = [h for h in e.headers if h in e.header_envs]
-    if known:
-        ctx.error(f"{key}.external_model_config.headers", f"{', '.join(known)} also stand in header_envs; write one of them")
+    return _behind(
+        ctx, e, f"{key}.external_model_config", name=f"aux-{name}-0", model_path=model.model_path,
+        max_model_len=model.max_model_len or max_model_len, request_timeout_s=model.request_timeout,
+        start_timeout_s=model.start_timeout, max_concurrent=model.max_concurrent,
+    )  # fmt: skip
+
+
+def _behind(ctx: Context, e: ExternalModelConfig, key: str, *, model_path: str, **settings: Any) -> EngineSettings:
+    """A model behind the server of section `key`."""
+    if known := [h for h in e.headers if h in e.header_envs]:
+        ctx.error(f"{key}.headers", f"{', '.join(known)} also stand in header_envs; write one of them")
     return EngineSettings(
         engine_type="external",
-        name=f"aux-{name}-0",
-        model_path=model.model_path,
-        max_model_len=model.max_model_len or max_model_len,
+        model_path=model_path,
         seed=ctx.config.seed,
-        request_timeout_s=model.request_timeout,
-        start_timeout_s=model.start_timeout,
         fixed_weights=True,
-        max_concurrent=model.max_concurrent,
-        external=filled(ExternalSettings, e, model_name=e.model_name or model.model_path),
+        external=filled(ExternalSettings, e, model_name=e.model_name or model_path),
+        **settings,
     )
 
 

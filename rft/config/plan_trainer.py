@@ -351,7 +351,11 @@ def trainer(ctx: Context, device: str) -> TrainerSettings:
         async_save=later,
         checkpoint_dir=ctx.run_dir / "checkpoints",
         read_deadline_s=plan_serve.read_deadline_s(ctx, ctx.config.buffer.trainer_input.experience_buffer.max_read_timeout),
-        require_batches=s.require_batches if s.sync_style == "fully_async" else 1,
+        require_batches=s.require_batches
+        if s.sync_style == "fully_async"
+        else s.sync_interval  # a window is sampled whole before its first step
+        if ctx.config.mode == "colocate"
+        else 1,
         seed=ctx.config.seed,
     )
 

@@ -73,7 +73,7 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
 def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     """The Plan; it is right where `ctx` has no errors afterwards."""
     ctx.config = plan_serve.config(ctx)
-    ctx.config = plan_schedule.one_place(ctx)
+    ctx.config = devices.chosen_mode(ctx, plan_schedule.one_place(ctx))
     check_rules(ctx.config, ctx)
     lengths = plan_engines.lengths(ctx)
     algorithm, repeat_times, compares = plan_algorithm.algorithm(ctx)
@@ -90,7 +90,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     plan_algorithm.advantage_inputs(algorithm, ctx)
     plan_algorithm.critic(ctx, algorithm)
     learner = plan_trainer.learner(ctx, algorithm, lengths, trainer_device, world_size, work.train_steps)
-    engines, learner = lora_plan.published(ctx, engines, learner)
+    engines, learner = devices.in_turns(ctx, *lora_plan.published(ctx, engines, learner), shared=cluster.shared)
     plan_trainer.micro_batches(ctx, work.counted, learner, bool(plan_algorithm.has_critic(algorithm, ctx.facts)))
     plan_trainer.deterministic(ctx, work.train)
     sync = plan_schedule.sync(ctx, engines, trainer_device, work.counted)

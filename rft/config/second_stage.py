@@ -13,6 +13,7 @@ from rft.config import lora_plan, model_folder, offline_plan, plan_checks, playa
 from rft.config.check_report import Report
 from rft.config.context import Context, Problems
 from rft.config.memory_estimate import RoleMemory, estimate, too_much
+from rft.config.memory_shared import phases
 from rft.config.model_folder import ModelFiles, ModelShape, shape
 from rft.config.plan import Facts, Plan, Tasksets
 from rft.config.resolve import build, resolve
@@ -64,6 +65,8 @@ def _other_errors(config: RunConfig, plan: Plan, known: list[ConfigError]) -> li
 
 
 def _model(plan: Plan, problems: Problems) -> ModelFiles | None:
+    if plan.engines[0].external is not None:
+        return None
     with problems.taking():
         trusted = plan.learner.trust_remote_code or bool(plan.learner.external_lib)  # others may make its classes known
         return model_folder.look(plan.learner.model_path, plan.learner.tokenizer_path, trusted=trusted)
@@ -133,6 +136,7 @@ def _memory(
         prompt_tokens=prompt_tokens,
         gpu_memory=facts.gpu_memory,
     )
+    roles += phases(plan, roles)
     here = facts.gpus >= plan.cluster.gpus  # else the run is for another machine
     for text in too_much(
         roles, plan, ram=facts.memory if here else None, gpu_memory=facts.gpu_memory, disk=facts.disk(plan.run_dir)

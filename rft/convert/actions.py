@@ -21,13 +21,12 @@ from rft.convert.names import (
     NO_LORA,
     OPTIM,
     PASSED,
-    RM_OFF,
     ROLLOUT,
     TRACKERS,
     estimator_name,
 )
 from rft.convert.rule import Rule, below, choice, expand, only_if, rule, to, via, write
-from rft.convert.sizes import has_critic, micro_batch, verl_ranks
+from rft.convert.sizes import colocated, has_critic, micro_batch, verl_ranks
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
@@ -108,7 +107,9 @@ def engine(d: Draft, a: Argument) -> ArgumentOutcome:
     if a.value == "hf":
         d.put(target, "transformers", a.key)
         return ArgumentOutcome("mapped", "the transformers engine", (target,))
-    return ArgumentOutcome("refused", f"the {a.value} engine is not offered; use vllm")
+    if target in d.overridden:
+        return ArgumentOutcome("derived", "the engine that --set names", (target,))
+    return ArgumentOutcome("refused", f"the {a.value} engine is not offered; --set {target}=vllm takes vllm instead")
 
 
 @rule("model.temperature")
@@ -171,21 +172,33 @@ def path(*targets: str) -> Rule:
     return Rule(act, targets)
 
 
-@rule()
+@rule("mode")
 def hybrid(d: Draft, a: Argument) -> ArgumentOutcome:
+    if colocated(d):
+        return ArgumentOutcome("derived", "engines and trainer share their GPUs in turns", ("mode",))
     if d.flag(a.key):
-        return ArgumentOutcome("derived", "engines and trainer have GPUs of their own here; see the GPU split", ("mode",))
+        return ArgumentOutcome(
+            "derived", "engines and trainer have GPUs of their own; --set mode=colocate shares them", ("mode",)
+        )
     return ArgumentOutcome("equal", "engines and trainer have GPUs of their own", ("mode",))
 
 
-@rule("buffer.explorer_input.default_workflow_type")
-def multi_turn(d: Draft, a: Argument) -> ArgumentOutcome:
-    if not d.flag(a.key):
-        return ArgumentOutcome("equal", "the workflow decides; a simple one asks once")
-    key = "buffer.explorer_input.default_workflow_type"
-    if key in d.overridden:
-        return ArgumentOutcome("derived", "played by the workflow that --set names", (key,))
-    return write(d, a, (key,), "tool_workflow", "tools are run by tool_workflow; --set another one where yours plays the turns")
+@rule("trainer.fsdp_size")
+def fsdp_size(d: Draft, a: Argument) -> ArgumentOutcome:
+    size, ranks = d.whole(a.key), d.trainer_ranks
+    if size > 0 and ranks % size:
+        return write(
+            d, a, ("trainer.fsdp_size",), -1, f"{size} does not divide the {ranks} training ranks that are left here: all of them"
+        )
+    return write(d, a, ("trainer.fsdp_size",), size)
+
+
+@rule("trainer.profiler.ranks")
+def profiled_ranks(d: Draft, a: Argument) -> ArgumentOutcome:
+    named = a.value if isinstance(a.value, list) else [a.value]
+    there = [r for r in named if isinstance(r, int) and r < d.trainer_ranks]
+    gone = f"of {len(named)}, those of the {d.trainer_ranks} training ranks here" if len(there) < len(named) else ""
+    return write(d, a, ("trainer.profiler.ranks",), there, gone)
 
 
 @rule("algorithm.policy_loss_fn_args.clip_range_low")
@@ -345,34 +358,6 @@ def profile(d: Draft, a: Argument) -> ArgumentOutcome:
     return write(d, a, ("trainer.profiler.steps",), [(int(i) - 1) * k + j for i in named for j in range(1, k + 1)])
 
 
-def rm(rule: Rule) -> Rule:
-    return only_if(lambda d: d.flag("reward_model.enable"), RM_OFF, rule)
-
-
-@rule("explorer.auxiliary_models")
-def rm_enable(d: Draft, a: Argument) -> ArgumentOutcome:
-    if not d.flag(a.key):
-        return ArgumentOutcome("ignored", "rewards come from functions")
-    return ArgumentOutcome("derived", "one more engine, which scores", ("explorer.auxiliary_models",))
-
-
-MANAGER_TARGETS = tuple(f"{sets}[i].reward_fn_args.reward_manager" for sets in (TRAIN, EVAL))
-
-
-@rule(*MANAGER_TARGETS)
-def manager(d: Draft, a: Argument) -> ArgumentOutcome:
-    if a.value == "naive":
-        return ArgumentOutcome("equal", "one call for each answer")
-    if a.value in ("batch", "prime", "dapo"):
-        return write(d, a, MANAGER_TARGETS, a.value)
-    return ArgumentOutcome("refused", "known reward managers: naive, batch, prime, dapo")
-
-
-def evaluated(name: str) -> Rule:
-    target = f"{EVAL}[i].{'repeat_times' if name == 'n' else f'rollout_args.{name}'}"
-    return via("", target, otherwise="do_sample is off: evaluation is greedy")
-
-
 def critic(rule: Rule) -> Rule:
     return only_if(has_critic, NO_CRITIC, rule)
 
@@ -412,37 +397,3 @@ def max_samples(sets: str) -> Rule:
 def async_test(d: Draft, a: Argument) -> ArgumentOutcome:
     count = d.whole(a.key)
     return write(d, a, ("explorer.eval_interval",), max(0, count) * d.interval, f"{count} synchronisations x {d.interval} steps")
-
-
-_OPERATORS = "data_processor.experience_pipeline.operators[i]"
-_REWARDS = ("score", "seq_reward", "seq_final_reward")  # metrics of veRL that are the reward itself
-FILTER_TARGETS = (f"{_OPERATORS}.name", f"{_OPERATORS}.args", "buffer.max_refill")
-
-
-@rule(*FILTER_TARGETS)
-def filter_groups(d: Draft, a: Argument) -> ArgumentOutcome:
-    """Groups whose runs all have the same metric are dropped and replaced."""
-    group, _, name = a.key.rpartition(".")
-    if not d.flag(f"{group}.enable"):
-        return ArgumentOutcome("ignored", "dynamic sampling is off")
-    metric = d.text(f"{group}.metric")
-    if name == "metric":
-        return ArgumentOutcome("derived", f"{group}.enable chooses the operator by it")
-    if name == "enable":
-        if not metric:
-            return ArgumentOutcome("refused", f"{group}.metric must say which number is compared: acc, score, seq_reward ...")
-        if metric in _REWARDS:
-            d.put(f"{_OPERATORS}.name", "reward_std_filter", a.key)
-            return ArgumentOutcome("mapped", "groups of equal reward are dropped and replaced", FILTER_TARGETS[:1])
-        d.put(f"{_OPERATORS}.name", "dapo_dynamic_sampling", a.key)
-        d.put(f"{_OPERATORS}.args.metric_key", metric, f"{group}.metric")
-        return ArgumentOutcome(
-            "mapped", f"groups in which {metric} is above 0 in all or in none are dropped and replaced", FILTER_TARGETS[:2]
-        )
-    if name != "max_num_gen_batches":
-        return ArgumentOutcome("refused", "dynamic sampling has no such argument; known: enable, metric, max_num_gen_batches")
-    most, size = d.whole(a.key), d.whole("data.train_batch_size")
-    if most <= 0:
-        return ArgumentOutcome("ignored", "no limit there; here buffer.max_refill, 3 x batch_size where it is not written")
-    spare = max(0, most * d.whole("data.gen_batch_size", size) - size) // d.interval
-    return write(d, a, FILTER_TARGETS[2:], spare, f"{most} batches to draw from, less the {size} prompts that are trained")

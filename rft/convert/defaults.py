@@ -11,7 +11,18 @@ from typing import Any
 from rft.compat.keys import verl_keys as table
 from rft.convert.actions import lora
 from rft.convert.draft import Draft
-from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ENGINE, LORA, LORA_ALPHA, OPTIM, ROLLOUT, by_tokens, estimator_name
+from rft.convert.names import (
+    ACTOR,
+    CRITIC_ESTIMATORS,
+    ENGINE,
+    LORA,
+    LORA_ALPHA,
+    OPTIM,
+    ROLLOUT,
+    by_tokens,
+    estimator_name,
+    policy_loss,
+)
 from rft.convert.sizes import has_critic, is_async, micro_batch
 
 Condition = Callable[[Draft], bool]
@@ -22,7 +33,7 @@ def _always(d: Draft) -> bool:
 
 
 def _vanilla(d: Draft) -> bool:
-    return d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") == "vanilla"
+    return policy_loss(d) == "ppo"
 
 
 def _of(*estimators: str) -> Condition:

@@ -68,10 +68,13 @@ class Draft:
     why: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)  # stated, and our default: not written, and not to be filled either
     interval: int = 1  # platform steps of one veRL iteration
     trains: int = 0  # training tasksets
     evals: int = 0
+    trainer_ranks: int = 1  # known once the GPUs are split
+    colocate: bool = False  # --set mode=colocate
     given: dict[str, Argument] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +92,7 @@ class Draft:
     # ------------------------------------------------------------ what the launch says
 
     def stated(self, key: str) -> bool:
-        return key in self.given and self.given[key].value is not None and self.given[key].prefix != "~"
+        return key in self.given and self.given[key].value not in (None, "") and self.given[key].prefix != "~"
 
     def get(self, key: str, default: Any = None) -> Any:
         """The stated value, else veRL's default, else `default`."""
@@ -108,7 +111,7 @@ class Draft:
 
     def whole(self, key: str, default: int = 0) -> int:
         value = self.get(key, default)
-        number = _number(value)
+        number = 0 if value is False else _number(value)  # veRL compares with 0: False is never
         if number is None or number != int(number):
             raise self.wrong(key, value, "a whole number")
         return int(number)
@@ -126,8 +129,7 @@ class Draft:
 
     def wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
         line = f" (line {self.given[key].line})" if key in self.given else ""
-        hint = "; it depends on the environment, so write the value into the script" if "${" in str(value) else ""
-        return ConfigError(f"given {value!r}{line}; must be {wanted}{hint}", key=key, given=value)
+        return ConfigError(f"given {value!r}{line}; must be {wanted}", key=key, given=value)
 
     # ------------------------------------------------------------ what the result says
 
@@ -192,6 +194,10 @@ class Draft:
     def warn(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def ask(self, text: str) -> None:
+        if text not in self.questions:
+            self.questions.append(text)
 
     def written(self) -> list[WrittenValue]:
         """Every leaf of the result, in its order, with its reason."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from rft.convert import conditions, programs, syntax
@@ -24,8 +23,8 @@ from rft.convert.syntax import Command, Lit, SimpleCommand, Word
 from rft.convert.values import PASSED, Text, assumed_empty, shown
 from rft.errors import ConfigError
 
+_DOTTED = re.compile(r"\+{0,2}[a-z_]+(\.\w+)+=")  # key=value, as only a launch has it
 MAX_STEPS = 20_000
-MAX_CALLS = 12
 MAX_TURNS = 500
 MAX_LOOK = 3  # how deep functions are followed to see what they would do
 
@@ -48,7 +47,7 @@ class Interpreter(ShellState):
         self.prefer_launch = prefer_launch
         self.started: list[StartedProgram] = []
         self.others: list[StartedProgram] = []
-        self.steps = self.nesting = 0
+        self.steps = 0
 
     def script(self, commands: Sequence[Command]) -> None:
         try:
@@ -93,16 +92,6 @@ class Interpreter(ShellState):
 
     def operand(self, word: Word) -> Operand:
         return Operand(self.expander.string(word), self.expander.pattern(word))
-
-    @contextmanager
-    def nested(self, line: int, what: str) -> Iterator[None]:
-        self.nesting += 1
-        try:
-            if self.nesting > MAX_CALLS:
-                raise ConfigError(f"{self.name}, line {line}: {what} more than {MAX_CALLS} levels deep")
-            yield
-        finally:
-            self.nesting -= 1
 
     # -- which way
 
@@ -299,6 +288,9 @@ class Interpreter(ShellState):
         if found := programs.find(texts):
             self.begin(command, found, words)
             return YES
+        if self.started and _DOTTED.match(texts[0]):
+            self.go_on(words)
+            return YES
         if self.output is not None:
             raise Unknowable
         base = texts[0].rsplit("/", 1)[-1]
@@ -326,6 +318,14 @@ class Interpreter(ShellState):
             self.environment(command, before)
         into = self.others if found.program is None else self.started
         into.append(StartedProgram(found, tuple(after), words[0].line, tuple(w.text for w in before)))
+
+    def go_on(self, words: list[Text]) -> None:
+        """Arguments that became a command because the backslash before them does not end its line."""
+        last = self.started[-1]
+        self.note(
+            words[0].line, "no backslash ends the line before; what follows is read as arguments of the launch all the same"
+        )
+        self.started[-1] = replace(last, words=(*last.words, *words))
 
     def capture(self, sub: syntax.CommandSub) -> str:
         """What `$(…)` prints, where that can be told; a mark otherwise."""

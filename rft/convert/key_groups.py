@@ -11,16 +11,20 @@ import re
 from typing import Any
 
 from rft.convert.draft import EVAL, TRAIN, Draft
-from rft.convert.names import ACTOR, ENGINE, KL, OPTIM, ROLLOUT, TRACKERS, estimator
+from rft.convert.names import ACTOR, ENGINE, KL, OPTIM, RM, ROLLOUT, TRACKERS, estimator, loss_reads, policy_loss
 from rft.convert.sizes import (
     Gpus,
+    ahead,
     choose_engines,
+    colocated,
     fits,
     has_critic,
     interval,
     is_async,
     micro_batch,
     nodes,
+    reward_gpus,
+    reward_tp,
     runs,
     split,
     whole_nodes,
@@ -34,26 +38,14 @@ INPUT = "buffer.explorer_input"
 
 def tasksets(d: Draft) -> None:
     """R16: one taskset per file, named after its folder."""
-    train, held_out = _files(d, "data.train_files"), _files(d, "data.val_files")
-    d.trains, d.evals = len(train), len(held_out)
-    names: set[str] = set()
-    for sets, files, key in ((TRAIN, train, "data.train_files"), (EVAL, held_out, "data.val_files")):
-        for i, file in enumerate(files):
-            folder, split_name = posixpath.dirname(file) or ".", posixpath.splitext(posixpath.basename(file))[0]
-            name = _unique(_name(folder) + ("_eval" if sets is EVAL else ""), split_name, names)
-            one = f"{sets}[{i}]"
-            for part, value in (("name", name), ("storage_type", "file"), ("path", folder), ("split", split_name)):
-                d.put(f"{one}.{part}", value, said_by(d, key))
-            if d.exact:
-                d.put(f"{one}.format.preset", "verl", "the columns of veRL's data")
-            else:
-                d.put(f"{one}.format.prompt_key", "prompt", "veRL's default of data.prompt_key")
-                d.put(f"{one}.format.response_key", "answer", "the guide's guess; check the data")
-            if sets is TRAIN and (d.exact or d.stated("data.shuffle")):
-                order = "shuffle" if d.flag("data.shuffle") else "sequential"
-                d.put(f"{one}.data_selector.selector_type", order, "data.shuffle")
-            if sets is TRAIN and i and not d.exact and not d.stated(f"{ROLLOUT}.temperature"):
-                d.put(f"{one}.rollout_args.temperature", 1.0, "as the guide does: for every set but the first")
+    d.trains = one_taskset_per_file(d, TRAIN, "data.train_files")
+    d.evals = one_taskset_per_file(d, EVAL, "data.val_files")
+    for i in range(d.trains):
+        if d.exact or d.stated("data.shuffle"):
+            order = "shuffle" if d.flag("data.shuffle") else "sequential"
+            d.put(f"{TRAIN}[{i}].data_selector.selector_type", order, "data.shuffle")
+        if i and not d.exact and not d.stated(f"{ROLLOUT}.temperature"):
+            d.put(f"{TRAIN}[{i}].rollout_args.temperature", 1.0, "as the guide does: for every set but the first")
     d.put(
         f"{INPUT}.default_workflow_type",
         "simple_workflow",
@@ -63,6 +55,23 @@ def tasksets(d: Draft) -> None:
         d.note(
             "format.response_key: answer is the guide's guess; veRL's own data keeps the truth below reward_model.ground_truth"
         )
+
+
+def one_taskset_per_file(d: Draft, sets: str, key: str) -> int:
+    """How many there are.  A file whose folder only the environment tells is named whole."""
+    files, names = _files(d, key), {t["name"] for t in d.read(TRAIN, [])}
+    for i, file in enumerate(files):
+        folder, split_name = posixpath.dirname(file) or ".", posixpath.splitext(posixpath.basename(file))[0]
+        where = {"path": file} if "}" in posixpath.basename(file) else {"path": folder, "split": split_name}
+        name = _unique(_name(folder) + ("_eval" if sets is EVAL else ""), split_name, names)
+        for part, value in {"name": name, "storage_type": "file", **where}.items():
+            d.put(f"{sets}[{i}].{part}", value, said_by(d, key))
+        if d.exact:
+            d.put(f"{sets}[{i}].format.preset", "verl", "the columns of veRL's data")
+        else:
+            d.put(f"{sets}[{i}].format.prompt_key", "prompt", "veRL's default of data.prompt_key")
+            d.put(f"{sets}[{i}].format.response_key", "answer", "the guide's guess; check the data")
+    return len(files)
 
 
 def _files(d: Draft, key: str) -> list[str]:
@@ -126,8 +135,8 @@ def batch(d: Draft) -> None:
         d.put("synchronizer.sync_interval", d.interval, f"data.train_batch_size {size} / ppo_mini_batch_size {mini}")
         d.put(
             "synchronizer.sync_offset",
-            0 if d.exact else 1,
-            "an iteration trains on its own weights" if d.exact else "the guide's",
+            d.interval if ahead(d) else 0 if d.exact else 1,
+            "one iteration ahead" if ahead(d) else "an iteration trains on its own weights" if d.exact else "the guide's",
         )
     d.put("synchronizer.sync_timeout", 1200, "s; the guide's")
 
@@ -171,11 +180,14 @@ def _clip_range(d: Draft) -> None:
             f"{ACTOR}.clip_ratio {d.get(f'{ACTOR}.clip_ratio')} is applied to the sides that are not given themselves; veRL would keep "
             "its 0.2 there, since its file sets clip_ratio_low and clip_ratio_high"
         )
-    vanilla = d.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla") == "vanilla"
+    vanilla = policy_loss(d) == "ppo"
     for side in ("low", "high"):
         key = f"{ACTOR}.clip_ratio_{side}"
+        if not loss_reads(d, f"clip_range_{side}"):
+            continue
         if stated[side]:
-            d.put(f"{ARGS}.clip_range_{side}", d.get(key), key)
+            whole = side == "low" and d.number(key) > 1  # CISPO's scripts write 10: a weight is never below 0
+            d.put(f"{ARGS}.clip_range_{side}", 1.0 if whole else d.get(key), key)
         elif both:
             d.put(f"{ARGS}.clip_range_{side}", d.get(f"{ACTOR}.clip_ratio"), f"{ACTOR}.clip_ratio")
         elif (d.exact and vanilla) or any(stated.values()):
@@ -226,8 +238,17 @@ def reward(d: Draft) -> None:
         d.put(f"{AUXILIARY}[0].task", "score", "veRL's reward models are classifiers, which the engine scores with")
         for i in range(d.trains):
             d.put(f"{TRAIN}[{i}].default_reward_fn_type", "reward_model", "reward_model.enable")
-    d.put(f"{AUXILIARY}[0].engine_num", _reward_gpus(d), "free choice: a quarter of the GPUs")
-    d.put(f"{AUXILIARY}[0].tensor_parallel_size", 1, "free choice")
+    tp = reward_tp(d)
+    d.put(f"{AUXILIARY}[0].engine_num", max(1, reward_gpus(d) // tp), "its GPUs / tensor_parallel_size")
+    d.put(f"{AUXILIARY}[0].tensor_parallel_size", tp, said_by(d, f"{RM}.rollout.tensor_model_parallel_size"))
+    lengths = [d.whole(key) for name in ("prompt", "response") if d.stated(key := f"{RM}.rollout.{name}_length")]
+    if len(lengths) == 2:
+        d.put(f"{AUXILIARY}[0].max_model_len", sum(lengths), f"{RM}.rollout.prompt_length + response_length")
+    if d.stated("custom_reward_function.path"):
+        d.ask(
+            f"{d.text('custom_reward_function.path')} may ask the reward model itself, as a generative one; here the model scores and is "
+            "not asked by functions.  For a generative one write a judge (`rft new judge NAME`) and name it as the reward"
+        )
     if d.exact:
         d.note(
             "explorer.auxiliary_models[0] scores what is trained on (reward_model); evaluation keeps the functions, as in veRL"
@@ -239,28 +260,25 @@ def reward(d: Draft) -> None:
         )
 
 
-def _reward_gpus(d: Draft) -> int:
-    if not d.flag("reward_model.enable"):
-        return 0
-    count, per_node = nodes(d)
-    return max(1, count * per_node // 4)
-
-
 def gpus(d: Draft) -> Gpus:
     """R8 and R9: the engines, the cluster, and whether the batch divides over the GPUs that are left."""
     count, per_node = nodes(d)
     d.put("cluster.node_num", count, said_by(d, "trainer.nnodes"))
     d.put("cluster.gpu_per_node", per_node, said_by(d, "trainer.n_gpus_per_node"))
-    auxiliary = _reward_gpus(d)
+    auxiliary = reward_gpus(d)
+    if colocated(d):
+        d.put("mode", "colocate", "engines and trainer share their GPUs in turns, as in veRL")
     if d.engine_num is not None:
         engines, why = d.engine_num, "--engine-num"
     else:
         engines = choose_engines(d, auxiliary)
         why = "free choice (--engine-num): a quarter of the GPUs" + (", or more until the batch divides" if d.exact else "")
+        why = "one on every tensor_parallel_size GPUs" if colocated(d) else why
     d.put(f"{ENGINE}.engine_num", engines, why)
-    if count > 1:
+    if count > 1 and not (colocated(d) and engines == 1):
         d.put("synchronizer.sync_method", "checkpoint", "weights move between nodes through the shared checkpoint folder")
     found = split(d, engines, auxiliary)
+    d.trainer_ranks = max(1, found.trainer)
     _tell_split(d, found, engines)
     return found
 
@@ -271,6 +289,9 @@ def _tell_split(d: Draft, found: Gpus, engines: int) -> None:
             f"{engines} engines take {found.rollout} and other models {found.auxiliary} of {found.total} GPUs; none is left for the "
             "trainer: lower --engine-num"
         )
+        return
+    if found.shared:
+        d.note(f"mode colocate: {found.trainer} GPUs generate and train in turns, as in veRL; no GPU has run it yet")
         return
     served = f", {found.auxiliary} serve the reward model" if found.auxiliary else ""
     d.note(

@@ -35,6 +35,7 @@ class Argument:
     line: int  # in the file, from 1
     prefix: str = ""  # "", "+", "++" or "~"
     variables: tuple[str, ...] = ()  # environment variables that stay in it as ${oc.env:NAME}
+    unknown: str = ""  # why the script does not tell the value, which is then None
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class _Arguments:
                 word = Text(word.text.replace(PASSED, ""), word.line)
             if name := lone(word.text):
                 self.note(word.line, f"${name} is not set by the script and taken as empty")
-            elif word.text == "":
+            elif not word.text.strip(" \t\n\\"):
                 self.note(word.line, "an empty argument is left out")
             elif word.text.startswith("-"):
                 following = next(waiting, None) if programs.HYDRA_OPTIONS.get(word.text) else None
@@ -206,21 +207,15 @@ class _Arguments:
         if found is None:
             return self.fail(word.line, f"{given[:120]!r} is no key=value, as in data.train_batch_size=1024")
         prefix, key, text = found
-        if unknown := self.marks.of(text or ""):
-            what = unknown[0]
-            written = f"{what.what!r} on line {what.line}" if what.line else repr(what.what)
-            return self.fail(word.line, f"{key}: its value comes from {written}: {what.why}; write the value itself there")
-        written = shown(text or "", self.marks)
-        try:
-            value = hydra.value(written) if text is not None else None
-        except ConfigError as e:
-            return self.fail(word.line, f"{key}: {e.message}")
+        written, value = shown(text or "", self.marks), None
+        why = self.untold(text or "")
+        if not why and text is not None:
+            try:
+                value = hydra.value(written)
+            except ConfigError as e:
+                why = e.message
         if old := next((a for a in reversed(self.arguments) if a.key == key), None):
             self.note(old.line, f"{old.prefix}{key}={old.text} is replaced by {given} on line {word.line}")
-        if "#" in names_in(text or ""):
-            return self.fail(
-                word.line, f"{key}: its value comes from $#, the number of arguments, which only the caller of the script knows"
-            )
         names = _variables(written)
         for name in names:
             if re.fullmatch(r"ARG\d+", name):
@@ -228,8 +223,18 @@ class _Arguments:
                     word.line,
                     f"${name[3:]}, an argument of the script, becomes ${{oc.env:{name}}} in {key}; set {name} or write the value",
                 )
-        self.arguments.append(Argument(key, value, written, word.line, prefix, names))
+        self.arguments.append(Argument(key, value, written, word.line, prefix, names, why))
         return None
+
+    def untold(self, text: str) -> str:
+        """Why the script does not tell a value; "" if it does."""
+        if unknown := self.marks.of(text):
+            what = unknown[0]
+            written = f"{what.what!r} on line {what.line}" if what.line else repr(what.what)
+            return f"its value comes from {written}: {what.why}; write the value itself there"
+        if "#" in names_in(text):
+            return "its value comes from $#, the number of arguments, which only the caller of the script knows"
+        return ""
 
 
 # -- YAML

@@ -15,6 +15,7 @@ import yaml
 
 from rft.convert.draft import LABELS, ArgumentRow, Kind, ordered
 from rft.convert.verl import Conversion
+from rft.errors import ConfigError
 
 ORDER: tuple[Kind, ...] = ("refused", "mapped", "equal", "derived", "ignored")
 
@@ -34,10 +35,20 @@ def to_json(c: Conversion) -> dict[str, Any]:
         "written": [asdict(w) for w in c.written],
         "notes": list(c.notes),
         "warnings": list(c.warnings),
+        "questions": list(c.questions),
         "gpu": c.gpus.to_json() if c.gpus is not None else None,
         "command": c.command or None,
         "check": {"errors": list(c.errors), "not_active": list(c.not_active)},
     }
+
+
+def refusal(source: str, error: ConfigError, *, as_json: bool) -> str:
+    """The account of a file that cannot be converted at all."""
+    found = [{"key": e.key, "message": str(e)} for e in error.errors]
+    if as_json:
+        return json.dumps({"program": None, "source": source, "errors": found}, indent=2, ensure_ascii=False)
+    lines = [f"# {source}: veRL, not converted", "", *(f"- {_one_line(e['message'])}" for e in found)]
+    return "\n".join(lines)
 
 
 def summary(c: Conversion) -> str:
@@ -51,6 +62,8 @@ def head(c: Conversion) -> list[str]:
         f"Converted from {c.source} (veRL, {c.program}) by `rft convert verl`, profile {c.profile}.",
         f"{summary(c)}.  The whole account: rft convert verl ... --report report.md",
     ]
+    if c.questions:
+        lines += ["", "To be decided:", *(f"  {_one_line(q)}" for q in c.questions)]
     if c.refused:
         lines += ["", "Refused, and therefore not in this file (--allow):"]
         for a, outcome in ((r.argument, r.outcome) for r in c.refused):
@@ -72,17 +85,24 @@ def markdown(c: Conversion) -> str:
         lines += [f"| `{w.key}` | {_code(json.dumps(w.value, ensure_ascii=False))} | {_cell(w.why)} |" for w in c.written] + [""]
     if c.gpus is not None:
         g = c.gpus
+        rollout = "shared" if g.shared else f"{g.rollout} rollout"
         lines += [
             "## GPUs", "",
             "| | here | veRL |", "|---|---|---|",
-            f"| GPUs | {g.total} = {g.rollout} rollout + {g.auxiliary} auxiliary + {g.trainer} trainer | {g.verl['gpus']}, all shared |",
+            f"| GPUs | {g.total} = {rollout} + {g.auxiliary} auxiliary + {g.trainer} trainer | {g.verl['gpus']}, all shared |",
             f"| rows of a step on one rank | {_or(g.local_mini_batch, f'{g.rows} / {g.data_parallel} is not whole')} | "
             f"{_or(g.verl['local_mini_batch'], 'not whole')} |",
             f"| actor accumulation steps | {_or(g.actor_accumulation)} | {_or(g.verl['actor_accumulation'])} |",
             f"| critic accumulation steps | {_or(g.critic_accumulation)} | {_or(g.verl['critic_accumulation'])} |",
             "",
         ]  # fmt: skip
-    sections = (("Warnings", c.warnings), ("Notes", c.notes), ("`rft check` refuses", c.errors), ("Not active yet", c.not_active))
+    sections = (
+        ("To be decided", c.questions),
+        ("Warnings", c.warnings),
+        ("Notes", c.notes),
+        ("`rft check` refuses", c.errors),
+        ("Not active yet", c.not_active),
+    )
     for title, texts in sections:
         if texts:
             lines += [f"## {title}", "", *(f"- {_one_line(t)}" for t in texts), ""]

@@ -137,7 +137,9 @@ def only_if(condition: Callable[[Draft], bool], reason: str | Callable[[Draft], 
 
 def account(d: Draft, a: Argument, rule: Rule | None, known: Collection[str]) -> ArgumentOutcome:
     """What becomes of an argument with this rule; `known` are all keys of its program."""
-    empty = a.value is None or a.value == {} or (a.value == [] and d.terse)
+    if a.unknown:
+        return ArgumentOutcome("refused", a.unknown)
+    empty = a.value is None or a.value in ("", {}) or (a.value == [] and d.terse)
     if rule is None:
         if empty and d.terse:
             return ArgumentOutcome("ignored", "not set")

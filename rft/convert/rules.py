@@ -10,6 +10,7 @@ import fnmatch
 
 from rft.compat.keys import verl_keys as table
 from rft.convert import actions as do
+from rft.convert import play_actions as play
 from rft.convert.draft import EVAL, TRAIN
 from rft.convert.names import (
     ACTOR,
@@ -17,14 +18,18 @@ from rft.convert.names import (
     ENGINE,
     FORMAT,
     MODEL,
+    ONE_MEGATRON,
     ONLY_MEGATRON,
     OPTIM,
     PASSED,
     REF,
     RM,
+    RM_DECIDED,
     RM_SERVED,
     ROLLOUT,
     by_tokens,
+    loss_reads,
+    megatron,
 )
 from rft.convert.rule import Rule, always, below, choice, derived, each_set, ignored, only_if, refused, scaled, to, via, write
 
@@ -55,7 +60,9 @@ RULES: dict[str, Rule] = {
     "data.train_max_samples": do.max_samples(TRAIN),
     "data.val_max_samples": do.max_samples(EVAL),
     "data.dataloader_num_workers": ignored("the reader is our own"),
-    "data.image_key": ignored("texts only; a taskset with images is refused when it is read"),
+    "data.image_key": play.images,
+    "data.sampler.class_path": refused("a sampler is a class of veRL's; the order is data_selector of the taskset, or one of your own"),
+    "data.sampler.class_name": refused("a sampler is a class of veRL's; the order is data_selector of the taskset, or one of your own"),
     "data.custom_cls.path": each_set("reader_path"),
     "data.custom_cls.name": each_set("reader_name"),
     "data.gen_batch_size": derived("single tasks are streamed; a step closes when its groups are there"),
@@ -71,6 +78,8 @@ RULES: dict[str, Rule] = {
     f"{MODEL}.custom_chat_template": to("model.custom_chat_template"),
     f"{MODEL}.lora_rank": do.lora_rank,
     f"{MODEL}.lora_alpha": do.lora_key("lora_alpha"),
+    f"{MODEL}.lora_adapter_path": do.lora_key("path"),
+    f"{MODEL}.lora.merge": do.lora_key("merge"),
     f"{MODEL}.target_modules": do.lora_key("target_modules"),
     f"{MODEL}.exclude_modules": do.lora_key("exclude_modules"),
     f"{MODEL}.tokenizer_path": to("model.tokenizer_path"),
@@ -84,6 +93,11 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.use_kl_loss": derived("none when off, else kl_loss_type", "algorithm.kl_loss_fn"),
     f"{ACTOR}.kl_loss_type": do.kl_name("kl_loss_fn", f"{ACTOR}.use_kl_loss"),
     f"{ACTOR}.kl_loss_coef": do.kl_arg("algorithm.kl_loss_fn_args.kl_coef", f"{ACTOR}.use_kl_loss"),
+    f"{ACTOR}.clip_ratio_c": only_if(
+        lambda d: loss_reads(d, "clip_ratio_c"), "this loss does not read it", to("algorithm.policy_loss_fn_args.clip_ratio_c")
+    ),
+    f"{ACTOR}.use_prefix_grouper": derived("runs of a task share their prompt anyway", "trainer.row_layout"),
+    f"{ACTOR}.calculate_sum_pi_squared": derived("computed where the advantage estimator reads it", "algorithm.advantage_fn"),
     f"{ACTOR}.policy_loss.loss_mode": do.loss_mode,
     f"{ACTOR}.loss_agg_mode": only_if(
         by_tokens, "this loss is seq-mean-token-mean there, whatever is written; so it is here", to("algorithm.loss_agg_mode")
@@ -94,7 +108,11 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.tau_neg": do.loss_arg("sapo"),
     f"{ACTOR}.loss_scale_factor": to("algorithm.loss_scale_factor"),
     f"{ACTOR}.calculate_entropy": ignored("a metric only"),
-    f"{ACTOR}.use_rollout_log_probs": to("algorithm.bypass_old_logprobs"),
+    f"{ACTOR}.use_rollout_log_probs": only_if(
+        lambda d: not d.flag("async_training.compute_prox_log_prob"),
+        "old log-probs are the trainer's: compute_prox_log_prob is on",
+        to("algorithm.bypass_old_logprobs"),
+    ),
     f"{ACTOR}.freeze_vision_tower": ignored("texts only"),
     f"{ACTOR}.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     f"{ACTOR}.tis_imp_ratio_cap": refused(_TIS, -1),
@@ -114,7 +132,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.optim.clip_grad": to("trainer.grad_clip"),
     f"{ACTOR}.optim.min_lr": do.min_lr,
     f"{ACTOR}.optim.lr_warmup_init": refused(ONLY_MEGATRON, 0, 0.0),
-    f"{ACTOR}.optim.lr_decay_steps": refused(ONLY_MEGATRON),
+    f"{ACTOR}.optim.lr_decay_steps": only_if(lambda d: not megatron(d), ONE_MEGATRON, refused(ONLY_MEGATRON)),
     f"{ACTOR}.optim.weight_decay_incr_style": refused(ONLY_MEGATRON, "constant"),
     f"{ACTOR}.optim.lr_wsd_decay_style": ignored("shape of a schedule that is not used"),
     f"{ACTOR}.optim.lr_wsd_decay_steps": refused(ONLY_MEGATRON),
@@ -123,6 +141,10 @@ RULES: dict[str, Rule] = {
     # ------------------------------------------------------------------ sharding
     f"{ACTOR}.fsdp_config.wrap_policy": derived("FSDP2 shards each decoder layer"),
     f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": derived("FSDP2 shards each decoder layer"),
+    f"{ACTOR}.fsdp_config.fsdp_size": do.fsdp_size,
+    f"{ACTOR}.fsdp_config.use_orig_params": ignored("FSDP2 keeps every parameter as it is"),
+    f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype": ignored("buffers stay float32"),
+    f"{ACTOR}.profiler.ranks": do.profiled_ranks,
     f"{ACTOR}.fsdp_config.model_dtype": do.model_dtype,
     f"{ACTOR}.fsdp_config.dtype": do.compute_dtype,
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": do.compute_dtype,
@@ -148,7 +170,10 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.use_fire_sampling": refused("FIRE sampling is not offered by the engine"),
     f"{ROLLOUT}.prompt_length": do.length("data.max_prompt_length", "model.max_prompt_tokens"),
     f"{ROLLOUT}.response_length": do.length("data.max_response_length", "model.max_response_tokens"),
-    f"{ROLLOUT}.free_cache_engine": ignored("only for GPUs shared with the trainer; here the engine keeps its own"),
+    f"{ROLLOUT}.free_cache_engine": derived("the engine sleeps while the trainer has its GPU, in mode colocate", "mode"),
+    f"{ROLLOUT}.enable_sleep_mode": derived("the engine sleeps while the trainer has its GPU, in mode colocate", "mode"),
+    f"{ROLLOUT}.skip_tokenizer_init": ignored("the engine renders and reads with its tokenizer"),
+    f"{ROLLOUT}.quantization": refused("weights cannot be loaded into a quantized engine"),
     f"{ROLLOUT}.load_format": ignored("the engine starts from model.model_path and takes over the trainer's weights"),
     f"{ROLLOUT}.log_prob_micro_batch_size": do.micro(
         ROLLOUT, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "trainer.log_prob_micro_batch_size_per_gpu"
@@ -164,12 +189,12 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.max_num_batched_tokens": to(f"{ENGINE}.max_num_batched_tokens"),
     f"{ROLLOUT}.layered_summon": ignored("weights are sent layer by layer anyway"),
     f"{ROLLOUT}.multi_stage_wake_up": ignored("only for GPUs shared with the trainer"),
-    f"{ROLLOUT}.pipeline_model_parallel_size": refused("use tensor_model_parallel_size", 1),
+    f"{ROLLOUT}.pipeline_model_parallel_size": to(f"{ENGINE}.pipeline_parallel_size"),
     f"{ROLLOUT}.expert_parallel_size": refused("expert parallel is not offered: use tensor_model_parallel_size", 1),
-    f"{ROLLOUT}.enable_rollout_routing_replay": refused("MoE router replay is not offered"),
+    f"{ROLLOUT}.enable_rollout_routing_replay": to(f"{ENGINE}.router_replay"),
     f"{ROLLOUT}.over_sample_rate": refused("over-sampling is not part of a conversion; see explorer.over_rollout", 0, 0.0),
     f"{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": ignored("texts only"),
-    f"{ROLLOUT}.multi_turn.enable": do.multi_turn,
+    f"{ROLLOUT}.multi_turn.enable": play.multi_turn,
     f"{ROLLOUT}.multi_turn.completion_callback": refused("write a workflow instead"),
     f"{ROLLOUT}.multi_turn.use_inference_chat_template": ignored("training uses the tokens that the engine returned"),
     f"{ROLLOUT}.multi_turn.enable_tokenization_sanity_check": do.sanity,
@@ -177,13 +202,16 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.val_kwargs.do_sample": derived(
         "off: evaluation is greedy", f"{EVAL}[i].rollout_args.temperature", f"{EVAL}[i].repeat_times"
     ),
-    **{f"{ROLLOUT}.val_kwargs.{n}": do.evaluated(n) for n in ("temperature", "top_p", "top_k", "n")},
+    **{f"{ROLLOUT}.val_kwargs.{n}": play.evaluated(n) for n in ("temperature", "top_p", "top_k", "n")},
     f"{ROLLOUT}.agent.custom_async_server.path": refused("veRL's extension point; ours is the workflow"),
     f"{ROLLOUT}.agent.custom_async_server.name": refused("veRL's extension point; ours is the workflow"),
     f"{ROLLOUT}.agent.num_workers": ignored("runs are coroutines of one process: explorer.max_concurrent_runs"),
-    f"{ROLLOUT}.agent.default_agent_loop": always(
-        "asks once", "single_turn_agent", otherwise="name a workflow with --set buffer.explorer_input.default_workflow_type=NAME"
+    f"{ROLLOUT}.agent.default_agent_loop": play.agent_loop,
+    f"{ROLLOUT}.agent.agent_loop_config_path": refused("an agent loop is code of veRL's; write it as a workflow, `rft new workflow NAME`"),
+    f"{ROLLOUT}.multi_turn.interaction_config_path": refused(
+        "an interaction is code of veRL's; write it as an environment or a workflow, `rft new env NAME`"
     ),
+    f"{ROLLOUT}.multi_turn.num_repeat_rollouts": refused("belongs to an interaction of veRL's; a workflow asks as often as it wants"),
     # ------------------------------------------------------------------ critic
     "critic.enable": derived("from the advantage estimator", "algorithm.advantage_fn"),
     "critic.strategy": do.same_strategy,
@@ -216,17 +244,28 @@ RULES: dict[str, Rule] = {
     "critic.checkpoint.save_contents": derived("actor and critic are one checkpoint", "trainer.checkpoint.save_contents"),
     "critic.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     # ------------------------------------------------------------------ rewards
-    f"{RM}.enable": do.rm_enable,
-    f"{RM}.model.path": do.rm(do.path("explorer.auxiliary_models[i].model_path")),
+    f"{RM}.enable": play.rm_enable,
+    f"{RM}.model.path": play.rm(do.path("explorer.auxiliary_models[i].model_path")),
     f"{RM}.model.input_tokenizer": ignored("messages are rendered with the reward model's own template"),
-    f"{RM}.model.trust_remote_code": do.rm(to("explorer.auxiliary_models[i].trust_remote_code")),
-    f"{RM}.max_length": do.rm(to("explorer.auxiliary_models[i].max_model_len")),
+    f"{RM}.model.trust_remote_code": play.rm(to("explorer.auxiliary_models[i].trust_remote_code")),
+    f"{RM}.max_length": play.rm(to("explorer.auxiliary_models[i].max_model_len")),
     **{
         f"{RM}.{name}": ignored(RM_SERVED)
-        for name in ("micro_batch_size", "ulysses_sequence_parallel_size", "num_workers", "enable_resource_pool",
-                     "n_gpus_per_node", "nnodes", "model.tokenizer_path")
+        for name in ("micro_batch_size", "ulysses_sequence_parallel_size", "num_workers",
+                     "model.tokenizer_path")
     },
-    f"{RM}.reward_manager": do.manager,
+    f"{RM}.reward_manager": play.manager,
+    f"{RM}.use_reward_loop": always("rewards are always computed as soon as a run ends"),
+    f"{RM}.rollout.name": play.rm(play.rm_engine),
+    f"{RM}.rollout.tensor_model_parallel_size": play.rm(via("", "explorer.auxiliary_models[i].tensor_parallel_size")),
+    **{
+        f"{RM}.rollout.{length}": play.rm(derived("prompt_length + response_length", "explorer.auxiliary_models[i].max_model_len"))
+        for length in ("prompt_length", "response_length")
+    },
+    **{
+        f"{RM}.rollout.{name}": play.rm(to(f"explorer.auxiliary_models[i].{name}"))
+        for name in ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill")
+    },
     f"{RM}.launch_reward_fn_async": always("rewards are always computed beside generation"),
     f"{RM}.sandbox_fusion.url": each_set("reward_fn_args.sandbox_url"),
     f"{RM}.sandbox_fusion.max_concurrent": each_set("reward_fn_args.sandbox_max_concurrent"),
@@ -243,6 +282,10 @@ RULES: dict[str, Rule] = {
     f"{RM}.reward_kwargs.max_resp_len": do.length(
         "data.max_response_length", "model.max_response_tokens", "the penalty is measured from that"
     ),
+    **{
+        f"{RM}.{name}": play.rm(derived("GPUs of its own, else of the run's", "explorer.auxiliary_models[i].engine_num"))
+        for name in ("enable_resource_pool", "nnodes", "n_gpus_per_node")
+    },
     "custom_reward_function.path": via("", "buffer.explorer_input.default_reward_fn_type"),
     "custom_reward_function.name": derived("second half of file.py:function", "buffer.explorer_input.default_reward_fn_type"),
     # ------------------------------------------------------------------ algorithm
@@ -256,6 +299,12 @@ RULES: dict[str, Rule] = {
     "algorithm.kl_ctrl.kl_coef": do.kl_arg("algorithm.kl_penalty_fn_args.kl_coef", "algorithm.use_kl_in_reward"),
     "algorithm.kl_ctrl.horizon": do.kl_arg("algorithm.kl_penalty_fn_args.horizon", "algorithm.use_kl_in_reward", adaptive=True),
     "algorithm.kl_ctrl.target_kl": do.kl_arg("algorithm.kl_penalty_fn_args.target_kl", "algorithm.use_kl_in_reward", adaptive=True),
+    "algorithm.rollout_correction.rollout_rs": play.rejection,
+    "algorithm.rollout_correction.rollout_rs_threshold": play.rejection_bounds,
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": play.rejection_bounds,
+    "algorithm.rollout_correction.rollout_token_veto_threshold": refused(
+        "older veRL: a single unlikely token takes its sequence out; the newer form is rollout_rs=seq_max_k1 with a threshold"
+    ),
     "algorithm.rollout_is": refused(_TIS),
     "algorithm.rollout_is_threshold": refused(_TIS),
     "algorithm.use_pf_ppo": only_if(
@@ -347,12 +396,19 @@ PATTERNS: tuple[tuple[str, Rule], ...] = (
     (f"{ACTOR}.policy_loss.clip_cov_*", do.loss_arg("clip_cov")),
     (f"{ACTOR}.megatron.param_offload", to("trainer.param_offload")),
     (f"{ACTOR}.megatron.optimizer_offload", to("trainer.optimizer_offload")),
-    ("*.megatron.override_transformer_config*", refused(ONLY_MEGATRON)),
+    ("*.megatron.override_transformer_config*", only_if(lambda d: not megatron(d), ONE_MEGATRON, refused(ONLY_MEGATRON))),
     ("*.megatron.*", ignored("how Megatron lays out and offloads its work; FSDP2 shards instead")),
-    ("*.optim.override_optimizer_config*", refused("the optimizer has no further arguments")),
+    (
+        "*.optim.override_optimizer_config*",
+        only_if(lambda d: not megatron(d), ONE_MEGATRON, refused("the optimizer has no further arguments")),
+    ),
+    (f"{ROLLOUT}.checkpoint_engine.*", ignored("how veRL sends weights; see synchronizer.sync_method")),
+    ("trainer.dump_high_diff*", ignored(_TRACE)),
+    (f"{RM}.reward_kwargs.*", refused("arguments of a reward manager of yours; write them in reward_fn_args of the tasksets")),
+    (f"{RM}.rollout.*", ignored(RM_DECIDED)),
     ("algorithm.rollout_correction.*", below("algorithm.rollout_correction", after="algorithm.rollout_correction")),
     ("data.apply_chat_template_kwargs.*", below(*(f"{f}.chat_template_args" for f in FORMAT), after="data.apply_chat_template_kwargs")),
-    ("algorithm.filter_groups.*", do.filter_groups),
+    ("algorithm.filter_groups.*", play.filter_groups),
     ("custom_reward_function.reward_kwargs.*", below(*(f"{s}[i].reward_fn_args" for s in (TRAIN, EVAL)))),
     ("trainer.*nsight_options.*", ignored(_NSIGHT)),
     ("*.profiler.*", ignored(_TRACE)), ("global_profiler.*", ignored(_TRACE)), ("*.trace.*", ignored(_TRACE)),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rft.convert import conditions
 from rft.convert.conditions import NO, OPEN, YES, Decision
@@ -15,7 +16,10 @@ from rft.convert.expand import Expander, Scope
 from rft.convert.shell_arithmetic import ArithmeticProblem, evaluate
 from rft.convert.syntax import Assign, Command, CommandSub, SimpleCommand, Word
 from rft.convert.values import PASSED, Array, Marks, Text, env, marked, shown
+from rft.errors import ConfigError
 from rft.logs import is_secret_name
+
+MAX_CALLS = 12
 
 
 class Exit(Exception):
@@ -51,6 +55,17 @@ class ShellState:
         self.locals: list[dict[str, Text | Array | None]] = []
         self.output: list[str] | None = None
         self.folder: str = env("PWD")
+        self.nesting = 0
+
+    @contextmanager
+    def nested(self, line: int, what: str) -> Iterator[None]:
+        self.nesting += 1
+        try:
+            if self.nesting > MAX_CALLS:
+                raise ConfigError(f"{self.name}, line {line}: {what} more than {MAX_CALLS} levels deep")
+            yield
+        finally:
+            self.nesting -= 1
 
     def note(self, line: int, text: str) -> None:
         self.notes.setdefault((line, text))

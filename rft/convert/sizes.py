@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rft.convert.draft import Draft
-from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, ROLLOUT, estimator_name
+from rft.convert.names import ACTOR, CRITIC_ESTIMATORS, RM, ROLLOUT, estimator_name
 from rft.errors import ConfigError
 
 MAX_GPUS = 20_000
@@ -19,6 +19,52 @@ MAX_GPUS = 20_000
 def is_async(d: Draft) -> bool:
     """The fully asynchronous recipe, or a YAML file of it."""
     return d.launch.program == "fully_async" or any(k.startswith("async_training.") for k in d.given)
+
+
+def ahead(d: Draft) -> bool:
+    """The recipe that samples one iteration ahead of training."""
+    return d.launch.program == "one_step_off"
+
+
+def apart(d: Draft) -> bool:
+    """Whether trainer and rollouter have GPUs of their own in veRL too."""
+    return is_async(d) or ahead(d)
+
+
+def colocated(d: Draft) -> bool:
+    """Whether engines and trainer share their GPUs in turns: asked for, or there are too few to give each their own."""
+    if apart(d):
+        return False
+    if d.colocate or (d.stated("actor_rollout_ref.hybrid_engine") and not d.terse and d.flag("actor_rollout_ref.hybrid_engine")):
+        return True
+    return "mode" not in d.overridden and d.engine_num is None and not _splits(d)
+
+
+def _splits(d: Draft) -> bool:
+    """Whether some number of engines leaves GPUs that the trainer's sequences divide over."""
+    count, per_node = nodes(d)
+    left, tp, sp = count * per_node - reward_gpus(d), _engine_gpus(d), sequence_parallel(d)
+    return any((left - e * tp) % sp == 0 for e in range(1, (left - 1) // tp + 1))
+
+
+def _engine_gpus(d: Draft) -> int:
+    stages = _positive(d, f"{ROLLOUT}.pipeline_model_parallel_size", 1)
+    return stages * _positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
+
+
+def reward_tp(d: Draft) -> int:
+    return _positive(d, f"{RM}.rollout.tensor_model_parallel_size", 1)
+
+
+def reward_gpus(d: Draft) -> int:
+    """GPUs of the reward model: a pool of its own where veRL gives it one, else a quarter of all."""
+    if not d.flag(f"{RM}.enable"):
+        return 0
+    if d.flag(f"{RM}.enable_resource_pool"):
+        return _positive(d, f"{RM}.nnodes", 1) * _positive(d, f"{RM}.n_gpus_per_node", 8)
+    count, per_node = nodes(d)
+    tp = reward_tp(d)
+    return max(1, count * per_node // 4 // tp) * tp
 
 
 def has_critic(d: Draft) -> bool:
@@ -82,8 +128,10 @@ def nodes(d: Draft) -> tuple[int, int]:
     """(node_num, gpu_per_node) of the whole cluster.  In the asynchronous recipe trainer and rollouter have GPUs of their own."""
     count, per_node = _positive(d, "trainer.nnodes", 1), _positive(d, "trainer.n_gpus_per_node", 8)
     others = theirs = 0
-    if is_async(d):
+    if apart(d):
         others, theirs = _positive(d, "rollout.nnodes", 1), _positive(d, "rollout.n_gpus_per_node", 8)
+    elif d.flag(f"{RM}.enable") and d.flag(f"{RM}.enable_resource_pool"):
+        others, theirs = _positive(d, f"{RM}.nnodes", 1), _positive(d, f"{RM}.n_gpus_per_node", 8)
     total = count * per_node + others * theirs
     if total > MAX_GPUS:
         raise d.wrong("trainer.nnodes", count, f"fewer: {total:,} GPUs in all are more than {MAX_GPUS:,}")
@@ -120,6 +168,7 @@ class Gpus:
     actor_accumulation: int | None
     critic_accumulation: int | None
     verl: dict[str, int | None]
+    shared: bool = False  # the rollout GPUs are the trainer's
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,8 +177,8 @@ class Gpus:
 def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:
     """R8 and R9 for `engine_num` engines and `auxiliary` GPUs of other models."""
     count, per_node = nodes(d)
-    tp = _positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
-    trainer = count * per_node - engine_num * tp - auxiliary
+    tp, shared = _engine_gpus(d), colocated(d)
+    trainer = count * per_node - auxiliary - (0 if shared else engine_num * tp)
     ranks = max(0, trainer // sequence_parallel(d))
     rows = runs(d) * d.whole(f"{ACTOR}.ppo_mini_batch_size")
     dynamic = d.flag(f"{ACTOR}.use_dynamic_bsz")
@@ -139,6 +188,7 @@ def split(d: Draft, engine_num: int, auxiliary: int) -> Gpus:
     local, theirs = _whole(rows, ranks), _whole(rows, verl_ranks(d))
     return Gpus(
         total=count * per_node,
+        shared=shared,
         rollout=engine_num * tp,
         auxiliary=auxiliary,
         trainer=trainer,
@@ -167,9 +217,9 @@ def fits(d: Draft, gpus: Gpus) -> bool:
 
 
 def whole_nodes(d: Draft, trainer: int) -> bool:
-    """A trainer of more than one node has whole nodes."""
+    """A trainer of more than one node has whole nodes, and sequences are divided over whole groups of its ranks."""
     per_node = nodes(d)[1]
-    return trainer <= per_node or trainer % per_node == 0
+    return (trainer <= per_node or trainer % per_node == 0) and trainer % sequence_parallel(d) == 0
 
 
 def choose_engines(d: Draft, auxiliary: int) -> int:
@@ -178,8 +228,10 @@ def choose_engines(d: Draft, auxiliary: int) -> int:
     More of them where the trainer would get parts of nodes, and in the exact profile until the batch divides over the rest.
     """
     count, per_node = nodes(d)
-    tp = _positive(d, f"{ROLLOUT}.tensor_model_parallel_size", 2)
-    if is_async(d):
+    tp = _engine_gpus(d)
+    if colocated(d):
+        return max(1, (count * per_node - auxiliary) // tp)
+    if apart(d):
         return max(1, _positive(d, "rollout.nnodes", 1) * _positive(d, "rollout.n_gpus_per_node", 8) // tp)
     first = max(1, count * per_node // 4 // tp)
     most = (count * per_node - auxiliary - 1) // tp

@@ -17,8 +17,9 @@ from rft.config import yamlfile
 from rft.config.load import assign, from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
-from rft.convert import defaults, key_groups, verl_eval, verl_sft
+from rft.convert import defaults, key_groups, verl_eval, verl_generation, verl_sft
 from rft.convert.draft import ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
+from rft.convert.names import ALIASES
 from rft.convert.rule import account
 from rft.convert.rules import ASYNC, KNOWN, rule_of
 from rft.convert.sizes import Gpus
@@ -26,6 +27,9 @@ from rft.errors import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument, Launch
+
+
+Judge = Callable[[Draft, "Argument"], ArgumentOutcome]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class Conversion:
     written: tuple[WrittenValue, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    questions: tuple[str, ...] = ()  # what a person has to decide; the result holds the answer that was assumed
     gpus: Gpus | None = None
     command: str = ""
     errors: tuple[str, ...] = ()  # what `rft check` would refuse in the result
@@ -58,33 +63,17 @@ def convert(
     if engine_num is not None and engine_num < 1:
         raise ConfigError(f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num)
     overridden = tuple(o.partition("=")[0].strip() for o in overrides)
-    opened = _opened(launch.arguments)
-    d = Draft(dataclasses.replace(launch, arguments=opened), profile, engine_num, overridden)
-    gpus, command = None, ""
     family = _family(launch)
-    if family == "main_eval":
-        command, outcome = verl_eval.command(d), verl_eval.outcome
-    elif family == "sft":
-        verl_sft.prepare(d)
-        outcome = verl_sft.outcome
-    else:
-        for group in (
-            key_groups.batch,
-            key_groups.tasksets,
-            key_groups.evaluation,
-            key_groups.algorithm,
-            key_groups.names,
-            key_groups.reward,
-        ):
-            group(d)
-        gpus, outcome = key_groups.gpus(d), _outcome
+    read = _opened(launch.arguments)
+    opened, questions = _parameters(verl_generation.renamed(read) if family == "generation" else read)
+    d = Draft(dataclasses.replace(launch, arguments=opened), profile, engine_num, overridden, questions=questions)
+    d.colocate = any(o.replace(" ", "") == "mode=colocate" for o in overrides)
+    command = verl_eval.command(d) if family == "main_eval" else ""
+    prepare, outcome, finish = _FAMILIES.get(family, (_prepare, _outcome, _finish))
+    gpus = prepare(d)
     pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, opened, strict=False)]
     rows = tuple(ArgumentRow(a, _account(d, b, outcome)) for a, b in pairs)
-    if family == "sft":
-        verl_sft.finish(d)
-    elif family != "main_eval":
-        defaults.write(d)
-        key_groups.explain(d)
+    finish(d)
     for text in launch.notes:
         d.note(text)
     if launch.passed_through:
@@ -103,12 +92,30 @@ def convert(
         written=tuple(d.written()) if d.values else (),
         notes=tuple(d.notes),
         warnings=tuple(d.warnings),
+        questions=tuple(d.questions),
         gpus=gpus,
         command=command,
         errors=errors,
         not_active=not_active,
         counts={k: kinds.count(k) for k in ("mapped", "equal", "derived", "ignored", "refused")},
     )
+
+
+def _prepare(d: Draft) -> Gpus:
+    """What is written whatever the arguments of a trainer are."""
+    k = key_groups
+    for group in (k.batch, k.tasksets, k.evaluation, k.algorithm, k.names, k.reward):
+        group(d)
+    return k.gpus(d)
+
+
+def _finish(d: Draft) -> None:
+    defaults.write(d)
+    key_groups.explain(d)
+
+
+def _nothing(d: Draft) -> None:
+    """An evaluation of stored answers has no configuration."""
 
 
 def _family(launch: Launch) -> str:
@@ -130,6 +137,27 @@ def _family(launch: Launch) -> str:
     )
 
 
+def _parameters(arguments: Sequence[Argument]) -> tuple[tuple[Argument, ...], list[str]]:
+    """Numbers and switches that are left to the environment get veRL's default, and a question; texts stay ${oc.env:NAME}."""
+    done, questions = [], []
+    for a in arguments:
+        default, value = table.default(a.key, ASYNC), str(a.value)
+        empty = a.value is not None and not value.strip() and default not in (None, "")
+        if empty or (isinstance(default, bool | int | float) and "${oc.env:" in value):
+            whence = (
+                "empty"
+                if not a.variables
+                else f"left to {', '.join(f'${v}' for v in a.variables)}, which the script does not set"
+            )
+            questions.append(
+                f"line {a.line}: {a.key} is {whence}; veRL's default, {default}, is taken.  Is that meant?  Else write the value into the "
+                "script"
+            )
+            a = dataclasses.replace(a, value=default)
+        done.append(a)
+    return tuple(done), questions
+
+
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([A-Za-z_][\w.]*)\s*(?:,\s*([^${}]*))?\}")
 
 
@@ -148,7 +176,8 @@ def _opened(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
             return found(whole)
         return _REFERENCE.sub(lambda m: str(found(m)), text)
 
-    plain = [dataclasses.replace(a, value=value(a.value)) if isinstance(a.value, str) else a for a in arguments]
+    named = [dataclasses.replace(a, key=ALIASES.get(a.key, a.key)) for a in arguments]
+    plain = [dataclasses.replace(a, value=value(a.value)) if isinstance(a.value, str) else a for a in named]
     return (*plain, *(leaf for a in plain for leaf in _inside(a)))
 
 
@@ -162,7 +191,11 @@ def _inside(a: Argument) -> list[Argument]:
     return found
 
 
-Judge = Callable[[Draft, "Argument"], ArgumentOutcome]
+_FAMILIES: dict[str, tuple[Callable[[Draft], Gpus | None], Judge, Callable[[Draft], None]]] = {
+    "main_eval": (_nothing, verl_eval.outcome, _nothing),
+    "sft": (verl_sft.prepare, verl_sft.outcome, verl_sft.finish),
+    "generation": (verl_generation.prepare, verl_generation.outcome, verl_generation.finish),
+}
 
 
 def _account(d: Draft, a: Argument, outcome: Judge) -> ArgumentOutcome:

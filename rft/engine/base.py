@@ -130,6 +130,9 @@ class BaseEngine:
     async def pause(self, *, clear_cache: bool = True) -> None:
         raise self.fixed()
 
+    async def sleep(self) -> None:
+        """Nothing is given back."""
+
     async def load(self, manifest: WeightManifest) -> LoadReport:
         raise self.fixed()
 

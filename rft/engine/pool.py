@@ -143,6 +143,9 @@ class EnginePool:
     async def pause(self, *, clear_cache: bool = True) -> None:
         await self._each(*(e.pause(clear_cache=clear_cache) for e in self.engines))
 
+    async def sleep(self) -> None:
+        await self._each(*(e.sleep() for e in self.engines))
+
     async def load(self, manifest: WeightManifest) -> LoadReport:
         """Loads all; the report holds the worst of each, so it is good only when every engine's is."""
         return worst(await self._each(*(e.load(manifest) for e in self.engines)), manifest.version)

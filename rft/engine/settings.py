@@ -29,6 +29,8 @@ class ExternalSettings:
     requests_per_minute: float | None = None
     max_retries: int = 5
     extra_body: dict[str, Any] = field(default_factory=dict)  # further entries of every request
+    price_per_1k_prompt_tokens: float = 0.0  # US dollars
+    price_per_1k_completion_tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class EngineSettings:
     fully_sharded_loras: bool = False  # of them
     max_cpu_loras: int | None = None  # of them
     router_replay: bool = False  # tell which experts each token went through
+    sleep_level: int = 0  # vllm, where it shares its GPU: 1 = weights go to host memory, 2 = they go away; 0 = it never sleeps
     fixed_weights: bool = False  # serve the weights of model_path as they are (judges); a load is refused
     max_concurrent: int = 256  # requests under way (external)
     external: ExternalSettings | None = None

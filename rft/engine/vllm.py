@@ -3,7 +3,7 @@
 Knows vLLM's public engine interface and nothing of Ray, trainer or buffer.  Invariant: no token is generated before the first load
 (except with `fixed_weights`), and every token carries the version label that was set while the engine was paused.
 
-    start → load → resume → generate … → pause → load → resume → generate …
+    start → load → resume → generate … → pause → [sleep →] load → resume → generate …
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class VllmEngine(LocalEngine):
         self._watching = asyncio.ensure_future(self._watch())
         self._expert_layers: list[int] = []  # numbers of the layers whose experts are reported
         self._held: dict[str, int] = {}  # requests under way when it was paused, and their tokens in the cache
+        self._asleep: set[str] = set()  # what has to wake: weights, kv_cache
         self._clears = False  # the pause throws these tokens away
 
     @classmethod
@@ -185,6 +186,7 @@ class VllmEngine(LocalEngine):
     async def load(self, manifest: WeightManifest) -> LoadReport:
         """Only while paused.  Where the report is not clean the old weights may be served on, under their old label."""
         await self.check_load(manifest)
+        await self._wake("weights")
         frame = msgspec.msgpack.encode(manifest)
         answers = await self._call("load weights", self._llm.collective_rpc("rft_load", args=(frame,)))
         report = worst([msgspec.msgpack.decode(a, type=LoadReport) for a in answers], manifest.version)
@@ -193,7 +195,24 @@ class VllmEngine(LocalEngine):
             self.version = report.version
         return msgspec.structs.replace(report, held=self._cost())
 
+    async def sleep(self) -> None:
+        """At level 2 the weights are gone: nothing but a load brings them back."""
+        if self.settings.sleep_level and not self._asleep:
+            await self._call("sleep", self._llm.sleep(self.settings.sleep_level, mode="keep"))
+            self._asleep = {"weights", "kv_cache"}
+            log.info("%s sleeps at level %d", self.settings.name, self.settings.sleep_level)
+
+    async def _wake(self, what: str) -> None:
+        if what in self._asleep:
+            await self._call(f"wake its {what}", self._llm.wake_up([what]))
+            self._asleep.discard(what)
+            log.info("%s has its %s again", self.settings.name, what)
+
     async def resume(self) -> None:
+        if "weights" in self._asleep and self.settings.sleep_level > 1:
+            raise EngineFailed(f"{self.settings.name}: it slept at level 2 and no weights were loaded since")
+        await self._wake("weights")
+        await self._wake("kv_cache")
         await self._call("resume", self._llm.resume_generation())
         self._paused = False
         self._stats.resumed()

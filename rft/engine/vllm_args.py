@@ -74,6 +74,7 @@ def engine_args(settings: EngineSettings) -> Any:
         args["distributed_executor_backend"] = "uni" if settings.workers == 1 else "mp"
     else:
         args["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        args["enable_sleep_mode"] = settings.sleep_level > 0
         if settings.kv_cache_bytes is not None:
             args["kv_cache_memory_bytes"] = settings.kv_cache_bytes
     unknown = sorted(set(settings.extra_engine_args) - set(AsyncEngineArgs.__dataclass_fields__))

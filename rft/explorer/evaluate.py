@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from rft.engine.settings import ExternalSettings
 from rft.errors import RunFailed
 from rft.explorer.rollout_metrics import lengths
 from rft.explorer.settings import ExplorerSettings
@@ -25,7 +26,7 @@ from rft.taskset.open_source import open_taskset
 from rft.taskset.task_order import evaluation_order
 from rft.types.ids import GroupId, Version
 from rft.types.metrics import MetricRecord
-from rft.types.ports import ChatModel, MetricSink
+from rft.types.ports import ChatModel, Measured, MetricSink
 from rft.worker import job_pool
 from rft.workflow.base import NO_MODELS, seed_for
 from rft.workflow.group import PlayedGroup, run_group
@@ -131,6 +132,18 @@ async def bench(
         await asyncio.to_thread(job_pool.close_all)
 
 
+async def spent(server: ExternalSettings, model: Measured, sink: MetricSink) -> dict[str, float]:
+    """What the answers of a server have taken, by its own count of tokens; reported as bench/..., and returned."""
+    counted = {m.name: m.value for m in await model.metrics()}
+    asked, written = counted["engine/prompt_tokens"], counted["engine/generated_tokens"]
+    cost = (asked * server.price_per_1k_prompt_tokens + written * server.price_per_1k_completion_tokens) / 1000
+    values = {"bench/prompt_tokens": asked, "bench/completion_tokens": written}
+    if server.price_per_1k_prompt_tokens or server.price_per_1k_completion_tokens:
+        values["bench/cost_usd"] = cost
+    await sink.log(MetricRecord(role="eval", step=0, time=time.time(), values=values))
+    return values
+
+
 def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall_s: float) -> dict[str, float]:
     """Means over tasks, n runs each: std@n is the population standard deviation inside a task.
 
@@ -158,12 +171,12 @@ def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall
         f"{prefix}/runs": float(len(runs)),
         f"{prefix}/failed": float(sum(r.failed for r in runs)),
         f"{prefix}/time": wall_s,
-        f"{prefix}/model_version/min": float(min(versions)),
-        f"{prefix}/model_version/max": float(max(versions)),
     }
+    if versions:  # a server tells of none
+        out |= {f"{prefix}/model_version/min": float(min(versions)), f"{prefix}/model_version/max": float(max(versions))}
     if all(g.task.sampling.temperature == 0 for g in groups):
         out[f"{prefix}/greedy"] = out[f"{prefix}/mean@{n}"]
-    return out | lengths(prefix, [r for r in rows if r.status != "failed"])
+    return out | lengths(prefix, [r for r in rows if r.status != "failed" and r.has_logprobs])
 
 
 def at_k(prefix: str, scored: Sequence[Sequence[float]], n: int) -> dict[str, float]:

@@ -109,6 +109,8 @@ def pipeline_metrics(metrics: Sequence[Metric]) -> dict[str, float]:
 
 def lengths(prefix: str, rows: Sequence[Experience]) -> dict[str, float]:
     """Length and truncation of rows that have a sequence."""
+    if not rows:
+        return {}
     responses = [r.num_response_tokens for r in rows]
     return {
         f"{prefix}/response_length/mean": fmean(responses),

@@ -37,6 +37,8 @@ def targets(plan: Plan) -> list[Target]:
     They are those of this run's folder, or of the run or the single checkpoint that resume_from_path names.
     Raises ConfigError where nothing is left to evaluate, CheckpointInvalid for a checkpoint that is damaged.
     """
+    if plan.engines[0].external is not None:
+        return [Target(BASE)]
     found = [manifests.read(folder) for folder in _folders(plan)]
     if plan.explorer.bench_latest:
         found = sorted(found, key=lambda m: m.version)[-1:]
@@ -120,8 +122,8 @@ async def _evaluate(plan: Plan, parts: Parts, found: Sequence[Target]) -> Result
 
 
 def table(results: Sequence[tuple[Version, Mapping[str, float]]]) -> str:
-    """One line for each checkpoint, one column for each number at k of each taskset."""
-    names = [n for n in results[0][1] if "@" in n] if results else []
+    """One line for each checkpoint, one column for each number at k of each taskset, and what a server's answers cost."""
+    names = [n for n in results[0][1] if "@" in n or n == "bench/cost_usd"] if results else []
     heads = ["step", *(n.removeprefix("bench/") for n in names)]
     rows = [["base" if v.step == 0 else str(v.step), *(_number(told.get(n)) for n in names)] for v, told in results]
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]

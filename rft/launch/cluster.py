@@ -17,9 +17,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +183,20 @@ class Seat:
     index: int
     gpus: int
     node: int  # number of the node in the declared or real cluster
+    host: int | None = None  # a rank: the engine whose GPUs it shares
 
 
 def placement(
-    engines: Sequence[EngineSettings], learner: LearnerSettings | None, gpus_per_node: list[int], auxiliary: Sequence[int] = ()
+    engines: Sequence[EngineSettings],
+    learner: LearnerSettings | None,
+    gpus_per_node: list[int],
+    auxiliary: Sequence[int] = (),
+    *,
+    shared: bool = False,
 ) -> list[Seat]:
     """Seats for all engines, auxiliary models (GPUs of each of their engines) and trainer ranks.
+
+    `shared`: the ranks sit on the engines' GPUs, in their order, and on GPUs of their own when there are more of them.
 
     Raises SetupError when the cluster is too small, naming role and numbers.
     """
@@ -196,19 +204,27 @@ def placement(
     seats = [Seat("engine", i, e.gpus, 0) for i, e in enumerate(engines)]
     seats += [Seat("auxiliary", i, gpus, 0) for i, gpus in enumerate(auxiliary)]
     ranks = learner.world_size if learner is not None else 0
-    seats += [Seat("trainer", rank, _need(learner.device, 1), 0) for rank in range(ranks) if learner is not None]
-    placed = []
+    hosts = [i for i, e in enumerate(engines) for _ in range(e.gpus)] if shared else []
+    seats += [
+        Seat("trainer", rank, _need(learner.device, 1), 0, hosts[rank] if rank < len(hosts) else None)
+        for rank in range(ranks)
+        if learner is not None
+    ]
+    placed: list[Seat] = []
     for seat in seats:
+        if seat.host is not None:
+            placed.append(replace(seat, node=placed[seat.host].node))
+            continue
         node = next((n for n, have in enumerate(free) if have >= seat.gpus), None)
         if node is None:
-            wanted = sum(s.gpus for s in seats)
+            wanted = sum(s.gpus for s in seats if s.host is None)
             raise SetupError(
                 f"{seat.role} {seat.index} needs {seat.gpus} GPU(s) on one node, but the nodes have {free} left of {gpus_per_node}. "
                 f"The plan needs {wanted} GPUs in all ({len(engines)} engine(s), {len(auxiliary)} auxiliary, {ranks} trainer rank(s)); "
                 "lower explorer.rollout_model.engine_num or tensor_parallel_size, set device: cpu, or use a larger cluster."
             )
         free[node] -= seat.gpus
-        placed.append(Seat(seat.role, seat.index, seat.gpus, node))
+        placed.append(replace(seat, node=node))
     return placed
 
 
@@ -217,10 +233,13 @@ def _need(device: str, count: int) -> int:
 
 
 class Places:
-    """Reserved seats of a connected Ray; gives actor options per seat."""
+    """Reserved seats of a connected Ray; gives actor options per seat.
 
-    def __init__(self, seats: list[Seat], group: Any) -> None:
-        self.seats, self._group = seats, group
+    `shown`: GPUs of the engines whose GPUs ranks share.  Ray counts those as the ranks', so the engine is told which they are.
+    """
+
+    def __init__(self, seats: list[Seat], group: Any, shown: Mapping[int, str] | None = None) -> None:
+        self.seats, self._group, self._shown = seats, group, shown or {}
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Ray actor options that put the actor on its seat."""
@@ -229,9 +248,19 @@ class Places:
             return {"num_gpus": 0}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = [s for s in self.seats if s.gpus].index(seat)
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 0, "num_gpus": seat.gpus, "scheduling_strategy": strategy}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=_bundle(self.seats, seat))
+        told = role == "engine" and index in self._shown
+        return {"num_cpus": 0, "num_gpus": 0 if told else seat.gpus, "scheduling_strategy": strategy}
+
+    def env(self, role: str, index: int) -> dict[str, str]:
+        """Environment of the actor on this seat."""
+        return {"CUDA_VISIBLE_DEVICES": self._shown[index]} if role == "engine" and index in self._shown else {}
+
+
+def _bundle(seats: Sequence[Seat], seat: Seat) -> int:
+    """Its number among the bundles of the placement group."""
+    holder = seat if seat.host is None else next(s for s in seats if (s.role, s.index) == ("engine", seat.host))
+    return [s for s in seats if s.gpus and s.host is None].index(holder)
 
 
 def here() -> dict[str, Any]:
@@ -245,7 +274,7 @@ def here() -> dict[str, Any]:
 
 async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
     """One placement group with a bundle per seat that needs GPUs.  Raises SetupError when it is not ready in time."""
-    wanted = [s for s in seats if s.gpus]
+    wanted = [s for s in seats if s.gpus and s.host is None]
     if not wanted:
         return Places(seats, None)
     from ray.util.placement_group import placement_group
@@ -257,4 +286,17 @@ async def reserve(seats: list[Seat], timeout_s: float = 60.0) -> Places:
         raise SetupError(
             f"the cluster did not reserve {sum(s.gpus for s in wanted)} GPUs within {timeout_s:.0f} s; other jobs hold them"
         ) from None
-    return Places(seats, group)
+    hosts = sorted({s.host for s in seats if s.host is not None})
+    return Places(seats, group, {i: await _devices(seats, group, i) for i in hosts})
+
+
+async def _devices(seats: list[Seat], group: Any, engine: int) -> str:
+    """The GPUs of an engine's bundle, as CUDA_VISIBLE_DEVICES names them."""
+    import ray
+
+    seat = next(s for s in seats if (s.role, s.index) == ("engine", engine))
+    options = Places(seats, group).options("engine", engine)
+    look = ray.remote(max_retries=0)(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).options(**options)
+    found: str = await look.remote()
+    assert len(found.split(",")) == seat.gpus, found
+    return found

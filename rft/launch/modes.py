@@ -130,7 +130,11 @@ class ExploreAndTrain(_Training):
         plan = self.plan
         await parts.reserve(engines=self._explores, trainer=True)
         specs = [PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)]
-        await parts.start([*specs, *engine_specs(plan), *explorer_specs(plan)] if self._explores else specs)
+        if plan.cluster.shared:  # an engine measures what is free on its GPU when it starts
+            await parts.start(engine_specs(plan))
+            await parts.start([*specs, *explorer_specs(plan)])
+        else:
+            await parts.start([*specs, *engine_specs(plan), *explorer_specs(plan)] if self._explores else specs)
         self.begun = await begin(parts.made["buffer"], self._found, self._other)
         buffer, node = Bound(parts.made["buffer"], self.begun.lineage), parts.nodes.get("trainer-0", "")
         wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)

@@ -134,18 +134,16 @@ class ExplorerPart:
     ) -> dict[str, float]:
         """Evaluates the weights that the engines serve; what was reported."""
         from rft.engine.pool import EnginePool
-        from rft.explorer.evaluate import bench
+        from rft.explorer.evaluate import bench, spent
         from rft.reward.run_folder import run_folder
 
         run_folder.set(self.plan.run_dir)
         async with AsyncExitStack() as clients:
-            return await bench(
-                self.plan.explorer,
-                cast(ChatModel, EnginePool(engines)),
-                cast(MetricSink, sink),
-                version,
-                models=await _models(self.plan, auxiliary, clients),
-            )
+            server = self.plan.engines[0].external
+            policy = EnginePool([*engines, *await _servers(self.plan.engines, clients)])
+            models, reports = await _models(self.plan, auxiliary, clients), cast(MetricSink, sink)
+            told = await bench(self.plan.explorer, cast(ChatModel, policy), reports, version, models=models)
+            return told if server is None else told | await spent(server, policy, reports)
 
     async def stop(self) -> None:
         if self._explorer is not None:
@@ -156,20 +154,25 @@ class ExplorerPart:
 
 
 async def _models(plan: Plan, auxiliary: Sequence[Sequence[Any]], clients: AsyncExitStack) -> dict[str, ChatModel]:
-    """The auxiliary models by name.  Clients of servers live in this process and are closed with `clients`."""
-    from rft.engine.base import make
+    """The auxiliary models by name."""
     from rft.engine.pool import EnginePool
 
     models: dict[str, ChatModel] = {}
     for settings, given in zip(plan.auxiliary, auxiliary, strict=True):
-        engines = list(given)
-        for e in settings.engines:
-            if e.external is not None:
-                engines.append(await make(e))
-                clients.push_async_callback(engines[-1].close)
+        engines = [*given, *await _servers(settings.engines, clients)]
         pool = EnginePool(engines, max_concurrent=settings.max_concurrent, revive=_reviver(given), identity=identity(settings))
         models |= dict.fromkeys(settings.names, cast(ChatModel, pool))
     return models
+
+
+async def _servers(engines: Sequence[EngineSettings], clients: AsyncExitStack) -> list[Any]:
+    """Clients of those that are behind servers; they live in this process and are closed with `clients`."""
+    from rft.engine.base import make
+
+    made = [await make(e) for e in engines if e.external is not None]
+    for client in made:
+        clients.push_async_callback(client.close)
+    return made
 
 
 def identity(settings: AuxiliarySettings) -> str:

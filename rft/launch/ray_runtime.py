@@ -122,7 +122,9 @@ class RayParts(Parts):
     async def reserve(self, *, engines: bool, trainer: bool) -> None:
         plan, free = self.plan, self.cluster.gpus_per_node()
         gpus = [e.gpus for model in plan.auxiliary for e in model.engines if e.external is None and e.gpus and engines]
-        seats = placement(plan.engines if engines else (), plan.learner if trainer else None, free, gpus)
+        seats = placement(
+            plan.engines if engines else (), plan.learner if trainer else None, free, gpus, shared=plan.cluster.shared
+        )
         self._places = await reserve(seats)
 
     async def start(self, specs: Sequence[PartSpec]) -> None:
@@ -134,7 +136,7 @@ class RayParts(Parts):
         name, plan, engine = spec.name, self.plan, spec.engine
         options = {**here(), "max_restarts": 0, "max_concurrency": 10000}
         options |= {} if spec.seat is None else self._places.options(*spec.seat)
-        env, error = dict(spec.env), RunFailed
+        env, error = {**spec.env, **({} if spec.seat is None else self._places.env(*spec.seat))}, RunFailed
         limits: tuple[float | None, float | None] = (None, None)
         if engine is not None:
             env |= {**cpu_environment(engine), leftovers.PART: name}

@@ -72,7 +72,7 @@ class Parts(ABC):
 
     @property
     def engines(self) -> list[Any]:
-        return [self.made[f"engine-{i}"] for i in range(len(self.plan.engines))]
+        return [self.made[f"engine-{i}"] for i, e in enumerate(self.plan.engines) if e.external is None]
 
     @property
     def auxiliary(self) -> list[list[Any]]:
@@ -111,7 +111,8 @@ class Runtime(Protocol):
 
 
 def engine_specs(plan: Plan) -> list[PartSpec]:
-    return [PartSpec(f"engine-{i}", "engine", (plan, e), ("engine", i), e) for i, e in enumerate(plan.engines)]
+    local = ((i, e) for i, e in enumerate(plan.engines) if e.external is None)  # others are asked by the explorer
+    return [PartSpec(f"engine-{i}", "engine", (plan, e), ("engine", i), e) for i, e in local]
 
 
 def auxiliary_specs(plan: Plan) -> list[PartSpec]:

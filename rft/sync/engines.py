@@ -184,6 +184,11 @@ class EngineSet:
             self._dead.discard(index)
             self._stalled.discard(index)
 
+    @property
+    def dead(self) -> bool:
+        """Whether one of them waits to be restarted."""
+        return bool(self._dead)
+
     def take_restarts(self) -> dict[str, int]:
         """Restarts since this was asked last."""
         restarts, self._restarts = self._restarts, dict.fromkeys(self._restarts, 0)

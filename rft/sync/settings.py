@@ -22,6 +22,7 @@ class SyncSettings:
     offset: int = 0
     max_staleness: int | None = None
     threshold: float | None = None  # fully_async: groups that may begin beyond one window, as a share of it; None = no quota
+    in_turns: bool = False  # engines sleep from the first train step of a window until its weights are published
     partial_rollout: bool = True  # groups under way when weights move go on under the new ones; else they are waited for
     timeout_s: float = 3600.0
     kv_cache: Literal["recompute", "keep"] = "recompute"

@@ -141,8 +141,13 @@ class Synchronizer:
         return gate.wants(step)
 
     async def step_started(self, step: int) -> None:
+        """See `WeightSync`.  Engines that take turns with the trainer sleep when this returns, until the next version."""
         self._gate.demand = None
         await self._waits.changed()
+        if self._settings.in_turns:
+            async with self._publishing:
+                self._waits.raise_failure()
+                await self._updates.sleep(step)
 
     async def allow_batch(self, batch: int) -> None:
         log.info("explore batch %d may begin before its turn: step %d lacks rows", batch, self._gate.trained + 1)

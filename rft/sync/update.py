@@ -2,6 +2,7 @@
 
     update:  pause -> load and check the reports -> resume -> canary
     restore: pause -> load the version before -> resume -> compare with its canary record
+    sleep:   pause -> sleep, until one of the two; engines that share their GPUs with the trainer
 
 A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no side waits for an engine that failed.
 
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 
 from rft.errors import RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
-from rft.sync.engines import EngineSet, Rejected
+from rft.sync.engines import EngineSet, NoEngines, Rejected
 from rft.sync.settings import SyncSettings
 from rft.types.metrics import Metric
 from rft.types.ports import LoadReport, Sender, WeightManifest
@@ -112,6 +113,7 @@ class WeightUpdates:
         self._settings, self._engines, self._canary, self._rounds = settings, engines, canary, rounds
         self.manifest: WeightManifest | None = None
         self._records: dict[int, Probe] = {}  # canary of `manifest`, by engine
+        self._asleep = False
         self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
 
     async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]]) -> Update:
@@ -131,6 +133,21 @@ class WeightUpdates:
         self._records = {i: p for i, p in probes.items() if i in self._engines}
         self._proofs = tuple(probes.values())[:1]
         return Update(reports, verdict, began, paused, loaded, at, time.perf_counter())
+
+    async def sleep(self, step: int) -> None:
+        """The engines give their memory back for train step `step`, until the next load.  Raises WeightSyncFailed."""
+        if self._asleep:
+            return
+        try:
+            await self._pause(self._engines.numbers)
+            await self._engines.ask_all("sleep", lambda e: e.sleep())
+        except NoEngines:
+            log.info("train step %d: every engine has left", step)
+        except Rejected as e:  # a process that died holds no memory, and is restarted with the next version
+            if not self._engines.dead:
+                raise WeightSyncFailed(f"train step {step} needs the engines' memory, and they do not give it: {e}") from e
+            log.warning("%s; it is restarted with the next weights", e)
+        self._asleep = True
 
     async def sync(self, numbers: Sequence[int], manifest: WeightManifest) -> None:
         """Bring these engines to the verified version `manifest`, and verify that they serve it.  Raises Rejected, NoEngines."""
@@ -164,6 +181,7 @@ class WeightUpdates:
 
     async def _load(self, manifest: WeightManifest, numbers: Sequence[int]) -> dict[int, LoadReport]:
         """Load the version; every engine's report is good."""
+        self._asleep = False  # to load is to wake
 
         def ask(index: int, manifest: WeightManifest) -> Awaitable[LoadReport]:
             return self._engines.ask(index, "load", lambda e: e.load(manifest))

@@ -185,6 +185,21 @@ class EngineContract:
             assert c.version_spans[-1].version == version and len(c.version_spans) <= 2
             assert c.version_spans[0].version <= version
 
+    async def test_an_engine_that_slept_wakes_with_the_next_weights(self, subject: Subject) -> None:
+        """Memory goes and comes; what was asked before goes on.  An engine that has nothing to give back does nothing."""
+        subject.hold()
+        request = ask("x" * 40, max_tokens=300, ignore_eos=True)
+        task = asyncio.create_task(subject.engine.generate(request))
+        await asyncio.wait([task], timeout=0.05)  # lets the request begin
+        await subject.engine.pause()
+        await subject.engine.sleep()
+        await subject.engine.sleep()
+        version = Version(1, next(_steps))
+        assert clean(await subject.publish(version=version))
+        subject.release()
+        check_completion((await task)[0], request.sampling)
+        assert (await subject.engine.generate(ask()))[0].version == version
+
     async def test_a_load_needs_a_pause(self, subject: Subject) -> None:
         manifest = stage(subject.folder / "unpaused", subject.weights, Version(1, next(_steps)), subject.tied)
         with pytest.raises(EngineFailed, match="pause"):

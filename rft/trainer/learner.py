@@ -43,6 +43,7 @@ from rft.types.ports import WeightManifest
 
 if TYPE_CHECKING:
     from rft.sync.base import Transport
+    from rft.trainer.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +299,9 @@ class Learner:
         """Hand the weights to `transport` (rank 0; the others give None and help to gather): all of them, or the adapter alone."""
         lora, dtype = self.settings.lora, self._compute_dtype
         alone = self.policy.adapter if lora is not None and not lora.merge else None
-        weights = self._gathered() if alone is None else iter(alone.whole().items())
+        if self.settings.shares_device:
+            torch.accelerator.memory.empty_cache()
+        weights = _gathered(self.policy) if alone is None else iter(alone.whole().items())
         exact = self.policy.saved_buffers()
         given = ((name, tensor if name in exact else tensor.to(dtype)) for name, tensor in weights)
         if transport is None:
@@ -311,7 +314,7 @@ class Learner:
 
     def export(self, folder: str) -> None:
         """A Hugging Face folder that `from_pretrained` and vLLM load: weights in the base model's own dtype, config, tokenizer."""
-        saving.export(self.policy, self._gathered(), self.settings, Path(folder), self.rank)
+        saving.export(self.policy, _gathered(self.policy), self.settings, Path(folder), self.rank)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -349,10 +352,12 @@ class Learner:
         if self._grouped and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, p in self.policy.names().items():
-            yield name, self.policy.whole(name, p)
-        yield from self.policy.saved_buffers().items()
+
+def _gathered(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the policy that is published, whole."""
+    for name, p in policy.names().items():
+        yield name, policy.whole(name, p)
+    yield from policy.saved_buffers().items()
 
 
 def _by_row(values: torch.Tensor, rows: Sequence[TrainRow]) -> list[np.ndarray]:

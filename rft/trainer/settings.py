@@ -113,6 +113,7 @@ class LearnerSettings:
     tokenizer_path: str | None = None  # folder whose tokenizer goes into exported models; None = model_path
     lora: LoraSettings | None = None  # None: the whole model is trained
     device: str = "cpu"
+    shares_device: bool = False  # engines are on it too: what is not in use is given back when weights are published
     dtype: str = "float32"
     world_size: int = 1
     cpu_threads: int = 2  # per rank

@@ -144,7 +144,7 @@ class Trainer:
                 self._taken.append(lease)
         if not self._taken or self._stop.is_set():
             return None
-        if self._on_demand and self._sync is not None:
+        if self._sync is not None:
             await self._sync.step_started(step + 1)
         return self._taken.popleft()
 

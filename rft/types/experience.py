@@ -217,6 +217,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
     return {
         "tokens": tokens,
+        "has_logprobs": any(c.usage is None for c in completions),  # a server tells no tokens: nothing of it can be trained
         "loss_mask": np.concatenate(mask),
         "logprobs": np.concatenate(logps),
         "version_spans": tuple(spans),
@@ -249,8 +250,8 @@ def check(x: Experience) -> None:
         if not x.reason:
             raise ValueError("reason: a failed run must say why it failed")
         return
-    if n == 0:
-        raise ValueError("tokens: empty; only failed runs have no tokens")
+    if n == 0 and x.has_logprobs:
+        raise ValueError("tokens: empty; only failed runs, and answers of a server, have no tokens")
     for span in x.version_spans:
         if not 0 <= span.start <= span.end <= n:
             raise ValueError(f"version_spans: [{span.start}, {span.end}) is outside the {n} tokens")

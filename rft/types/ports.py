@@ -49,6 +49,10 @@ class Engine(Protocol):
         """Stop scheduling; running requests are kept and go on after `resume`."""
         ...
 
+    async def sleep(self) -> None:
+        """While paused: give the device's memory back, for one who shares it; `load` and `resume` take it again."""
+        ...
+
     async def load(self, manifest: WeightManifest) -> LoadReport:
         """While paused: verify the staged weights' hashes, load them, probe them, and label what follows with `manifest.version`."""
         ...
@@ -252,7 +256,7 @@ class WeightSync(Protocol):
         ...
 
     async def step_started(self, step: int) -> None:
-        """Where weights move when the explorer asks: step `step` begins."""
+        """Step `step` begins.  Returns when the trainer may have the devices that it shares with engines."""
         ...
 
     async def allow_batch(self, batch: int) -> None:

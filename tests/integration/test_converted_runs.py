@@ -11,6 +11,7 @@ import pytest
 from rft.config.verify import check
 from rft.monitor.read import read, series
 from rft.testing import tiny
+from tests.helpers import converted as converted_runs
 from tests.helpers.command import rft
 
 SCRIPTS = Path(__file__).parents[1] / "unit" / "convert" / "scripts"
@@ -118,3 +119,12 @@ def test_nothing_of_them_waits(script: str, tmp_path: Path, home: Path, monkeypa
     assert [(m.names, m.engines[0].task, len(m.engines)) for m in report.plan.auxiliary] == (
         [(("auxiliary_model_0",), "score", 2)] if script == "ppo_rm" else []
     )
+
+
+def test_a_converted_script_learns_scaled_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RLOO as its script says, four steps of a window; `scripts/verl_learning.py` does the same with scripts that veRL publishes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done, run = converted_runs.train(SCRIPTS / "rloo_sweep.sh", tiny.make(tmp_path / "model"), tmp_path)
+    assert done.code == 0, done.output
+    accuracy = dict(series(read(run / "metrics.jsonl"), "eval/gsm8k_eval/mean@1"))
+    assert accuracy[0] < 0.3 and accuracy[converted_runs.STEPS] >= 0.9, accuracy

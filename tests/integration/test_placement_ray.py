@@ -83,3 +83,29 @@ print("placed")
 """
     )
     assert "placed" in out
+
+
+def test_ranks_have_the_gpus_of_the_engines_they_take_turns_with():
+    """mode: colocate: each of two engines of two GPUs is told the very devices that its ranks get."""
+    out = run(
+        HEAD.replace(
+            "placement(engines, learner, gpus_per_node)", "placement(engines, learner, gpus_per_node, shared=True)"
+        ).replace(
+            "ray.remote(Seen).options(**places.options(s.role, s.index))",
+            "ray.remote(Seen).options(**places.options(s.role, s.index), runtime_env={'env_vars': places.env(s.role, s.index)})",
+        )
+        + """
+from rft.launch.cluster import Cluster
+cluster = Cluster.connect(None, num_gpus=4)
+try:
+    seen = {key: devices for key, (devices, _) in asyncio.run(who([4])).items()}
+    assert sorted(seen["engine", 0] + seen["engine", 1]) == list("0123"), seen
+    for engine in (0, 1):
+        ranks = [seen["trainer", 2 * engine + i] for i in (0, 1)]
+        assert [len(r) for r in ranks] == [1, 1] and sorted(ranks[0] + ranks[1]) == seen["engine", engine], seen
+finally:
+    cluster.close()
+print("shared")
+"""
+    )
+    assert "shared" in out

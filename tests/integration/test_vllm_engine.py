@@ -54,7 +54,7 @@ async def started(folder: Path, patch: pytest.MonkeyPatch, **changes: Any) -> Co
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def tied_engine(tiny_model: Path, environment: pytest.MonkeyPatch) -> AsyncIterator[Counting]:
     environment.setenv("RFT_FAULT", ",".join(f"{point}:{FIRST_FAULT + i}" for i, point in enumerate(FAULTS)))
-    engine = await started(tiny_model, environment)
+    engine = await started(tiny_model, environment, sleep_level=2)
     with pytest.raises(EngineFailed, match="no weights were loaded"):
         await engine.generate(ask())
     yield engine
@@ -99,6 +99,42 @@ class TestContract(EngineContract):
         subject = Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path)
         await subject.publish()
         return subject
+
+
+async def test_vllm_sleeps_and_wakes_in_this_order(
+    tied_engine: Counting, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own calls, which do nothing on a CPU: the cache comes back after the weights are loaded and labelled."""
+    said: list[tuple[object, ...]] = []
+
+    def told(name: str) -> None:
+        real = getattr(tied_engine._llm, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            said.append((name, *args, *kwargs.values()))
+            return await real(*args, **kwargs)
+
+        monkeypatch.setattr(tied_engine._llm, name, call)
+
+    for name in ("pause_generation", "sleep", "wake_up", "update_weight_version", "resume_generation"):
+        told(name)
+    subject = Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path)
+    await tied_engine.pause()
+    await tied_engine.sleep()
+    with pytest.raises(EngineFailed, match="slept at level 2 and no weights were loaded"):
+        await tied_engine.resume()
+    version = Version(2, 1)
+    assert clean(await subject.publish(version=version))
+    assert said == [
+        ("pause_generation", "keep", True),
+        ("sleep", 2, "keep"),
+        ("pause_generation", "keep", True),
+        ("wake_up", ["weights"]),
+        ("update_weight_version", str(version)),
+        ("wake_up", ["kv_cache"]),
+        ("resume_generation",),
+    ]
+    assert (await tied_engine.generate(ask()))[0].version == version
 
 
 async def check_parity(engine: VllmEngine, folder: Path, tied: dict[str, str], tmp_path: Path) -> None:

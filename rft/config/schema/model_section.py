@@ -66,6 +66,30 @@ class ExternalModelConfig(Section):
     extra_body: dict[str, Any] = safe_key({}, "Further entries of every request, e.g. a server's own sampling options.")
 
 
+class ExternalPolicyConfig(ExternalModelConfig):
+    """A model behind somebody else's OpenAI-compatible server in the policy's place, in mode: bench."""
+
+    enable: bool = safe_key(False, "mode: bench: evaluate that model, instead of model_path and of checkpoints.")
+    max_concurrent: int = safe_key(64, "Requests under way at the same time; others wait.", unit="requests", ge=1)
+    request_timeout: float = safe_key(600.0, "How long one request may take.", unit="s", gt=0)
+    price_per_1k_prompt_tokens: float = safe_key(
+        ExternalSettings.price_per_1k_prompt_tokens,
+        "What a thousand tokens of prompts cost; for bench/cost_usd.",
+        unit="USD",
+        ge=0,
+    )
+    price_per_1k_completion_tokens: float = safe_key(
+        ExternalSettings.price_per_1k_completion_tokens,
+        "What a thousand tokens of answers cost; for bench/cost_usd.",
+        unit="USD",
+        ge=0,
+    )
+
+    def rules(self, at: str, told: Told) -> None:
+        if not self.enable:
+            self.idle(at, (n for n in type(self).model_fields if n != "enable"), "enable is false", told)
+
+
 class ModelConfig(Section):
     """The policy.  Sampling values here apply to every taskset that does not set its own in rollout_args."""
 
@@ -115,12 +139,12 @@ class ModelConfig(Section):
         "e.g. {rope_type: yarn, factor: 4.0}.  Null: the model's own.",
     )
     rope_theta: float | None = key(None, "Base of the rotary embeddings, for all of them.  Null: the model's own.", gt=0)
-    external_model: ExternalModelConfig = section(ExternalModelConfig, "A model behind a server.")
+    external_model: ExternalPolicyConfig = section(ExternalPolicyConfig, "mode: bench: a model behind a server.")
 
     def rules(self, at: str, told: Told) -> None:
         if self.custom_chat_template is not None and self.chat_template_path is not None:
             told.error(f"{at}.chat_template_path", "custom_chat_template is written too; write one of them")
-        if not self.model_path:
+        if not self.model_path and not self.external_model.enable:
             text = "is required: a folder with config.json, tokenizer and safetensors, or a hub id in the local cache"
             told.error(f"{at}.model_path", text)
         if self.trust_remote_code:

@@ -120,7 +120,7 @@ class RunConfig(Section):
         "both: explore and train; train: on given data with sft, cpt or dpo, with another algorithm on what processes of mode: explore "
         "sample; explore: sample for the process of mode: train of the same project, group and name; bench: play eval_tasksets under the "
         "base model and the checkpoints of this folder or of resume_from_path; serve: answer requests and record them; colocate: both, "
-        "strictly in turns, on the same cores.",
+        "strictly in turns, on the same GPUs or cores: engines sleep while the trainer works.  With one GPU, both becomes colocate.",
     )
     project: Name = safe_key(MonitorSettings.project, "First part of the run's folder; the trackers' project.")
     group: Name | Literal[""] = safe_key("", "Second part of the run's folder; empty: none.")

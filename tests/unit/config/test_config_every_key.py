@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from rft.config.load import from_dict
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
-from rft.config.schema.model_section import ExternalModelConfig
+from rft.config.schema.model_section import ExternalModelConfig, ExternalPolicyConfig
 from rft.config.schema.root import RunConfig
 from rft.config.schema.walk import literals, models
 from rft.errors import ConfigError, ConfigErrors
@@ -163,6 +163,10 @@ VALUES: dict[str, Any] = {  # another valid value, where one made from the type 
     "data_processor.experience_pipeline.operators[0].args": {"threshold": 0.5},
 }
 VALUES |= {f"{t}.data_selector.selector_type": "shuffle" for t in TASKSETS}
+BESIDE |= {
+    f"model.external_model.{n}": {"mode": "bench", **({"model.external_model.enable": True} if n != "enable" else {})}
+    for n in ExternalPolicyConfig.model_fields
+}
 SERVERS = ("model.external_model", *(f"{m}.external_model_config" for m in SERVED))
 VALUES |= {f"{s}.{n}": {"other": "1"} for s in SERVERS for n in ("headers", "header_envs")}
 VALUES |= {f"{t}.data_selector.kwargs": {"m": 8} for t in TASKSETS[:2]}

@@ -37,8 +37,6 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("model.prompt_truncation_side", "Left", "up", ACTIVE),
     ("model.rope_scaling", "{rope_type: yarn, factor: 4}", "yarn", ACTIVE),
     ("model.rope_theta", "1e6", "0", ACTIVE),
-    ("model.external_model.enable", "true", "maybe", REFUSED),
-    ("model.external_model.model_name", "gpt", "[1]", REFUSED),
     ("algorithm.loss_scale_factor", "512", "0", ACTIVE),
     ("algorithm.compute_prox_logprobs", "true", "maybe", ACTIVE),
     ("algorithm.sample_strategy", "default", "[1]", ACTIVE),

@@ -365,7 +365,7 @@ def test_every_key_refuses_a_bad_value_and_reaches_the_plan(key: str) -> None:
     try:
         changed = plan(*need, f"{key}={value}")
     except ConfigError as e:
-        assert "has no meaning here" in str(e), e
+        assert "has no meaning here" in str(e) or (key == "model.external_model.enable" and "mode: bench" in str(e)), e
         return
     told = any(key in warning and "no effect" in warning for warning in changed.warnings)
     assert told or _settings(plan(*need)) != _settings(changed)

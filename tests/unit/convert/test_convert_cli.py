@@ -169,7 +169,6 @@ def test_recent_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "says"), [
     ("python train.py --lr 1e-5\n", "bad.sh"),
     ("python3 -m verl.trainer.main_ppo a.b='x\n", "line 1"),
-    ("a=$@7\npython3 -m verl.trainer.main_ppo trainer.nnodes=$((a + 1))\n", "it holds the script's arguments"),
     ("echo hello\n", "bad.sh"),
 ])  # fmt: skip
 def test_bad_scripts_are_told(text: str, says: str, tmp_path: Path, capsys: Any) -> None:

@@ -41,15 +41,6 @@ def read(tmp_path: Path, text: str, name: str = "run.sh") -> Launch:
         (RUN + "a=1 --frobnicate", "'--frobnicate' is neither key=value nor one of Hydra's options"),
         (RUN + "a=1 --config-name", "--config-name has no value"),
         (RUN + "a=${data.max_length}", "'${data.max_length}' is no shell variable"),
-        ("\nX=$((NODES * 8))\n" + RUN + "trainer.n=$X", "trainer.n: its value comes from '$((NODES * 8))' on line 2: NODES is not set"),
-        (RUN + "a=$(nvidia-smi -L | wc -l)", "a: its value comes from '$(nvidia-smi -L | wc -l)' on line 1: only running it tells"),
-        (RUN + "a=$((1 / 0))", "division by zero"),
-        (RUN + "a=$((1.5 * 2))", "whole numbers only"),
-        (RUN + "a=$((2 ** 63))", "larger than 64 bits"),
-        (RUN + "a=x_$RANDOM", "it differs from run to run"),
-        (RUN + "a=1,2", "'1,2' is a sweep over several values; a list is written [1,2]"),
-        (RUN + "'a=choice(1,2)'", "one of Hydra's sweeps"),
-        (RUN + "a=[1,2", "has no ']'"),
         ("echo hello\npython3 train.py --lr 1\n", "line 2: 'python3 train.py --lr 1' is no veRL launch"),
         ("echo hello\n", "line 1: the script ends without starting a veRL program"),
         ("", "line 1: the script ends without starting a veRL program"),
@@ -66,10 +57,39 @@ def test_said_with_the_line(tmp_path: Path, text: str, said: str) -> None:
     assert str(caught.value).startswith("run.sh, line ")
 
 
-def test_all_bad_arguments_are_told_together(tmp_path: Path) -> None:
+UNTOLD = (
+    ("\nX=$((NODES * 8))\n" + RUN + "trainer.n=$X", "its value comes from '$((NODES * 8))' on line 2: NODES is not set"),
+    (RUN + "a=$(nvidia-smi -L | wc -l)", "its value comes from '$(nvidia-smi -L | wc -l)' on line 1: only running it tells"),
+    (RUN + "a=$((1 / 0))", "division by zero"),
+    (RUN + "a=$((1.5 * 2))", "whole numbers only"),
+    (RUN + "a=$((2 ** 63))", "larger than 64 bits"),
+    (RUN + "a=x_$RANDOM", "it differs from run to run"),
+    (RUN + "a=1,2", "'1,2' is a sweep over several values; a list is written [1,2]"),
+    (RUN + "'a=choice(1,2)'", "one of Hydra's sweeps"),
+    (RUN + "a=[1,2", "has no ']'"),
+    (RUN + "a=$#", "only the caller of the script knows"),
+    ("a=$@7\n" + RUN + "trainer.nnodes=$((a + 1))", "it holds the script's arguments"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said"), UNTOLD)
+def test_a_value_that_the_script_does_not_tell_is_decided_by_a_person(tmp_path: Path, text: str, said: str) -> None:
+    """The launch is read to its end; the argument has no value, and the reason is in the account."""
+    (argument,) = read(tmp_path, text + "\n").arguments
+    assert argument.value is None and said in argument.unknown
+
+
+def test_all_bad_words_are_told_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors) as caught:
-        read(tmp_path, RUN + "a=[1 \\\n b \\\n c=1,2")
-    assert [str(e).split(":")[0] for e in caught.value.errors] == ["run.sh, line 1", "run.sh, line 2", "run.sh, line 3"]
+        read(tmp_path, RUN + "a=1 \\\n b \\\n c=1 d")
+    assert [str(e).split(":")[0] for e in caught.value.errors] == ["run.sh, line 2", "run.sh, line 3"]
+
+
+def test_a_backslash_before_a_blank_does_not_end_the_launch(tmp_path: Path) -> None:
+    """As veRL's own scripts have it: a comment behind the backslash, a doubled one."""
+    launch = read(tmp_path, RUN + 'a.b=1 \\  # ["x"]\n    a.c=2 \\\\\n    +a.d=3 \\\n    a.e=4\n')
+    assert [(a.key, a.value) for a in launch.arguments] == [("a.b", 1), ("a.c", 2), ("a.d", 3), ("a.e", 4)]
+    assert sum("no backslash ends the line before" in n for n in launch.notes) == 2
 
 
 def test_files_that_are_no_scripts(tmp_path: Path) -> None:

@@ -52,13 +52,34 @@ def test_batches_that_do_not_fit_are_errors(batch: int, mini: int, text: str) ->
         made(f"data.train_batch_size={batch}", f"{A}.ppo_mini_batch_size={mini}")
 
 
+SHARED = (
+    "data.train_batch_size=256", f"{A}.ppo_mini_batch_size=64", f"{A}.ppo_micro_batch_size_per_gpu=8", "trainer.n_gpus_per_node=8",
+)  # fmt: skip
+NO_SPLIT = (
+    "data.train_batch_size=580", f"{A}.ppo_mini_batch_size=580", f"{A}.ppo_micro_batch_size_per_gpu=116", f"{R}.n=1",
+    "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"{R}.tensor_model_parallel_size=2", f"{A}.ulysses_sequence_parallel_size=2",
+)  # fmt: skip
+
+
 def test_a_launch_that_leaves_the_trainer_no_gpu_is_an_account_and_no_crash() -> None:
-    c = made(
-        "data.train_batch_size=580", f"{A}.ppo_mini_batch_size=580", f"{A}.ppo_micro_batch_size=116", f"{R}.n=1",
-        "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"{R}.tensor_model_parallel_size=2", f"{A}.ulysses_sequence_parallel_size=2",
-    )  # fmt: skip
+    c = made(*NO_SPLIT, engine_num=1)
     assert "none is left for the trainer: lower --engine-num" in "\n".join(c.warnings)
     assert "leave 0 for 1 trainer rank" in c.errors[0]
+
+
+@pytest.mark.parametrize("arguments", [NO_SPLIT, (*SHARED, "actor_rollout_ref.hybrid_engine=True")], ids=["too_few", "said"])
+def test_engines_and_trainer_share_their_gpus_where_that_is_said_or_there_are_too_few(arguments: tuple[str, ...]) -> None:
+    c = made(*arguments)
+    assert not c.errors and c.values["mode"] == "colocate" and c.gpus is not None and c.gpus.shared
+    total = c.values["cluster"]["gpu_per_node"]
+    assert c.gpus.trainer == total and c.gpus.rollout == total
+    assert made(*arguments, "trainer.total_epochs=2").values["explorer"]["rollout_model"]["engine_num"] == total // 2
+
+
+def test_any_launch_may_share_its_gpus() -> None:
+    c = made(*SHARED, overrides=["mode=colocate"])
+    assert not c.errors and c.gpus is not None and (c.gpus.shared, c.gpus.trainer) == (True, 8)
+    assert made(*SHARED).values.get("mode") is None
 
 
 def test_a_cluster_that_nobody_has_is_refused_at_once() -> None:

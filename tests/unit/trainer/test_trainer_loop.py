@@ -58,6 +58,9 @@ class Sync:
         self.published.append(manifest.version)
         return []
 
+    async def step_started(self, step: int) -> None:
+        assert not self.trained_steps or step > max(self.trained_steps)
+
     async def step_finished(self, step: int, *, finished: bool = False) -> None:
         if finished:
             self.finished = step
