@@ -88,7 +88,7 @@ class Quota:
     """The limits of one key."""
 
     def __init__(self, limits: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits, self._clock = limits, clock
+        self._limits, self.clock = limits, clock
         now = clock()
         self._requests = TokenBucket(limits.requests_per_minute, limits.requests_per_minute, now)
         self._tokens = TokenBucket(limits.tokens_per_minute, limits.tokens_per_minute, now)
@@ -97,7 +97,7 @@ class Quota:
     @contextmanager
     def request(self) -> Iterator[None]:
         """While one request is under way.  Raises TooMuch."""
-        now, limits = self._clock(), self._limits
+        now, limits = self.clock(), self._limits
         self._requests.fill(now)
         self._tokens.fill(now)
         if self._under_way >= limits.max_concurrent:
@@ -115,5 +115,5 @@ class Quota:
 
     def spend(self, tokens: int) -> None:
         """What an answer has cost; more than there was is paid back by waiting."""
-        self._tokens.fill(self._clock())
+        self._tokens.fill(self.clock())
         self._tokens.left -= tokens

@@ -42,7 +42,7 @@ class SessionBook:
         on_over: Callable[[LiveSession], Any],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._settings, self._model, self._store, self._clock = settings, model, store, clock
+        self._settings, self._model, self._store, self.clock = settings, model, store, clock
         self._on_open, self.on_over = on_open, on_over
         self.sessions: dict[str, LiveSession] = {}
         self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
@@ -68,7 +68,7 @@ class SessionBook:
             raise ApiError(
                 429, f"{self._settings.limits.max_sessions} sessions of this client wait", code="too_many_sessions", retry_s=10
             )
-        now, key = self._clock(), new_key() if own_key else ""
+        now, key = self.clock(), new_key() if own_key else ""
         ttl_s = self._settings.session_ttl_s if ttl_s is None else min(ttl_s, self._settings.session_ttl_s)
         stored = StoredSession(
             id=f"s{secrets.token_hex(12)}",
@@ -114,7 +114,7 @@ class SessionBook:
         completes = (final or call is None) and session.stored.state == "open"
         if before == score and not completes:
             return "duplicate"
-        now = self._clock()
+        now = self.clock()
         note = Rewarded(session=session.id, score=score, call=call, at=now if completes else None)
         if not await self._store.note(note):
             raise over("explained", "its group was formed, or it was given up")
@@ -174,13 +174,13 @@ class SessionBook:
                 await self.explain(list(group.sessions), "too_few")
             times = [t for t in (self.groups.next_deadline, self._next_expiry()) if t is not None]
             try:
-                async with asyncio.timeout(max(0.0, min(times) - self._clock()) if times else None):
+                async with asyncio.timeout(max(0.0, min(times) - self.clock()) if times else None):
                     await self.changed.wait()
             except TimeoutError:
                 continue
 
     async def _end_overdue(self) -> None:
-        now = self._clock()
+        now = self.clock()
         await self.explain(self.groups.expire(now), "too_few")
         overdue = list(self._overdue(now))
         await self.explain(overdue, "unrewarded")

@@ -43,7 +43,7 @@ class Gateway(Endpoint):
     def __init__(self, settings: ServeSettings, clients: Mapping[str, str], model: ChatModel) -> None:
         super().__init__()
         self._settings, self._clients, self._model = settings, dict(clients), model
-        self._quotas = {key: Quota(settings.limits) for key in clients}
+        self.quotas = {key: Quota(settings.limits) for key in clients}
         self._of_sessions: dict[str, Quota] = {}  # by id
         self._book: SessionBook | None = None
         self.listening = asyncio.Event()
@@ -118,7 +118,7 @@ class Gateway(Endpoint):
     @asynccontextmanager
     async def _limited(self, session: LiveSession, key: str) -> AsyncIterator[list[Quota]]:
         """The quotas of the session and of its client, while a request is under way."""
-        client = next((q for k, q in self._quotas.items() if self._clients[k] == session.stored.client), None)
+        client = next((q for k, q in self.quotas.items() if self._clients[k] == session.stored.client), None)
         own = None if key in self._clients else self._of_sessions.setdefault(session.id, Quota(self._settings.limits))
         quotas = [q for q in (own, client) if q is not None]
         try:

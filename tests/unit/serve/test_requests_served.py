@@ -121,6 +121,9 @@ async def test_limits_answer_429_and_say_when_to_come_back(tmp_path, monkeypatch
         other = await served.open()
         refused = await served.client.post(OPEN, json={})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
+        (quota,) = served.service.gateway.quotas.values()
+        now = quota.clock()
+        quota.clock = lambda: now  # nothing comes back meanwhile
         engine.hold()
         under_way = [asyncio.ensure_future(served.ask(s)) for s in (session, other)]
         await engine.waiting(2)
