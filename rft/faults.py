@@ -58,8 +58,12 @@ BROADCAST_POINTS = (
     "sync.received",  # an engine worker has one bucket of a version, perhaps not the last
     "sync.sent",  # the trainer has sent one
 )
+SERVE_POINTS = (
+    "buffer.sessions.before",  # answers and rewards of clients are about to be written
+    "buffer.sessions.after",  # they are committed, the service does not know it yet
+)
 REPLACING = "checkpoint.replacing"  # a step is saved again: the old checkpoint is out of the way, the new one is not in its place
-KILL_POINTS = (*BUFFER_POINTS, *TRAINER_POINTS, *BROADCAST_POINTS, REPLACING)
+KILL_POINTS = (*BUFFER_POINTS, *SERVE_POINTS, *TRAINER_POINTS, *BROADCAST_POINTS, REPLACING)
 _ERRORS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT, "eio": errno.EIO}
 ACTIONS = ("kill", "stop", *_ERRORS)  # SIGKILL or SIGSTOP of this process, or an OSError with that number
 _ENTRY = re.compile(r"(?P<point>[^\s:=,]+)(:(?P<first>\d+)(?P<range>-(?P<last>\d*))?)?(=(?P<action>\w+))?")

@@ -99,7 +99,8 @@ def _cell(cell: ModelLine) -> str:
 def _reason(text: str) -> str:
     """Without the beginning that says who says it, the remedy, and folders that are gone."""
     told = re.sub(r"^.* cannot be computed: |\.  .*$", "", text.split(" <- ")[-1], flags=re.S)
-    return re.sub(r"/\S*/", "", re.sub(r"^(\w+(Error|Exception|Failed|Rejected|engine 0|load|probe|vllm)?: )+", "", told))
+    says = r"^((\w+(Error|Exception|Failed)|Rejected|engine \d+|load|probe|pause|resume|transformers|vllm): )+"
+    return re.sub(r"/\S*/", "", re.sub(says, "", told))
 
 
 def machine() -> str:

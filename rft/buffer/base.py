@@ -110,7 +110,10 @@ class LineageStart(Struct, frozen=True, kw_only=True):
 
 
 class Audit(Struct, frozen=True, kw_only=True):
-    """Where every acknowledged experience is: acked = used + leased + available + discarded.
+    """Where every acknowledged experience is: acked = used + leased + available + waiting + discarded.
+
+    Answers of sessions that are served count one by one as long as they wait for a reward (`waiting`), and when they never become rows
+    (`discarded`: unrewarded, withdrawn, ...); those of an accepted session are the rows of its group.
 
     Example: Audit(acked=10, used=4, leased=2, available=3, discarded={"failed": 1}, ...).balanced is True
     """
@@ -126,10 +129,11 @@ class Audit(Struct, frozen=True, kw_only=True):
     version: str = ""  # "lineage:step" that the uses are counted for; "" = no checkpoint
     manifests: int = 0  # how many checkpoint manifests were compared
     problems: tuple[str, ...] = field(default_factory=tuple)
+    waiting: int = 0  # answers of sessions that may still be rewarded
 
     @property
     def balanced(self) -> bool:
-        return self.acked == self.used + self.leased + self.available + sum(self.discarded.values())
+        return self.acked == self.used + self.leased + self.available + self.waiting + sum(self.discarded.values())
 
     @property
     def ok(self) -> bool:

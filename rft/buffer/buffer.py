@@ -17,6 +17,7 @@ from rft.buffer.base import Audit, LineageStart
 from rft.buffer.explorer_side import ExplorerSide, count_rejected
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.mixing import remember
+from rft.buffer.session_side import SessionSide
 from rft.buffer.trainer_side import TrainerSide
 from rft.types.ids import Version
 from rft.types.ports import BufferReader, BufferWriter, Consumption
@@ -24,7 +25,7 @@ from rft.types.ports import BufferReader, BufferWriter, Consumption
 log = logging.getLogger(__name__)
 
 
-class Buffer(ExplorerSide, TrainerSide):
+class Buffer(ExplorerSide, TrainerSide, SessionSide):
     """One experience buffer and its only writer."""
 
     async def open(self) -> None:
@@ -71,6 +72,7 @@ class Buffer(ExplorerSide, TrainerSide):
             "used": audit.used,
             "leased": audit.leased,
             "available": audit.available,
+            "waiting": audit.waiting,
             "explained": audit.discarded,
             "waiting_groups": self._order.num_groups,
             "rejected": await self._work(self._ledger.run, count_rejected),
@@ -85,8 +87,9 @@ class Buffer(ExplorerSide, TrainerSide):
             return
         self._closed = True
         self._closing.set()
-        if self._flusher is not None:
-            await self._flusher
+        for writing in (self._flusher, self._noting):
+            if writing is not None:
+                await writing
         await self._notify()
         self._ledger.stop()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._reserve.close)

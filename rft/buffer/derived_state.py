@@ -41,6 +41,7 @@ from sqlalchemy import (
 from rft.buffer.base import Audit
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
 from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, token_logprobs, uses
+from rft.buffer.session_rows import count_answers
 from rft.errors import BufferFailed
 from rft.types.ids import Version
 
@@ -244,12 +245,16 @@ def count(
     stored: dict[str, int] = dict(tx.execute(select(experiences.c.group_id, func.count()).group_by(experiences.c.group_id)).all())
     short = [g.id for g in tx.execute(select(groups.c.id, groups.c.num_rows)) if stored.get(g.id) != g.num_rows]
     problems += [f"group {short[0]} has not the rows it was acknowledged with ({len(short)} such groups)"] if short else []
+    served = count_answers(tx)
+    problems += served.problems
+    discarded = Counter(reason or "" for state, reason in derived.values() if state == "explained") + served.explained
     audit = Audit(
-        acked=tx.scalar(select(func.sum(groups.c.num_rows))) or 0,
+        acked=(tx.scalar(select(func.sum(groups.c.num_rows))) or 0) + served.waiting + served.explained.total(),
         used=by_state["used"],
         leased=0,
         available=by_state["available"],
-        discarded=dict(sorted(Counter(reason or "" for state, reason in derived.values() if state == "explained").items())),
+        waiting=served.waiting,
+        discarded=dict(sorted(discarded.items())),
         used_twice=sum(n > max_uses for n in times.values()),
         num_uses=len(counted),
         digest=digest(counted),

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, and_, delete, func, insert, select
 
+from rft.buffer import session_rows as served
 from rft.buffer.core import BufferCore
 from rft.buffer.derived_state import parts
 from rft.buffer.intake import IncomingGroup, batch_of, read
@@ -37,6 +38,7 @@ class Offer(msgspec.Struct):
     accepted: bool
     reason: str
     explorer: int
+    sessions: tuple[str, ...] = ()  # that are served and whose runs these are, in run order
 
 
 class Stored(msgspec.Struct):
@@ -55,14 +57,16 @@ class ExplorerSide(BufferCore):
         self._offers: list[tuple[Offer, asyncio.Future[AppendResult]]] = []
         self._flusher: asyncio.Task[None] | None = None
 
-    async def append(self, lineage: int, frame: bytes, *, accepted: bool, reason: str = "", explorer: int = 0) -> AppendResult:
+    async def append(
+        self, lineage: int, frame: bytes, *, accepted: bool, reason: str = "", sessions: tuple[str, ...] = (), explorer: int = 0
+    ) -> AppendResult:
         """Store one group; one that is to be trained waits for room.  Raises IdConflict, Fenced, FrameRejected (counted by reason)."""
         self._check_explorer(explorer)
         self._check_open()
         if accepted:
             await self._admit(lineage, frame, explorer)
         answer: asyncio.Future[AppendResult] = asyncio.get_running_loop().create_future()
-        self._offers.append((Offer(lineage, frame, accepted, reason, explorer), answer))
+        self._offers.append((Offer(lineage, frame, accepted, reason, explorer, sessions), answer))
         if self._flusher is None or self._flusher.done():
             self._flusher = asyncio.create_task(self._flush(), name="buffer-append")
         return await answer
@@ -163,12 +167,18 @@ class ExplorerSide(BufferCore):
                     (x, content) for x, content in ask(tx, "SELECT id, content_hash FROM groups WHERE id IN (??)", many=part)
                 )
             answers = [x if isinstance(x, BufferFailed) else self._new(x, known) for x in ready]
+            for i, (offer, x) in enumerate(zip(offers, answers, strict=True)):
+                if isinstance(x, IncomingGroup) and not served.all_wait(tx, offer.sessions):
+                    answers[i] = FrameRejected(f"session_over: a session of group {x.id} does not wait any more")
             new = [x for x in answers if isinstance(x, IncomingGroup)]
             ledger.storage.drop(ledger.garbage, tx)
             ledger.garbage = locators = ledger.storage.put([x.frame for x in new], tx) if new else []
             put_many(tx, groups, [x.header(at) for x, at in zip(new, locators, strict=True)])
             put_many(tx, experiences, [row for x in new for row in x.rows])
             put_many(tx, texts, [row for x in new for row in x.texts])
+            for offer, x in zip(offers, answers, strict=True):
+                if isinstance(x, IncomingGroup):
+                    served.accept(tx, x.id, offer.sessions)
             self._count_rejections(tx, answers)
             fault("buffer.append.stored")
             return answers, locators

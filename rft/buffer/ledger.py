@@ -173,15 +173,18 @@ class Ledger:
             return str(error)
         return None
 
-    def run_for(self, lineage: int, work: Callable[[Connection], R], point: str = "") -> R:
-        """`work` in one transaction, for the trainer of `lineage` or its explorers; `point`: where it may be made to fail."""
+    def run_for(self, lineage: int, work: Callable[[Connection], R], point: str = "", *, size: int = 0) -> R:
+        """`work` in one transaction, for the trainer of `lineage` or its explorers; `point`: where it may be made to fail.
+
+        `size`: bytes of payload that it writes.
+        """
 
         def fenced(tx: Connection) -> R:
             self.fence(lineage)
             fault(point)
             return work(tx)
 
-        return self.run(fenced)
+        return self.run(fenced, size=size)
 
     def fence(self, lineage: int) -> None:
         """Raises Fenced for a caller of another lineage than the current one."""

@@ -167,7 +167,8 @@ class TrainerSide(BufferCore):
 
     async def _wait(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Selection:
         now = asyncio.get_running_loop().time
-        deadline, say = now() + deadline_s, now() + SAY_EVERY_S
+        began = now()
+        deadline, say = began + deadline_s, began + SAY_EVERY_S
         async with contextlib.AsyncExitStack() as held:
             await held.enter_async_context(self._changed)
             starving = False
@@ -183,8 +184,7 @@ class TrainerSide(BufferCore):
                         "Raise buffer.trainer_input.experience_buffer.max_read_timeout if the explorer is merely slow."
                     )
                 if now() >= say:
-                    waited = deadline_s - (deadline - now())
-                    log.warning("the trainer has waited %.0f s for the explorer: %s", waited, self._order.missing(wanted))
+                    log.warning("the trainer has waited %.0f s for the explorer: %s", now() - began, self._order.missing(wanted))
                     say = now() + SAY_EVERY_S
                 if not starving:
                     starving = True

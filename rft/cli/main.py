@@ -22,6 +22,7 @@ from rft.logs import learn_environment, redact
 
 VERBS = {
     "run": "Train: explore, judge, learn, synchronise; resumes where it was stopped.",
+    "serve": "Answer OpenAI requests and learn from the rewards that are posted.",
     "check": "Show what a configuration will do, and everything that is wrong with it.",
     "explain": "Explain a configuration key, with its names in veRL and Trinity-RFT.",
     "quickstart": "A real pretrained model learns single-digit sums on this machine.",

@@ -28,7 +28,7 @@ def explores(mode: str) -> bool:
 
 def trains(mode: str) -> bool:
     """Whether a program of this mode has trainer ranks."""
-    return mode in ("both", "train", "colocate")
+    return mode in ("both", "train", "colocate", "serve")
 
 
 def apart(config: RunConfig) -> bool:
@@ -38,7 +38,7 @@ def apart(config: RunConfig) -> bool:
 
 def samples(config: RunConfig) -> bool:
     """Whether the run, here or in another process, plays training tasks."""
-    return config.mode in ("both", "colocate") or apart(config)
+    return config.mode in ("both", "colocate", "serve") or apart(config)
 
 
 def reads_data(config: RunConfig) -> bool:

@@ -47,12 +47,11 @@ _ASKER = "whoever asks an auxiliary model says how its answer is sampled"
 _PREFIX = (
     "an answer is only what the model writes; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
 )
-_SERVE = "belongs to mode: serve, which is not implemented yet"
+_LATER = "engines take new weights at the same time; requests wait meanwhile"
 _ROLLOUT, _AUXILIARY = "explorer.rollout_model", "explorer.auxiliary_models[]"
 _TASKS, _DATA = "buffer.explorer_input.tasksets[]", "buffer.trainer_input.experience_buffer"
 
 TABLE: dict[str, Inert] = {
-    "mode": Inert("use both", "later", ("serve",)),
     "ignore_validator_suggestions": Inert("what is only a suggestion never stops a run", "noted"),
     "model.logprobs": Inert(_GENERATED_ONLY, "warned"),
     f"{_TASKS}.format.reply_prefix": Inert(_PREFIX),
@@ -95,11 +94,13 @@ TABLE: dict[str, Inert] = {
     "explorer.runner_prepare_max_retries": Inert(_ONE_PROCESS, "noted"),
     "explorer.max_repeat_times_per_runner": Inert(_ONE_PROCESS, "noted"),
     "explorer.concurrent_mode": Inert(_ONE_PROCESS, "noted"),
-    "explorer.proxy_port": Inert(_SERVE, "later", harmless=True),
-    "explorer.listen_address": Inert(_SERVE, "later", harmless=True),
-    "explorer.service_status_check_interval": Inert(_SERVE, "later", harmless=True),
-    "explorer.min_running_model_num": Inert(_SERVE, "later", harmless=True),
-    "explorer.db_url": Inert(_SERVE, "later", harmless=True),
+    "explorer.service_status_check_interval": Inert(
+        "new weights are served when they are verified; nothing looks for them", "warned"
+    ),
+    "explorer.min_running_model_num": Inert(_LATER, "later", harmless=True),
+    "explorer.db_url": Inert(
+        "answers and rewards are in the experience buffer's ledger: buffer.trainer_input.experience_buffer.path"
+    ),
     "trainer.name": Inert("a run has one trainer; logs call it trainer and its rank", "warned"),
     "trainer.save_strategy": Inert("every rank writes its own file, all at the same time", "warned"),
     "trainer.fix_actor_microbatch_loss_scale": Inert(

@@ -18,6 +18,7 @@ from rft.disk import read_regular
 from rft.engine.settings import AuxiliarySettings, EngineSettings
 from rft.explorer.settings import ExplorerSettings
 from rft.monitor.settings import MonitorSettings
+from rft.serve.settings import ServeSettings
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings, TasksetSettings
@@ -85,6 +86,7 @@ class Plan:
     mode: str
     run_dir: Path
     explorer: ExplorerSettings
+    serve: ServeSettings | None = None  # instead of exploring
     engines: tuple[EngineSettings, ...]
     auxiliary: tuple[AuxiliarySettings, ...] = ()  # judges, teachers, reward models
     buffer: BufferSettings

@@ -96,7 +96,7 @@ def _rules(ctx: Context, evals: Tasksets) -> None:
             ctx.error(f"explorer.{name}", "depends on how long runs take; leave it out, or deterministic: true")
     if not evals and ctx.config.mode == "bench":
         ctx.error("buffer.explorer_input.eval_tasksets", "is empty; mode bench plays these tasks under every checkpoint")
-    elif not evals and ctx.config.mode != "train":
+    elif not evals and ctx.config.mode not in ("train", "serve"):
         ctx.note("no eval_tasksets: nothing is evaluated")
 
 

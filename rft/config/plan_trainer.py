@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rft.config import lora_plan
+from rft.config import lora_plan, plan_serve
 from rft.config.context import Context, Problems, filled
 from rft.config.plan import Tasksets
 from rft.config.schema.algorithm_section import OptimizerConfig
@@ -350,7 +350,7 @@ def trainer(ctx: Context, device: str) -> TrainerSettings:
         save_hf_checkpoint="always" if always else t.save_hf_checkpoint,
         async_save=later,
         checkpoint_dir=ctx.run_dir / "checkpoints",
-        read_deadline_s=ctx.config.buffer.trainer_input.experience_buffer.max_read_timeout,
+        read_deadline_s=plan_serve.read_deadline_s(ctx, ctx.config.buffer.trainer_input.experience_buffer.max_read_timeout),
         require_batches=s.require_batches
         if s.sync_style == "fully_async"
         else s.sync_interval  # a window is sampled whole before its first step

@@ -17,6 +17,7 @@ from rft.config import (
     plan_engines,
     plan_explorer,
     plan_schedule,
+    plan_serve,
     plan_trainer,
 )
 from rft.config.context import Context, filled
@@ -24,8 +25,9 @@ from rft.config.inert import used
 from rft.config.plan import Facts, NotActive, Plan, Tasksets
 from rft.config.plan_schedule import NumBatches
 from rft.config.schema.base import check_rules
+from rft.config.schema.buffer_section import RolloutArgs
 from rft.config.schema.root import RunConfig
-from rft.config.tasksets import feedback_lag, limit_prompts, num_process, task_pipeline, tasksets
+from rft.config.tasksets import feedback_lag, limit_prompts, num_process, sampling_args, task_pipeline, tasksets
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigErrors
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings
@@ -70,21 +72,20 @@ def resolve(config: RunConfig, facts: Facts | None = None, *, num_batches: NumBa
 
 def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     """The Plan; it is right where `ctx` has no errors afterwards."""
+    ctx.config = plan_serve.config(ctx)
     ctx.config = devices.chosen_mode(ctx, plan_schedule.one_place(ctx))
     check_rules(ctx.config, ctx)
     lengths = plan_engines.lengths(ctx)
     algorithm, repeat_times, compares = plan_algorithm.algorithm(ctx)
-    train, evals = tasksets(
-        ctx,
-        max_response_tokens=lengths[2],
-        repeat_times=repeat_times,
-        any_sampling=plan_algorithm.takes_any_sampling(algorithm),
-    )
+    any_sampling = plan_algorithm.takes_any_sampling(algorithm)
+    train, evals = tasksets(ctx, max_response_tokens=lengths[2], repeat_times=repeat_times, any_sampling=any_sampling)
+    sampling = sampling_args(ctx, RolloutArgs(), lengths[2], "model", False, any_sampling)
+    served = plan_serve.taskset(ctx, sampling, repeat_times if compares else 1)
     cluster, engine_device, world_size, trainer_device = devices.devices(ctx)
     devices.check_colocated(ctx, (engine_device, trainer_device))
     engines = plan_engines.engines(ctx, lengths, engine_device)
     auxiliary = plan_engines.auxiliary(ctx, lengths[0], cluster.gpus)
-    work = _workload(ctx, train, evals, algorithm, repeat_times, compares, engines[0], num_batches)
+    work = _workload(ctx, train, evals, served, algorithm, repeat_times, compares, engines[0], num_batches)
     devices.check_processes(ctx)
     plan_algorithm.advantage_inputs(algorithm, ctx)
     plan_algorithm.critic(ctx, algorithm)
@@ -101,6 +102,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         not_active=_inert_keys(ctx, work.read_anyway),
         run_dir=ctx.run_dir,
         explorer=replace(explorer, feedback_lag=feedback_lag(sync), pipeline=plan_explorer.pipeline(ctx, algorithm, work.rows)),
+        serve=plan_serve.serve(ctx, work.counted),
         engines=engines,
         auxiliary=auxiliary,
         buffer=_buffer(ctx, work),
@@ -143,6 +145,7 @@ def _workload(
     ctx: Context,
     train: Tasksets,
     evals: Tasksets,
+    served: Tasksets,
     algorithm: AlgorithmSettings,
     repeat_times: int,
     compares: bool,
@@ -158,7 +161,7 @@ def _workload(
         work = Workload(evals=evals, explore_steps=0, train_steps=0, groups=1)
     else:
         whole = plan_algorithm.needs_whole_groups(algorithm, compares)
-        work = _sampled(ctx, train, evals, repeat_times, (compares, whole), num_batches)
+        work = _sampled(ctx, train, evals, served, repeat_times, (compares, whole), num_batches)
     own_rows = work.rows or (work.groups or 1) * max((t.num_runs for t in work.counted), default=1)
     return replace(work, task_pipeline=prepared, expert=offline_plan.expert(ctx, algorithm, own_rows, engine))
 
@@ -172,12 +175,13 @@ def _sampled(
     ctx: Context,
     train: Tasksets,
     evals: Tasksets,
+    served: Tasksets,
     repeat_times: int,
     of_groups: tuple[bool, bool],
     num_batches: NumBatches | None,
 ) -> Workload:
     """Modes that train on what engines sample, in this process or in another.  `of_groups` as in `plan_schedule.batch`."""
-    counted = train or plan_schedule.elsewhere(ctx, repeat_times)
+    counted = train or served or plan_schedule.elsewhere(ctx, repeat_times)
     groups, rows = plan_schedule.batch(ctx, counted, *of_groups)
     explore_steps, train_steps = plan_schedule.steps(ctx, counted, rows, num_batches if train else None)
     return Workload(

@@ -40,7 +40,7 @@ def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int, any_s
     `any_sampling`: training may draw tokens from a part of the distribution, e.g. with top_p.
     """
     given = ctx.config.buffer.explorer_input
-    train = _train(given, ctx, needed=samples(ctx.config) and ctx.config.mode != "train")
+    train = _train(given, ctx, needed=samples(ctx.config) and ctx.config.mode not in ("train", "serve"))
     evals = [(f"{INPUT}.eval_tasksets[{i}]", t) for i, t in enumerate(given.eval_tasksets)]
     names: dict[str, str] = {}
     made: tuple[list[TasksetSettings], list[TasksetSettings]] = ([], [])
@@ -69,7 +69,7 @@ def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int, any_s
                     workflow=ctx.find(workflow or ""),
                     reward=_found(named, ctx.find),
                     reward_args=dict(t.reward_fn_args),
-                    sampling=_sampling(ctx, t.rollout_args, max_response_tokens, key, is_eval, any_sampling),
+                    sampling=sampling_args(ctx, t.rollout_args, max_response_tokens, key, is_eval, any_sampling),
                     num_runs=t.repeat_times or t.rollout_args.n or (1 if is_eval else repeat_times),
                     **_selector(ctx, t, name, is_eval, key),
                     seed=t.data_selector.seed,
@@ -191,7 +191,7 @@ def _found(name: str | None, find: Callable[[str], str]) -> str | None:
     return None if name is None else find(name)
 
 
-def _sampling(
+def sampling_args(
     ctx: Context, args: RolloutArgs, max_response_tokens: int, key: str, is_eval: bool, any_sampling: bool
 ) -> SamplingArgs:
     m = ctx.config.model

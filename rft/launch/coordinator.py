@@ -221,6 +221,10 @@ class Coordinator(MonitorPart):
         self._evaluator = self._evaluator or self._members.names[0]
         return self._evaluator == name
 
+    async def finished(self, name: str, number: int) -> None:
+        member = self._members.get(name, number)
+        await member.unless_gone(self._waits.without_deadline(lambda: self._assigner.finished))
+
     async def acquire_group(self, name: str, number: int, batch: int, group: int | None) -> bool:
         member = self._members.get(name, number)
         acquired = await member.unless_gone(self.sync.acquire_group(batch, group))
@@ -276,6 +280,9 @@ class ExplorerClient:
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
         return bool(await self._coordinator.acquire_group(*self._me, batch, group))
+
+    async def finished(self) -> None:
+        await self._coordinator.finished(*self._me)
 
     async def release_group(self) -> None:
         await self._coordinator.release_group(*self._me)

@@ -28,6 +28,7 @@ from rft.launch.rundir import INTERRUPTED, RunDir
 from rft.launch.runtime import LocalRuntime, Runtime, check_local
 from rft.launch.stages import Program, refuse_program
 from rft.monitor.monitor import check_available
+from rft.serve.access import clients
 from rft.taskset import task_pipeline as tasks
 from rft.threads import as_failure
 from rft.trainer import manifest as manifests
@@ -80,6 +81,8 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
         return _bench(plan, in_process)
     if folder is None:
         check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
+    if plan.serve is not None:
+        clients(plan.serve)  # before anything starts
     runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
     changed = _changes(loaded, plan, rundir) if folder is None else []

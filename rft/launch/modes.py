@@ -1,6 +1,7 @@
 """What each mode of a run starts and lets work.  Knows no Ray: a runtime creates the parts and calls them.
 
     both       buffer, trainer, coordinator, engines, explorer                       ExploreAndTrain
+    serve      the same, with a service for sessions of clients instead of tasks     ExploreAndTrain
     train      buffer, trainer, coordinator; waits for explorers to join    ┐        ExploreAndTrain(explores=False)
     explore    engines, explorer; waits for a coordinator to join           ┘        Explore
     train      on a data set: trainer and monitor                                    TrainOffline

@@ -25,7 +25,6 @@ from rft.types.experience import Demonstration
 from rft.types.ids import Version
 from rft.types.ports import (
     BufferReader,
-    BufferWriter,
     ChatModel,
     Consumption,
     Engine,
@@ -114,6 +113,7 @@ class ExplorerPart:
         from rft.explorer.explorer import Explorer
         from rft.launch.coordinator import ExplorerClient
         from rft.reward.run_folder import run_folder
+        from rft.serve.service import Service
 
         run_folder.set(self.plan.run_dir)
         client = ExplorerClient(coordinator, name, joined)
@@ -121,16 +121,12 @@ class ExplorerPart:
             policy = cast(ChatModel, EnginePool(engines, revive=client.revive if _reviver(engines) else None))
             models = await _models(self.plan, auxiliary, clients)
             await _observers(self.plan, policy, models, clients)
-            self._explorer = Explorer(
-                self.plan.explorer,
-                model=policy,
-                buffer=cast(BufferWriter, writer),
-                gate=client,
-                sink=cast(MetricSink, coordinator),
-                lineage=joined.start.lineage,
-                cursor=joined.start.cursor,
-                models=models,
-            )
+            sides: dict[str, Any] = {"model": policy, "buffer": writer, "gate": client, "sink": coordinator, "models": models}
+            sides["lineage"] = joined.start.lineage
+            if self.plan.serve is not None:
+                self._explorer = Service(self.plan.serve, self.plan.explorer.pipeline, folder=self.plan.run_dir, **sides)
+            else:
+                self._explorer = Explorer(self.plan.explorer, cursor=joined.start.cursor, **sides)
             await self._explorer.run()
 
     async def bench(

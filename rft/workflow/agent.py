@@ -32,7 +32,8 @@ from rft.types.completion import Layout, Transcript
 from rft.types.task import Task
 from rft.worker import keeper
 from rft.workflow.base import RunContext, Workflow
-from rft.workflow.endpoint import Rule, RunSession, serve
+from rft.workflow.endpoint import serve
+from rft.workflow.endpoint_sessions import Rule, RunSession
 
 _TAIL = 16 << 10  # bytes of a program's output that are kept
 _CLOSE_S = 5.0  # for a killed program, and all that it has started, to be gone

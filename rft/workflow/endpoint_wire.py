@@ -6,6 +6,7 @@ Knows no server and no engine.  Invariant: a request is understood wholly or ref
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import uuid
@@ -46,13 +47,28 @@ _OURS = {
 class ApiError(Exception):
     """An answer in OpenAI's error form."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_s: float | None = None
+    ) -> None:
+        """`retry_s`: the client may try again then."""
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.retry_s = status, param, code, retry_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_s)))}
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "authentication_error" if self.status == 401 else "invalid_request_error"
+        kind = (
+            "server_error"
+            if self.status >= 500
+            else "authentication_error"
+            if self.status == 401
+            else "rate_limit_error"
+            if self.status == 429
+            else "invalid_request_error"
+        )
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -74,6 +90,15 @@ class ApiRequest:
     token_ids: bool = False
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiAnswer:
+    """What a request got; `id` and `created` (epoch seconds) are the same when it is sent again."""
+
+    completions: Sequence[Completion]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: float = field(default_factory=time.time)
 
 
 def parse(body: bytes) -> Any:
@@ -274,26 +299,26 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
 # ---------------------------------------------------------------- answers
 
 
-def chat_body(asked: ApiRequest, completions: Sequence[Completion]) -> dict[str, Any]:
+def chat_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
     """A whole chat.completion."""
-    return _head(asked, "chat.completion", "chatcmpl") | {
+    return _head(asked, answer, "chat.completion", "chatcmpl") | {
         "choices": [
             {"index": i, "message": _said(c), "finish_reason": _reason(c), "logprobs": _chat_logprobs(c) if asked.logprobs else None}
             | ({"token_ids": c.tokens.tolist()} if asked.token_ids else {})
-            for i, c in enumerate(completions)
+            for i, c in enumerate(answer.completions)
         ],
-        "usage": usage(completions, asked.n),
-    } | ({"prompt_token_ids": completions[0].prompt_tokens.tolist()} if asked.token_ids else {})  # fmt: skip
+        "usage": usage(answer.completions, asked.n),
+    } | ({"prompt_token_ids": answer.completions[0].prompt_tokens.tolist()} if asked.token_ids else {})  # fmt: skip
 
 
-def chat_chunks(asked: ApiRequest, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
+def chat_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
     """The same as chat.completion.chunk: for each choice its role, its text, its tool calls, then why it ended; then the usage."""
-    head = _head(asked, "chat.completion.chunk", "chatcmpl") | ({"usage": None} if asked.usage_in_stream else {})
+    head = _head(asked, answer, "chat.completion.chunk", "chatcmpl") | ({"usage": None} if asked.usage_in_stream else {})
 
     def chunk(i: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         return head | {"choices": [{"index": i, "delta": delta, "finish_reason": reason, "logprobs": None} | more]}
 
-    for i, c in enumerate(completions):
+    for i, c in enumerate(answer.completions):
         first = chunk(i, {"role": "assistant", "content": ""})
         yield first | ({"prompt_token_ids": c.prompt_tokens.tolist()} if asked.token_ids else {})
         if c.reasoning:
@@ -304,25 +329,25 @@ def chat_chunks(asked: ApiRequest, completions: Sequence[Completion]) -> Iterato
             yield chunk(i, {"tool_calls": [{"index": k, **call} for k, call in enumerate(c.tool_calls)]})
         yield chunk(i, {}, _reason(c))
     if asked.usage_in_stream:
-        yield head | {"choices": [], "usage": usage(completions, asked.n)}
+        yield head | {"choices": [], "usage": usage(answer.completions, asked.n)}
 
 
-def text_body(asked: ApiRequest, completions: Sequence[Completion]) -> dict[str, Any]:
+def text_body(asked: ApiRequest, answer: ApiAnswer) -> dict[str, Any]:
     """A whole text_completion."""
-    choices = [_text_choice(asked, i, c) for i, c in enumerate(completions)]
-    return _head(asked, "text_completion", "cmpl") | {"choices": choices, "usage": usage(completions, asked.n)}
+    choices = [_text_choice(asked, i, c) for i, c in enumerate(answer.completions)]
+    return _head(asked, answer, "text_completion", "cmpl") | {"choices": choices, "usage": usage(answer.completions, asked.n)}
 
 
-def text_chunks(asked: ApiRequest, completions: Sequence[Completion]) -> Iterator[dict[str, Any]]:
-    head = _head(asked, "text_completion", "cmpl")
-    for i, c in enumerate(completions):
+def text_chunks(asked: ApiRequest, answer: ApiAnswer) -> Iterator[dict[str, Any]]:
+    head = _head(asked, answer, "text_completion", "cmpl")
+    for i, c in enumerate(answer.completions):
         yield head | {"choices": [_text_choice(asked, i, c)]}
     if asked.usage_in_stream:
-        yield head | {"choices": [], "usage": usage(completions, asked.n)}
+        yield head | {"choices": [], "usage": usage(answer.completions, asked.n)}
 
 
-def _head(asked: ApiRequest, kind: str, prefix: str) -> dict[str, Any]:
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(asked: ApiRequest, answer: ApiAnswer, kind: str, prefix: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{answer.id}", "object": kind, "created": int(answer.created), "model": asked.model}
 
 
 def _said(c: Completion) -> dict[str, Any]:

@@ -2,3 +2,4 @@
 
 from tests.helpers.sandboxes import anybodys_python as anybodys_python
 from tests.helpers.sandboxes import server as server
+from tests.helpers.sandboxes import strongest as strongest

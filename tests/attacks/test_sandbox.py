@@ -192,8 +192,8 @@ SAME = {  # at every level the same code stands against them
 )
 @pytest.mark.timeout(120)  # most of them never end by themselves
 @pytest.mark.parametrize(("way", "name"), WAYS)
-def test_attack(name: str, way: str, server: ForkServer, listener: Any, place: Path) -> None:
-    if server.level != LEVELS[0] and (way == "pairs" or name in SAME):
+def test_attack(name: str, way: str, server: ForkServer, strongest: str, listener: Any, place: Path) -> None:
+    if server.level != strongest and (way == "pairs" or name in SAME):
         pytest.skip("the same at every level")
     port, tcp, udp = listener
     body, reasons = ATTACKS[name]
@@ -253,9 +253,11 @@ REPLIES: dict[str, tuple[str, set[str]]] = {
     "decoded beside the program within its deadline; never in the judge's process",
 )
 @pytest.mark.parametrize("name", REPLIES)
-def test_what_a_function_sends_is_its_own_affair(name: str, server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_function_sends_is_its_own_affair(
+    name: str, server: ForkServer, strongest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is decoded beside the program, within its deadline: this process, with all its threads, never reads it."""
-    if server.level != LEVELS[0]:
+    if server.level != strongest:
         pytest.skip("the same at every level")
 
     def decode(_: Any) -> Any:

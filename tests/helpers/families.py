@@ -125,12 +125,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # vLLM's attention on CPUs has no smaller heads, and reloads no smaller experts
 _SERVED: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
+_LATENT = {  # the kernel for latent attention knows the sizes of real models only
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 _SERVED_TOO: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128},
     "opt": {"word_embed_proj_dim": 128},
     **{key: {"mamba_d_head": 64} for key in ("granitemoehybrid", "bamba", "zamba2")},
     "falcon_h1": {"mamba_d_head": 64, "mamba_d_ssm": 256},
-    **{key: {"head_dim": 8} for key in ("deepseek_v2", "deepseek_v3")},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
 }
 
 

@@ -25,6 +25,17 @@ def anybodys_python() -> str:
     return shutil.which(name, path="/usr/bin:/usr/local/bin") or pytest.skip(f"no {name} that another account can run")
 
 
+@pytest.fixture(scope="session")
+def strongest() -> str:
+    """The first level that this machine gives: what does not depend on the level is tried there."""
+    try:
+        server = open_server(LEVELS, sys.executable)
+    except SandboxUnavailable as e:
+        pytest.skip(str(e))
+    server.close()
+    return server.level
+
+
 @pytest.fixture(scope="module", params=LEVELS)
 def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
     python = sys.executable

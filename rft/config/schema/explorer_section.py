@@ -10,8 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section
 from rft.config.schema.model_section import ExternalModelConfig
+from rft.config.schema.serve_section import ServeConfig
 from rft.engine.settings import EngineSettings
 from rft.explorer.settings import ExplorerSettings
+from rft.serve.settings import ServeSettings
 
 Device = Annotated[Literal["auto", "cuda", "cpu"], IgnoreCase]
 _ENGINES = ("vllm", "transformers", "scripted", "external")
@@ -293,8 +295,13 @@ class ExplorerConfig(Section):
         unit="s",
         ge=0,
     )
-    proxy_port: int = safe_key(8010, "serve: port of the proxy.", ge=1, le=65535)
-    listen_address: str = safe_key("127.0.0.1", "serve: address of the proxy.")
+    proxy_port: int = safe_key(ServeSettings.port, "serve: port of the service; 0 = a free one, see serve.json.", ge=0, le=65535)
+    listen_address: str = safe_key(
+        ServeSettings.host,
+        "serve: address that the service listens on.  The default is reached from this machine alone; behind another one put a proxy that "
+        "speaks TLS.",
+    )
+    serve: ServeConfig = section(ServeConfig, "serve: who may ask, how much, and how long a session waits.")
     service_status_check_interval: float = safe_key(60.0, "serve: how often to look for new weights.", unit="s", gt=0)
     min_running_model_num: int = safe_key(
         1, "serve: engines that keep answering while others load new weights.", unit="engines", ge=0

@@ -231,7 +231,7 @@ async def test_a_full_disk_is_waited_out(small_disk: Path, kind: str, caplog: py
         frames = [encode(group(1, 3, task, tokens=20_000)) for task in range(2)]
         appends = [asyncio.create_task(writer.append(frame, accepted=True)) for frame in frames]
         if kind != "memory":
-            await until(buffer, lambda: "It is tried again for" in caplog.text)
+            await until(buffer, lambda: "Retrying for" in caplog.text)
             assert not any(a.done() for a in appends)
         for step in (1, 2):  # the trainer has what it needs
             await take(buffer, 1, step)

@@ -178,9 +178,7 @@ async def test_another_format_is_refused_with_what_to_do(tmp_path: Path, given: 
         raw.execute("UPDATE meta SET value = ? WHERE key = 'format'", (given,))
         raw.commit()
     before = contents(path)
-    with pytest.raises(
-        BufferFailed, match=f"was made with format '{given}', this rft knows formats 1 to {FORMAT}. Go on with the rft"
-    ):
+    with pytest.raises(BufferFailed, match=f"was made with format '{given}', this rft knows formats 1 to {FORMAT}. Use the rft"):
         await opened(tmp_path)
     assert contents(path) == before
     with pytest.raises(BufferFailed, match=f"has format {given}"):

@@ -133,7 +133,7 @@ def test_a_foreign_file_with_our_name_is_refused_by_its_magic(tmp_path: Path, tx
     storage.close()
     (path,) = [p for p in tmp_path.rglob("*") if p.suffix in (".blk", ".seg")]
     path.write_bytes(pickle.dumps(_Bomb(tmp_path / "marker")))
-    with pytest.raises(PayloadDamaged, match=r"holds no record of ours at byte 0: it begins with b'\\x80"):
+    with pytest.raises(PayloadDamaged, match=r"holds no rft record at byte 0: it begins with b'\\x80"):
         KINDS[kind](BufferSettings(folder=tmp_path / "b")).get(locators, tx)
     assert not (tmp_path / "marker").exists()
 

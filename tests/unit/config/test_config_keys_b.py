@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rft.cli import check_command as command
-from rft.config.inert import TABLE, listed
+from rft.config.inert import TABLE, Inert, listed
 from rft.config.load import load
 from rft.config.plan import Facts, Plan
 from rft.config.resolve import resolve
@@ -46,7 +47,7 @@ def messages(*overrides: str, gpus: int = 0) -> dict[str, str]:
 RUNS, WARNS, REFUSED = "the run starts", "the run starts with a warning", "the run is refused"
 NEVER, SAID = "it has no meaning here and is refused", "it has no meaning here, which is said"
 KEYS = [  # key, good value, bad value, what a run does with the good one
-    ("mode", "serve", "train_only", REFUSED),
+    ("mode", "serve", "train_only", RUNS),
     ("mode", "Colocate", "train_only", RUNS),
     ("resume_from_path", "runs/x/global_step_3", "[1]", RUNS),
     ("ray_namespace", "two", "[1]", RUNS),
@@ -80,11 +81,11 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.bench_on_latest_checkpoint", "true", "maybe", RUNS),
     ("explorer.max_inflight_batches", "4", "0", RUNS),
     ("explorer.env_vars", "{SANDBOX: http://h}", "{SANDBOX: 1}", RUNS),
-    ("explorer.proxy_port", "9000", "70000", WARNS),
-    ("explorer.listen_address", "0.0.0.0", "[1]", WARNS),
-    ("explorer.service_status_check_interval", "5", "0", WARNS),
+    ("explorer.proxy_port", "9000", "70000", SAID),
+    ("explorer.listen_address", "0.0.0.0", "[1]", SAID),
+    ("explorer.service_status_check_interval", "5", "0", SAID),
     ("explorer.min_running_model_num", "2", "-1", WARNS),
-    ("explorer.db_url", "sqlite:///x.db", "[1]", WARNS),
+    ("explorer.db_url", "sqlite:///x.db", "[1]", NEVER),
     ("explorer.runner_state_report_interval", "10", "-1", RUNS),
     ("explorer.runner_per_model", "8", "0", RUNS),
     ("explorer.runner_num", "8", "0", RUNS),
@@ -171,7 +172,8 @@ def test_a_changed_key_changes_the_plan() -> None:
         assert (changed == plain) == ((key, good) in same), key
 
 
-def test_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLE, "mode", Inert("use both", "later", ("serve",)))
     model = [
         f"model.model_path={tiny.make(tmp_path / 'model')}",
         f"buffer.explorer_input.taskset.path={HERE / 'data' / 'rows.jsonl'}",
@@ -388,7 +390,17 @@ def test_no_tasks_are_needed_to_serve_or_to_bench(tmp_path: Path, capsys: pytest
     for as_json in (False, True):
         command.check([f"model.model_path={model}", nothing, "mode=serve"], FILE, as_json=as_json)
         out = capsys.readouterr().out
-    assert [n["key"] for n in json.loads(out)["not_active"]] == ["mode"]
+    assert json.loads(out)["not_active"] == []
+
+
+def test_what_a_service_needs_is_derived_or_refused() -> None:
+    made = plan("mode=serve", "explorer.serve.session_ttl=5", "algorithm.repeat_times=3")
+    assert made.serve is not None and (made.serve.num_runs, made.serve.session_ttl_s) == (3, 5.0)
+    assert (made.sync.style, made.buffer.on_short_batch, made.trainer.read_deadline_s) == ("trainer_driven", "carry", math.inf)
+    assert plan("mode=serve", "algorithm.algorithm_type=reinforceplusplus").serve.num_runs == 1, "nothing is compared"
+    found = messages("mode=serve", "synchronizer.sync_style=fully_async", "explorer.listen_address=here")
+    assert {"synchronizer.sync_style", "explorer.listen_address"} <= found.keys()
+    assert any("explorer.serve.session_ttl has no effect" in w for w in plan("explorer.serve.session_ttl=5").warnings)
 
 
 # ---------------------------------------------------------------- GPUs

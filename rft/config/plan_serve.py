@@ -1,0 +1,82 @@
+"""Mode serve: what is trained comes from sessions of clients, at any time.  Part of `resolve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from pathlib import Path
+from typing import Any
+
+from rft.config.context import Context, filled
+from rft.config.plan import Tasksets
+from rft.config.schema.base import Section
+from rft.config.schema.root import RunConfig
+from rft.serve.settings import LimitSettings, ServeSettings
+from rft.taskset.settings import TasksetSettings
+from rft.types.task import SamplingArgs
+
+_KEYS = {  # what a service needs of the schedule, and why
+    ("synchronizer", "sync_style"): ("trainer_driven", "clients do not wait for weights"),
+    ("buffer", "on_short_batch"): ("carry", "a step waits for rewards"),
+}
+ENDLESS = 1_000_000_000  # train steps
+
+
+def config(ctx: Context) -> RunConfig:
+    """The configuration as a service needs it."""
+    made = ctx.config
+    if made.mode != "serve":
+        e, why = made.explorer, f"mode is {made.mode}"
+        e.idle("explorer", ("proxy_port", "listen_address"), why, ctx)
+        e.serve.idle("explorer.serve", type(e.serve).model_fields, why, ctx)
+        return made
+    for (name, key), (value, why) in _KEYS.items():
+        part: Section = getattr(made, name)
+        if getattr(part, key) != value:
+            if part.written(key):
+                ctx.error(f"{name}.{key}", f"must be {value} with mode: serve: {why}")
+            ctx.derive(f"{name}.{key}", value, why)
+            made = made.model_copy(update={name: part.model_copy(update={key: value})})
+    if made.trainer.total_steps is None and made.buffer.total_steps is None and made.buffer.total_tasks is None:
+        ctx.note("no trainer.total_steps: the service goes on until it is stopped")
+        made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})})
+    given = made.buffer.explorer_input
+    why = "mode is serve, where clients bring the tasks; evaluate its checkpoints with mode: bench"
+    given.idle("buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), why, ctx)
+    none = {"taskset": None, "tasksets": (), "eval_tasksets": ()}
+    return made.model_copy(update={"buffer": made.buffer.model_copy(update={"explorer_input": given.model_copy(update=none)})})
+
+
+def taskset(ctx: Context, sampling: SamplingArgs, num_runs: int) -> Tasksets:
+    """What the schedule needs to know of sessions."""
+    if ctx.config.mode != "serve":
+        return ()
+    return (TasksetSettings(name="serve", path="", workflow="session", reward=None, sampling=sampling, num_runs=num_runs),)
+
+
+def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
+    c = ctx.config
+    if c.mode != "serve":
+        return None
+    e = c.explorer
+    try:
+        ipaddress.ip_address(e.listen_address)
+    except ValueError:
+        ctx.error("explorer.listen_address", "must be an IP address, for example 127.0.0.1, or 0.0.0.0 for every interface")
+    path = e.serve.clients_file
+    made: dict[str, Any] = {"session_ttl_s": e.serve.session_ttl, "group_deadline_s": e.serve.group_deadline}
+    return ServeSettings(
+        host=e.listen_address,
+        port=e.proxy_port,
+        clients_file=None if path is None else Path(ctx.find(path)).expanduser().absolute(),
+        num_runs=counted[0].num_runs,
+        batch_size=c.buffer.batch_size,
+        sampling=counted[0].sampling,
+        limits=filled(LimitSettings, e.serve),
+        **made,
+    )
+
+
+def read_deadline_s(ctx: Context, written: float) -> float:
+    """How long the trainer waits for rows: a service for as long as nobody rewards anything."""
+    return math.inf if ctx.config.mode == "serve" else written

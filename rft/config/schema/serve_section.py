@@ -1,0 +1,35 @@
+"""The section `explorer.serve`: who may ask in mode: serve, how much, and how long a session waits for its reward."""
+
+from __future__ import annotations
+
+from rft.config.schema.base import Section, safe_key
+from rft.serve.settings import LimitSettings, ServeSettings
+
+
+class ServeConfig(Section):
+    """mode: serve.  A session is a run whose reward is posted by whoever played it; clients open them with their keys."""
+
+    clients_file: str | None = safe_key(
+        None,
+        "Keys of clients: lines of a name and the SHA-256 of its key, which `rft serve --new-key NAME` makes.  Null: the key in the "
+        "environment variable RFT_SERVE_KEY alone; it counts beside a file, too.",
+    )
+    session_ttl: float = safe_key(
+        ServeSettings.session_ttl_s,
+        "How long a session waits for its reward; then it is explained as unrewarded and never trained.  A session may ask for less.",
+        unit="s",
+        gt=0,
+    )
+    group_deadline: float = safe_key(
+        ServeSettings.group_deadline_s,
+        "Where runs of one task_id are compared: a group closes when algorithm.repeat_times of them are rewarded, or so long after its "
+        "first reward.",
+        unit="s",
+        gt=0,
+    )
+    requests_per_minute: int = safe_key(LimitSettings.requests_per_minute, "Of each key.", unit="requests", ge=1)
+    tokens_per_minute: int = safe_key(
+        LimitSettings.tokens_per_minute, "Of each key: prompts and answers, counted when an answer is there.", unit="tokens", ge=1
+    )
+    max_concurrent: int = safe_key(LimitSettings.max_concurrent, "Requests of one key at the same time.", unit="requests", ge=1)
+    max_sessions: int = safe_key(LimitSettings.max_sessions, "Sessions of one client that wait.", unit="sessions", ge=1)

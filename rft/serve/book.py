@@ -1,0 +1,220 @@
+"""All sessions that wait: opened, rewarded, joined, withdrawn, given up.  Every change is in the store before it is here.
+
+Knows no HTTP and no batches.  Invariant: a session is here exactly as long as it waits in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import xxhash
+
+from rft.serve.live_session import LiveSession
+from rft.serve.session_groups import SessionGroup, SessionGroups
+from rft.serve.settings import ServeSettings
+from rft.types.completion import Score
+from rft.types.ports import ChatModel
+from rft.types.sessions import Explained, Merged, Rewarded, SessionStore, StoredSession
+from rft.types.task import Task
+from rft.workflow.base import RunContext
+from rft.workflow.endpoint_sessions import hashed, new_key
+from rft.workflow.endpoint_wire import ApiError
+
+TASKSET, WORKFLOW = "serve", "session"  # of the rows
+
+
+class SessionBook:
+    """`on_open`, `on_over`: who answers for a session hears of it."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        model: ChatModel,
+        store: SessionStore,
+        on_open: Callable[[LiveSession], Any],
+        on_over: Callable[[LiveSession], Any],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._model, self._store, self._clock = settings, model, store, clock
+        self._on_open, self.on_over = on_open, on_over
+        self.sessions: dict[str, LiveSession] = {}
+        self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
+        self.changed = asyncio.Event()  # a group closed, or a deadline is earlier than the ones before
+        self.counts: Counter[str] = Counter()  # of what became of sessions, since this process began
+        self._per_client: Counter[str] = Counter()
+        self._expiries: list[tuple[float, str]] = []
+
+    async def restore(self) -> None:
+        """The sessions that waited when the run ended."""
+        stored = await self._store.open_sessions()
+        for s in stored:
+            self._enter(s, fresh=False)
+        for s in sorted((s for s in stored if s.state == "rewarded"), key=lambda s: s.rewarded or 0.0):
+            self.groups.add(s.task_id, s.id, s.rewarded or s.created)
+        self.changed.set()
+
+    async def open(
+        self, client: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None = None, *, own_key: bool = True
+    ) -> LiveSession:
+        """A new session.  Raises ApiError 429 where the client has too many."""
+        if self._per_client[client] >= self._settings.limits.max_sessions:
+            raise ApiError(
+                429, f"{self._settings.limits.max_sessions} sessions of this client wait", code="too_many_sessions", retry_s=10
+            )
+        now, key = self._clock(), new_key() if own_key else ""
+        ttl_s = self._settings.session_ttl_s if ttl_s is None else min(ttl_s, self._settings.session_ttl_s)
+        stored = StoredSession(
+            id=f"s{secrets.token_hex(12)}",
+            client=client,
+            key_hash=hashed(key) if key else "",
+            task_id=task_id,
+            metadata=metadata,
+            created=now,
+            expires=now + ttl_s,
+        )
+        await self._store.note(stored)
+        self.counts["opened"] += 1
+        return self._enter(stored, fresh=True, key=key)
+
+    def _enter(self, stored: StoredSession, *, fresh: bool, key: str = "") -> LiveSession:
+        task = task_of(self._settings, stored.task_id)
+        ctx = RunContext(self._model, task, run=0, request_id=stored.id)
+        session = LiveSession(stored, ctx, task, self._store, fresh=fresh, key=key)
+        self.sessions[stored.id] = session
+        self._per_client[stored.client] += 1
+        heapq.heappush(self._expiries, (stored.expires, stored.id))
+        if self._expiries[0][1] == stored.id:
+            self.changed.set()
+        self._on_open(session)
+        return session
+
+    async def reward(self, session: LiveSession, score: Score, call: str | None, final: bool) -> str:
+        """ok | duplicate | replaced.  Raises ApiError where there is nothing to reward."""
+        await session.load()
+        if session.under_way:
+            raise ApiError(
+                409, "calls of this session are under way; wait for their answers", code="calls_under_way", retry_s=1.0
+            )
+        if call is not None and call not in session.calls:
+            raise ApiError(404, f"message {call!r} is none of this session's", param="message", code="unknown_message")
+        if not session.calls:
+            raise ApiError(400, "the session has no answer that could be rewarded", code="no_calls")
+        if call is not None and session.calls[call].answers > 1:
+            raise ApiError(
+                400, "this message has several answers (n); reward the session", param="message", code="several_answers"
+            )
+        before = session.stored.score if call is None else session.scores.get(call)
+        completes = (final or call is None) and session.stored.state == "open"
+        if before == score and not completes:
+            return "duplicate"
+        now = self._clock()
+        note = Rewarded(session=session.id, score=score, call=call, at=now if completes else None)
+        if not await self._store.note(note):
+            raise over("explained", "its group was formed, or it was given up")
+        if call is None:
+            session.stored = msgspec.structs.replace(session.stored, score=score)
+        else:
+            session.scores[call] = score
+        if completes:
+            session.stored = msgspec.structs.replace(session.stored, state="rewarded", rewarded=now)
+            self.groups.add(session.stored.task_id, session.id, now)
+            self.counts["rewarded"] += 1
+            self.changed.set()
+        return "ok" if before is None else "replaced"
+
+    async def join(self, session: LiveSession, others: list[LiveSession], task_id: str) -> None:
+        """The calls of `others` become those of `session`, of task `task_id`."""
+        if not await self._store.note(Merged(session.id, tuple(s.id for s in others), task_id)):
+            raise over("explained", "one of these messages was rewarded or given up already")
+        await session.load()
+        session.stored = msgspec.structs.replace(session.stored, task_id=task_id)
+        for other in others:
+            await session.take(other)
+            self._leave(other)
+
+    async def explain(self, ids: list[str], reason: str) -> bool:
+        """These sessions are never trained.  False: one of them did not wait any more."""
+        if not ids or not await self._store.note(Explained(tuple(ids), reason)):
+            return not ids
+        self.counts[reason] += len(ids)
+        for id in ids:
+            self.groups.remove(id)
+            if (session := self.sessions.get(id)) is not None:
+                self._leave(session)
+        return True
+
+    def accepted(self, ids: list[str]) -> None:
+        """The store has them as rows."""
+        self.counts["accepted"] += len(ids)
+        for id in ids:
+            self._leave(self.sessions[id])
+
+    def _leave(self, session: LiveSession) -> None:
+        del self.sessions[session.id]
+        self._per_client[session.stored.client] -= 1
+        self.on_over(session)
+
+    # ------------------------------------------------------------ deadlines
+
+    async def next_group(self) -> SessionGroup:
+        """Waits for a closed group; meanwhile sessions and groups whose time is over end."""
+        while True:
+            self.changed.clear()
+            await self._end_overdue()
+            while (group := self.groups.take()) is not None:
+                if len(group.sessions) >= self.groups.needed:
+                    return group
+                await self.explain(list(group.sessions), "too_few")
+            times = [t for t in (self.groups.next_deadline, self._next_expiry()) if t is not None]
+            try:
+                async with asyncio.timeout(max(0.0, min(times) - self._clock()) if times else None):
+                    await self.changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _end_overdue(self) -> None:
+        now = self._clock()
+        await self.explain(self.groups.expire(now), "too_few")
+        overdue = list(self._overdue(now))
+        await self.explain(overdue, "unrewarded")
+
+    def _overdue(self, now: float) -> Iterator[str]:
+        while self._expiries and self._expiries[0][0] <= now:
+            _, id = heapq.heappop(self._expiries)
+            session = self.sessions.get(id)
+            if session is None or session.stored.state != "open":
+                continue
+            if session.under_way:  # an answer that is being written may still be rewarded
+                heapq.heappush(self._expiries, (now + 1.0, id))
+                return
+            yield id
+
+    def _next_expiry(self) -> float | None:
+        while self._expiries and self._expiries[0][1] not in self.sessions:
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    async def find(self, id: str) -> LiveSession | StoredSession | None:
+        """A session by its id or by that of one of its calls; one that does not wait any more as it is stored."""
+        if (session := self.sessions.get(id) or self.sessions.get(id.rpartition("-")[0])) is not None:
+            return session
+        stored = await self._store.find_session(id)
+        return None if stored is None else self.sessions.get(stored.id, stored)
+
+
+def task_of(settings: ServeSettings, task_id: str) -> Task:
+    """What the rows of a session say of its task."""
+    index = xxhash.xxh32_intdigest(task_id.encode()) & 0x7FFFFFFF
+    row = {"task_id": task_id}
+    return Task(taskset=TASKSET, index=index, row=row, workflow=WORKFLOW, sampling=settings.sampling, num_runs=settings.num_runs)
+
+
+def over(state: str, why: str) -> ApiError:
+    return ApiError(409, f"the session is over ({state}): {why}", code="session_over")

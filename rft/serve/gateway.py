@@ -1,0 +1,269 @@
+"""The service's addresses: OpenAI's for the policy, and what tells it which answers were good.
+
+    POST   /v1/chat/completions, /v1/completions    with a session's key; with a client's key each call is a session by itself
+    GET    /v1/models  /health  /metrics
+    POST   /v1/sessions                             {task_id, metadata, ttl} -> {id, api_key, base_url}
+    GET    /v1/sessions/{id}                        its state
+    POST   /v1/sessions/{id}/reward                 {reward, message, final}
+    DELETE /v1/sessions/{id}                        it is never trained
+    POST   /feedback  /commit                       as Trinity-RFT's client sends them
+
+Knows no batches.  Invariants: nothing but /health without a key; a session sees only itself, a client only its own sessions; what is
+refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from rft.serve import bodies
+from rft.serve.access import Quota, TooMuch
+from rft.serve.book import SessionBook, over
+from rft.serve.live_session import LiveSession
+from rft.serve.settings import ServeSettings
+from rft.types.completion import Score
+from rft.types.ports import ChatModel, Measured
+from rft.types.sessions import StoredSession
+from rft.workflow.endpoint import WRONG_KEY, Endpoint, key_of, read_json
+from rft.workflow.endpoint_sessions import Session
+from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest, usage
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+
+class Gateway(Endpoint):
+    """`clients`: names by the hashes of their keys."""
+
+    def __init__(self, settings: ServeSettings, clients: Mapping[str, str], model: ChatModel) -> None:
+        super().__init__()
+        self._settings, self._clients, self._model = settings, dict(clients), model
+        self._quotas = {key: Quota(settings.limits) for key in clients}
+        self._of_sessions: dict[str, Quota] = {}  # by id
+        self._book: SessionBook | None = None
+        self.listening = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+
+    async def serve(self, book: SessionBook) -> None:
+        """Listens.  Raises SetupError where the port is taken."""
+        self._book = book
+        await self.start(host=self._settings.host, port=self._settings.port)
+        self.listening.set()
+
+    @property
+    def book(self) -> SessionBook:
+        assert self._book is not None, "set before it listens"
+        return self._book
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        super().routes(router)
+        router.add_post("/v1/sessions", self._open)
+        router.add_get("/v1/sessions/{id}", self._show)
+        router.add_post("/v1/sessions/{id}/reward", self._reward_session)
+        router.add_delete("/v1/sessions/{id}", self._withdraw)
+        router.add_post("/feedback", self._feedback)
+        router.add_post("/commit", self._commit)
+        router.add_get("/metrics", self._metrics)
+
+    def remove(self, session: Session) -> None:
+        super().remove(session)
+        self._of_sessions.pop(session.id, None)
+
+    # ------------------------------------------------------------ who asks
+
+    def authenticate(self, request: web.Request) -> None:
+        if "run" in request.match_info or key_of(request) not in self._clients:
+            self._session(request)
+
+    def _client(self, request: web.Request) -> str:
+        """Name of the client whose key this is."""
+        if (name := self._clients.get(key_of(request))) is None:
+            raise ApiError(401, "wrong key: this takes the key of a client", code="invalid_api_key")
+        return name
+
+    async def respond(self, request: web.Request, asked: ApiRequest, retry_key: str) -> tuple[Session, ApiAnswer]:
+        key = key_of(request)
+        name = None if "run" in request.match_info else self._clients.get(key)
+        if name is None:
+            session = self._session(request)
+            assert isinstance(session, LiveSession), "this server has no other ones"
+        else:
+            session = await self._alone(name, retry_key)
+        async with self._limited(session, key) as quotas:
+            try:
+                answer = await session.answer(asked, retry_key)
+            except BaseException:
+                if name is not None and not session.calls and not session.under_way:
+                    await self.book.explain([session.id], "failed")
+                raise
+            used = usage(answer.completions, asked.n)
+            self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
+            for quota in quotas:
+                quota.spend(used["total_tokens"])
+        return session, answer
+
+    async def _alone(self, client: str, retry_key: str) -> LiveSession:
+        """A session for one call of a client.  The same call, sent again, has the same one."""
+        for session in self.book.sessions.values() if retry_key else ():
+            if session.stored.client == client and session.stored.metadata.get("retry_key") == retry_key:
+                return session
+        metadata = {"retry_key": retry_key} if retry_key else {}
+        return await self.book.open(client, "", metadata, own_key=False)
+
+    @asynccontextmanager
+    async def _limited(self, session: LiveSession, key: str) -> AsyncIterator[list[Quota]]:
+        """The quotas of the session and of its client, while a request is under way."""
+        client = next((q for k, q in self._quotas.items() if self._clients[k] == session.stored.client), None)
+        own = None if key in self._clients else self._of_sessions.setdefault(session.id, Quota(self._settings.limits))
+        quotas = [q for q in (own, client) if q is not None]
+        try:
+            if len(quotas) == 2:
+                with quotas[0].request(), quotas[1].request():
+                    yield quotas
+            else:
+                with quotas[0].request():
+                    yield quotas
+        except TooMuch as e:
+            self.counts["limited"] += 1
+            raise ApiError(429, str(e), code="rate_limit_exceeded", retry_s=e.retry_s) from None
+
+    async def _mine(self, request: web.Request) -> LiveSession | StoredSession:
+        """The session of the address, for its own key or its client's.  Others learn nothing, not even whether it is there."""
+        key, id = key_of(request), request.match_info["id"]
+        found = await self.book.find(id) if key else None
+        stored = found.stored if isinstance(found, LiveSession) else found
+        if stored is not None:
+            theirs = stored.key_hash and hmac.compare_digest(stored.key_hash, key)
+            if theirs or self._clients.get(key) == stored.client:
+                assert found is not None
+                return found
+        if key in self._clients:
+            raise ApiError(404, "this client has no session of this id", code="unknown_session")
+        raise ApiError(401, WRONG_KEY, code="invalid_api_key")
+
+    # ------------------------------------------------------------ sessions
+
+    async def _open(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        client = self._client(request)
+        asked = bodies.read(bodies.OpenSession, await read_json(request))
+        if self._settings.num_runs > 1 and not asked.task_id:
+            raise ApiError(
+                400,
+                "task_id is required: runs of one task are compared with each other here",
+                param="task_id",
+                code="task_id_required",
+            )
+        session = await self.book.open(client, asked.task_id, asked.metadata, asked.ttl)
+        return web.json_response(
+            {**_shown(session.stored), "api_key": session.key, "base_url": f"{self.address}/run/{session.id}/v1"}, status=201
+        )
+
+    async def _show(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        found = await self._mine(request)
+        return web.json_response(_shown(found.stored if isinstance(found, LiveSession) else found))
+
+    async def _reward_session(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        found = await self._mine(request)
+        asked = bodies.read(bodies.RewardBody, await read_json(request))
+        call = None if asked.message is None else bodies.call_of(asked.message)
+        return web.json_response(_told(await self._rewarded(found, asked.score, call, asked.final)))
+
+    async def _rewarded(self, found: LiveSession | StoredSession, score: Score, call: str | None, final: bool) -> str:
+        if isinstance(found, StoredSession):
+            if found.state == "accepted" and call is None and found.score == score:
+                return "duplicate"
+            raise over(found.state, found.reason or "it is rows of a group, whose rewards hold")
+        return await self.book.reward(found, score, call, final)
+
+    async def _withdraw(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        found = await self._mine(request)
+        if isinstance(found, LiveSession):
+            if not await self.book.explain([found.id], "withdrawn"):
+                raise over("accepted", "it is rows of a group")
+        elif (found.state, found.reason) != ("explained", "withdrawn"):
+            raise over(found.state, found.reason or "it is rows of a group")
+        return web.json_response({"object": "session.deleted", "id": found.id, "deleted": True})
+
+    # ------------------------------------------------------------ Trinity's
+
+    async def _feedback(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        client = self._client(request)
+        asked = bodies.read(bodies.Feedback, await read_json(request))
+        if self._settings.num_runs > 1 and not asked.task_id:
+            raise ApiError(
+                400, "task_id is required: runs of one task are compared here", param="task_id", code="task_id_required"
+            )
+        found: dict[str, LiveSession | StoredSession] = {}
+        for message in asked.msg_ids:
+            one = await self.book.find(bodies.call_of(message))
+            stored = one.stored if isinstance(one, LiveSession) else one
+            if one is None or stored is None or stored.client != client:
+                raise ApiError(404, f"message {message!r} is none of this client's", param="msg_ids", code="unknown_message")
+            found[stored.id] = one
+        first, *others = found.values()
+        score = Score(value=asked.reward)
+        if isinstance(first, LiveSession) and first.stored.state == "open":
+            if others or first.stored.task_id != asked.task_id:
+                if any(isinstance(o, StoredSession) or o.stored.key_hash or o.stored.state != "open" for o in others):
+                    raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
+                await self.book.join(first, [o for o in others if isinstance(o, LiveSession)], asked.task_id)
+        elif others:
+            raise ApiError(409, "some of these messages belong to other runs", param="msg_ids", code="session_over")
+        return web.json_response(_told(await self._rewarded(first, score, None, False)))
+
+    async def _commit(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        self._client(request)
+        closed = self.book.groups.commit()
+        self.book.changed.set()
+        return web.json_response({"status": "ok", "closed_groups": closed, "waiting_sessions": self.book.groups.waiting})
+
+    # ------------------------------------------------------------ what it does
+
+    def values(self) -> dict[str, float]:
+        """Counted since it began."""
+        names = ("calls", "prompt_tokens", "completion_tokens", "limited")
+        return {f"serve/{name}": float(self.counts[name]) for name in names}
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        self._client(request)
+        values = self.values() | {f"serve/sessions/{name}": float(n) for name, n in self.book.counts.items()}
+        values |= {
+            "serve/sessions/waiting": float(len(self.book.sessions)),
+            "serve/groups/closed": float(len(self.book.groups.closed)),
+        }
+        if isinstance(self._model, Measured):
+            values |= {m.name: m.value for m in await self._model.metrics()}
+        lines = [f"rft_{_prometheus(name)} {value:g}" for name, value in sorted(values.items())]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
+
+
+def _prometheus(name: str) -> str:
+    return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+
+
+def _told(status: str) -> dict[str, Any]:
+    return {"object": "reward", "status": status}
+
+
+def _shown(s: StoredSession) -> dict[str, Any]:
+    shown = {"object": "session", "id": s.id, "task_id": s.task_id, "state": s.state, "expires": s.expires}
+    return shown | ({"reason": s.reason} if s.reason else {}) | ({"reward": s.score.value} if s.score is not None else {})

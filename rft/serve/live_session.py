@@ -1,0 +1,152 @@
+"""One session of a client: its calls form one run, and each is stored before it is answered.
+
+Knows the store, not HTTP and not groups.  Invariant: an answer that left is in the store, and a request that is sent again with its key
+gets the same answer and counts once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from rft.types.completion import Score, Transcript
+from rft.types.sessions import CallStored, SessionStore, StoredCall, StoredSession, pack_turns, unpack_turns
+from rft.types.task import Task
+from rft.workflow.base import RunContext
+from rft.workflow.endpoint_sessions import RunSession, understood
+from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest
+
+Stored = Callable[[Awaitable[bool]], Awaitable[bool]]
+
+
+@dataclass(frozen=True)
+class _Retry:
+    """A request that may be sent again."""
+
+    asked: str  # its hash
+    answer: asyncio.Future[ApiAnswer]
+
+
+class LiveSession(RunSession):
+    """`stored` is the session as the ledger has it; `key`: the secret, where it was just made."""
+
+    def __init__(
+        self, stored: StoredSession, ctx: RunContext, task: Task, store: SessionStore, *, fresh: bool, key: str = ""
+    ) -> None:
+        own = stored.key_hash or "none " + stored.id  # a session without a key of its own is opened by none
+        super().__init__(ctx, task, "taskset", True, id=stored.id, key=key, key_hash=own)
+        self.name = "policy"
+        self.stored = stored
+        self._store = store
+        self._loading = None if fresh else asyncio.Lock()
+        self._retries: dict[str, _Retry] = {}
+        self._number = 0
+        self.calls: dict[str, StoredCall] = {}  # without payload
+        self._owners: list[str] = []  # of each recorded turn: its call
+        self.scores: dict[str, Score] = {}  # of single calls
+        self.under_way = 0
+
+    async def load(self) -> None:
+        """What it was before this process began."""
+        if self._loading is None:
+            return
+        async with self._loading:
+            if self._loading is None:
+                return
+            for call in await self._store.session_calls(self.id):
+                turns = unpack_turns(call.turns)
+                self._add(call, turns)
+                if call.retry_key:
+                    done: asyncio.Future[ApiAnswer] = asyncio.get_running_loop().create_future()
+                    done.set_result(ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created))
+                    self._retries[call.retry_key] = _Retry(call.asked, done)
+            self._loading = None
+
+    async def take(self, other: LiveSession) -> None:
+        """The calls of `other` are this session's, as the store says already."""
+        await other.load()
+        for call, turns in other.turns_of_calls():
+            self._add(call, turns)
+        self.scores |= other.scores
+
+    async def answer(self, asked: ApiRequest, retry_key: str) -> ApiAnswer:
+        await self.load()
+        digest = _digest(asked) if retry_key else ""
+        if (known := self._retries.get(retry_key)) is not None:
+            if known.asked != digest:
+                raise ApiError(
+                    409,
+                    "this Idempotency-Key was used with another request; give each request a key of its own",
+                    param="Idempotency-Key",
+                    code="idempotency_conflict",
+                )
+            return await asyncio.shield(known.answer)
+        if self.stored.state != "open":
+            raise ApiError(409, "the session has its reward: it is complete; open another one", code="session_complete")
+        if not retry_key:
+            return await self.call(self._answered(asked, "", ""))
+        job = asyncio.ensure_future(self.call(self._answered(asked, retry_key, digest)))  # goes on when the client has gone
+        self._retries[retry_key] = _Retry(digest, job)
+        job.add_done_callback(lambda done: self._forget(retry_key, done))
+        return await asyncio.shield(job)
+
+    def _forget(self, retry_key: str, done: asyncio.Future[ApiAnswer]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            del self._retries[retry_key]
+
+    async def _answered(self, asked: ApiRequest, retry_key: str, digest: str) -> ApiAnswer:
+        self.under_way += 1
+        try:
+            turns = await understood(self.generate(asked))
+            if any(t.completion.finish_reason == "abort" for t in turns):
+                raise ApiError(503, "the engine aborted this call; send it again", code="engine_failed", retry_s=1.0)
+            number, self._number = self._number, self._number + 1
+            call = StoredCall(
+                id=f"{self.id}-{number}",
+                number=number,
+                retry_key=retry_key,
+                asked=digest,
+                created=time.time(),
+                answers=len(turns),
+                turns=pack_turns(turns),
+            )
+            if not await self._store.note(CallStored(self.id, call)):
+                raise ApiError(409, "the session is over: withdrawn, or without a reward for too long", code="session_over")
+            self._add(call, turns)
+        finally:
+            self.under_way -= 1
+        return ApiAnswer(completions=[t.completion for t in turns], id=call.id, created=call.created)
+
+    def _add(self, call: StoredCall, turns: Any) -> None:
+        self._number = max(self._number, call.number + 1)
+        self.calls[call.id] = msgspec.structs.replace(call, turns=b"")
+        if call.score is not None:
+            self.scores[call.id] = call.score
+        for turn in turns:
+            self._ctx.record(turn)
+            self._owners.append(call.id)
+
+    def turns_of_calls(self) -> list[tuple[StoredCall, list[Any]]]:
+        turns = self._ctx.transcript().turns
+        return [
+            (call, [t for t, owner in zip(turns, self._owners, strict=True) if owner == id]) for id, call in self.calls.items()
+        ]
+
+    def transcript(self) -> Transcript:
+        """The run as it is trained: one row for each chain of calls."""
+        info: dict[str, Any] = {"session": self.id, "client": self.stored.client, "task_id": self.stored.task_id}
+        made = self._ctx.transcript(info=info | self.stored.metadata, layout="chains", score=self.stored.score)
+        scored = [
+            msgspec.structs.replace(t, score=self.scores.get(owner)) for t, owner in zip(made.turns, self._owners, strict=True)
+        ]
+        return msgspec.structs.replace(made, turns=tuple(scored))
+
+
+def _digest(asked: ApiRequest) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asked))

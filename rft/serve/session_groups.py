@@ -1,0 +1,80 @@
+"""Which rewarded sessions are compared with each other: the next `num_runs` of one task, or what is there at the deadline.
+
+Pure: no clock, no input or output.  Invariant: a session is in one group, open or closed, from its reward until it is taken or removed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SessionGroup:
+    """Sessions of one task, in the order of their rewards."""
+
+    task_id: str
+    closes: float  # whatever it has by then
+    sessions: list[str] = field(default_factory=list)
+
+
+class SessionGroups:
+    """`needed`: the fewest sessions that can be trained together."""
+
+    def __init__(self, num_runs: int, deadline_s: float) -> None:
+        self.num_runs, self._deadline_s = num_runs, deadline_s
+        self.needed = min(2, num_runs)
+        self._open: dict[str, SessionGroup] = {}
+        self.closed: deque[SessionGroup] = deque()
+
+    def add(self, task_id: str, session: str, at: float) -> None:
+        """`session` was rewarded at `at`."""
+        key = task_id if self.num_runs > 1 else session
+        group = self._open.setdefault(key, SessionGroup(task_id, at + self._deadline_s))
+        group.sessions.append(session)
+        if len(group.sessions) == self.num_runs:
+            self.closed.append(self._open.pop(key))
+
+    def remove(self, session: str) -> None:
+        """`session` is withdrawn; a group that was closed with it keeps its others."""
+        for key, group in list(self._open.items()):
+            if session in group.sessions:
+                group.sessions.remove(session)
+                if not group.sessions:
+                    del self._open[key]
+        for group in self.closed:
+            if session in group.sessions:
+                group.sessions.remove(session)
+
+    def take(self) -> SessionGroup | None:
+        """The group that was closed first."""
+        return self.closed.popleft() if self.closed else None
+
+    def expire(self, now: float) -> list[str]:
+        """Closes the groups whose deadline has passed; the sessions that have too few partners."""
+        return self._close([key for key, g in self._open.items() if g.closes <= now], give_up=True)
+
+    def commit(self) -> int:
+        """Closes every group that can be trained; how many."""
+        before = len(self.closed)
+        self._close([key for key, g in self._open.items() if len(g.sessions) >= self.needed], give_up=False)
+        return len(self.closed) - before
+
+    @property
+    def next_deadline(self) -> float | None:
+        return next((g.closes for g in self._open.values()), None)  # rewards come in the order of time
+
+    @property
+    def waiting(self) -> int:
+        """Sessions whose group is open."""
+        return sum(len(g.sessions) for g in self._open.values())
+
+    def _close(self, keys: list[str], *, give_up: bool) -> list[str]:
+        alone: list[str] = []
+        for key in keys:
+            group = self._open.pop(key)
+            if len(group.sessions) >= self.needed:
+                self.closed.append(group)
+            elif give_up:
+                alone += group.sessions
+        return alone

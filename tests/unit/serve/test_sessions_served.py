@@ -1,0 +1,185 @@
+"""Sessions of clients: what is stored before an answer leaves, what a reward does, and what becomes of each session."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import openai
+import pytest
+
+from rft.errors import DiskFull, EngineFailed
+from rft.testing.scripted import ScriptedEngine
+from rft.types.ids import Version
+from tests.helpers.serving import HI, KEY, serving
+
+RATIO = {"num_runs": 2, "batch_size": 1}
+
+
+async def test_rewarded_sessions_of_a_task_become_one_group(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        first, second = await served.open(task_id="a", metadata={"app": "demo"}), await served.open(task_id="a")
+        for session, reward in ((first, 1.0), (second, {"right": 0.25, "short": 0.25})):
+            async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0) as client:
+                answer = await client.chat.completions.create(model="policy", messages=HI)
+                message = answer.choices[0].message.content
+                more = [*HI, {"role": "assistant", "content": message}, {"role": "user", "content": "more"}]
+                said = ""
+                async for chunk in await client.chat.completions.create(model="policy", messages=more, stream=True):
+                    said += chunk.choices[0].delta.content or ""
+                assert (message, said) == ("to hi", "to more")
+            waiting = await served.buffer.audit()
+            assert waiting.ok and waiting.waiting >= 2
+            assert (await served.reward(session, reward)).json()["status"] == "ok"
+        await served.gate.wait_explored(1)
+        audit = await served.buffer.audit()
+        assert audit.ok and (audit.acked, audit.available, audit.waiting) == (2, 2, 0), "a chain of two calls is one row"
+        assert [(await served.state(s))["state"] for s in (first, second)] == ["accepted", "accepted"]
+        lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
+        assert lease.groups[0].rewards == (1.0, 0.5)
+        assert served.sink.records[0].values["rollout/reward/mean"] == 0.75
+
+
+async def test_messages_can_be_rewarded_alone(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open()
+        one, two = [(await served.ask(session, text)).json()["id"] for text in ("x", "y")]
+        assert (await served.reward(session, 1.0, message=one)).json()["status"] == "ok"
+        assert (await served.state(session))["state"] == "open"
+        assert (await served.reward(session, -1.0, message=two, final=True)).json()["status"] == "ok"
+        await served.gate.wait_explored(1)
+        lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
+        assert lease.groups[0].rewards == (1.0, -1.0), "two calls that do not continue are two rows"
+
+
+async def test_a_retry_gets_the_same_answer_and_counts_once(tmp_path, monkeypatch):
+    engine = ScriptedEngine(answer=lambda m: "a")
+    async with serving(tmp_path, monkeypatch, engine) as served:
+        session = await served.open()
+        first = await served.ask(session, retry_key="k1")
+        again = await asyncio.gather(*(served.ask(session, retry_key="k1") for _ in range(4)))
+        assert all(a.json() == first.json() for a in again) and len(engine.calls) == 1
+        other = await served.ask(session, "else", retry_key="k1")
+        assert (other.status_code, other.json()["error"]["code"]) == (409, "idempotency_conflict")
+        body, headers = {"model": "m", "messages": HI}, {"Idempotency-Key": "alone"}
+        alone = [await served.client.post("/v1/chat/completions", json=body, headers=headers) for _ in range(2)]
+        assert alone[0].json() == alone[1].json() and len(engine.calls) == 2
+        assert (await served.buffer.audit()).waiting == 2
+
+
+async def test_an_answer_goes_on_when_its_client_has_gone(tmp_path, monkeypatch):
+    engine = ScriptedEngine(answer=lambda m: "a")
+    async with serving(tmp_path, monkeypatch, engine) as served:
+        session = await served.open()
+        engine.hold()
+        asking = asyncio.ensure_future(served.ask(session, retry_key="k"))
+        await engine.waiting(1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        engine.release()
+        assert (await served.ask(session, retry_key="k")).status_code == 200 and len(engine.calls) == 1
+
+
+async def test_what_waited_goes_on_after_a_restart(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        rewarded = await served.played(1.0, task_id="t")
+        session = await served.open(task_id="t")
+        first = await served.ask(session, retry_key="k")
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        assert served.lineage == 2
+        moved = {**session, "base_url": f"{served.address}/run/{session['id']}/v1"}
+        assert (await served.ask(moved, retry_key="k")).json() == first.json()
+        said = first.json()["choices"][0]["message"]
+        longer = [*HI, said, {"role": "user", "content": "go on"}]
+        assert (await served.ask(moved, messages=longer)).status_code == 200
+        assert (await served.reward(moved, 0.0)).status_code == 200
+        # the weights of the lineage before are not this one's ancestors: there is no checkpoint
+        await served.until(rewarded, "orphaned")
+        assert (await served.buffer.audit()).ok
+
+
+@pytest.mark.parametrize(("again", "status", "code"), [(1.0, 200, "duplicate"), (0.5, 200, "replaced")])
+async def test_a_second_reward_before_the_group_closes(tmp_path, monkeypatch, again, status, code):
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        session = await served.played(1.0, task_id="t")
+        answer = await served.reward(session, again)
+        assert (answer.status_code, answer.json()["status"]) == (status, code)
+        await served.played(0.0, task_id="t")
+        await served.gate.wait_explored(1)
+        assert (await served.reward(session, again)).json()["status"] == "duplicate"
+        late = await served.reward(session, 9.0)
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "session_over")
+        lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
+        assert lease.groups[0].rewards == (again, 0.0)
+
+
+async def test_every_session_ends_with_its_reason(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, num_runs=3, group_deadline_s=0.2) as served:
+        late = await served.open(task_id="t", ttl=0.1)
+        await served.ask(late)
+        gone = await served.open(task_id="t")
+        await served.ask(gone)
+        assert (await served.client.delete(f"/v1/sessions/{gone['id']}")).json()["deleted"]
+        assert (await served.client.delete(f"/v1/sessions/{gone['id']}")).status_code == 200, "once more is no error"
+        alone = await served.played(1.0, task_id="alone")
+        pair = [await served.played(float(i), task_id="pair") for i in range(2)]
+        await served.gate.wait_explored(1)
+        await served.until(late, "unrewarded")
+        await served.until(alone, "too_few")
+        assert [(await served.state(s))["state"] for s in pair] == ["accepted"] * 2
+        audit = await served.buffer.audit()
+        assert audit.ok and audit.discarded == {"too_few": 1, "unrewarded": 1, "withdrawn": 1} and audit.available == 2
+        refused = await served.reward(late, 1.0)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_over")
+
+
+async def test_weights_that_failed_their_canary_are_not_trained(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch) as served:
+        served.gate.rejected.add(Version(1, 0))
+        session = await served.played()
+        await served.until(session, "rejected_weights")
+        assert (await served.buffer.audit()).discarded == {"rejected_weights": 1}
+
+
+async def test_trinitys_client_gives_feedback_and_commits(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, **RATIO, group_deadline_s=1000) as served:
+        async with openai.AsyncOpenAI(base_url=f"{served.address}/v1", api_key=KEY) as client:
+            ids = [(await client.chat.completions.create(model="m", messages=HI)).id for _ in range(3)]
+        body = {"reward": 0.5, "msg_ids": ids[:2], "task_id": "t", "run_id": "0"}
+        assert (await served.client.post("/feedback", json=body)).json()["status"] == "ok"
+        assert (await served.client.post("/feedback", json=body)).json()["status"] == "duplicate"
+        other = {**body, "reward": 1.0, "msg_ids": ids[2:]}
+        assert (await served.client.post("/feedback", json=other)).json()["status"] == "ok"
+        await served.gate.wait_explored(1)
+        audit = await served.buffer.audit()
+        assert audit.ok and audit.available == 3
+        assert (await served.client.post("/commit")).json()["closed_groups"] == 0
+
+
+async def test_commit_closes_what_can_be_trained(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, num_runs=8, group_deadline_s=1000) as served:
+        for reward in (0.0, 1.0):
+            await served.played(reward, task_id="t")
+        await served.played(1.0, task_id="alone")
+        answer = (await served.client.post("/commit")).json()
+        assert answer == {"status": "ok", "closed_groups": 1, "waiting_sessions": 1}
+        await served.gate.wait_explored(1)
+
+
+async def test_a_full_disk_and_a_dead_engine_are_told(tmp_path, monkeypatch):
+    engine = ScriptedEngine(answer=lambda m: "a")
+    async with serving(tmp_path, monkeypatch, engine) as served:
+        session = await served.open()
+        engine.will_fail(EngineFailed("it is dead"))
+        dead = await served.ask(session)
+        assert (dead.status_code, dead.json()["error"]["code"]) == (503, "engine_failed") and "Retry-After" in dead.headers
+
+        def full():
+            raise DiskFull(f"no space ({errno.ENOSPC})")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(served.buffer._reserve, "fill", full)
+            refused = await served.ask(session)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full") and "Retry-After" in refused.headers
+        assert (await served.ask(session)).status_code == 200
+        assert (await served.buffer.audit()).waiting == 1, "what was not answered does not count"
