@@ -36,34 +36,12 @@ pytest_plugins = ["tests.helpers.leftovers_plugin"]
 # Whole runs on Ray or vLLM: with several workers (-n) one of them plays these, one after the other, and begins with them.
 ON_RAY = {
     f"test_{name}.py"
-    for name in (
-        *(
-            "main_job",
-            "run_doors",
-            "smoke_run",
-            "run_trackers",
-            "run_kill",
-            "run_engine_kill",
-            "run_engine_hang",
-            "sync_faults",
-            "vllm_engine",
-            "vllm_models",
-            "vllm_experts",
-            "vllm_adapter",
-            "vllm_broadcast",
-            "vllm_interrupted_syncs",
-        ),
-        *("lora_learning", "run_broadcast", "sync_matrix", "two_machines"),
-        *(
-            "placement_ray",
-            "run_bad_input",
-            "run_storages",
-            "resume_exactness",
-            "debug_vllm",
-            "learning_goals",
-            "memory_estimate",
-        ),
-    )
+    for name in """
+    main_job run_doors smoke_run run_trackers run_kill run_engine_kill run_engine_hang sync_faults vllm_engine vllm_models
+    vllm_experts vllm_adapter vllm_broadcast vllm_interrupted_syncs lora_learning run_broadcast sync_matrix two_machines
+    placement_ray run_bad_input run_storages resume_exactness debug_vllm learning_goals memory_estimate colocate serve
+    trinity_runs vllm_families
+    """.split()
 }
 
 WHOLE_RUNS = {"integration", "fault"}  # folders of end-to-end tests; `make test` plays their smoke tests alone

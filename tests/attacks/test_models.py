@@ -120,14 +120,14 @@ def test_files(name: str, model: Path, tmp_path: Path) -> None:
 
 TEMPLATES = {
     "a long range": ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
-    "ranges in ranges": ("{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}", "was not done"),
+    "ranges in ranges": ("{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}", "did not finish"),
     "a list that doubles": (
-        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}", "was not done|MemoryError",
+        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}", "did not finish|MemoryError",
     ),
     "a text times 10^10": ("{{ 'x' * 10**10 }}", "too large a value"),
     "a power": ("{{ 2 ** 10**9 }}", "too large a value"),
     "a wide format": ("{{ '%999999999d' % 1 }}", "too much space"),
-    "a macro that calls itself": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
+    "a macro that calls itself": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError|did not finish"),
     "its class": ("{{ messages[0].content.__class__.__mro__[1].__subclasses__() }}", "SecurityError|UndefinedError"),
     "its globals": ("{{ cycler.__init__.__globals__.os.system('id') }}", "SecurityError"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),

@@ -121,10 +121,10 @@ async def test_an_engine_that_breaks_while_it_reads_prompts_answers_everybody_at
     def broken(sequences: object) -> None:
         raise RuntimeError("the model is broken")
 
-    monkeypatch.setattr(transformers._batch, "_forward", broken)
+    monkeypatch.setattr(transformers._batch._forwards, "prefill", broken)
     asked = [post(transformers, "/chat/completions", {"messages": HI}) for _ in range(3)]
     for status, answer in await asyncio.gather(*asked):
-        assert status == 500 and "the model is broken" in answer["error"]["message"]
+        assert status == 503 and "the model is broken" in answer["error"]["message"]
 
 
 @attack("L", "values of a wrong kind or size in messages, tools and sampling", "400 with the field, never 500")

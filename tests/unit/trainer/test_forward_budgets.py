@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from rft.errors import ConfigError
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow, spread
 from rft.trainer.ranks import Ranks
@@ -92,13 +91,12 @@ async def test_fixed_micro_batches_of_training_hold_for_forward_passes(settings:
     assert ranks.seen == {"old": [5, 5, 2]}, "any number of rows"
 
 
-async def test_a_row_over_its_own_budget_names_that_key(settings: Settings, rows: list[TrainRow]) -> None:
+async def test_a_row_over_a_budget_is_a_micro_batch_of_its_own(settings: Settings, rows: list[TrainRow]) -> None:
     small = ForwardSettings(max_token_len_per_gpu=3)
-    ranks = Ranks(Learner(settings(algorithm=KL, log_prob=small, ref=small)))
-    with pytest.raises(ConfigError, match=r"trainer\.log_prob_max_token_len_per_gpu"):
-        await ranks.compute(rows, ("old",))
-    with pytest.raises(ConfigError, match=r"trainer\.ref\.max_token_len_per_gpu"):
-        await ranks.compute(rows, ("ref",))
+    ranks = Watched(Learner(settings(algorithm=KL, log_prob=small, ref=small)))
+    await ranks.compute(rows, ("old",))
+    await ranks.compute(rows, ("ref",))
+    assert ranks.seen == {name: [1] * len(rows) for name in ("old", "ref")}
 
 
 @pytest.mark.parametrize(("count", "world", "size"), [(12, 1, 5), (12, 2, 5), (3, 4, 2), (0, 2, 3), (7, 3, 1)])
