@@ -36,6 +36,7 @@ TIMEOUT_S = 60.0
 Order = Literal["random", "best", "worst"]  # of reward
 _LONGEST = 1 << 28  # bytes of a value: one that a query makes takes memory, and its time is that of one step
 LOCK_WAIT_S = 5
+_READABLE = ("3", str(FORMAT))  # 3 differs by the table of kept log-probs alone
 _PORTION_BYTES = 16 << 20  # of payload that is read at once
 _PROGRESS = 20_000  # steps of SQLite's machine between two looks at the clock: well below a millisecond
 _HEAD = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(\w*)", re.DOTALL)
@@ -105,10 +106,15 @@ class Questions:
                 raw.set_progress_handler(lambda: self._deadline is not None and time.monotonic() > self._deadline, _PROGRESS)
             with self.reading(TIMEOUT_S) as tx:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
-        if (found := self.about.get("format")) != str(FORMAT):
+        if (found := self.about.get("format")) not in _READABLE:
             newer = found is not None and found.isdecimal() and int(found) > FORMAT
             remedy = "use the rft that wrote it, or a newer one" if newer else "`rft run` migrates it when the run resumes"
             raise ConfigError(f"{self.where} has format {found}, this rft reads format {FORMAT}; {remedy}", key="RUN")
+
+    @property
+    def keeps_logprobs(self) -> bool:
+        """Whether there is a table for log-probs of the trainer."""
+        return self.about.get("format") == str(FORMAT)
 
     @cached_property
     def storage(self) -> Storage:
@@ -223,6 +229,8 @@ class Questions:
 
     def trainer_logprobs(self, ids: Sequence[str]) -> dict[str, np.ndarray]:
         """Of these experiences, as far as they are kept: see `token_logprobs.of_trainer`."""
+        if not self.keeps_logprobs:
+            return {}
         k = schema.token_logprobs.c
         with self.errors("RUN"), self.reading() as tx:
             rows = tx.execute(select(k.experience, k.token_start, k.pairs).where(k.experience.in_(ids))).all()

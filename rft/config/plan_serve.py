@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,11 @@ def config(ctx: Context) -> RunConfig:
     return made.model_copy(update={"buffer": made.buffer.model_copy(update={"explorer_input": given.model_copy(update=none)})})
 
 
-def taskset(ctx: Context, sampling: SamplingArgs, num_runs: int) -> Tasksets:
+def taskset(ctx: Context, sampling: Callable[[], SamplingArgs], num_runs: int) -> Tasksets:
     """What the schedule needs to know of sessions."""
     if ctx.config.mode != "serve":
         return ()
-    return (TasksetSettings(name="serve", path="", workflow="session", reward=None, sampling=sampling, num_runs=num_runs),)
+    return (TasksetSettings(name="serve", path="", workflow="session", reward=None, sampling=sampling(), num_runs=num_runs),)
 
 
 def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:

@@ -6,6 +6,7 @@ Knows the machine only through `Facts`.  Invariant: the same configuration and f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rft.buffer.settings import BufferSettings, MixSettings
@@ -79,7 +80,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     algorithm, repeat_times, compares = plan_algorithm.algorithm(ctx)
     any_sampling = plan_algorithm.takes_any_sampling(algorithm)
     train, evals = tasksets(ctx, max_response_tokens=lengths[2], repeat_times=repeat_times, any_sampling=any_sampling)
-    sampling = sampling_args(ctx, RolloutArgs(), lengths[2], "model", False, any_sampling)
+    sampling = partial(sampling_args, ctx, RolloutArgs(), lengths[2], "model", False, any_sampling)
     served = plan_serve.taskset(ctx, sampling, repeat_times if compares else 1)
     cluster, engine_device, world_size, trainer_device = devices.devices(ctx)
     devices.check_colocated(ctx, (engine_device, trainer_device))

@@ -110,11 +110,11 @@ class Breaker:
         if group.reason in ("over_rollout", REJECTED_WEIGHTS):
             return  # it was slow, or its weights were broken; its workflow is not
         failures = [r for r in group.rows if r.status == "failed"]
-        if failures:  # a run that was ended because others of its task had failed does not say why
+        if group.reason == "unscored":
+            self.last = f"{group.rows[0].id}: {group.why}"
+        elif failures:  # a run that was ended because others of its task had failed does not say why
             told = next((r for r in failures if not r.reason.startswith("ended: ")), failures[0])
             self.last = f"{told.id}: {told.reason}\n{told.info.get('traceback', '')}"
-        elif group.reason == "unscored":
-            self.last = f"{group.rows[0].id}: {group.why}"
         if not group.wholly_failed and group.reason != "unscored":
             self._row = 0
             return

@@ -64,8 +64,9 @@ class PlayedGroup:
     @property
     def why(self) -> str:
         """Why it is not accepted, with what the first run that tells more says."""
-        told = (r.reason or str(r.info.get("reward_reason", "")) for r in self.rows)
-        return ": ".join(filter(None, (self.reason, next(filter(None, told), ""))))
+        told = [r.reason or str(r.info.get("reward_reason", "")) for r in self.rows]
+        own = (text for text in told if text and text not in _WHY.values())  # not that it was ended because of other runs
+        return ": ".join(filter(None, (self.reason, next(own, ""))))
 
     def refused(self, why: str, *, reason: str = "rejected", traceback: str = "") -> PlayedGroup:
         """The same group with every run turned into a failed record, which can be stored: what is left when its rows cannot be used."""

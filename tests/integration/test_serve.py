@@ -95,7 +95,7 @@ def test_its_one_listener_is_on_loopback(launch, tiny_model, tmp_path):
     ]
     port = int(found.split(":")[2].removesuffix("/v1"))
     assert [a for a in listening if a.port == port] == [("127.0.0.1", port)]
-    assert {a.ip for a in listening} == {"127.0.0.1"}
+    assert {a.ip.removeprefix("::ffff:") for a in listening} == {"127.0.0.1"}
     assert httpx.post(f"{found}/chat/completions", json={}).status_code == 401
     with Client(found, KEY) as rft:
         session = rft.session(task_id="t")
