@@ -193,7 +193,8 @@ def test_classes_that_cannot_be_isolated_are_refused():
 
 
 def children() -> list[str]:
-    """What runs have left behind: descendants other than the servers themselves."""
+    """What runs have left behind: descendants other than the servers themselves, and is not ending."""
     servers = [c for c in psutil.Process().children() if "rft.workflow.isolated_child" in " ".join(c.cmdline())]
-    found = [str(p.pid) for s in servers for p in s.children(recursive=True)]
-    return found + [str(p.pid) for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "86399"]]
+    found = [p for s in servers for p in s.children(recursive=True)]
+    found += [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "86399"]]
+    return [str(p.pid) for p in psutil.wait_procs(found, timeout=10)[1]]
