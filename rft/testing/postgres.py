@@ -48,7 +48,7 @@ class PostgresServer:
     def __init__(self, bin: Path) -> None:
         self._bin = bin
         self._user = "nobody" if os.geteuid() == 0 else None
-        self._folder = Path(tempfile.mkdtemp(prefix="rft-pg-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"rft-pg-{os.getpid()}-"))
         self._process: subprocess.Popen[str] | None = None
         self._log: list[str] = []
         self._keeper: threading.Thread | None = None
