@@ -127,7 +127,7 @@ TEMPLATES = {
     "a text times 10^10": ("{{ 'x' * 10**10 }}", "too large a value"),
     "a power": ("{{ 2 ** 10**9 }}", "too large a value"),
     "a wide format": ("{{ '%999999999d' % 1 }}", "too much space"),
-    "a macro that calls itself": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError|did not finish"),
+    "a macro that calls itself": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
     "its class": ("{{ messages[0].content.__class__.__mro__[1].__subclasses__() }}", "SecurityError|UndefinedError"),
     "its globals": ("{{ cycler.__init__.__globals__.os.system('id') }}", "SecurityError"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
@@ -145,7 +145,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, says = TEMPLATES[name]
-    monkeypatch.setattr(chatfiles, "RENDER_S", 0.5)
+    monkeypatch.setattr(
+        chatfiles, "RENDER_S", 0.5 if "did not finish" in says else 60.0
+    )  # a busy machine ends no other one early
     with pytest.raises(ConfigError, match=f"chat template .*({says})"):
         chatfiles.render(source, [{"role": "user", "content": "hi"}], [], {})
 

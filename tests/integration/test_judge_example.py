@@ -64,13 +64,17 @@ def reported(run: Path) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-def test_it_trains_by_its_configuration_alone(server: JudgeServer, tiny_model: Path, tmp_path: Path) -> None:
+def test_it_trains_by_its_configuration_alone(
+    server: JudgeServer, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     done = execute(CONFIG, changes(tiny_model, tmp_path), in_process=True)
     values = told(done.run_dir)
     calls = values["judge/child_judge/calls"]
     assert done.version.step == 3 and calls == len(server.asked) and 40 <= calls <= 48
-    answered = calls * (200 * 0.0002 + 20 * 0.0008) / 1000  # a call whose connection broke is sent, and paid, again
-    assert answered * 0.999 <= values["judge/child_judge/cost_usd"] < 3 * answered
+    cost, answered = values["judge/child_judge/cost_usd"], calls * (200 * 0.0002 + 20 * 0.0008) / 1000
+    broken = caplog.text.count("; asked again")  # such a call was sent, and is paid, again: by what it may have cost
+    assert cost > answered if broken else cost == pytest.approx(answered)
     assert values["judge/child_judge/unscored"] == 0 and values["judge/child_judge/latency"] > 0
     assert (done.run_dir / "judge_cache.db").is_file()
     told_later = reported(done.run_dir)

@@ -227,7 +227,8 @@ def test_the_copy_has_one_layer_of_every_kind(family: str, layers: int, tmp_path
     copied = layer_copy.make(settings(model_path=str(folder), row_layout="padded"))
     assert len(policies.layers(copied.lm)) == layers
     assert torch.equal(state, torch.get_rng_state())
-    assert row_proof.copy_apart(settings(model_path=str(folder), row_layout="padded")) < 1e-6  # routers compute in float32
+    allowed = 1e-6 if family == "deepseek_v3" else 1e-12  # its routers compute in float32
+    assert row_proof.copy_apart(settings(model_path=str(folder), row_layout="padded")) < allowed
 
 
 def test_the_critic_is_proven_too(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
