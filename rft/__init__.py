@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rft.buffer.operators.base import Operator, OperatorArgs
     from rft.errors import ConfigError, RftError
     from rft.monitor.base import Tracker, TrackerArgs
-    from rft.notebook import metrics, rollouts, run
+    from rft.notebook import StoredRun, metrics, open_run, rollouts, run
     from rft.plugins import register
     from rft.reward.base import Reward
     from rft.reward.delimiters import PromptDelimiters, Scale, WordChoice
@@ -33,8 +33,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AgentWorkflow", "Args", "Completion", "ConfigError", "EnvWorkflow", "Judge", "JudgeArgs", "JudgeCase", "LossInputs", "LossOutput",
     "MultiTurnWorkflow", "Operator", "OperatorArgs", "PromptDelimiters", "Reply", "Reward", "RftError", "RunContext", "SamplingArgs",
-    "Scale", "Score", "Step", "StepInputs", "Task", "TaskSource", "ToolArgs", "ToolWorkflow", "Tracker", "TrackerArgs", "Transcript",
-    "TurnArgs", "WordChoice", "Workflow", "__version__", "define_algorithm", "metrics", "register", "rollouts", "run",
+    "Scale", "Score", "Step", "StepInputs", "StoredRun", "Task", "TaskSource", "ToolArgs", "ToolWorkflow", "Tracker", "TrackerArgs",
+    "Transcript", "TurnArgs", "WordChoice", "Workflow", "__version__", "define_algorithm", "metrics", "open_run", "register",
+    "rollouts", "run",
 ]  # fmt: skip
 _HOMES = {
     "rft.algorithm.args": ("Args",),
@@ -42,7 +43,7 @@ _HOMES = {
     "rft.buffer.operators.base": ("Operator", "OperatorArgs"),
     "rft.errors": ("ConfigError", "RftError"),
     "rft.monitor.base": ("Tracker", "TrackerArgs"),
-    "rft.notebook": ("metrics", "rollouts", "run"),
+    "rft.notebook": ("StoredRun", "metrics", "open_run", "rollouts", "run"),
     "rft.plugins": ("register",),
     "rft.reward.base": ("Reward",),
     "rft.reward.judge_base": ("Judge", "JudgeCase"),

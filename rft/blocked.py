@@ -1,10 +1,12 @@
 """Where the main thread is held up by code that is not ours: named while it lasts.
 
-Knows no plugin.  Invariant: nothing is ended here; whoever waits gets to read the file, the line and for how long.
+Knows no plugin.  Invariant: nothing is ended here; whoever waits gets to read the file, the line and for how long, and the program hears
+where it goes on for ever.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import sysconfig
 import threading
@@ -14,8 +16,11 @@ from pathlib import Path
 from types import FrameType
 
 NAME_AFTER_S = 30.0
+END_AFTER_S = 300.0
+_IDLE_SHARE = 0.02  # of one core
 _DEBUGGERS = ("bdb", "pdb", "_pydevd_bundle", "debugpy")
 _OURS = str(Path(__file__).parent)
+_CHECKS = str(Path(_OURS, "config"))
 _LIBRARIES = tuple(p for name in ("stdlib", "platstdlib", "purelib", "platlib") if (p := sysconfig.get_paths().get(name)))
 
 
@@ -43,23 +48,53 @@ def held_up_by(thread: int) -> tuple[FrameType, str] | None:
     return found, f"{found.f_code.co_name}() in {found.f_code.co_filename}, line {found.f_lineno}"
 
 
-def name_what_blocks(tell: Callable[[str], None], *, after_s: float = NAME_AFTER_S) -> threading.Event:
+def name_what_blocks(
+    tell: Callable[[str], None],
+    end: Callable[[str], None] = lambda _: None,
+    *,
+    after_s: float = NAME_AFTER_S,
+    end_after_s: float = END_AFTER_S,
+) -> threading.Event:
     """Tells, in a daemon thread, what the main thread waits for whenever that is the same code of a plugin for `after_s`.
 
-    Ends when the event that is returned is set.
+    `end` is told too where that goes on for `end_after_s` in the check of a configuration, and no process of ours computes anything: a run
+    has a watch of its own.  Ends when the event that is returned is set.
     """
     main, over = threading.main_thread().ident or 0, threading.Event()
 
     def watch() -> None:
         place: tuple[FrameType, str] | None = None
-        since = time.monotonic()
+        since = told = time.monotonic()
+        used = 0.0
         while not over.wait(after_s / 3):
-            now = held_up_by(main)
+            now, at = held_up_by(main), time.monotonic()
             if now is None or place is None or now[0] is not place[0] or now[1] != place[1]:
-                place, since = now, time.monotonic()
-            elif (waited := time.monotonic() - since) >= after_s:
-                tell(f"waiting for {waited:.0f} s for {now[1]}")
-                since = time.monotonic()
+                place, since, told, used = now, at, at, 0.0 if now is None else _cpu_s()
+            elif at - told >= after_s:
+                tell(f"waiting for {at - since:.0f} s for {now[1]}")
+                told = at
+                if at - since >= end_after_s and _checks(main) and _cpu_s() - used < _IDLE_SHARE * (at - since):
+                    end(f"{now[1]} has not returned for {at - since:.0f} s, in which nothing was computed")
 
     threading.Thread(target=watch, name="names-what-blocks", daemon=True).start()
     return over
+
+
+def _checks(thread: int) -> bool:
+    """Whether a configuration is being checked."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and not frame.f_code.co_filename.startswith(_CHECKS):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _cpu_s() -> float:
+    """Processor time of this process and of what it has started; NaN, which is neither more nor less, where one of them has just ended."""
+    import psutil
+
+    try:
+        me = psutil.Process()
+        times = [p.cpu_times() for p in (me, *me.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return math.nan
+    return float(sum(t.user + t.system for t in times))

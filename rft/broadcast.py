@@ -62,6 +62,7 @@ class _Member:
         self._group: Any = None
         self._work: Any = None  # the bucket under way
         self._held = ""  # name of the group; no two have the same
+        self._world = 0  # its size: with fewer members it would wait for those that do not take part
         self._store: Any = None
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class _Member:
             limits = ProcessGroupNCCL.Options()
             limits._timeout = timedelta(seconds=b.timeout_s)
             self._group = ProcessGroupNCCL(store, rank, b.world, limits)
-        self._held = name
+        self._held, self._world = name, b.world
 
     def _stream(self, manifest: WeightManifest, memory: torch.Tensor, *, sends: bool, done: Callable[[Bucket], None]) -> None:
         """All buckets of `memory` (uint8, this host's) through the group; `done` with each that is there, overlapped if so wanted."""
@@ -183,7 +184,7 @@ class TrainerEnd(_Member):
                 raise self._stop(go, f"the round was given up: {abandoned[1]}")
             if absent:
                 raise self._stop(go, f"{', '.join(absent)} did not come within {b.timeout_s:g} s")
-            if held == {self._held} and self._held:
+            if held == {self._held} and self._held and self._world == b.world:
                 self._store.set(go, f"keep {self._held}")
             else:
                 self._groups += 1

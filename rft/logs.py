@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _SECRET_NAME = re.compile(
-    r"secret|credential|passw(?:or)?d|passphrase|(?:^|[_-])(?:pass|pwd|auth|jwt|dsn|sas)$|authorization|cookie|bearer|webhook"
+    r"secret|credential|creds?$|passw(?:or)?d|passphrase|passcode|(?-i:[a-z](?:Pass|Pwd|Auth|Dsn))$|(?:^|[_-])(?:pass|pwd|auth|jwt|dsn|sas)$|authorization|cookie|bearer|webhook"
     r"|connection_?string|(?:api|access|private|account|signing|encryption|license|master|auth|service|ssh)[_-]?keys?$|tokens?$",
     re.IGNORECASE,
 )
@@ -32,6 +32,7 @@ _PLAIN = re.compile(r"[-+]?[\d.]{1,15}|true|false|yes|no|on|off|none|null|", re.
 _URL_PASSWORD = re.compile(
     r"(?P<head>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:)(?P<secret>[^\s/\"']+)(?=@)", re.IGNORECASE
 )
+_URL_TOKEN = re.compile(r"(?P<head>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)(?P<secret>[^\s/:@\"']{12,}+)(?=@)", re.IGNORECASE)
 _NAMED = re.compile(
     r"(?P<head>\b(?:bearer|basic)[ ]+(?=\S*(?-i:[A-Z\d]))|[?&;](?:sig|token|access_token|api[-_]?key|key|secret|password|pwd|auth)="
     r"|\b(?:AccountKey|SharedAccessKey|Password|Pwd)=)(?P<secret>[^\s&;\"']{6,})",
@@ -83,8 +84,8 @@ def learn_secrets(values: Iterable[str]) -> None:
 
 
 def url_passwords(text: str) -> list[str]:
-    """The passwords of the URLs in `text`."""
-    return [m["secret"] for m in _URL_PASSWORD.finditer(text)]
+    """The passwords and tokens of the URLs in `text`."""
+    return [m["secret"] for form in (_URL_PASSWORD, _URL_TOKEN) for m in form.finditer(text)]
 
 
 def learnt_secrets() -> tuple[str, ...]:
@@ -104,10 +105,10 @@ def _is_path(value: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """`text` with learnt secrets, passwords of URLs and headers, and tokens of a known form replaced by ***."""
+    """`text` with learnt secrets, passwords and tokens of URLs and headers, and tokens of a known form replaced by ***."""
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, REDACTED)
-    for form in (_URL_PASSWORD, _NAMED):
+    for form in (_URL_PASSWORD, _URL_TOKEN, _NAMED):
         text = form.sub(lambda m: m["head"] + REDACTED, text)
     return _KNOWN_FORM.sub(REDACTED, text)
 

@@ -19,11 +19,15 @@ import bench_harness as harness
 from bench_buffer import buffer_append_durable, buffer_read_collate, buffer_wakeup, priority_read_at_scale
 from bench_engine import rollout_engine
 from bench_explorer import rollout_many
+from bench_growth import growth
 from bench_logprob import logprob_kernel
+from bench_rolling import serve_rolling
+from bench_serve import serve_overhead
 from bench_start import time_to_first
 from bench_step import step_vs_trl
 from bench_sync import e2e_async, mismatch_and_exactness, weight_sync
 from bench_trainer import trainer_step
+from bench_view import view_beside_a_run, view_million
 
 BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
     made.__name__: made
@@ -41,6 +45,11 @@ BENCHMARKS: dict[str, Callable[[bool], harness.Result]] = {
         e2e_async,
         weight_sync,
         mismatch_and_exactness,
+        serve_overhead,
+        serve_rolling,
+        view_million,
+        view_beside_a_run,
+        growth,
     )
 }
 

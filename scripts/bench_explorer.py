@@ -100,6 +100,7 @@ class Gate:
 class Sink:
     async def log(self, record: Any) -> None: ...
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None: ...
+    async def progress(self, text: str) -> None: ...
 
 
 def rollout_many(quick: bool) -> harness.Result:
@@ -138,19 +139,26 @@ def rollout_many(quick: bool) -> harness.Result:
     )
 
 
-def play(runs: int, *, seed: int, writer: Writer, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> float:
-    """Seconds that `runs` runs take, IN_FLIGHT of them at a time, by the clock of `loop`; without one by the wall."""
+def play(
+    runs: int,
+    *,
+    seed: int,
+    writer: Writer,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    in_flight: int = IN_FLIGHT,
+) -> float:
+    """Seconds that `runs` runs take, `in_flight` of them at a time, by the clock of `loop`; without one by the wall."""
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name:
         file = Path(name) / "sums.jsonl"
         file.write_text("".join(json.dumps({"prompt": f"{i}+{i}?", "response": str(2 * i)}) + "\n" for i in range(500)))
         taskset = TasksetSettings(name="sums", path=str(file), workflow="simple_workflow", reward="exact_answer", num_runs=GROUP)
-        per_batch = IN_FLIGHT // GROUP
+        per_batch = in_flight // GROUP
         settings = ExplorerSettings(
             tasksets=(taskset,),
             batch_size=per_batch,
-            total_batches=runs // IN_FLIGHT,
+            total_batches=runs // in_flight,
             total_epochs=None,
-            max_concurrent_runs=IN_FLIGHT,
+            max_concurrent_runs=in_flight,
         )
         explorer = Explorer(settings, model=Slow(seed), buffer=writer, gate=Gate(), sink=Sink(), lineage=1)
 

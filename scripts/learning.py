@@ -92,17 +92,21 @@ def grpo(folder: Path, seed: int) -> Learnt:
     return of_run("tiny", folder, seed, 80, ACCURACY, *EVALUATED)
 
 
+# Larger groups, and as many rows in a step: a digit that no run of any group writes is never learnt.
+FAMILY_STEPS, FAMILY_CHANGES = 160, ("buffer.batch_size=32", "algorithm.repeat_times=16")
+
+
 def hybrid(folder: Path, seed: int) -> Learnt:
     """Linear attention and attention by turns."""
-    return of_run("tiny", folder, seed, 120, ACCURACY, *EVALUATED, family="qwen3_5_text")
+    return of_run("tiny", folder, seed, FAMILY_STEPS, ACCURACY, *EVALUATED, *FAMILY_CHANGES, family="qwen3_5_text")
 
 
 def moe(folder: Path, seed: int) -> Learnt:
     """With vLLM, whose experts the trainer goes through: a run of its own processes."""
     model = tiny.make(folder / "model", seed=seed, family="qwen3_moe")
     engine = ("engine_type=vllm", "router_replay=on", "max_num_seqs=128")
-    changes = [f"model.model_path={model}", *(f"explorer.rollout_model.{e}" for e in engine)]
-    (found,) = of_command("tiny", folder, seed, 140, [ACCURACY], *changes)
+    changes = [f"model.model_path={model}", *(f"explorer.rollout_model.{e}" for e in engine), *FAMILY_CHANGES]
+    (found,) = of_command("tiny", folder, seed, FAMILY_STEPS, [ACCURACY], *changes)
     return found
 
 
@@ -327,23 +331,23 @@ REAL = {
         ),
     )
 }
-REAL_TITLE = "## With a real engine"
-REAL_INTRODUCTION = f"""{REAL_TITLE}
-
-Written by `python scripts/learning.py --only frozen_lake,judge --write`. SmolLM2-135M-Instruct, trained by `rft run` with vLLM as
-`examples/frozen_lake` and `examples/judge_local` say. In the latter a second, untrained SmolLM2 is the judge, and a short list of words,
-which no reward knows, looks at the answers too. Seconds are of a whole run, starts and evaluations included.
-"""
 HEAD = (
     "| Algorithm | Measured | Goal | Seed | Before | After | Steps | Seconds | Reached |\n|---|---|---|---|---|---|---|---|---|"
 )
-INTRODUCTION = """# Does it learn?
 
-Written by `python scripts/learning.py --write`. Models of 0.3 million random parameters and the task of `examples/tiny`, copying the digit
-that is shown; each algorithm with its own defaults and the learning rate of its example, 1e-3. PPO makes four updates of each batch. A
-teacher is such a model after supervised fine-tuning, from other random weights than the student's. Everything is measured on rows that
-were never trained. A seed is that of the weights, the data and the sampling.
-"""
+
+@dataclass(frozen=True)
+class Part:
+    """A table of the page; its introduction begins with its title."""
+
+    introduction: str
+    names: tuple[str, ...]
+    measure: Callable[[Sequence[str], Sequence[int]], tuple[list[str], int]]
+    seeds: tuple[int, ...] = SEEDS
+
+    @property
+    def title(self) -> str:
+        return self.introduction.partition("\n")[0]
 
 
 def _tiny(names: Sequence[str], seeds: Sequence[int]) -> tuple[list[str], int]:
@@ -396,11 +400,51 @@ def line(name: str, number: str, wanted: str, seed: int, x: Learnt, seconds: flo
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def written(page: str, introduction: str, about: str, lines: Sequence[str], *, real: bool) -> str:
-    """`page` with one of its two parts anew; rows of goals and seeds that were not measured stay as they are."""
-    first, _, second = page.partition(f"\n{REAL_TITLE}")
-    old = second if real else first
-    names, seeds = [*(REAL if real else [*GOALS, *FAMILIES])], [*map(str, REAL_SEEDS if real else SEEDS)]
+PARTS = (
+    Part(
+        """# Does it learn?
+
+Written by `python scripts/learning.py --write`. Models of 0.3 million random parameters and the task of `examples/tiny`, copying the digit
+that is shown; each algorithm with its own defaults and the learning rate of its example, 1e-3. PPO makes four updates of each batch. A
+teacher is such a model after supervised fine-tuning, from other random weights than the student's. Everything is measured on rows that
+were never trained. A seed is that of the weights, the data and the sampling.
+""",
+        tuple(GOALS),
+        _tiny,
+    ),
+    Part(
+        """## Other architectures
+
+Written by `python scripts/learning.py --only moe,hybrid --write`. The same task and GRPO. `moe` is a tiny `qwen3_moe`, two of eight experts
+for each token, trained by `rft run` with vLLM and `router_replay: on`; `hybrid` is a tiny `qwen3_5_text`, linear attention below attention,
+with the transformers engine. Seconds are of a whole run.
+""",
+        tuple(FAMILIES),
+        _tiny,
+    ),
+    Part(
+        """## With a real engine
+
+Written by `python scripts/learning.py --only frozen_lake,judge --write`. SmolLM2-135M-Instruct, trained by `rft run` with vLLM as
+`examples/frozen_lake` and `examples/judge_local` say. In the latter a second, untrained SmolLM2 is the judge, and a short list of words,
+which no reward knows, looks at the answers too. Seconds are of a whole run, starts and evaluations included.
+""",
+        tuple(REAL),
+        _real,
+        REAL_SEEDS,
+    ),
+)
+
+
+def part_of(name: str) -> Part:
+    """The table that the goal `name` stands in."""
+    return next(part for part in PARTS if name in part.names)
+
+
+def written(page: str, part: Part, about: str, lines: Sequence[str]) -> str:
+    """`page` with one of its tables anew; rows of goals and seeds that were not measured stay as they are."""
+    texts = {text.partition("\n")[0]: text.strip("\n") for text in re.split(r"\n(?=## )", page)}
+    names, seeds = [*part.names], [*map(str, part.seeds)]
 
     def key(row: str) -> tuple[str, str] | None:
         found = re.match(r"\| (\w+) \|.*?\|.*?\| (\d+) \|", row)
@@ -410,12 +454,10 @@ def written(page: str, introduction: str, about: str, lines: Sequence[str], *, r
         name, seed = key(row) or ("", "")
         return names.index(name), seeds.index(seed) if seed in seeds else len(seeds)
 
-    measured = {*map(key, lines), None}
-    rows = sorted([*(r for r in old.splitlines() if key(r) not in measured), *lines], key=place)
-    part = "\n".join([introduction, about, "", HEAD, *rows]) + "\n"
-    if real:
-        return f"{first.rstrip()}\n\n{part}"
-    return part + (f"\n{REAL_TITLE}{second}" if second else "")
+    measured, old = {*map(key, lines), None}, texts.get(part.title, "").splitlines()
+    rows = sorted([*(r for r in old if key(r) not in measured), *lines], key=place)
+    texts[part.title] = "\n".join([part.introduction, about, "", HEAD, *rows])
+    return "\n\n".join(texts[p.title] for p in PARTS if p.title in texts) + "\n"
 
 
 def _seeds(text: str) -> list[int]:
@@ -430,23 +472,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = f"{', '.join([*GOALS, *FAMILIES])}; with a real engine {', '.join(REAL)}"
     parser.add_argument("--only", default=",".join(GOALS), help=f"goals, separated by commas: {known}")
-    parser.add_argument(
-        "--seeds", type=_seeds, help="whole numbers, separated by commas: by default 0,1,2, with a real engine 42,1,2"
-    )
+    seeds = "whole numbers, separated by commas: by default 0,1,2, with a real engine 42,1,2"
+    parser.add_argument("--seeds", type=_seeds, help=seeds)
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
     names = options.only.split(",")
     if unknown := [name for name in names if name not in {**GOALS, **FAMILIES, **REAL}]:
         parser.error(f"--only {', '.join(unknown)}: not known; {known}")
-    if len({name in REAL for name in names}) == 2:
-        parser.error("goals with a real engine are measured in a call of their own")
-    real = names[0] in REAL
-    seeds = options.seeds or (REAL_SEEDS if real else SEEDS)
-    lines, missed = (_real if real else _tiny)(names, seeds)
+    part = part_of(names[0])
+    if any(part_of(name) is not part for name in names):
+        parser.error("--only: the goals of one table at a time")
+    lines, missed = part.measure(names, options.seeds or part.seeds)
     about = f"{datetime.date.today()}, Python {platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores."
     if options.write:
-        page, introduction = PAGE.read_text(encoding="utf-8"), REAL_INTRODUCTION if real else INTRODUCTION
-        PAGE.write_text(written(page, introduction, about, lines, real=real), encoding="utf-8")
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), part, about, lines), encoding="utf-8")
     print("\n".join(["", about, "", HEAD, *lines]))
     return int(missed > 0)
 

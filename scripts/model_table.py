@@ -44,7 +44,7 @@ Tiny random models of each family, computed by the trainer in each layout of row
 in float32 on a CPU. The four numbers are the largest difference of log-probs in nats, and the relative differences of the gradients of one
 GRPO step, of SFT, and of a LoRA adapter in its first GRPO step; the right side itself is compared with float64 in the second column. `auto`
 takes the layout in bold. `all-linear` adapters leave routers and gates as they are, and the layers of Mamba whose weights its kernels read
-themselves. gpt2 has no linear layers (transformers' Conv1D is none), so an adapter is refused.
+themselves. gpt2 has no linear layers (transformers' Conv1D is none) and deepseek_v4 has some in groups, so an adapter is refused.
 Made by `python scripts/model_table.py --write` on {machine}.
 `rft doctor --model PATH` makes the same comparison, and the one with engines below, for a model of your own.
 

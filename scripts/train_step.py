@@ -141,6 +141,9 @@ class Pipes:
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Nothing is sampled here."""
 
+    async def progress(self, text: str) -> None:
+        """Nobody looks on."""
+
     async def log(self, record: MetricRecord) -> None:
         seconds, v = time.monotonic() - self._began, record.values
         phases = {name.removeprefix("time/"): round(value, 3) for name, value in v.items() if name.startswith("time/")}

@@ -1,9 +1,10 @@
 """What becomes of Trinity-RFT's example files: docs/from-trinity-files.md, and the same on the terminal.
 
-    python scripts/trinity_files.py FOLDER [--plugins FOLDER] [--json FILE] [--write "agentscope-ai/Trinity-RFT, 2026-06-25"]
+    python scripts/trinity_files.py FOLDER [--plugins FOLDER] [--json FILE] [--write "agentscope-ai/Trinity-RFT, 2026-06-25"] [--add]
 
 FOLDER holds the YAML files as they were published (their text is in no part of this repository).  Each is checked twice: by itself, as
-`rft check --schema-only` does, and whole, with a tiny model and rows that have the columns it names in place of its own.
+`rft check --schema-only` does, and whole, with a tiny model and rows that have the columns it names in place of its own.  With `--add`
+the rows of the page whose files FOLDER does not have stay as they were measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import collections
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,10 @@ from rft.config.check_report import Report
 from rft.config.load import stage_names
 from rft.config.verify import check
 from rft.errors import ConfigError
+from rft.plugins import REGISTRY, load_shipped
+from rft.reward.build_reward import INSTEAD as REWARDS_INSTEAD
 from rft.taskset.settings import FormatSettings
+from rft.workflow.recipes import INSTEAD as WORKFLOWS_INSTEAD
 
 PAGE = Path(__file__).parent.parent / "docs" / "from-trinity-files.md"
 SECTIONS = {"model", "buffer", "algorithm", "explorer", "trainer", "mode"}
@@ -45,6 +50,7 @@ def main() -> int:
     parser.add_argument("--plugins", type=Path, help="folder on sys.path: the files' own workflows with their imports changed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", metavar="SOURCE", help=f"write {PAGE.name}; SOURCE: where the files are from, and when")
+    parser.add_argument("--add", action="store_true", help="keep the page's rows of other files")
     given = parser.parse_args()
     if given.plugins:
         sys.path.insert(0, str(given.plugins))
@@ -52,6 +58,9 @@ def main() -> int:
     os.chdir(folder.parent)  # paths in the files are relative to the folder around the examples
     with tempfile.TemporaryDirectory() as work:
         found = [judged(path, str(path.relative_to(folder)), Path(work)) for path in files(folder)]
+    if given.add:
+        measured = {one.name for one in found}
+        found = sorted([*found, *(row for row in rows_of_page() if row.name not in measured)], key=lambda one: one.name)
     for one in found:
         print(f"{one.name:70} {one.outcome}")
         for line in (*one.why, *(f"warning: {w}" for w in one.warnings)):
@@ -159,6 +168,30 @@ def rows(form: FormatSettings, work: Path, name: str, *more: str, numbers: Seque
 # ---------------------------------------------------------------- the page
 
 
+def rows_of_page() -> Iterator[Outcome]:
+    """What was measured before.  A reason that is only a name tells what is said of the name today."""
+    load_shipped()
+    for line in PAGE.read_text().splitlines():
+        if not line.startswith("| `"):
+            continue
+        name, outcome, why = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:4])
+        count = re.fullmatch(r"runs with (\d+) warning\(s\)", outcome)
+        warnings = ("",) * int(count[1]) if count else ()
+        reasons = tuple(_today(one) for one in why.split("<br>")) if why else ()
+        yield Outcome(name.strip("`"), "runs with warnings" if count else outcome, reasons, warnings)
+
+
+def _today(why: str) -> str:
+    named = re.search(r"(workflow|reward) '([\w:.]+)': ", why)
+    if named is None:
+        return why
+    kind, name = named.groups()
+    told = {"workflow": WORKFLOWS_INSTEAD, "reward": REWARDS_INSTEAD}[kind].get(name)
+    if name in REGISTRY.names(kind):
+        told = "it is here since this file was measured, and the file could not be had again"
+    return why if told is None else f"{why[: named.end()]}{told}"
+
+
 def summary(found: list[Outcome]) -> str:
     counts = collections.Counter(one.outcome for one in found)
     passed = len(found) - counts["refused"]
@@ -174,10 +207,10 @@ def page(found: list[Outcome], source: str) -> str:
     lines = [
         "# Trinity-RFT's example files",
         "",
-        f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of {source}, with the extras",
-        "that workflows name installed, own Python files with their imports changed, and a tiny model and made rows in place of theirs. A",
-        "file *needs* what its reason names; a refused one runs once that is changed. What means something else here is told in",
-        "[Coming from Trinity-RFT](howto/from-trinity.md).",
+        f"What `rft check` says of each, made by `scripts/trinity_files.py` from the files of {source},",
+        "with the extras that workflows name installed, own Python files with their imports changed, and a tiny model and made rows in",
+        "place of theirs. A file *needs* what its reason names; a refused one runs once that is changed. What means something else here",
+        "is told in [Coming from Trinity-RFT](howto/from-trinity.md).",
         "",
         summary(found),
         "",

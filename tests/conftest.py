@@ -29,6 +29,7 @@ if "RFT_TESTS_TMP" not in os.environ:  # what libraries and killed processes lea
 
 import pytest
 
+from rft import logs
 from rft.testing.postgres import postgres as postgres
 
 pytest_plugins = ["tests.helpers.leftovers_plugin"]
@@ -85,16 +86,17 @@ def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    """Libraries that a test loads may silence loggers; the next test must see its messages."""
+    """Libraries that a test loads may silence loggers, and secrets are learnt; the next test must see its messages."""
 
     def loggers() -> list[logging.Logger]:
         named = logging.root.manager.loggerDict
         return [logging.root, *(x for name, x in named.items() if name.split(".")[0] == "rft" and isinstance(x, logging.Logger))]
 
     before = {x: (x.level, x.propagate, x.disabled) for x in loggers()}
-    silenced = logging.root.manager.disable
+    silenced, secrets = logging.root.manager.disable, set(logs._values)
     yield
     logging.disable(silenced)
+    logs._values.intersection_update(secrets)
     for x in loggers():
         level, x.propagate, x.disabled = before.get(x, (logging.NOTSET, True, False))
         x.setLevel(level)

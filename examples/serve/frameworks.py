@@ -1,9 +1,14 @@
 """Agent frameworks as they are, against `rft serve`: python examples/serve/frameworks.py ADDRESS (see frameworks.txt)."""
 
+import asyncio
 import os
 import sys
 
 import agents
+from agentscope.agent import Agent as ScopeAgent
+from agentscope.credential import OpenAICredential
+from agentscope.message import UserMsg
+from agentscope.model import OpenAIChatModel as ScopeModel
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from openai import AsyncOpenAI
@@ -41,7 +46,12 @@ def smolagents(base_url: str, key: str) -> str:
     return OpenAIServerModel("policy", api_base=base_url, api_key=key)([{"role": "user", "content": "hi"}]).content
 
 
+def agentscope(base_url: str, key: str) -> str:
+    model = ScopeModel(OpenAICredential(api_key=key, base_url=base_url), "policy")  # it streams
+    return asyncio.run(ScopeAgent("short", "Answer shortly.", model).reply(UserMsg("user", "hi"))).get_text_content()
+
+
 with Client(sys.argv[1], os.environ["RFT_SERVE_KEY"]) as rft:
-    for play in (langgraph, openai_agents, pydantic_ai, smolagents):
+    for play in (langgraph, openai_agents, pydantic_ai, smolagents, agentscope):
         session = rft.session(task_id="greeting")
         print(f"{play.__name__}: {play(session.base_url, session.api_key)!r}, reward {rft.reward(session, 1.0)}", flush=True)

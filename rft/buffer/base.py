@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,6 +58,10 @@ class Storage:
         """Let go of everything.  May be called twice, and without `open`."""
 
 
+TRUSTED = "RFT_STORAGE_CODE"  # environment: references, with commas between, that a ledger may name as its storage
+_CONFIGURED: set[str] = set()
+
+
 def make_storage(settings: BufferSettings) -> Storage:
     """The payload storage that the settings name.  Raises PluginError for an unknown one, ConfigError for wrong arguments."""
     plugin = _storage_plugin(settings.storage_type)
@@ -65,6 +70,7 @@ def make_storage(settings: BufferSettings) -> Storage:
             f"storage {plugin.name!r} must be a class X(Storage) of rft.buffer.base", key=f"{STORAGE_KEY}.storage_type"
         )
     args = checked_args(plugin, settings.storage_args, key=f"{STORAGE_KEY}.storage_args")
+    _CONFIGURED.add(storage_reference(settings.storage_type))
     try:
         return derived(plugin.obj, Storage)(settings, **args)
     except TypeError as e:
@@ -75,16 +81,24 @@ def make_storage(settings: BufferSettings) -> Storage:
 
 
 def stored_by(about: Mapping[str, str], name: str, folder: Path) -> Storage:
-    """The storage of a ledger that says `about` itself (its table `meta`), for reading."""
-    return make_storage(
-        BufferSettings(
-            name=name,
-            folder=folder,
-            storage_type=about.get("storage", about["storage_type"]),
-            storage_args=json.loads(about.get("storage_args", "{}")),
-            storage_path=about["storage_path"] or None,
+    """The storage of a ledger that says `about` itself (its table `meta`), for reading.
+
+    A ledger may be anybody's: code that it names is run only where a configuration of this process, or TRUSTED, names it too.  Raises
+    ConfigError.
+    """
+    kind = about.get("storage", about["storage_type"])
+    if ":" in kind and kind not in _CONFIGURED | set(os.environ.get(TRUSTED, "").split(",")):
+        raise ConfigError(
+            f"the ledger of {folder.parent} names code as its storage, which is not run by itself; if it is yours, set {TRUSTED}={kind}",
+            key="RUN",
+            given=kind,
         )
-    )
+    try:
+        args = json.loads(about.get("storage_args", "{}"))
+        path = about["storage_path"] or None
+    except (ValueError, KeyError) as e:
+        raise ConfigError(f"the ledger of {folder.parent} does not say how its payload is stored: {e}", key="RUN") from None
+    return make_storage(BufferSettings(name=name, folder=folder, storage_type=kind, storage_args=args, storage_path=path))
 
 
 def storage_reference(name: str) -> str:

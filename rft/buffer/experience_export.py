@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from sqlalchemy import Boolean, Float, Integer
@@ -23,6 +22,7 @@ from rft.buffer.query import Questions
 from rft.buffer.schema import experiences, texts
 from rft.errors import ConfigError
 from rft.types.experience import Experience
+from rft.types.token_logprobs import TrainerTokens
 
 _Write = Callable[[list[dict[str, Any]]], None]
 PAGE = 256  # experiences that are asked for at once
@@ -35,6 +35,7 @@ PAYLOAD = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
         ("trainer_logprobs", pa.list_(pa.float32())),
+        ("advantages", pa.list_(pa.float32())),
         ("token_rewards", pa.list_(pa.float32())),
         ("teacher_logprobs", pa.list_(pa.float32())),
         ("version_spans", pa.list_(SPAN)),
@@ -70,7 +71,7 @@ def export(
             for rows in pages(questions, where):
                 if tokens:
                     ids = [row["id"] for row in rows]
-                    found, kept = questions.payload(ids), questions.trainer_logprobs(ids)
+                    found, kept = questions.payload(ids), questions.trainer_tokens(ids)
                     rows = [{**row, **unpacked(found[x], kept.get(x))} for x, row in zip(ids, rows, strict=True)]
                 write(rows)
                 told(count := count + len(rows))
@@ -103,19 +104,26 @@ def schema(questions: Questions) -> pa.Schema:
     return pa.schema([(name, _arrow(kinds.get(name))) for name in questions.columns("v_experiences")])
 
 
+def as_table(rows: list[dict[str, Any]], columns: pa.Schema) -> pa.Table:
+    """Rows of `pages` with the columns of `schema`."""
+    arrays = [pa.array(_typed([row[f.name] for row in rows], f.type), f.type) for f in columns]
+    return pa.Table.from_arrays(arrays, schema=columns)
+
+
 def _arrow(kind: TypeEngine[Any] | None) -> pa.DataType:
     if isinstance(kind, Boolean):
         return pa.bool_()
     return pa.int64() if isinstance(kind, Integer) else pa.float64() if isinstance(kind, Float) else pa.string()
 
 
-def unpacked(x: Experience, trainer_logprobs: np.ndarray | None) -> dict[str, Any]:
+def unpacked(x: Experience, trainer: TrainerTokens | None) -> dict[str, Any]:
     """What the payload, and what the trainer left, add to the columns; arrays as they are, the rest as JSON."""
     return {
         "tokens": x.tokens,
         "loss_mask": x.loss_mask,
         "logprobs": x.logprobs if x.has_logprobs else None,
-        "trainer_logprobs": trainer_logprobs,
+        "trainer_logprobs": None if trainer is None else trainer.logprobs,
+        "advantages": None if trainer is None else trainer.advantages,
         "token_rewards": x.token_rewards,
         "teacher_logprobs": x.teacher_logprobs,
         "version_spans": [{"version": str(s.version), "start": s.start, "end": s.end} for s in x.version_spans],
@@ -135,8 +143,7 @@ def _parquet(path: Path, columns: pa.Schema) -> Iterator[_Write]:
             tables.clear()
 
     def write(rows: list[dict[str, Any]]) -> None:
-        arrays = [pa.array(_typed([row[f.name] for row in rows], f.type), f.type) for f in columns]
-        tables.append(pa.Table.from_arrays(arrays, schema=columns))
+        tables.append(as_table(rows, columns))
         if sum(t.num_rows for t in tables) >= GROUP_ROWS or sum(t.nbytes for t in tables) >= GROUP_BYTES:
             flush()
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 from sqlalchemy import Connection
 
 from rft.buffer.query import Order, Questions
 from rft.errors import ConfigError, PayloadDamaged
 from rft.types.experience import Experience
 from rft.types.ids import Version
+from rft.types.token_logprobs import TrainerTokens
 
 _AVAILABLE = "CAST(sum(CASE WHEN state = 'available' THEN 1 ELSE 0 END) AS BIGINT) AS available"
 _REWARD = "CAST(avg(reward) AS DOUBLE PRECISION) AS reward"
@@ -108,7 +108,9 @@ class Shown(msgspec.Struct, frozen=True):
     payload: Experience | None
     gone: str
     uses: tuple[Use, ...]
-    trainer_logprobs: np.ndarray | None  # float32 [T] of its first use, where they are kept
+    trainer: TrainerTokens | None  # of its first use, where they are kept
+    group_mean: float | None = None  # reward of its group's runs; None where they have none
+    group_scored: int = 0  # those that have one
 
 
 def look(
@@ -128,8 +130,17 @@ def look(
             key="--id",
             given=id,
         )
-    kept = questions.trainer_logprobs([row["id"] for row in rows])
-    return [Shown(row, *_payload(questions, row["id"]), _uses(questions, row["id"]), kept.get(row["id"])) for row in rows]
+    kept = questions.trainer_tokens([row["id"] for row in rows])
+    return [
+        Shown(
+            row,
+            *_payload(questions, id := row["id"]),
+            _uses(questions, id),
+            kept.get(id),
+            *questions.group_reward(row["group_id"]),
+        )
+        for row in rows
+    ]
 
 
 def _payload(questions: Questions, id: str) -> tuple[Experience | None, str]:

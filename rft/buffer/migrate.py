@@ -130,6 +130,11 @@ def _from_3(tx: Connection, storage: Storage) -> None:
     """The trainer's log-probs, which a run before did not keep."""
     del storage
     token_logprobs.create(tx, checkfirst=True)
+
+
+def _from_4(tx: Connection, storage: Storage) -> None:
+    """Advantages beside the log-probs."""
+    del storage
     tx.exec_driver_sql("DROP VIEW v_tokens")
     tx.execute(text(v_tokens(tx)))
 
@@ -157,4 +162,4 @@ def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
     return True
 
 
-_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2, 3: _from_3}
+_STEPS: dict[int, Callable[[Connection, Storage], None]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}

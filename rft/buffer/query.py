@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -18,25 +19,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from rft.buffer import schema
+from rft.buffer import schema, text_functions
 from rft.buffer.base import Storage, stored_by
 from rft.buffer.location import Location, connect, find
 from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
 from rft.logs import redact
-from rft.types import token_logprobs
 from rft.types.block import decode
 from rft.types.experience import Experience
+from rft.types.token_logprobs import TrainerTokens, of_trainer
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # of a person's question
+READ_TIMEOUT_S = 600.0  # of anything else
 Order = Literal["random", "best", "worst"]  # of reward
 _LONGEST = 1 << 28  # bytes of a value: one that a query makes takes memory, and its time is that of one step
 LOCK_WAIT_S = 5
-_READABLE = ("3", str(FORMAT))  # 3 differs by the table of kept log-probs alone
+_WITH_TOKENS = 4  # the first format with a table of what the trainer had for tokens
+_READABLE = ("3", "4", str(FORMAT))  # they differ by that table alone
 _PORTION_BYTES = 16 << 20  # of payload that is read at once
 _PROGRESS = 20_000  # steps of SQLite's machine between two looks at the clock: well below a millisecond
 _HEAD = re.compile(r"(?:\s+|--[^\n]*(?:\n|$)|/\*.*?\*/|\()*(\w*)", re.DOTALL)
@@ -94,7 +96,7 @@ class Questions:
 
     def open(self) -> None:
         """Raises ConfigError when the ledger cannot be reached, is damaged, or of another format."""
-        with self.errors("RUN"):
+        with self.errors("RUN", TIMEOUT_S):
             self._connection = self._engine.connect()
             raw = self._raw
             if self.sqlite:
@@ -102,7 +104,8 @@ class Questions:
                 raw.execute("PRAGMA query_only = ON")
                 raw.text_factory = lambda b: b.decode("utf-8", "replace")
                 raw.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-                raw.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in _READS else sqlite3.SQLITE_DENY)
+                text_functions.install(raw)
+                raw.set_authorizer(_allowed)
                 raw.set_progress_handler(lambda: self._deadline is not None and time.monotonic() > self._deadline, _PROGRESS)
             with self.reading(TIMEOUT_S) as tx:
                 self.about = {r.key: r.value for r in tx.execute(select(meta))}
@@ -113,8 +116,8 @@ class Questions:
 
     @property
     def keeps_logprobs(self) -> bool:
-        """Whether there is a table for log-probs of the trainer."""
-        return self.about.get("format") == str(FORMAT)
+        """Whether there is a table for what the trainer had for tokens."""
+        return int(self.about["format"]) >= _WITH_TOKENS
 
     @cached_property
     def storage(self) -> Storage:
@@ -151,19 +154,25 @@ class Questions:
             yield answer
 
     @contextmanager
-    def reading(self, timeout_s: float | None = None) -> Iterator[Connection]:
+    def reading(self, timeout_s: float | None = READ_TIMEOUT_S) -> Iterator[Connection]:
         """A read transaction: everything in it sees one moment of the run."""
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        watch = threading.Timer(timeout_s, self._raw.interrupt) if timeout_s is not None and self.sqlite else None
         try:
+            if watch is not None:
+                watch.daemon = True
+                watch.start()
             with self.connection.begin():
                 if not self.sqlite:
                     self.connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(1000 * (timeout_s or 0))}")
                 yield self.connection
         finally:
             self._deadline = None
+            if watch is not None:
+                watch.cancel()
 
     @contextmanager
-    def errors(self, key: str, timeout_s: float | None = None) -> Iterator[None]:
+    def errors(self, key: str, timeout_s: float | None = READ_TIMEOUT_S) -> Iterator[None]:
         """What the database says, as a message for people."""
         try:
             yield
@@ -176,7 +185,7 @@ class Questions:
 
     def columns(self, view: str) -> tuple[str, ...]:
         """Columns of a documented view."""
-        with self.errors("SQL"), self.reading(TIMEOUT_S):
+        with self.errors("SQL", TIMEOUT_S), self.reading(TIMEOUT_S):
             return tuple(self.connection.exec_driver_sql(f"SELECT * FROM {view} LIMIT 0").keys())
 
     def page(self, where: str, after: str, size: int) -> list[dict[str, Any]]:
@@ -195,6 +204,11 @@ class Questions:
     def row(self, id: str) -> list[dict[str, Any]]:
         """The row of v_experiences with this id, or none."""
         return self._rows("", "WHERE id = {0}", (id,))
+
+    def group_reward(self, group_id: str) -> tuple[float | None, int]:
+        """The mean reward of a group's runs, and how many of them have one."""
+        (found,) = self._rows("", "WHERE group_id = {0}", (group_id,), what="avg(reward) AS mean, count(reward) AS scored")
+        return found["mean"], found["scored"]
 
     def lineage(self, id: str) -> list[dict[str, Any]]:
         """Rows of v_lineage of this experience that tell of a use; by lineage and step."""
@@ -227,14 +241,14 @@ class Questions:
             raise PayloadDamaged(f"the payload of {missing[0]} is not in its group's block; `rft buffer audit` says more")
         return found
 
-    def trainer_logprobs(self, ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """Of these experiences, as far as they are kept: see `token_logprobs.of_trainer`."""
+    def trainer_tokens(self, ids: Sequence[str]) -> dict[str, TrainerTokens]:
+        """Of these experiences, as far as they are kept."""
         if not self.keeps_logprobs:
             return {}
         k = schema.token_logprobs.c
         with self.errors("RUN"), self.reading() as tx:
             rows = tx.execute(select(k.experience, k.token_start, k.pairs).where(k.experience.in_(ids))).all()
-        return {r.experience: token_logprobs.of_trainer(r.token_start, r.pairs) for r in rows}
+        return {r.experience: of_trainer(r.token_start, r.pairs) for r in rows}
 
     @contextmanager
     def _sqlite(self, sql: str) -> Iterator[QueryResult]:
@@ -256,7 +270,7 @@ class Questions:
         state = getattr(error, "sqlstate", None)
         line = text.splitlines()[0] if text else type(error).__name__
         if line == "interrupted" or state == "57014":
-            return ConfigError(f"took longer than {timeout_s:g} s and was ended; ask for less, or raise --timeout", key=key)
+            return ConfigError(f"took longer than {timeout_s or 0:g} s and was ended; ask for less, or raise --timeout", key=key)
         if "one statement" in line or "multiple commands" in line:
             return ConfigError("holds more than one statement; ask one at a time", key=key)
         if "not authorized" in line or "prohibited" in line or state == "25006":
@@ -301,6 +315,13 @@ def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:
         yield portion
 
 
+def _allowed(action: int, _: str | None, name: str | None, *more: str | None) -> int:
+    """Reading, and functions that compute."""
+    reads = action in _READS and not (action == sqlite3.SQLITE_FUNCTION and name in _FUNCTIONS_OF_THE_LIBRARY)
+    return sqlite3.SQLITE_OK if reads else sqlite3.SQLITE_DENY
+
+
+_FUNCTIONS_OF_THE_LIBRARY = ("load_extension", "fts3_tokenizer")  # load code, tell an address of memory
 _READS = {  # SQLite asks before it compiles each part of a statement
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,

@@ -37,7 +37,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import SchemaItem
 
-FORMAT = 4  # 1: before typed columns, leases, checkpoints, edits, views; 2: texts in the experiences' rows; 3: no token_logprobs
+FORMAT = 5  # 1: before typed columns, leases, checkpoints, edits, views; 2: texts in the experiences' rows; 3: no token_logprobs; 4: no
+# advantages in them
 metadata = MetaData()
 Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
 
@@ -273,7 +274,7 @@ _TOKENS = """CREATE VIEW v_tokens AS SELECT e.id, e.group_id, e.batch, e.taskset
   {lineage} AS version_lineage, {step} AS version_step,
   coalesce({token}, {start}) AS token_start, coalesce({token} + 1, {end}) AS token_end,
   CASE WHEN {token} IS NULL THEN {end} - {start} ELSE 1 END AS num_tokens,
-  {theirs} AS logprob, {ours} AS trainer_logprob, k.lineage AS train_lineage, k.step AS train_step
+  {theirs} AS logprob, {ours} AS trainer_logprob, {advantage} AS advantage, k.lineage AS train_lineage, k.step AS train_step
 FROM experiences e CROSS JOIN {spans} LEFT JOIN token_logprobs k ON k.experience = e.id
 LEFT JOIN {pairs} ON {token} >= {start} AND {token} < {end}"""
 
@@ -349,5 +350,5 @@ def v_tokens(tx: Connection) -> str:
         }
         more["token"] = "(k.token_start + t.number - 1)::integer"
     numbers = part.replace("integer", "double precision")
-    more |= {name: numbers.format("t", i) for i, name in enumerate(("theirs", "ours"))}
+    more |= {name: numbers.format("t", i) for i, name in enumerate(("theirs", "ours", "advantage"))}
     return _TOKENS.format(**more, **{name: part.format("s", i) for i, name in enumerate(names)})

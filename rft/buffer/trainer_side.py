@@ -112,7 +112,7 @@ class TrainerSide(BufferCore):
         further = [(block, range(len(rewards)), rewards) for block, rewards in mixed]
         frame, scored = await self._fenced(lineage, work, "buffer.lease")
         for group, _ in choice.picked:
-            group.frozen = group.frozen or _statistics(group.id, scored[group.id])
+            group.frozen = group.frozen or group_statistics(group.id, scored[group.id])
         return frame, tuple(g.frozen for g, _ in choice.picked if g.frozen is not None)
 
     async def use(self, lineage: int, step: int, logprobs: bytes | None = None) -> None:
@@ -335,7 +335,8 @@ def _first_open(tx: Connection, ledger: Ledger, explorer: int) -> int:
     return ledger.cursor + (tx.scalar(select(func.count()).select_from(mine.subquery())) or 0)
 
 
-def _statistics(name: str, members: Sequence[_Member]) -> GroupStats:
+def group_statistics(name: str, members: Sequence[tuple[float, int, int, int]]) -> GroupStats:
+    """Of a group's scored members, each (reward, run, step, response tokens), in the order of their ids."""
     rewards, runs, steps, lengths = zip(*members, strict=True)
     n = len(rewards)
     mean = sum(rewards) / n

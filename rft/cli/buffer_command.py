@@ -5,6 +5,7 @@ Every verb takes the run's folder, or with --config the file that the run was st
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rft.cli.options import Json
+from rft.cli.options import Json, JsonArray
 from rft.errors import BufferFailed, ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def query(
         with questions.ask(sql, timeout_s=timeout) as answer:
             if show.answer(answer, output, limit):
                 print(f"the first {limit} rows; --limit 0 prints all", file=sys.stderr)
+            elif "used_step" not in sql and re.search(r"\bstep\s*(=|>|<|BETWEEN|IN\b)", sql, re.IGNORECASE):
+                print("`step` counts the rows of one run; the train step that used a row is used_step", file=sys.stderr)
 
 
 @buffer.command()
@@ -130,10 +133,11 @@ def sample(
     where: Where = "",
     tokens: Annotated[bool, typer.Option("--tokens", help="also every token: trained ones with their log-prob")] = False,
     config: Config = None,
-    as_json: Json = False,
+    as_json: JsonArray = False,
 ) -> None:
-    """Show experiences whole: prompt, response, reward and its parts, the weights that wrote it and the steps that trained it."""
+    """Show experiences whole: turns, reward and its parts, its group, the weights that wrote it and the steps that trained it."""
     from rft.buffer.inspect import look
+    from rft.buffer.token_texts import TokenTexts
     from rft.cli import show
 
     if id is not None and (where or step or best or worst):
@@ -146,7 +150,7 @@ def sample(
         if as_json:
             print(show.as_json([show.plain(x, tokens=tokens) for x in found]))
             return
-        words = show.Words(questions.run_dir) if tokens else None
+        words = TokenTexts(questions.run_dir) if tokens else None
         for x in found:
             for line in show.experience(x, words, colour=show.in_colour()):
                 print(line)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ from rft.logs import learn_environment, redact
 
 if TYPE_CHECKING:
     from rft.config.check_report import Report
+    from rft.config.cluster_file import ClusterFile
     from rft.config.plan import Plan
 
 
@@ -27,6 +30,9 @@ def check(
     schema_only: Annotated[bool, typer.Option("--schema-only", help="only the file itself: no plugins, data or model")] = False,
     as_json: Json = False,
     gpu_memory: Annotated[float | None, typer.Option(help="GiB of each GPU, to judge the estimate", show_default=False)] = None,
+    simulate: Annotated[
+        Path | None, typer.Option(help="a cluster's file: foretell step times, waits and staleness there", show_default=False)
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", hidden=True, help="changes nothing: a check never starts anything")
     ] = False,
@@ -38,17 +44,21 @@ def check(
     from rft.config.plan import Facts
 
     learn_environment()
+    facts, written = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30))), overrides or []
+    cluster = None
     try:
+        if simulate is not None:
+            cluster = _cluster(simulate)
+            facts, written = cluster.facts(), [*written, *cluster.overrides()]
         stages = stage_names(config, overrides or ()) or ("",)
     except ConfigError as e:
         stages, wrong = (), Report(errors=tuple(e.errors), schema_only=schema_only)
-    facts = Facts(gpu_memory=None if gpu_memory is None else int(gpu_memory * (1 << 30)))
     found = {
-        stage: verify.check(
-            config, overrides or (), plugin_dirs=plugin_dir or (), schema_only=schema_only, facts=facts, stage=stage
-        )
+        stage: verify.check(config, written, plugin_dirs=plugin_dir or (), schema_only=schema_only, facts=facts, stage=stage)
         for stage in stages
     } or {"": wrong}
+    if simulate is not None and cluster is not None:
+        found = {stage: _simulated(report, cluster, simulate) for stage, report in found.items()}
     seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
     again = [
         "rft",
@@ -69,6 +79,24 @@ def check(
         raise typer.Exit(2)
 
 
+def _cluster(path: Path) -> ClusterFile:
+    from rft.config.cluster_file import load
+
+    return load(path)
+
+
+def _simulated(report: Report, cluster: ClusterFile, path: Path) -> Report:
+    """With what is foretold of its plan."""
+    from rft.config.forecast import simulated
+
+    if report.plan is None or not report.ok:
+        return report
+    try:
+        return replace(report, simulation=simulated(cluster, report.plan, path.parent))
+    except ConfigError as e:
+        return replace(report, errors=tuple(e.errors))
+
+
 def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]], str]]) -> dict[str, Any]:
     """One report, or those of all stages below "stages" with what is wrong in any of them on top."""
     whole = []
@@ -87,13 +115,13 @@ def _json(found: dict[str, Report], seats: dict[str, tuple[list[tuple[str, str]]
 
 def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
     """Who sits where on the declared cluster: (role, place)."""
-    from rft.config.devices import explores, trains
+    from rft.config.roles import explores
     from rft.launch.cluster import placement
 
     if plan is None:
         return [], ""
     nodes, auxiliary = [plan.cluster.gpu_per_node] * plan.cluster.node_num, plan.cluster.auxiliary
-    engines, learner = plan.engines if explores(plan.mode) else (), plan.learner if trains(plan.mode) else None
+    engines, learner = plan.engines if explores(plan.mode) else (), plan.learner if plan.trains else None
     try:
         seats = placement(engines, learner, nodes, auxiliary, shared=plan.cluster.shared)
     except SetupError as e:
@@ -113,10 +141,11 @@ def _seats(plan: Plan | None) -> tuple[list[tuple[str, str]], str]:
 def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: Path, command: str) -> None:
     from rich.console import Console
 
-    out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
-    if report.ok and not seat_error and report.plan is not None:
-        _show_plan(out, report, report.plan, seats)
+    out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
     errors = [*map(str, report.errors), *([f"cluster: {seat_error}"] if seat_error else [])]
+    if report.ok and not errors and report.plan is not None:
+        out.print(f"[bold green]{path} is fine[/], {len(report.warnings)} warning(s); in detail:\n")
+        _show_plan(out, report, report.plan, seats)
     for name, style, texts in (
         ("note", "dim", report.notes),
         ("warning", "yellow", report.warnings),
@@ -127,7 +156,9 @@ def _show(report: Report, seats: list[tuple[str, str]], seat_error: str, path: P
         for text in texts:
             out.print(f"[{style}]{name}[/]{' ' * (9 - len(name))}{escape(redact(str(text)))}")
     if errors:
-        out.print(f"[bold red]{path}: {len(errors)} error(s)[/]")
+        unseen = report.config is None and not report.schema_only
+        rest = "; plugins, data and model are looked at when the keys are right" if unseen else ""
+        out.print(f"[bold red]{path}: {len(errors)} error(s)[/]{rest}")
     else:
         stage = ""
         if report.schema_only:
@@ -151,6 +182,10 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
     _table(out, "what will happen", ("", ""), rows)
     if report.memory:
         _table(out, "memory and disk at the peak (docs/concepts/memory.md)", ("role", "estimate", "of which"), _memory(report))
+    if report.simulation is not None:
+        _table(out, "simulated (docs/concepts/simulation.md)", ("", ""), report.simulation.rows())
+        heads = ("rows at most", "engines", "ranks", "synchronizer", "step s", "explorer waits", "trainer waits")
+        _table(out, "the fastest split, interval and style there", heads, report.simulation.choices())
     for t in report.tasksets:
         for row in t.rows:
             gold = f", gold answer {row.truth!r}" + (f" scores {row.gold_reward:g}" if row.gold_reward is not None else "")
@@ -159,6 +194,12 @@ def _show_plan(out: Any, report: Report, plan: Plan, seats: list[tuple[str, str]
                 f"[bold]{escape(t.name)}\\[{row.index}][/] of {t.num_rows}{count}{escape(gold) if row.truth is not None else ''}"
             )
             out.print(f"  {escape(row.prompt if len(row.prompt) < 800 else row.prompt[:797] + '...')!s}", style="cyan")
+        if t.workflows:
+            added = escape(", ".join(t.workflows))
+            out.print(
+                f"  {added} may add to it, or score its runs without the reward; see: rft debug workflow --config FILE",
+                style="dim",
+            )
 
 
 def _memory(report: Report) -> list[tuple[str, str, str]]:
@@ -179,10 +220,10 @@ def _summary(report: Report, plan: Plan) -> list[tuple[str, str]]:
     from rft.config.check_report import step
 
     s = step(plan, report.tasksets)
-    if plan.trainer.offline_data is not None:
+    if plan.trainer.alone:
         return _offline(s, plan) + _model_and_rows(report)
     engine = plan.engines[0]
-    tokens = f"at most {s['max_generated_tokens']:,} tokens generated" + (
+    tokens = f"at most {s['max_generated_tokens']:,} tokens generated by one model call of each run" + (
         f" after about {s['prompt_tokens']:,} tokens of prompts" if s["prompt_tokens"] is not None else ""
     )
     steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the tasksets are opened"
@@ -207,7 +248,7 @@ def _offline(s: dict[str, Any], plan: Plan) -> list[tuple[str, str]]:
     steps = f"{s['train_steps']} train steps" if s["train_steps"] is not None else "known once the data set is opened"
     return [
         ("steps", steps + epochs),
-        ("each step", f"{s['rows']} {s['kind']}{tokens}"),
+        ("each step", f"{s['rows']} {s['kind']}{tokens}" if s["rows"] else f"the rows that it used in {plan.trainer.replay_run}"),
         ("trainer", f"{learner.world_size} rank(s) on {learner.device}, {learner.dtype}, lr {learner.optim.lr:g}"),
         ("loss", f"{learner.algorithm.policy_loss_fn}, KL {learner.algorithm.kl_loss_fn}, {learner.algorithm.loss_agg_mode}"),
     ]
@@ -218,7 +259,9 @@ def _model_and_rows(report: Report) -> list[tuple[str, str]]:
     if model:
         found.append(("model", f"{model['type']}, {model['parameters']:,} parameters stored as {model['stored']}"))
     if "row_layout" in model:
-        found.append(("rows", f"{model['row_layout']}: {model['row_layout_why']}"))
+        found.append(
+            ("rows", f"{model['row_layout']}: {model['row_layout_why']}; compared with plain rows when the model is loaded")
+        )
     found += [(f"{'evaluation' if t.is_eval else 'training'} set", f"{t.name}: {t.num_rows:,} rows") for t in report.tasksets]
     return found
 

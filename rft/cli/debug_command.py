@@ -11,12 +11,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from rft.cli.options import Config, Overrides, PluginDirs, one_of, planned, tasksets
+from rft.cli.options import Config, Json, Overrides, PluginDirs, one_of, planned, tasksets
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.logs import learn_environment
@@ -222,3 +223,40 @@ def _in_vllms_environment(plan: Plan, policy: ChatModel | EngineSettings, replac
     if vllm is not None and leftovers.RUN_ID not in os.environ:
         sys.stdout.flush()
         raise typer.Exit(debug_session.in_vllms_environment(vllm, [sys.executable, "-m", "rft.cli.main", *sys.argv[1:]]))
+
+
+@debug.command("step")
+def step(
+    run: Annotated[Path, typer.Argument(help="folder of the run", show_default=False)],
+    number: Annotated[int, typer.Argument(metavar="STEP", help="train step, from 1", min=1, show_default=False)],
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Train one step of a run again, from the checkpoint before it and on its rows, and show the loss of every row."""
+    from rft.cli.show import as_json as dumped
+    from rft.cli.show import table
+    from rft.launch.step_again import again
+
+    learn_environment()
+    found = again(run, number, overrides or (), lambda text: print(text, file=sys.stderr, flush=True))
+    if as_json:
+        print(dumped(dataclasses.asdict(found)))
+        return
+    heads = ("row", "reward", "advantage", "tokens", "loss", "new - sampler's log-prob")
+    cells = [
+        [
+            r.id,
+            "" if r.reward is None else f"{r.reward:g}",
+            f"{r.advantage:.4f}",
+            str(r.tokens),
+            f"{r.loss:.6f}",
+            f"{r.apart:.2e}",
+        ]
+        for r in sorted(found.rows, key=lambda r: -abs(r.loss))
+    ]
+    print("\n".join(table(heads, cells, (False, True, True, True, True, True))))
+    print(
+        f"\nstep {found.step}, trained again from {found.begun_from}; losses of its rows add up to {sum(r.loss for r in found.rows):.6f}"
+    )
+    for name, (now, then) in found.numbers.items():
+        print(f"  {name:26} {now:.8g}" + ("" if then is None else f"  the run wrote {then:.8g}"))

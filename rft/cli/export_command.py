@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -57,7 +58,11 @@ def copy_model(
         raise ConfigError(f"{step} has no model in {run_dir}; there are {', '.join(map(str, folders))}", key="--step", given=step)
     if out.exists():
         raise ConfigError(f"{out} exists; name a folder that does not", key="--out")
-    manifest = manifests.read(folders[max(folders) if step is None else step])  # hashes every file
+    chosen = folders[max(folders) if step is None else step]
+    size = sum(f.size for f in manifests.read(chosen, verify=False).files.values())
+    _say(f"checking the hashes of {chosen.name}, {size / 1e9:.2f} GB ...", size)
+    manifest = manifests.read(chosen)
+    _say(f"writing {out} ...", size)
     aside = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         aside.mkdir(parents=True)
@@ -68,6 +73,12 @@ def copy_model(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return out
+
+
+def _say(text: str, size: int) -> None:
+    """What a copy of `size` bytes is about, where it takes seconds."""
+    if size > 200e6:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _with_model(run_dir: Path, adapter: bool) -> tuple[Path, dict[int, Path]]:

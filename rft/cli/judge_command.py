@@ -96,7 +96,7 @@ async def _scored(plan: Plan | None, opened: Taskset, response_key: str, group_k
 
     if plan is None:
         return await score_stored(opened, response_key=response_key, group_key=group_key, timeout_s=1800.0, max_concurrent=256)
-    async with _models(plan) as models:
+    async with auxiliary_models(plan) as models:
         return await score_stored(
             opened,
             response_key=response_key,
@@ -108,7 +108,7 @@ async def _scored(plan: Plan | None, opened: Taskset, response_key: str, group_k
 
 
 @asynccontextmanager
-async def _models(plan: Plan) -> AsyncIterator[Any]:
+async def auxiliary_models(plan: Plan) -> AsyncIterator[Any]:
     """The models of the plan for rewards that ask one; each is started by its first question."""
     from rft.launch.debug_session import Models
     from rft.reward.run_folder import run_folder
@@ -141,6 +141,8 @@ def _for_file(
         changes |= {"prompt_key": key, "messages_key": key, "prompt_type": "messages" if messages else "plaintext"}
     if truth_key is not None or not own:
         key = truth_key or _VERL["truth"]
+        if truth_key is None and key not in first:
+            raise ConfigError(f"name the column of reference answers; there are {', '.join(first)}", key="--truth-key")
         column = lookup(first, key)
         changes["response_key"] = f"{key}.ground_truth" if isinstance(column, dict) and "ground_truth" in column else key
     return replace(settings, format=replace(settings.format, **changes))
@@ -282,7 +284,7 @@ async def _report(
     values: list[tuple[float | None, ...]] = [(r[3],) for r in rows]
     labels: list[float | None] = [r[2] for r in rows]
     before = dict(judge_metrics.counts())
-    async with _models(plan) as models:
+    async with auxiliary_models(plan) as models:
         if repeats:
             values = await _asked(build(str(task.reward), task.reward_args), models, answers, repeats)
         if gold is not None:

@@ -6,18 +6,21 @@ traceback; everything else is a bug and ends with one (exit code 4).
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rft import __version__
 from rft.blocked import is_ours, name_what_blocks
-from rft.errors import Interrupted, PluginStopped, RftError
+from rft.disk import full, is_full
+from rft.errors import DiskFull, Interrupted, PluginStopped, RftError, RunFailed
 from rft.logs import learn_environment, redact
 
 VERBS = {
@@ -27,11 +30,19 @@ VERBS = {
     "explain": "Explain a configuration key, with its names in veRL and Trinity-RFT.",
     "quickstart": "A real pretrained model learns single-digit sums on this machine.",
     "doctor": "Show what this machine has, and what is missing.",
+    "view": "Show runs in a browser, live and afterwards; nothing can be changed there.",
     "status": "Show what a run is doing or how it ended, read from its files.",
+    "chat": "Talk to a checkpoint, or to a model.",
+    "ls": "List the runs below a folder.",
+    "report": "Write one HTML file about a run, to keep or to send.",
+    "compare": "Show runs beside each other, and what differs between them.",
     "timeline": "Draw when each part of a run worked and when it waited.",
     "convert": "Turn a veRL launch script or YAML file into a configuration.",
+    "eval": "Evaluate a model on a taskset, without a configuration file.",
     "bench": "Score stored answers with a taskset's reward, split by source.",
-    "debug": "Play one task, or score one answer, and show what happens.",
+    "data": "Audit the tasks of a configuration: gold answers, duplicates, lengths.",
+    "replay": "Score a run's stored rollouts with another reward.",
+    "debug": "Play one task, score one answer, or train one step again.",
     "new": "Write the skeleton of a workflow, reward, judge ... and its test.",
     "judge": "Measure how reliable a judge is.",
     "export": "Copy the verified Hugging Face model of a checkpoint.",
@@ -40,11 +51,44 @@ VERBS = {
     "buffer": "Look into a run's experience buffer.",
 }
 _FILES = {
+    "compare": "report",
+    "ls": "status",
     "timeline": "status",
     "log": "status",
     "plugins": "explain",
     "bench": "judge",
 }  # of verbs without a file named like them
+EXAMPLES = {
+    "run": "rft run --config my.yaml trainer.total_steps=50",
+    "serve": "rft serve --config my.yaml",
+    "check": "rft check --config my.yaml",
+    "explain": "rft explain lr",
+    "quickstart": "rft quickstart --seed 1",
+    "doctor": "rft doctor --model runs/model",
+    "view": "rft view runs",
+    "status": "rft status runs/rft/tiny",
+    "chat": "rft chat runs/rft/tiny",
+    "ls": "rft ls runs",
+    "report": "rft report runs/rft/tiny -o report.html",
+    "compare": "rft compare runs/rft/one runs/rft/two -o curves.svg",
+    "timeline": "rft timeline runs/rft/tiny",
+    "convert": "rft convert verl run_grpo.sh",
+    "eval": "rft eval runs/model questions.jsonl --reward math_reward --workflow math_workflow",
+    "bench": "rft bench -i answers.jsonl --reward-fn math_reward --truth-key answer",
+    "data": "rft data audit --config my.yaml",
+    "replay": "rft replay runs/rft/tiny --reward my_rewards.py:better",
+    "debug": "rft debug workflow --config my.yaml --say 4",
+    "new": "rft new config sums, or: rft new workflow my_workflow",
+    "judge": "rft judge report --config my.yaml --input labelled.jsonl",
+    "export": "rft export runs/rft/tiny -o exported",
+    "log": "rft log runs/rft/tiny -l warning",
+    "plugins": "rft plugins",
+    "buffer": "rft buffer sample runs/rft/tiny --step 10 --worst 3",
+}
+_OF_THE_MACHINE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
+_NAMES = {"eval": "evaluate"}  # of functions that are not called like their verb
 EXIT_CODES = "Exit codes: 0 done, 2 configuration, 3 environment, 4 run failed, 130 interrupted."
 
 
@@ -53,9 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [a for a in given if a != "--debug"]
-    over = name_what_blocks(lambda text: print(f"rft: {text}", file=sys.stderr, flush=True))
+    asked = os.environ["COMP_WORDS"].split()[1:] if "_RFT_COMPLETE" in os.environ and "COMP_WORDS" in os.environ else given
+    _open_streams()
+    if not sys.stderr.isatty():  # bars of other libraries are for people; one whose reader has gone waits for ever
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        make(next((a for a in given if not a.startswith("-")), ""))(args=given, prog_name="rft")
+        Path.cwd()
+    except OSError as e:
+        _tell(f"ConfigError: the current folder cannot be used: {e.strerror}; change into one that is there")
+        sys.exit(2)
+    over = name_what_blocks(lambda text: print(f"rft: {text}", file=sys.stderr, flush=True), _end_check)
+    try:
+        make(next((a for a in asked if not a.startswith("-")), ""))(args=given, prog_name="rft")
     except SystemExit as e:
         if (frame := _of_a_plugin(e)) is not None:
             _tell(f"RunFailed: {frame} called sys.exit({e.code!r}); a plugin must not end the program")
@@ -74,16 +127,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _tell(f"RunFailed: {e}; a plugin must not end the program")
         sys.exit(4)
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone; the interpreter must not complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader (head, less) has gone
         sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BaseException:
+    except BaseException as e:
+        if is_full(e):
+            _drop_output()
+            _tell(f"DiskFull: {full(e, 'the output')}")
+            sys.exit(DiskFull.exit_code)
+        if isinstance(e, MemoryError) and not debug:
+            _tell("SetupError: there is not enough memory, or a limit (`ulimit -v`) does not allow more; --debug shows where")
+            sys.exit(3)
+        if isinstance(e, OSError) and e.filename is not None and e.errno in _OF_THE_MACHINE and not debug:
+            _tell(f"SetupError: {os.fspath(e.filename)!r}: {e.strerror}; --debug shows where it was needed")
+            sys.exit(3)
         _tell(f"{traceback.format_exc()}This is a bug in rft, or in a plugin; please report it with the lines above.")
         sys.exit(4)
     finally:
         over.set()
+
+
+def _end_check(why: str) -> None:
+    _tell(f"RunFailed: the check of the configuration hangs: {why}")
+    sys.stderr.flush()
+    os._exit(RunFailed.exit_code)
+
+
+def _open_streams() -> None:
+    """Standard streams that were closed lead nowhere, instead of to the next file that is opened."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(opened := os.open(os.devnull, os.O_RDWR), fd)
+            if opened != fd:
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False, encoding="utf-8", errors="backslashreplace"))
+
+
+def _drop_output() -> None:
+    """The interpreter must not complain when it flushes what nobody takes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _of_a_plugin(error: SystemExit) -> str | None:
@@ -104,7 +190,6 @@ def make(verb: str) -> typer.Typer:
         help="Reinforcement fine-tuning of language models.",
         epilog=EXIT_CODES,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -113,11 +198,12 @@ def make(verb: str) -> typer.Typer:
         if name != verb:
             app.command(name, help=says)(_elsewhere)
             continue
-        found = getattr(importlib.import_module(f"rft.cli.{_FILES.get(name, name)}_command"), name)
+        example = f"Example: {EXAMPLES[name]}"
+        found = getattr(importlib.import_module(f"rft.cli.{_FILES.get(name, name)}_command"), _NAMES.get(name, name))
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, help=says)
+            app.add_typer(found, name=name, help=says, epilog=example)
         else:
-            app.command(name)(found)
+            app.command(name, epilog=example)(found)
     return app
 
 

@@ -20,13 +20,17 @@ _REGISTERED = {"judge": "reward", "env": "workflow", "agent": "workflow"}  # kin
 
 
 def new(
-    kind: Annotated[str, typer.Argument(help="workflow, reward, judge, env, operator or agent", show_default=False)],
+    kind: Annotated[str, typer.Argument(help="config, workflow, reward, judge, env, operator or agent", show_default=False)],
     name: Annotated[str, typer.Argument(help="its name in configurations, e.g. guess_number", show_default=False)],
     folder: Annotated[Path, typer.Option("--dir", help="folder of your plugins; created if missing")] = Path("plugins"),
+    model: Annotated[str, typer.Option(help="of a config: folder of the model")] = "runs/tiny-model",
 ) -> None:
-    """Write DIR/NAME.py and DIR/tests/test_NAME.py; existing files are left alone."""
+    """Write DIR/NAME.py and DIR/tests/test_NAME.py, or NAME.yaml with NAME.jsonl; existing files are left alone."""
+    if kind == "config":
+        _config(name, model)
+        return
     if kind not in SKELETONS:
-        known = "; ".join(f"{k} ({s.about})" for k, s in SKELETONS.items())
+        known = "; ".join([*(f"{k} ({s.about})" for k, s in SKELETONS.items()), "config (a configuration and its tasks)"])
         raise ConfigError(f"write one of: {known}", key="KIND", given=kind)
     _check_name(kind, name)
     plugin, test = folder / f"{name}.py", folder / "tests" / f"test_{name}.py"
@@ -38,8 +42,66 @@ def new(
     for path, text in ((plugin, skeleton.plugin), (test, skeleton.test)):
         with path.open("x", encoding="utf-8") as file:
             file.write(_filled(text, name))
-    print(f"{plugin}\n{test}\n\ntest it:  pytest {test}\nuse it:   rft run --config run.yaml --plugin-dir {folder}\n")
+    print(f"{plugin}\n{test}\n\ntest it:  pytest {test}\nuse it:   rft run --config FILE --plugin-dir {folder}\n")
+    print("in FILE, which `rft new config ...` writes:\n")
     print(_filled(skeleton.use, name), end="")
+
+
+CONFIG = """# A model learns to answer the questions in NAME.jsonl.  What each key means: rft explain KEY
+name: NAME
+checkpoint_root_dir: runs
+model:
+  model_path: MODEL
+  max_prompt_tokens: 128
+  max_response_tokens: 64
+algorithm:
+  algorithm_type: grpo
+  repeat_times: 8                      # answers to each question; they are compared with each other
+  optimizer: {lr: 1.0e-6}
+buffer:
+  batch_size: 8                        # questions of a step
+  total_epochs: 10
+  explorer_input:
+    default_workflow_type: simple_workflow
+    default_reward_fn_type: exact_answer   # the last number of the answer equals `response`; your own: rft new reward NAME
+    taskset: {name: questions, path: NAME.jsonl}
+    eval_tasksets:
+      - {name: held_out, path: NAME_eval.jsonl, repeat_times: 4}
+explorer:
+  eval_interval: 5
+  rollout_model: {engine_type: ENGINE}
+trainer:
+  save_interval: 10
+"""
+_SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+
+
+def _config(name: str, model: str) -> None:
+    """NAME.yaml, and sums as its questions: one in five is held out."""
+    import importlib.util
+    import json
+
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            "must be 2 to 50 lower-case letters, digits and underscores, and begin with a letter", key="NAME", given=name
+        )
+    engine = "vllm" if importlib.util.find_spec("vllm") else "transformers"
+    rows = [json.dumps({"prompt": f"What is {a} + {b}? Reply with the number only.", "response": str(a + b)}) for a, b in _SUMS]
+    files = {
+        Path(f"{name}.yaml"): CONFIG.replace("NAME", name).replace("MODEL", model).replace("ENGINE", engine),
+        Path(f"{name}.jsonl"): "".join(f"{row}\n" for i, row in enumerate(rows) if i % 5),
+        Path(f"{name}_eval.jsonl"): "".join(f"{row}\n" for i, row in enumerate(rows) if i % 5 == 0),
+    }
+    for path in files:
+        if path.exists():
+            raise ConfigError("already exists; choose another name, or delete it", key="NAME", given=str(path))
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+    print(*files, sep="\n")
+    if not Path(model).is_dir():
+        made = f"python -m rft.testing.tiny {model}" if Path(model).name == "tiny-model" else "see --model"
+        print(f"\nthere is no {model} yet:  {made}")
+    print(f"\nlook:   rft check --config {name}.yaml\ntrain:  rft run --config {name}.yaml")
 
 
 def _check_name(kind: str, name: str) -> None:

@@ -19,10 +19,11 @@ def quickstart(
     from rich.console import Console
 
     from rft.launch.execute import execute
-    from rft.testing.models import smollm2
+    from rft.testing.models import NAME, cache_root, smollm2
 
     console = Console(soft_wrap=True)
-    console.print("fetching SmolLM2-135M-Instruct (93 MB, once) ...")
+    if not (cache_root() / "models" / NAME).is_dir():
+        console.print(f"fetching {NAME} (93 MB, once), then converting it ...")
     model = smollm2()
     changes = [
         f"model.model_path={model}",

@@ -10,12 +10,13 @@ import csv
 import decimal
 import itertools
 import json
+import math
 import os
 import re
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rft.logs import safe
@@ -23,10 +24,13 @@ from rft.logs import safe
 if TYPE_CHECKING:
     from rft.buffer.inspect import Shown
     from rft.buffer.query import QueryResult, Questions
+    from rft.buffer.token_texts import TokenTexts
 
 
 FORMATS = ("table", "csv", "json")
 _NUMBERS = (int, float, decimal.Decimal)
+_TIMES = ("created", "leased", "used", "trained")  # columns of the views
+_INFO = {"reward_reason": "reason"}  # shorter names of entries of info
 _HIDDEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")  # what JSON would print as it is
 
 
@@ -87,7 +91,8 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         part = list(itertools.islice(every, 1000))
         if first or part:
             numbers = [all(v is None or isinstance(v, _NUMBERS) for v in column) for column in zip(*part, strict=True)]
-            for line in table(columns, [[cell(v) for v in row] for row in part], numbers):
+            cells = [[moment(v) if c in _TIMES else cell(v) for c, v in zip(columns, row, strict=True)] for row in part]
+            for line in table(columns, cells, numbers):
                 print(line)
         if first and not part:
             print("(no rows)")
@@ -103,6 +108,11 @@ def cell(value: Any) -> str:
     if isinstance(value, float | decimal.Decimal):
         return f"{value:.6g}"
     return str(value)
+
+
+def moment(value: Any) -> str:
+    """Seconds since the epoch as a date of this machine; other values as they are."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if isinstance(value, float) and value > 1e9 else cell(value)
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -176,33 +186,7 @@ def human(num_bytes: int) -> str:
 # ------------------------------------------------------------ sample
 
 
-class Words:
-    """Texts of single tokens, by the tokenizer of the run's model; their numbers where it is not available."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._tokenizer: Any = None
-        if path := _tokenizer_file(run_dir):
-            from tokenizers import Tokenizer
-
-            self._tokenizer = Tokenizer.from_file(str(path))
-
-    def __call__(self, token: int) -> str:
-        text = None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
-        return str(token) if not text else safe(text)
-
-
-def _tokenizer_file(run_dir: Path) -> Path | None:
-    """tokenizer.json of the newest exported model, or of the model that the run began with."""
-    found = sorted(run_dir.glob("checkpoints/global_step_*/huggingface/tokenizer.json"), key=lambda p: p.stat().st_mtime)
-    try:
-        tree = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["tree"]
-        first = Path(tree["model"]["model_path"]).expanduser() / "tokenizer.json"
-    except (OSError, ValueError, KeyError):  # a folder that another program filled; numbers will do
-        first = run_dir / "tokenizer.json"
-    return found[-1] if found else first if first.is_file() else None
-
-
-def experience(x: Shown, words: Words | None, *, colour: bool) -> Iterator[str]:
+def experience(x: Shown, words: TokenTexts | None, *, colour: bool) -> Iterator[str]:
     """One experience for people."""
     row = x.row
     state = row["state"] + (f" ({safe(str(row['explained']))})" if row["explained"] else "")
@@ -213,22 +197,36 @@ def experience(x: Shown, words: Words | None, *, colour: bool) -> Iterator[str]:
     yield f"reward       {cell(row['reward'])}" + (
         "" if not parts else "  = " + ", ".join(f"{safe(k)} {v:g}" for k, v in parts.items())
     )
-    yield f"group        {row['group_id']}"
+    yield f"group        {row['group_id']}" + _compared(x)
     for name, value in ({} if x.payload is None else x.payload.info).items():
-        yield from _text(safe(name)[:12], value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
+        yield from _text(
+            _INFO.get(name, safe(name)[:12]),
+            value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False),
+        )
     yield from _lineage(x)
     if x.payload is not None and len(x.payload.messages) > 2:
-        for message in x.payload.messages:
-            content = message.get("content")
-            yield from _text(
-                safe(str(message.get("role")))[:12], content if isinstance(content, str) else json.dumps(content, default=str)
-            )
+        from rft.view.rollout_pages import conversation
+
+        for said in conversation(x):
+            yield from _text(safe(said["role"])[:12], "\n".join(filter(None, (said["text"], said["calls"]))))
     else:
         yield from _text("prompt", row["prompt_text"])
         yield from _text("response", row["response_text"])
     if words is not None:
         yield from _tokens(x, words, colour)
     yield ""
+
+
+def _compared(x: Shown) -> str:
+    """The mean reward of its group and its advantage: the trainer's where it is kept, else the distance to the mean."""
+    if x.group_mean is None:
+        return ""
+    kept = [] if x.payload is None or x.trainer is None else x.trainer.advantages[x.payload.loss_mask].tolist()
+    known = [a for a in kept if math.isfinite(a)]
+    said = f", mean reward {x.group_mean:.4g} of {x.group_scored}"
+    if known:
+        return f"{said}, mean advantage {sum(known) / len(known):+.4g}"
+    return said if x.row["reward"] is None else f"{said}, this one {x.row['reward'] - x.group_mean:+.4g}"
 
 
 def _ended(row: dict[str, Any]) -> str:
@@ -262,15 +260,15 @@ def _text(name: str, text: str) -> Iterator[str]:
         yield f"{'':12} {line}"
 
 
-def _tokens(x: Shown, words: Words, colour: bool) -> Iterator[str]:
+def _tokens(x: Shown, words: TokenTexts, colour: bool) -> Iterator[str]:
     """All tokens in a row: those of the prompt as they are, trained ones with their log-prob, and the trainer's where it is kept."""
     if x.payload is None:
         yield f"tokens       {safe(x.gone)}"
         return
     p, out = x.payload, []
-    kept = [None] * len(p.tokens) if x.trainer_logprobs is None else x.trainer_logprobs.tolist()
+    kept = [None] * len(p.tokens) if x.trainer is None else x.trainer.logprobs.tolist()
     for token, trained, logprob, ours in zip(p.tokens.tolist(), p.loss_mask.tolist(), p.logprobs.tolist(), kept, strict=True):
-        word = words(token)
+        word = safe(words(token))
         said = f"{logprob:.2f}" if ours is None else f"{logprob:.2f}/{ours:.2f}"
         if not trained:
             out.append(f"\x1b[2m{word}\x1b[0m" if colour else word)
@@ -293,7 +291,7 @@ def plain(x: Shown, *, tokens: bool) -> dict[str, Any]:
     from rft.buffer.experience_export import unpacked
 
     uses = [{"step": str(u.version), "checkpoint": u.checkpoint, "counts": u.counts} for u in x.uses]
-    payload = unpacked(x.payload, x.trainer_logprobs) if x.payload is not None else {"gone": x.gone}
+    payload = unpacked(x.payload, x.trainer) if x.payload is not None else {"gone": x.gone}
     if not tokens:
         payload = {k: v for k, v in payload.items() if k in ("version_spans", "metrics", "info", "gone")}
     return {**x.row, **payload, "uses": uses}

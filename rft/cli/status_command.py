@@ -5,7 +5,6 @@ From its files alone; the run need not be alive, or on this machine, and may sti
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import json
 import os
@@ -18,8 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rft.cli.options import Json, RunDir
-from rft.errors import CheckpointInvalid, ConfigError, SetupError
+from rft.cli.options import Json, JsonArray, RunDir
+from rft.errors import CheckpointInvalid, ConfigError
+from rft.monitor.changes import FolderChanges
 
 NOTES = 5  # the newest that a run has told
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -42,18 +42,44 @@ def status(
         print(line)
 
 
+def ls(
+    folder: Annotated[Path, typer.Argument(help="folder of runs")] = Path(),
+    as_json: JsonArray = False,
+) -> None:
+    """List the runs below a folder: phase, steps, newest reward and evaluation; the one that changed last first."""
+    from rft.cli.show import table
+    from rft.view.found_runs import FoundRuns
+
+    if not folder.is_dir():
+        raise ConfigError("is no folder", key="FOLDER", given=str(folder))
+    rows: list[dict[str, Any]] = [
+        {"run": str(folder / run.path.relative_to(folder.resolve())), "phase": run.phase, "step": run.step, "reward": run.reward,
+         "eval": run.evals[0][1] if run.evals else None}
+        for run in FoundRuns(folder).lines()
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    shown = [
+        [str(r["run"]), str(r["phase"]), *("" if (v := r[n]) is None else f"{v:.4g}" for n in ("step", "reward", "eval"))]
+        for r in rows
+    ]
+    print("\n".join(table(("run", "phase", "step", "reward", "evaluation"), shown, (False, False, True, True, True))))
+
+
 def collect(run_dir: Path) -> dict[str, Any]:
     """Phase, holder, steps, newest numbers, checkpoints.  Raises ConfigError when no run has been in `run_dir`."""
     from rft.launch.rundir import RunDir
 
     run = RunDir(run_dir)
     state = run.read_state()
-    if not state:
-        raise ConfigError(f"{run_dir} is not the folder of a run: it has no state.json", key="RUN_DIR", given=str(run_dir))
-    holder = _holder(run.lock_file)
-    phase = str(state.get("phase", "unknown"))
-    if holder is None and phase in ("starting", "running", "stopping"):
-        phase = "died"
+    if not state and not (run_dir / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{run_dir} is not the folder of a run: it has neither state.json nor metrics.jsonl",
+            key="RUN_DIR",
+            given=str(run_dir),
+        )
+    phase, holder = run.phase(state)
     return {
         "run_dir": str(run_dir),
         "phase": phase,
@@ -80,7 +106,7 @@ def _stages(run_dir: Path) -> list[dict[str, Any]]:
 
 def lines(facts: dict[str, Any]) -> list[str]:
     """`facts` of `collect` for people."""
-    from rft.launch.progress import duration, step_facts
+    from rft.launch.progress import duration, next_steps, step_facts
 
     state = facts["state"]
     held = f", process {facts['holder']}" if facts["holder"] is not None else ""
@@ -107,22 +133,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
     ]
     if len(kept := [c["bytes"] for c in facts["checkpoints"] if not c["problem"]]) > 1:
         out.append(f"             {len(kept)} checkpoints, {sum(kept) / 1e6:.0f} MB in all")
-    return [*out, *(f"note         {n}" for n in facts["notes"] if not facts["stages"])]
-
-
-def _holder(lock: Path) -> int | None:
-    """The process that holds the run's lock now; None when it is free, or its holder was killed.
-
-    The holder's number stands in the file from the moment it took the lock.  The lock itself is left alone: trying it could make a run
-    that starts at this moment fail.
-    """
-    import psutil
-
-    try:
-        text, since = lock.read_text().strip(), lock.stat().st_mtime
-        return int(text) if text.isdecimal() and psutil.Process(int(text)).create_time() <= since + 1 else None
-    except (FileNotFoundError, psutil.NoSuchProcess):
-        return None
+    out += [f"curve        {line}" for line in facts["curves"]]
+    out += [f"alarm        {a.removeprefix('alarm ')}" for a in facts["alarms"]]
+    out += [f"note         {n}" for n in facts["notes"] if not facts["stages"]]
+    return [*out, *(f"next         {line}" for line in next_steps(facts["run_dir"]) if facts["last_step"])]
 
 
 def _alive(pid: int) -> str:
@@ -133,10 +147,11 @@ def _alive(pid: int) -> str:
 
 def _metrics(path: Path) -> dict[str, Any]:
     """The last train step, and the first and last value of each evaluation mean."""
+    from rft.launch.progress import curve_lines
     from rft.monitor.read import scan
 
     if not path.exists():
-        return {"last_step": None, "evals": [], "notes": ["nothing has been measured yet"]}
+        return {"last_step": None, "evals": [], "curves": [], "alarms": [], "notes": ["nothing has been measured yet"]}
     found = scan(path)
     steps = [r for r in found.records if r.role == "trainer"]
     last = {"step": steps[-1].step, "time": steps[-1].time, "values": steps[-1].values} if steps else None
@@ -145,8 +160,16 @@ def _metrics(path: Path) -> dict[str, Any]:
     for name in sorted(means):
         points = [{"step": r.step, "name": name, "value": r.values[name]} for r in found.records if name in r.values]
         evals += [points[0], points[-1]] if len(points) > 1 else points
-    told = [f"{r.role} {r.step}: {n}" for r in found.records for n in r.notes][-NOTES:]
-    return {"last_step": last, "evals": evals, "notes": told + ([found.note] if found.note else [])}
+    raised = [r for r in found.records if any(n.startswith("alarm/") for n in r.values)]
+    told = [f"{r.role} {r.step}: {n}" for r in found.records for n in r.notes if r not in raised][-NOTES:]
+    alarms = [f"{r.role} {r.step}: {n}" for r in raised for n in r.notes or r.values]
+    return {
+        "last_step": last,
+        "evals": evals,
+        "curves": curve_lines(found.records),
+        "alarms": alarms,
+        "notes": told + ([found.note] if found.note else []),
+    }
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
@@ -197,7 +220,7 @@ def log(
     if not (run_dir / "logs").is_dir():
         raise ConfigError(f"{run_dir} has no folder `logs`; give the folder of a run", key="RUN_DIR", given=str(run_dir))
     tails = _Tails(run_dir / "logs")
-    watch = _Watch(run_dir / "logs") if follow else None  # before the first read, so that nothing falls between
+    watch = FolderChanges(run_dir / "logs") if follow else None  # before the first read, so that nothing falls between
     wanted = (e for e in heapq.merge(*tails.new()) if matches(e, keyword, level.lower()))
     for entry in deque(wanted, maxlen=last) if last is not None else wanted:
         show(entry)
@@ -259,30 +282,3 @@ def entries(name: str, lines: Iterable[str]) -> Iterator[Entry]:
             text = f"{text}\n{line}" if text else line
     if text:
         yield began, name, text
-
-
-class _Watch:
-    """Tells that something in a folder was written, by inotify; raises SetupError where the system has none."""
-
-    _IN_MODIFY, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x100, 0x80
-
-    def __init__(self, folder: Path) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(self._libc, "inotify_init1"):
-            raise SetupError("this system cannot watch files (no inotify); use `tail -f` on the files in `logs`")
-        self._folder, self._fd = folder, int(self._libc.inotify_init1(os.O_CLOEXEC))
-        self._cover()
-
-    def wait(self) -> None:
-        """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""
-        os.read(self._fd, 65536)
-        self._cover()
-
-    def _cover(self) -> None:
-        """Also the folders of machines that have joined (log.group_by_node); one that is watched already stays as it is."""
-        events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
-        for watched in (self._folder, *(p for p in self._folder.rglob("*") if p.is_dir())):
-            if self._fd < 0 or self._libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
-                raise SetupError(
-                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
-                )

@@ -14,7 +14,8 @@ from typing import Any
 NAMES = {
     "trinity_experience": ("EID", "Experience", "CustomField", "group_by"),
     "trinity_grading": (
-        "fix_fracs", "grade_answer", "match_answer", "math_equal", "remove_right_units", "timeout_limit", "validate_think_pattern",
+        "fix_fracs", "grade_answer", "match_answer", "math_equal", "math_normalize", "remove_right_units", "timeout_limit",
+        "validate_think_pattern",
     ),
     "trinity_model": ("ModelWrapper",),
     "trinity_operators": ("ExperienceOperator", "ExperienceOperatorV1"),

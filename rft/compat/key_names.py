@@ -39,7 +39,10 @@ def _ending_in(last: str) -> list[Description]:
     """Every key that has this last part, ours or, by what it became, a related tool's; each of ours once."""
     names = [*all_keys(), *(path for path in (*by_path(), *trinity()) if own(path) is None)]
     found = [said for name in names if name != last and name.rpartition(".")[2] == last for said in describe(name)]
-    return list({said.key if said.key != "none" else said.asked: said for said in reversed(found)}.values())[::-1]
+    once: dict[str, Description] = {}
+    for said in found:
+        once.setdefault(said.key if said.key != "none" else said.asked, said)
+    return sorted(once.values(), key=lambda said: said.key.count("."))  # of the policy before those of a critic or a taskset
 
 
 def _named(said: Description) -> Description:

@@ -62,7 +62,7 @@ _NOT_KEPT = {
         "preferences are a data set of mode: train, algorithm_type: dpo (docs/howto/given-data.md)",
     ),
     "multi_modal_inputs": "images and video are not trained",
-    "routed_experts": "router replay is not offered",
+    "routed_experts": "the engine reports them itself: explorer.rollout_model.router_replay: on",
     "custom_fields": "put JSON values into `info`",
 }
 
@@ -97,7 +97,8 @@ class TrinityExperience:
         self.eid = EID(**eid) if isinstance(eid, dict) else eid or EID()
         self.tokens = _tensor(tokens, torch.int32)
         self.prompt_length = prompt_length
-        if not 0 < prompt_length < len(self.tokens):
+        untrained = action_mask is not None and not any(action_mask)  # Trinity-RFT's sign of a run without a usable answer
+        if not untrained and not 0 < prompt_length < len(self.tokens):
             raise ValueError(f"prompt_length {prompt_length} of {len(self.tokens)} tokens: both prompt and answer need a token")
         self.logprobs = None if logprobs is None else _tensor(logprobs, torch.float32)
         self.experience_type = "single_turn" if action_mask is None else "multi_turn"

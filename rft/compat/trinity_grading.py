@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from rft.compat import trinity_home as home
@@ -38,6 +39,13 @@ def math_equal(prediction: Any, reference: Any, *_: Any, timeout_s: float = TIME
         return False
     boxed = given if "\\boxed" in given else f"\\boxed{{{given}}}"
     return given == truth or home.run(POOL.call({"answer": boxed, "truth": truth}, timeout_s)) is True
+
+
+def _normalized(answer: str | None) -> str | None:
+    return None if answer is None else "".join(remove_right_units(fix_fracs(answer)).split())
+
+
+math_normalize = SimpleNamespace(normalize_answer=_normalized)  # a module of veRL's: the same answer in fewer spellings
 
 
 def remove_right_units(text: str) -> str:

@@ -112,8 +112,32 @@ def _transcripts(name: str, found: Any, home: Home) -> list[Transcript]:
         if not 0 <= run < len(runs):
             raise CompatError(f"workflow {name}: eid.run {run}; this task has runs 0 to {len(runs) - 1}")
         runs[run].append(x)
+    if len(kinds := dict.fromkeys(x.eid.task for x in found)) > 1:
+        raise CompatError(
+            f"workflow {name}: experiences of {len(kinds)} tasks ({', '.join(map(str, kinds))}), which would be compared with each other; "
+            "all runs of a task are one group here, so let a task's runs all do the same, as math_trainable_ruler_workflow does"
+        )
     left = list(home.turns)
-    return [_transcript(name, sorted(xs, key=lambda x: x.eid.step), left) for xs in runs]
+    return [
+        _untrained(name, xs, ctx) if xs and not any(x.action_mask.any() for x in xs) else _transcript(name, _in_order(xs), left)
+        for xs, ctx in zip(runs, home.contexts, strict=True)
+    ]
+
+
+def _in_order(experiences: Sequence[TrinityExperience]) -> list[TrinityExperience]:
+    return sorted((x for x in experiences if x.action_mask.any()), key=lambda x: x.eid.step)
+
+
+def _untrained(name: str, experiences: Sequence[TrinityExperience], ctx: RunContext) -> Transcript:
+    """A run without a usable answer: its last call, of which nothing is trained, with the reward that it was given or 0."""
+    last, turns = experiences[-1], ctx.transcript().turns
+    if not turns:
+        raise CompatError(
+            f"workflow {name} made no call, and returned nothing to train: {last.info.get('error_reason', 'no reason')}"
+        )
+    mask = np.zeros(len(turns[-1].completion.tokens), np.bool_)
+    turn = msgspec.structs.replace(turns[-1], mask=mask, info=_json(last.info))
+    return Transcript(turns=(turn,), metrics=_mean([last.metrics]), score=Score(value=float(last.reward or 0.0)))
 
 
 def _transcript(name: str, experiences: Sequence[TrinityExperience], left: list[Turn]) -> Transcript:

@@ -6,6 +6,7 @@ Invariant: the reward of a run is the sum of the parts, which are all kept.
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
@@ -85,7 +86,7 @@ class _Ours(RewardFn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         response = kwargs.get("response", args[0] if args else "")
-        truth = kwargs.get("truth", kwargs.get("ground_truth"))
+        truth = kwargs.get("truth", kwargs.get("ground_truth", args[2] if len(args) > 2 else None))
         return home.run(
             self._ask(response if isinstance(response, str) else response.response_text, truth, kwargs.get("response_token"))
         )
@@ -137,8 +138,30 @@ class MathBoxedRewardFn(_Ours):
         return {**super().__call__(*args, **kwargs), "format_score": format_score}
 
 
+class AccuracyReward(_Ours):
+    """Whether math-verify finds the truth in the answer; it reads both itself, so `answer_parser` has no effect."""
+
+    name = "accuracy_reward"
+
+    def __init__(self, answer_parser: Any = None, **args: Any) -> None:
+        super().__init__(**args)
+
+
+class FormatReward(_Ours):
+    """0.1 for an answer of the right shape, else -0.1; `pattern` is another shape."""
+
+    name = "format_reward"
+
+    def __init__(self, pattern: str | None = None, **args: Any) -> None:
+        super().__init__(**args)
+        self._pattern = pattern and re.compile(pattern, re.DOTALL | re.MULTILINE)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if not self._pattern:
+            return super().__call__(*args, **kwargs)
+        return {"format_score": 0.1 if self._pattern.match(kwargs.get("response", args[0] if args else "")) else -0.1}
+
+
 MathRewardFn = as_theirs("math_reward")
-AccuracyReward = as_theirs("accuracy_reward")
-FormatReward = as_theirs("format_reward")
 MathDAPORewardFn = as_theirs("math_dapo_reward")
 CountDownRewardFn = as_theirs("countdown_reward")

@@ -29,6 +29,7 @@ class Report:
     tasksets: tuple[Any, ...] = ()  # preview.TasksetPreview
     model: dict[str, Any] = field(default_factory=dict)
     memory: tuple[RoleMemory, ...] = ()  # empty where the model's sizes are not known
+    simulation: Any = None  # forecast.Simulated, of a cluster that was asked about
     schema_only: bool = False
     needs: tuple[Need, ...] = ()  # with `schema_only`: what is named and not here
 
@@ -68,6 +69,7 @@ class Report:
             "values": self._values(),
             "step": step(self.plan, self.tasksets) if self.plan is not None else None,
             "memory": [{**plain(r), "bytes": r.nbytes} for r in self.memory],
+            **({} if self.simulation is None else {"simulation": self.simulation.to_json()}),
         }
 
     def _values(self) -> list[dict[str, str]]:
@@ -84,7 +86,7 @@ def step(plan: Plan, tasksets: Sequence[Any] = ()) -> dict[str, Any]:
     from rft.config.offline_plan import summary
     from rft.sync.timeline import picture
 
-    if plan.trainer.offline_data is not None:
+    if plan.trainer.alone:
         return summary(plan, tuple(tasksets))
     train = [t for t in tasksets if not t.is_eval]
     prompts = [t.mean_prompt_tokens for t in train if t.mean_prompt_tokens is not None]

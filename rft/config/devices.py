@@ -1,4 +1,4 @@
-"""Modes and machines: what a program of each mode does, which device each role uses, how GPUs are split.  Part of `resolve`."""
+"""Modes and machines: which device each role uses, how GPUs are split, where processes meet.  Part of `resolve`."""
 
 from __future__ import annotations
 
@@ -8,44 +8,16 @@ from pathlib import Path
 
 import xxhash
 
-from rft.algorithm.catalog import algorithm_defaults
 from rft.config import plan_engines
 from rft.config.context import Context
 from rft.config.plan import ClusterSettings
+from rft.config.roles import apart, explores, reads_data, trains
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
-from rft.errors import ConfigError
 from rft.trainer.settings import LearnerSettings
 
 SHARED_MEMORY = 0.5  # of a GPU that the trainer shares
 _FOUND = "auto"  # RAY_ADDRESS, or the Ray that was started on this machine
-
-
-def explores(mode: str) -> bool:
-    """Whether a program of this mode has engines."""
-    return mode != "train"
-
-
-def trains(mode: str) -> bool:
-    """Whether a program of this mode has trainer ranks."""
-    return mode in ("both", "train", "colocate", "serve")
-
-
-def apart(config: RunConfig) -> bool:
-    """Whether this process is one half of a run."""
-    return config.mode == "explore" or (config.mode == "train" and not reads_data(config))
-
-
-def samples(config: RunConfig) -> bool:
-    """Whether the run, here or in another process, plays training tasks."""
-    return config.mode in ("both", "colocate", "serve") or apart(config)
-
-
-def reads_data(config: RunConfig) -> bool:
-    try:
-        return algorithm_defaults(config.algorithm.algorithm_type).data is not None
-    except ConfigError:
-        return True  # told by `resolve`
 
 
 def namespace(config: RunConfig) -> str:
@@ -131,7 +103,7 @@ def devices(ctx: Context) -> tuple[ClusterSettings, str, int, str]:
         gpu_per_node=per_node,
         gpus_per_engine=plan_engines.gpus(model) if engine_gpus else 0,
         auxiliary=auxiliary,
-        trainer_gpus=world if device["trainer"] == "cuda" and trains(ctx.config.mode) else 0,
+        trainer_gpus=world if device["trainer"] == "cuda" and trains(ctx.config) else 0,
         shared=shared,
         num_cpus=c.ray_init.num_cpus,
         actor_start_timeout_s=c.actor_start_timeout,
@@ -145,7 +117,7 @@ def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, oth
     """Training ranks: what is written, else the GPUs that are left.  The engines take `taken`; `others` says who else."""
     model, t = ctx.config.explorer.rollout_model, ctx.config.trainer
     world = t.world_size or 1
-    if device == "cuda" and trains(ctx.config.mode):
+    if device == "cuda" and trains(ctx.config):
         left = total - taken
         world = t.world_size or max(1, left)
         if world > left:
@@ -163,7 +135,7 @@ def _world(ctx: Context, device: str, total: int, per_node: int, taken: int, oth
         if not t.world_size:
             ctx.derive("trainer.world_size", world, f"{total} GPUs less {taken} of the engines{others}")
     elif t.world_size is None:
-        why = "trainer on CPU" if trains(ctx.config.mode) else f"mode {ctx.config.mode} trains nothing here"
+        why = "trainer on CPU" if trains(ctx.config) else f"mode {ctx.config.mode} trains nothing here"
         ctx.derive("trainer.world_size", 1, why)
     return world
 

@@ -47,7 +47,6 @@ _ASKER = "whoever asks an auxiliary model says how its answer is sampled"
 _PREFIX = (
     "an answer is only what the model writes; ask for that beginning in the prompt, or end a workflow's prompt_tokens with it"
 )
-_LATER = "engines take new weights at the same time; requests wait meanwhile"
 _ROLLOUT, _AUXILIARY = "explorer.rollout_model", "explorer.auxiliary_models[]"
 _TASKS, _DATA = "buffer.explorer_input.tasksets[]", "buffer.trainer_input.experience_buffer"
 
@@ -97,7 +96,6 @@ TABLE: dict[str, Inert] = {
     "explorer.service_status_check_interval": Inert(
         "new weights are served when they are verified; nothing looks for them", "warned"
     ),
-    "explorer.min_running_model_num": Inert(_LATER, "later", harmless=True),
     "explorer.db_url": Inert(
         "answers and rewards are in the experience buffer's ledger: buffer.trainer_input.experience_buffer.path"
     ),
@@ -156,11 +154,31 @@ def listed() -> list[tuple[str, Inert]]:
 
 
 def used(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:
-    """(key, value, entry) of what `config` writes of it, in the order of the schema.  A value that equals the default is not written."""
+    """(key, value, entry) of what `config` writes of it, in the order of the schema; of a section that is refused whole, once.
+
+    A value that equals the default is not written.
+    """
+    sections: set[str] = set()
     for key, path, value in _written(config, "", ""):
-        if (entry := inert(path)) is not None and (not entry.values or value in entry.values):
-            yield key, value, entry
+        if (entry := inert(path)) is None or (entry.values and value not in entry.values):
+            continue
+        if entry.level == "refused" and (around := _refused_around(path)):
+            parts = around.count(".") + 1 + path.removeprefix(around).startswith(".*")
+            key, value = ".".join(key.split(".")[:parts]), {}
+            if key in sections:
+                continue
+            sections.add(key)
+        yield key, value, entry
     yield from _arguments(config)
+
+
+def _refused_around(path: str) -> str:
+    """The section around `path` that TABLE refuses whole, or ""."""
+    above = path
+    while above := above.rpartition(".")[0].removesuffix("[]"):
+        if above in TABLE and inert(path) is TABLE[above]:
+            return above
+    return ""
 
 
 def _arguments(config: RunConfig) -> Iterator[tuple[str, Any, Inert]]:

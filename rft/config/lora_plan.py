@@ -138,7 +138,7 @@ def fits(settings: LearnerSettings, tensors: Tensors, problems: Problems) -> Non
 def rounding(plan: Plan, problems: Problems) -> None:
     """Where engines get the base with the adapter added, a short type rounds away what is small beside the base."""
     dtypes = {e.dtype for e in plan.engines} & {"bfloat16", "float16"}
-    if plan.learner.lora is not None and plan.learner.lora.merge and dtypes and plan.trainer.offline_data is None:
+    if plan.learner.lora is not None and plan.learner.lora.merge and dtypes and not plan.trainer.alone:
         problems.warn(
             f"explorer.rollout_model.dtype is {dtypes.pop()}: the base with the adapter added is rounded to it, which loses most of an "
             "adapter's first small steps, so engines stay near the base while the trainer moves.  mismatch/* shows how far apart they are; "

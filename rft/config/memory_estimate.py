@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rft.algorithm.needs import needs
-from rft.config.devices import explores, trains
 from rft.config.model_folder import ModelShape
 from rft.config.plan import Plan
+from rft.config.roles import explores
 from rft.engine.settings import EngineSettings
 from rft.trainer.settings import LearnerSettings
 
@@ -105,13 +105,11 @@ def estimate(
         prompt_tokens or plan.engines[0].max_model_len, plan.engines[0].max_prompt_tokens or plan.engines[0].max_model_len
     )
     engines = tuple(engine(plan, settings, shape, prompt, gpu_memory) for settings in plan.engines if explores(plan.mode))
-    ranks = tuple(
-        trainer(plan, rank, shape, prompt, critic, trained) for rank in range(plan.learner.world_size) if trains(plan.mode)
-    )
+    ranks = tuple(trainer(plan, rank, shape, prompt, critic, trained) for rank in range(plan.learner.world_size) if plan.trains)
     beside = tuple(
         _beside(plan, e, known, gpu_memory)
         for m in plan.auxiliary
-        if explores(plan.mode) and plan.trainer.offline_data is None and (known := (auxiliary or {}).get(m.name)) is not None
+        if explores(plan.mode) and not plan.trainer.alone and (known := (auxiliary or {}).get(m.name)) is not None
         for e in m.engines
     )
     sent = shape.parameters * BYTES[plan.learner.dtype]
@@ -119,11 +117,11 @@ def estimate(
         Term("explorer, buffer, coordinator", 3 * PART_PROCESS, f"3 processes of {PART_PROCESS // MIB} MiB"),
         Term("Ray and rft run", RAY_AND_LAUNCHER, "constant"),
     ]
-    if plan.trainer.offline_data is not None:
+    if plan.trainer.alone:
         rest[0] = Term("coordinator", PART_PROCESS, f"a process of {PART_PROCESS // MIB} MiB")
     elif plan.sync.method in ("memory", "nccl"):
         rest.append(Term("published weights", SLOTS * sent, f"{SLOTS} versions x {_size(sent)}, in separate memory"))
-    if plan.trainer.offline_data is None and plan.sync.method == "nccl":
+    if not plan.trainer.alone and plan.sync.method == "nccl":
         workers = sum(plan.sync.workers)
         rest.append(
             Term(
@@ -131,7 +129,7 @@ def estimate(
             )
         )
     others = RoleMemory(role="others", device="cpu", terms=tuple(rest))
-    kept = (checkpoints(plan, shape, critic or shape, trained),) if trains(plan.mode) else ()
+    kept = (checkpoints(plan, shape, critic or shape, trained),) if plan.trains else ()
     return (*engines, *beside, *ranks, others, *kept)
 
 

@@ -18,12 +18,17 @@ from rft.disk import open_regular, read_regular
 from rft.errors import ConfigError, ConfigErrors
 from rft.strictjson import parse_json
 from rft.taskset.chatfiles import KEY, ChatFiles, find_model
+from rft.types.experts import sizes_of
 
 _MAX_HEADER = 100 << 20
 _MAX_JSON = 256 << 20  # tokenizers of 30 MB are usual
 _SIZES = "hidden_size n_embd num_hidden_layers n_layer num_attention_heads n_head vocab_size intermediate_size n_inner".split()
 _SIZES += ["max_position_embeddings", "num_key_value_heads"]
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_TEXT_LAYER = re.compile(r"(?:model\.|transformer\.|language_model\.)*(?:layers|h)\.(\d+)\.")
+_NEXT_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers behind the last one, which are not trained
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
+_ALL_EXPERTS = re.compile(r"(.*\.experts)\.(?:gate_up_proj|down_proj)$")
 _BYTES = {
     "F64": 8,
     "I64": 8,
@@ -249,19 +254,45 @@ def _sizes(config: dict[str, Any], folder: Path, wrong: Any) -> None:
 
 
 def _layers(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: Any) -> None:
-    numbers = [int(m[1]) for name in tensors if (m := _LAYER.search(name))]
     text = config.get("text_config", config)
+    every = [int(m[1]) for name in tensors if (m := _LAYER.search(name))]
+    own = [int(m[1]) for name in tensors if (m := _TEXT_LAYER.match(name))]  # not those of images and sounds
+    beside = max((n for key in _NEXT_TOKENS if isinstance(n := text.get(key), int)), default=0)
     for key in ("num_hidden_layers", "n_layer", "num_layers"):
-        if numbers and isinstance(given := text.get(key), int) and given > max(numbers) + 1:
+        if not isinstance(given := text.get(key), int):
+            continue
+        if (every and given > (found := max(every) + 1)) or (own and given + beside < (found := max(own) + 1)):
+            wrong(f"{folder / 'config.json'} says {key} {given:,}, but the weights have {found} layers; copy both again")
+
+
+def _experts(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: Any) -> None:
+    """Whether every layer with experts has as many as the configuration says."""
+    try:
+        sizes = sizes_of(config)
+    except TypeError:  # models that count them by kind
+        return
+    if sizes is None:
+        return
+    layers: dict[str, set[int]] = {}
+    for name, (_, shape) in tensors.items():
+        if m := _EXPERT.match(name):
+            layers.setdefault(m[1], set()).add(int(m[2]))
+        elif (m := _ALL_EXPERTS.match(name)) and shape:
+            layers[m[1]] = set(range(shape[0]))
+    for layer, found in layers.items():
+        if found != (said := set(range(sizes.experts))):
+            lost = f" (number {min(said - found)} is missing)" if said - found else ""
             wrong(
-                f"{folder / 'config.json'} says {key} {given:,}, but the weights have {max(numbers) + 1} layers; copy both again"
+                f"{folder / 'config.json'} says {len(said)} experts, but the weights have {len(found)} in {layer}{lost}; copy both again"
             )
+            return
 
 
 def _fits(config: dict[str, Any], tensors: dict[str, Any], folder: Path, wrong: Any, warnings: list[str]) -> None:
     if "model_type" not in config and "architectures" not in config:
         wrong(f"{folder / 'config.json'} names neither model_type nor architectures; it is no model configuration")
     _layers(config, tensors, folder, wrong)
+    _experts(config, tensors, folder, wrong)
     embeddings = next((v for n, v in tensors.items() if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
     if embeddings is not None:
         for what, given in zip(("vocab_size", "hidden_size"), embeddings[1], strict=False):

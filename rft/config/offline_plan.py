@@ -260,7 +260,8 @@ def _look(settings: OfflineDataSettings, is_eval: bool, problems: Problems) -> T
 def summary(plan: Plan, previews: tuple[TasksetPreview, ...]) -> dict[str, Any]:
     """What a train step and the whole run amount to."""
     given, size = plan.trainer.offline_data, plan.trainer.batch_groups or 0
-    assert given is not None, "the caller says so"
+    if given is None:  # the ledger of another run says it, step by step
+        return {"train_steps": plan.total_steps, **dict.fromkeys(("epochs", "rows", "kind", "tokens", "trained_tokens"))}
     data = next((t for t in previews if not t.is_eval), None)
     return {
         "train_steps": plan.total_steps,

@@ -84,6 +84,7 @@ class Plan:
     """One run, resolved.  `total_steps` is None only where epochs were asked for and the tasksets were not opened."""
 
     mode: str
+    joins: bool = False  # a run whose trainer is another process
     run_dir: Path
     explorer: ExplorerSettings
     serve: ServeSettings | None = None  # instead of exploring
@@ -111,6 +112,11 @@ class Plan:
     notes: tuple[str, ...] = ()  # worth knowing
     warnings: tuple[str, ...] = ()  # probably not what was meant
     not_active: tuple[NotActive, ...] = ()  # accepted; a run starts only if all of them are harmless
+
+    @property
+    def trains(self) -> bool:
+        """Whether trainer ranks are here."""
+        return self.mode not in ("explore", "bench") and not self.joins
 
     @property
     def staleness_bound(self) -> int | None:

@@ -7,6 +7,8 @@ when the model is loaded.
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 from rft.algorithm.needs import needs
 from rft.config import lora_plan, model_folder, provable
 from rft.config.context import Problems
-from rft.config.devices import trains
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.config.plan_engines import distinct
@@ -48,7 +49,7 @@ def models(config: RunConfig, plan: Plan, policy: ModelFiles, problems: Problems
     """What each model has to have; the layout of the policy's rows, None where nothing is trained or it is refused."""
     _policy_fits(policy, plan, problems)
     _critic_fits(policy, plan, problems)
-    if trains(plan.mode):
+    if plan.trains:
         provable.model(policy.config, plan, problems)
     choice = _rows(policy.config, plan, problems)
     lora_plan.fits(plan.learner, policy.tensors, problems)
@@ -121,7 +122,7 @@ def _auxiliary_fits(key: str, model: AuxiliarySettings, problems: Problems) -> N
 
 def _rows(config: Mapping[str, Any], plan: Plan, problems: Problems) -> Choice | None:
     """The layout for the policy, whose config.json is `config`."""
-    if not trains(plan.mode):
+    if not plan.trains:
         return None
     try:
         found = rotary.replaced(config, plan.learner.override_config)
@@ -172,8 +173,20 @@ def settled(plan: Plan, choice: Choice | None) -> Plan:
 def advise(plan: Plan, keys: dict[str, str], p: Problems) -> None:
     """`keys`: name of each taskset → its configuration key."""
     _gpus(plan, p)
+    _keys_of_servers(plan, p)
     _schedule(plan, p)
     _evaluation(plan, keys, p)
+
+
+def _keys_of_servers(plan: Plan, p: Problems) -> None:
+    """A server elsewhere mostly wants a key; which one it is may not be known before the run starts."""
+    for e in (*plan.engines, *(e for m in plan.auxiliary for e in m.engines)):
+        s = e.external
+        if s is None or os.environ.get(s.api_key_env) or s.headers or s.header_envs:
+            continue
+        url = s.base_url or os.environ.get(s.base_url_env) or ""
+        if url and not re.match(r"https?://(localhost|127\.|\[::1\])", url):
+            p.warn(f"{e.name}: {url} is asked without a key: the environment variable {s.api_key_env} is not set here")
 
 
 def _gpus(plan: Plan, p: Problems) -> None:

@@ -15,6 +15,7 @@ from rft.config.context import Context, filled
 from rft.config.foreign import value_advice
 from rft.config.inert import inert
 from rft.config.plan_trainer import overrides
+from rft.config.roles import joins
 from rft.config.schema.explorer_section import AuxiliaryModelConfig, ServedModelConfig
 from rft.config.schema.model_section import ExternalModelConfig
 from rft.config.schema.root import RunConfig
@@ -97,7 +98,7 @@ def engines(ctx: Context, lengths: tuple[int, int, int], device: str) -> tuple[E
         except OSError as error:
             ctx.error("model.chat_template_path", f"cannot be read: {error.strerror}")
     shared = _shared(ctx, e, key, device, lengths[0])
-    explorer = f"{ctx.config.explorer.name}-" if ctx.config.mode == "explore" else ""
+    explorer = f"{ctx.config.explorer.name}-" if joins(ctx.config) else ""
     return tuple(
         filled(
             EngineSettings,

@@ -119,6 +119,7 @@ def monitor(ctx: Context, shown: dict[str, Any]) -> MonitorSettings:
         args=_monitor_args(ctx),
         num_samples=config.monitor.log_eval_samples,
         dump_dir=Path(dump).expanduser().absolute() if dump else None,
+        alarms=config.monitor.alarms.model_dump(),
         name=ctx.name,
         config=shown,
     )

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from rft.config import plan_serve
 from rft.config.context import Context, filled
-from rft.config.devices import reads_data
 from rft.config.plan import Tasksets, schedule
+from rft.config.roles import reads_data
 from rft.config.schema.root import RunConfig
 from rft.engine.settings import EngineSettings
 from rft.errors import PluginError
@@ -162,21 +163,21 @@ def steps(ctx: Context, train: Tasksets, written: int | None, num_batches: NumBa
         elif batches is None:
             ctx.derive("buffer.total_steps", wanted, f"total_tasks {b.total_tasks} in batches of {b.batch_size}")
         batches = wanted
-    fixed = batches is not None  # by the explorer's side
+    fixed, needed = batches is not None, None  # by the explorer's side; for trainer.total_steps
     if batches is None and t.total_steps is not None:
-        batches = -(-t.total_steps * size // rows)
-        ctx.derive("buffer.total_steps", batches, "what trainer.total_steps needs")
+        batches = needed = -(-t.total_steps * size // rows)
     if not fixed and (b.total_epochs or batches is None) and num_batches is not None and train and not ctx.errors:
         whole = 0
         with ctx.taking():
             whole = num_batches(train, b.batch_size, epochs)
-        if batches is None:
-            ctx.derive("buffer.total_steps", whole, f"{epochs} epoch(s) of the training tasksets in batches of {b.batch_size}")
-        elif whole < batches:
+        if batches is not None and whole < batches:
             ctx.warn(
                 f"trainer.total_steps {t.total_steps} is never reached: buffer.total_epochs {epochs} gives {whole} explore steps"
             )
         batches = whole if batches is None else min(batches, whole)
+    if not fixed and batches is not None:
+        whole_set = f"{epochs} epoch(s) of the training tasksets in batches of {b.batch_size}"
+        ctx.derive("buffer.total_steps", batches, "what trainer.total_steps needs" if batches == needed else whole_set)
     steps = None if batches is None else batches * rows // size
     if t.total_steps is not None and steps is not None:
         if fixed and t.total_steps > steps:
@@ -216,6 +217,8 @@ def sync(ctx: Context, engines: tuple[EngineSettings, ...], trainer_device: str,
         engine_dtype=engines[0].dtype,
         canary_temperature=next((t.sampling.temperature for t in train if t.sampling.temperature > 0), 1.0),
         in_turns=ctx.config.mode == "colocate",
+        at_a_time=plan_serve.at_a_time(ctx, len(engines)),
+        drain_s=ctx.config.explorer.serve.drain_timeout,
         threshold=s.staleness_threshold if s.sync_style == "fully_async" else None,
         batch_units=rows if uneven else b.batch_size,
         step_units=b.train_batch_size or 1 if uneven else b.batch_size,

@@ -10,6 +10,7 @@ from typing import Any
 
 from rft.config.context import Context, filled
 from rft.config.plan import Tasksets
+from rft.config.roles import serves
 from rft.config.schema.base import Section
 from rft.config.schema.root import RunConfig
 from rft.serve.settings import LimitSettings, ServeSettings
@@ -26,23 +27,23 @@ ENDLESS = 1_000_000_000  # train steps
 def config(ctx: Context) -> RunConfig:
     """The configuration as a service needs it."""
     made = ctx.config
-    if made.mode != "serve":
+    if not serves(made):
         e, why = made.explorer, f"mode is {made.mode}"
-        e.idle("explorer", ("proxy_port", "listen_address"), why, ctx)
+        e.idle("explorer", ("proxy_port", "listen_address", "min_running_model_num"), why, ctx)
         e.serve.idle("explorer.serve", type(e.serve).model_fields, why, ctx)
         return made
     for (name, key), (value, why) in _KEYS.items():
         part: Section = getattr(made, name)
         if getattr(part, key) != value:
             if part.written(key):
-                ctx.error(f"{name}.{key}", f"must be {value} with mode: serve: {why}")
+                ctx.error(f"{name}.{key}", f"must be {value} where a service samples: {why}")
             ctx.derive(f"{name}.{key}", value, why)
             made = made.model_copy(update={name: part.model_copy(update={key: value})})
     if made.trainer.total_steps is None and made.buffer.total_steps is None and made.buffer.total_tasks is None:
         ctx.note("no trainer.total_steps: the service goes on until it is stopped")
         made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"total_steps": ENDLESS})})
     given = made.buffer.explorer_input
-    why = "mode is serve, where clients bring the tasks; evaluate its checkpoints with mode: bench"
+    why = "clients of the service bring the tasks; evaluate its checkpoints with mode: bench"
     given.idle("buffer.explorer_input", ("taskset", "tasksets", "eval_tasksets"), why, ctx)
     none = {"taskset": None, "tasksets": (), "eval_tasksets": ()}
     return made.model_copy(update={"buffer": made.buffer.model_copy(update={"explorer_input": given.model_copy(update=none)})})
@@ -50,7 +51,7 @@ def config(ctx: Context) -> RunConfig:
 
 def taskset(ctx: Context, sampling: Callable[[], SamplingArgs], num_runs: int) -> Tasksets:
     """What the schedule needs to know of sessions."""
-    if ctx.config.mode != "serve":
+    if not serves(ctx.config):
         return ()
     return (TasksetSettings(name="serve", path="", workflow="session", reward=None, sampling=sampling(), num_runs=num_runs),)
 
@@ -78,6 +79,22 @@ def serve(ctx: Context, counted: Tasksets) -> ServeSettings | None:
     )
 
 
+def at_a_time(ctx: Context, engines: int) -> int | None:
+    """How many engines load new weights together, while the others serve; None: all."""
+    least = ctx.config.explorer.min_running_model_num
+    if not serves(ctx.config) or least == 0:
+        return None
+    if least is None:
+        return 1 if engines > 1 else None
+    if least >= engines:
+        ctx.error(
+            "explorer.min_running_model_num",
+            f"is {least}, and there {'is 1 engine' if engines == 1 else f'are {engines} engines'}: at least one has to load new weights.  "
+            f"Write at most {engines - 1}{' (requests wait)' if engines == 1 else ''}, or raise explorer.rollout_model.engine_num",
+        )
+    return max(1, engines - least)
+
+
 def read_deadline_s(ctx: Context, written: float) -> float:
     """How long the trainer waits for rows: a service for as long as nobody rewards anything."""
-    return math.inf if ctx.config.mode == "serve" else written
+    return math.inf if serves(ctx.config) else written

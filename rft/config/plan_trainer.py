@@ -6,11 +6,13 @@ Invariant: what cannot work is an error here, with its key; what has no effect i
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rft.config import lora_plan, plan_serve
 from rft.config.context import Context, Problems, filled
 from rft.config.plan import Tasksets
+from rft.config.roles import trains
 from rft.config.schema.algorithm_section import OptimizerConfig
 from rft.config.schema.root import RunConfig
 from rft.config.schema.trainer_section import CriticOptimizerConfig
@@ -85,6 +87,31 @@ def learner(
         **_forwards(ctx, budget, longest),
         **_sharding(ctx, device, world),
     )
+
+
+_REPLAY = "buffer.trainer_input.replay_run"
+
+
+def replays(ctx: Context) -> bool:
+    """Whether the run trains on rows of another one."""
+    return ctx.config.mode == "train" and ctx.config.buffer.trainer_input.replay_run is not None
+
+
+def replay_run(ctx: Context) -> Path | None:
+    """The folder of that run; what contradicts it is an error."""
+    given = ctx.config.buffer.trainer_input.replay_run
+    if given is None:
+        return None
+    if ctx.config.mode != "train":
+        ctx.error(_REPLAY, f"is for mode: train, and mode is {ctx.config.mode}", given=given)
+    if ctx.config.trainer.total_steps is None:
+        ctx.error("trainer.total_steps", f"is required with {_REPLAY}: how many steps of that run are trained again")
+    if ctx.config.monitor.keep_trainer_logprobs:
+        ctx.error("monitor.keep_trainer_logprobs", f"is kept in the ledger of the run that sampled; write false beside {_REPLAY}")
+    folder = Path(ctx.find(given)).expanduser().absolute()
+    if folder == ctx.run_dir.absolute():
+        ctx.error(_REPLAY, "is the folder of this run itself; give this run another name", given=given)
+    return folder
 
 
 def _holds(budget: int | None, longest: int, key: str, p: Problems) -> None:
@@ -331,9 +358,16 @@ def _cut(
 # ---------------------------------------------------------------- checkpoints and traces
 
 
-def trainer(ctx: Context, device: str) -> TrainerSettings:
-    """The training loop; what makes a step is filled in by the mode's builder."""
+_LONG_RUN = 100  # train steps
+
+
+def trainer(ctx: Context, device: str, steps: int | None) -> TrainerSettings:
+    """The training loop of `steps` train steps, None until that is known; what makes a step is filled in by the mode's builder."""
     t = ctx.config.trainer
+    if not t.save_interval and (steps or 0) > _LONG_RUN and trains(ctx.config):
+        ctx.note(
+            f"trainer.save_interval is 0: the only checkpoint is written after step {steps}; a run that is killed before begins again"
+        )
     later = ctx.chosen("trainer.checkpoint.async_save", t.checkpoint.async_save, device == "cuda", f"trainer on {device}")
     always = "hf_model" in t.checkpoint.save_contents
     if always:
@@ -344,7 +378,7 @@ def trainer(ctx: Context, device: str) -> TrainerSettings:
         t,
         t.checkpoint,
         s,
-        total_steps=0,
+        total_steps=steps or 0,
         batch_groups=None,
         batch_rows=None,
         save_hf_checkpoint="always" if always else t.save_hf_checkpoint,
@@ -357,6 +391,7 @@ def trainer(ctx: Context, device: str) -> TrainerSettings:
         if ctx.config.mode == "colocate"
         else 1,
         seed=ctx.config.seed,
+        replay_run=replay_run(ctx),
     )
 
 

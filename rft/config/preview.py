@@ -5,8 +5,8 @@ Knows no engine.  Plugins must be loaded.  Invariant: nothing is generated; only
 
 from __future__ import annotations
 
-import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from rft.config.context import Problems
+from rft.config.data_audit import TaskText, overlap
+from rft.config.gold import gold_of, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
 from rft.errors import ConfigError, PluginError
-from rft.explorer.stored import transcript
-from rft.reward.base import THE_TRUTH, Reward, score_each
+from rft.reward.base import Reward
 from rft.reward.data_sources import REWARDS
 from rft.taskset.base import Taskset
 from rft.taskset.open_source import open_taskset
@@ -27,8 +28,7 @@ from rft.types.task import Task
 from rft.workflow.recipes import Recipes, refuse_group_reward, refuse_unused_reward
 
 ROWS_COUNTED = 200
-ROWS_COMPARED = 50_000
-REWARD_TIMEOUT_S = 60.0
+ROWS_SCORED, GOLDS_S = 8, 0.5  # rows from all over a set whose gold answers are scored, and for how long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class TasksetPreview:
     num_rows: int
     is_eval: bool
     rows: tuple[RowPreview, ...]
+    workflows: tuple[str, ...] = ()  # of the rows shown, which may add to their prompts
     mean_prompt_tokens: float | None = None
     max_prompt_tokens: int | None = None
     mean_tokens: float | None = None  # of a row that is trained on, and how many of them are trained
@@ -64,6 +65,7 @@ class Look:
 def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: Problems) -> Look:
     """Opens every taskset of the plan; `keys` says under which configuration key each was written."""
     result, recipes = Look(), Recipes()
+    hung: set[str] = set()  # rewards that took too long
     prepared = _prepared(plan, problems)
     if plan.task_pipeline is not None and prepared is None:
         return result
@@ -97,19 +99,21 @@ def look(plan: Plan, keys: dict[str, str], model: ModelFiles | None, problems: P
             problems.warn(f"{key}: {taskset.skipped}")
         if taskset.left_out is not None:
             problems.note(f"{key}: {taskset.left_out}")
-        rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, key, model, problems)
+        rows, (mean, longest) = _rows(plan, taskset, tasks, rewards, key, model, problems, hung)
+        _more_golds(taskset, recipes, key, problems, hung)
         preview = TasksetPreview(
             name=settings.name,
             key=key,
             num_rows=len(taskset),
             is_eval=settings.is_eval,
             rows=tuple(rows),
+            workflows=tuple(dict.fromkeys(t.workflow for t in tasks if t.workflow != "simple_workflow" or t.workflow_args)),
             mean_prompt_tokens=mean,
             max_prompt_tokens=longest,
         )
         result.tasksets.append(preview)
         result.opened.append(taskset)
-    _overlap(result.opened, problems)
+    overlap(result.opened, problems)
     return result
 
 
@@ -156,9 +160,11 @@ def _rows(
     key: str,
     model: ModelFiles | None,
     problems: Problems,
+    hung: set[str],
 ) -> tuple[list[RowPreview], tuple[float | None, int | None]]:
     engine, limit = plan.engines[0], plan.engines[0].max_prompt_tokens
     lengths: list[int] = []
+    asked: dict[str, str] = {}  # by prompt, without regard to case and white space
     rows = []
     count = min(ROWS_COUNTED, len(taskset)) if model is not None and model.can_count else len(tasks)
     for n in range(count):
@@ -178,10 +184,17 @@ def _rows(
             break
         except ValueError:
             break  # the workflow makes its own prompt from the row
+        if asked.setdefault(text, said := TaskText.of(task).text) != said:
+            problems.error(
+                key,
+                f"rows that say different things become the same prompt {text[:80]!r}: the chat template does not show them.  Correct "
+                "model.custom_chat_template or chat_template_path, or the template of the model",
+            )
+            break
         tokens = model.count_tokens(text) if model is not None and model.can_count else None
         lengths += [tokens] if tokens is not None else []
         if n < len(tasks):
-            gold = _gold(task, rewards[n], key, problems)
+            gold = gold_of(task, rewards[n], key, problems, hung)
             rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
     if limit is not None and lengths and min(lengths) > limit:
         problems.error(
@@ -197,91 +210,27 @@ def _rows(
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
 
 
-_FORMS = (
-    "{}",
-    "\\boxed{{{}}}",
-    "<answer>{}</answer>",
-    "<think>\n.\n</think>\n<answer>{}</answer>",
-    "<think>.</think>\\boxed{{{}}}",
-    "#### {}",
-    "Answer: {}",
-)
-
-
-def _gold(task: Task, reward: Reward | None, key: str, problems: Problems) -> float | None:
-    """The best score of the gold answer among the usual forms of an answer; a warning if that is not full marks."""
-    if reward is None or task.truth is None:
-        return None
-    gold = _gold_text(task.truth)
-    forms: tuple[str, ...] = _FORMS
-    if (solution := reward.gold_answer(task)) is None:
-        return None
-    if solution is not THE_TRUTH:  # the truth is no answer, e.g. tests of a program
-        gold = solution
-        forms = _FORMS[:1]
-    try:
-        scores = asyncio.run(_scores(task, reward, [form.format(gold) for form in forms]))
-    except TimeoutError:
+def _more_golds(taskset: Taskset, recipes: Recipes, key: str, problems: Problems, hung: set[str]) -> None:
+    """Gold answers of a few rows from all over the set, as long as that takes little time; `rft data audit` scores all of them."""
+    until, low, checked = time.monotonic() + GOLDS_S, [], 0
+    for i in dict.fromkeys(n * len(taskset) // ROWS_SCORED for n in range(1, ROWS_SCORED)):
+        if i < 2 or time.monotonic() > until:
+            continue
+        try:
+            task = taskset.task(i)
+            found = scored([task], [recipes.of(task).reward], hung=hung)[0]
+        except (ConfigError, PluginError) as e:
+            problems.warn(f"{key}: row {i} cannot be played: {e}")
+            return
+        checked += found is not None
+        if found is not None and not found.full:
+            low.append(found)
+    if low:
+        said = low[0].told("it") if low[0].failed else f"scores {low[0].best:g}"
         problems.warn(
-            f"{key}: the reward {task.reward} took longer than {REWARD_TIMEOUT_S:g} s on the gold answer of row {task.index}"
+            f"{key}: {len(low)} of {checked} further gold answers do not get full marks, e.g. that of row {low[0].index} {said}; "
+            "`rft data audit` scores all of them"
         )
-        return None
-    except Exception as e:  # plugin code may raise anything; it is reported, not hidden
-        problems.warn(f"{key}: the reward {task.reward} raised on the gold answer of row {task.index}: {type(e).__name__}: {e}")
-        return None
-    best, empty = max(scores[:-1]), scores[-1]
-    if best < 1 or best <= empty:
-        problems.warn(
-            f"{key}: the gold answer {gold[:60]!r} of row {task.index} scores {best:g} with {task.reward} and an empty answer {empty:g}; "
-            "it should get the highest score (1).  Is format.response_key the right column, and the reward the right one?"
-        )
-    return best
-
-
-def _gold_text(truth: Any) -> str:
-    """The gold answer as one would say it: of several, the first."""
-    while isinstance(truth, dict) and "target" in truth:
-        truth = truth["target"]
-    if isinstance(truth, list) and truth and isinstance(truth[0], str):
-        truth = truth[0]
-    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
-
-
-async def _scores(task: Task, reward: Reward, answers: list[str]) -> list[float]:
-    async def one(text: str) -> float:
-        (result,) = await asyncio.wait_for(score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S)
-        return result.value if result.value is not None else float("-inf")
-
-    try:
-        return [await one(text) for text in (*answers, "")]
-    finally:
-        await reward.close()
-
-
-def _overlap(opened: list[Taskset], problems: Problems) -> None:
-    def prompts(taskset: Taskset) -> set[str]:
-        found = set()
-        for i in range(min(len(taskset), ROWS_COMPARED)):
-            try:
-                task = taskset.task(i)
-                found.add(
-                    json.dumps(task.chat(), ensure_ascii=False)
-                    if task.messages or task.prompt
-                    else json.dumps(task.row, sort_keys=True, default=str)
-                )
-            except (ConfigError, ValueError):
-                return set()
-        return found
-
-    evals = [(t, prompts(t)) for t in opened if t.settings.is_eval]
-    for train in (t for t in opened if not t.settings.is_eval) if evals else ():
-        mine = prompts(train)
-        for held_out, theirs in evals:
-            if same := len(mine & theirs):
-                problems.warn(
-                    f"{same} of {len(theirs)} prompts of {held_out.settings.name} are also in {train.settings.name}: "
-                    "its accuracy is not that of unseen tasks"
-                )
 
 
 def _placed(error: ConfigError, name: str, key: str) -> ConfigError:

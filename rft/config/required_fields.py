@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from rft.algorithm.args import declared
 from rft.algorithm.catalog import KINDS, check_args
 from rft.config.context import Problems
-from rft.config.devices import trains
 from rft.config.plan import Plan
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
@@ -28,7 +27,7 @@ _INFO = "info."
 
 def look(plan: Plan, tasksets: Sequence[Taskset], problems: Problems) -> None:
     """`tasksets`: those that are open, also such for evaluation."""
-    if plan.trainer.offline_data is not None or not (trains(plan.mode) or plan.mode == "explore"):
+    if plan.trainer.alone or plan.mode == "bench":
         return
     operators = _provided("operator", ((o.name, o.args) for o in plan.explorer.pipeline.operators))
     flows = [

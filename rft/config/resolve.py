@@ -25,6 +25,7 @@ from rft.config.context import Context, filled
 from rft.config.inert import used
 from rft.config.plan import Facts, NotActive, Plan, Tasksets
 from rft.config.plan_schedule import NumBatches
+from rft.config.roles import joins
 from rft.config.schema.base import check_rules
 from rft.config.schema.buffer_section import RolloutArgs
 from rft.config.schema.root import RunConfig
@@ -100,6 +101,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
     return filled(
         Plan,
         config,
+        joins=joins(config),
         not_active=_inert_keys(ctx, work.read_anyway),
         run_dir=ctx.run_dir,
         explorer=replace(explorer, feedback_lag=feedback_lag(sync), pipeline=plan_explorer.pipeline(ctx, algorithm, work.rows)),
@@ -111,8 +113,7 @@ def build(ctx: Context, num_batches: NumBatches | None = None) -> Plan:
         expert=work.expert[1] if work.expert else None,
         learner=learner,
         trainer=replace(
-            plan_trainer.trainer(ctx, trainer_device),
-            total_steps=work.train_steps or 0,
+            plan_trainer.trainer(ctx, trainer_device, work.train_steps),
             batch_groups=work.groups,
             batch_rows=work.rows,
             offline_data=work.data.trained if work.data is not None else None,
@@ -158,6 +159,8 @@ def _workload(
     data = offline_plan.wanted(ctx, algorithm, ctx.name, engine)
     if data is not None:
         work = _offline(ctx, data, num_batches)
+    elif plan_trainer.replays(ctx):
+        work = Workload(groups=1, train_steps=ctx.config.trainer.total_steps)
     elif ctx.config.mode == "bench":
         work = Workload(evals=evals, explore_steps=0, train_steps=0, groups=1)
     else:
@@ -194,7 +197,7 @@ def _inert_keys(ctx: Context, read: tuple[str, ...]) -> tuple[NotActive, ...]:
     """Refuses, warns of or notes what is written and does nothing; returns what is not implemented yet.  `read`: keys this run reads."""
     later = []
     for key, value, entry in used(ctx.config):
-        if key.startswith(read):
+        if f"{key}.".startswith(read):  # also a section that is refused whole
             continue
         if entry.level == "later":
             later.append(NotActive(key=key, value=value, instead=entry.why, harmless=entry.harmless))

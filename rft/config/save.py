@@ -1,14 +1,17 @@
 """The configuration a run keeps in its folder, and what may change when the run is resumed.
 
-`config.yaml` is what was written, `config.resolved.yaml` the whole tree with overrides, and `config.json` the hashes, versions and the
-tree for comparing.  Invariant: no secret is written; the hash is of the original.
+`config.yaml` is what was written, `config.resolved.yaml` the whole tree with overrides, and `config.json` the hashes, the versions of
+libraries and the tree for comparing.  Invariant: no secret is written; the hash is of the original.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +25,17 @@ from rft.config.schema.walk import field_at
 from rft.disk import write_whole
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
+
+LIBRARIES = ("rft-platform", "torch", "transformers", "vllm", "ray", "peft", "datasets", "numpy", "sqlalchemy")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that decide what a run computes, as far as they are installed; nothing is imported."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return {**found, "platform": platform.platform()}
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,7 @@ def save(config: RunConfig, run_dir: Path) -> None:
         "stage": source.stage,
         "path": str(source.path) if source.path else None,
         "overrides": overrides,
+        "versions": versions(),
         "tree": tree,
     }
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -97,6 +112,37 @@ def compare(old: Any, new: Any, loc: Loc) -> Iterator[tuple[Loc, Any, Any]]:
             yield from compare(a, b, (*loc, i))
     elif old != new:
         yield loc, old, new
+
+
+def beyond_defaults(tree: dict[str, Any], loc: Loc = ()) -> Iterator[tuple[str, Any]]:
+    """(key, value) of each key of a saved tree that is not its default; lists are whole but for those of sections."""
+    for name, value in tree.items():
+        at = (*loc, name)
+        if value == _default(at):
+            continue
+        sections = (
+            [(at, value)]
+            if isinstance(value, dict)
+            else [((*at, i), v) for i, v in enumerate(value or ())]
+            if isinstance(value, list)
+            else []
+        )
+        if sections and all(isinstance(v, dict) and v for _, v in sections):
+            for where, inner in sections:
+                yield from beyond_defaults(inner, where)
+        else:
+            yield dotted(at), value
+
+
+def changed(tree: dict[str, Any]) -> dict[str, str]:
+    """`beyond_defaults` as people read it."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in beyond_defaults(tree)}
+
+
+def differing(runs: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Of what each run has, keys whose value is not the same in all; "default" where a run does not name the key."""
+    rows = {key: [run.get(key, "default") for run in runs] for key in dict.fromkeys(k for run in runs for k in run)}
+    return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
 def _default(loc: Loc) -> Any:

@@ -167,8 +167,8 @@ def _report(config: RunConfig, plan: Plan, problems: Problems, **more: Any) -> R
 
 def _keys(config: RunConfig, plan: Plan) -> dict[str, str]:
     """Name of each taskset → its configuration key, in the order in which `resolve` makes them."""
-    if config.mode == "serve":
-        return {}  # clients bring the tasks
+    if not (plan.explorer.tasksets or plan.explorer.eval_tasksets):
+        return {}  # clients bring the tasks, or nothing is played
     given, base = config.buffer.explorer_input, "buffer.explorer_input"
     train = [f"{base}.taskset"] if given.taskset is not None else [f"{base}.tasksets[{i}]" for i in range(len(given.tasksets))]
     if config.mode == "bench":

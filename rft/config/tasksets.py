@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rft.config.context import Context, Problems, filled
-from rft.config.devices import samples
 from rft.config.plan import Facts, Tasksets, schedule
+from rft.config.roles import samples
 from rft.config.schema.buffer_section import (
     ExplorerInputConfig,
     FormatConfig,
@@ -341,7 +341,7 @@ def _from_file(path: str, find: Callable[[str], str], facts: Facts) -> list[tupl
     value, _ = parse(facts.read_text(find(path)), path)
     if isinstance(value, dict) and "process" in value:
         raise ConfigError(
-            f"{path} is a recipe of data-juicer, whose operators are not offered; run data-juicer beforehand and name its output in inputs",
+            f"{path} is a recipe of Data-Juicer; write operators: [{{name: data_juicer_filter, args: {{config_path: {path}}}}}]",
             key=key,
             given=path,
         )

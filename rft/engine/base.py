@@ -14,6 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 import rft.plugins as plugins
+from rft.engine.admission import Admission
 from rft.engine.settings import BUILT_IN, EngineSettings
 from rft.errors import ConfigError, EngineFailed, WeightSyncFailed
 from rft.types import modelfiles
@@ -103,6 +104,7 @@ class BaseEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.version: Version | None = None  # of the weights it serves
+        self.admission = Admission(settings.name)  # `generate` is inside of `admission.of(request)`
         self._counted = dict.fromkeys(self.COUNTED, 0)
 
     @classmethod
@@ -113,7 +115,7 @@ class BaseEngine:
     @property
     def running(self) -> int:
         """Completions under way."""
-        return 0
+        return self.admission.under_way
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         raise ValueError(f"{self.settings.name}: it generates nothing")
@@ -138,6 +140,12 @@ class BaseEngine:
 
     async def resume(self) -> None:
         raise self.fixed()
+
+    async def drain(self, timeout_s: float) -> None:
+        await self.admission.drain(timeout_s)
+
+    async def admit(self) -> None:
+        self.admission.admit()
 
     def fixed(self) -> EngineFailed:
         return EngineFailed(f"{self.settings.name}: {self.FIXED_WEIGHTS}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import math
 import os
@@ -24,13 +25,15 @@ from rft.errors import ConfigError, EngineFailed, SetupError
 from rft.logs import learn_secrets, redact
 from rft.types.completion import Completion, FinishReason
 from rft.types.ports import GenerateRequest
-from rft.types.throttled import RESENT, THROTTLED
+from rft.types.throttled import RESENT, THROTTLED, UNPAID
 
 if TYPE_CHECKING:
     import httpx
 
 log = logging.getLogger(__name__)
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # the server says: later
+WORKED_ON = {408, 500, 502, 504}  # of these: perhaps after it has worked, or has let another one work
+LARGEST = 16 << 20  # bytes of an answer
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 TOP = 20  # of the first token's log-probs; more are not given
 NOTHING = np.empty(0, np.int32)
@@ -147,9 +150,9 @@ class ExternalEngine(BaseEngine):
         try:
             choices = answer["choices"]
             usage = answer.get("usage") or {}
-            counted = (int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+            counted = (_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")))
             made = [self._completion(c, request, counted if i == 0 else (0, 0)) for i, c in enumerate(choices)]
-        except (KeyError, TypeError, AttributeError, ValueError) as e:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
             raise EngineFailed(
                 f"{self.settings.name}: not an answer of the protocol ({type(e).__name__}: {e}): {_short(answer)}"
             ) from e
@@ -185,6 +188,8 @@ class ExternalEngine(BaseEngine):
                 return await self._once(body)
             except _Later as e:
                 if attempt >= self._server.max_retries:
+                    if not e.sent:
+                        UNPAID.get()()
                     raise EngineFailed(f"{self.settings.name}: no answer after {attempt + 1} requests; the last: {e}") from e
                 wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * (0.5 + self._random.random())
                 self._counted["retries"] += 1
@@ -195,26 +200,44 @@ class ExternalEngine(BaseEngine):
         raise AssertionError("the loop ends by an answer or an error")
 
     async def _once(self, body: dict[str, Any]) -> Any:
-        import httpx
-
-        try:
-            response = await self._client.post("chat/completions", json=body)
-        except httpx.TransportError as e:
-            unsent = isinstance(e, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-            raise _Later(redact(f"{type(e).__name__}: {e}"), sent=not unsent) from e
-        if response.status_code in AGAIN:
-            raise _Later(f"HTTP {response.status_code}: {_short(response.text)}", _seconds(response.headers.get("retry-after")))
-        if response.status_code in (401, 403, 404):
+        status, answer, after = await self._answer(body)
+        said = _short(answer[:4000].decode("utf-8", "replace"))
+        if status in AGAIN:
+            raise _Later(f"HTTP {status}: {said}", _seconds(after), sent=status in WORKED_ON)
+        if status in (401, 403, 404):
+            UNPAID.get()()
             raise EngineFailed(
-                f"{self.settings.name}: HTTP {response.status_code} from {redact(str(response.url))}: {_short(response.text)}; check the "
+                f"{self.settings.name}: HTTP {status} from {redact(str(self._client.base_url))}: {said}; check the "
                 f"address, the key in {self._server.api_key_env} and the model's name {self._server.model_name!r}"
             )
-        if response.is_error:
-            raise ValueError(f"{self.settings.name}: HTTP {response.status_code}: {_short(response.text)}")
+        if status >= 400:
+            raise ValueError(f"{self.settings.name}: HTTP {status}: {said}")
         try:
-            return response.json()
-        except ValueError as e:
-            raise EngineFailed(f"{self.settings.name}: the server did not answer with JSON: {_short(response.text)}") from e
+            return json.loads(answer)
+        except (ValueError, RecursionError) as e:
+            raise EngineFailed(f"{self.settings.name}: the server did not answer with JSON: {said}") from e
+
+    async def _answer(self, body: dict[str, Any]) -> tuple[int, bytearray, str | None]:
+        """Status, body and Retry-After.  The deadline is that of the whole answer.  Raises _Later where none comes."""
+        import httpx
+
+        got = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self.settings.request_timeout_s),
+                self._client.stream("POST", "chat/completions", json=body) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    got += piece
+                    if len(got) > LARGEST:
+                        raise EngineFailed(f"{self.settings.name}: the server's answer has more than {LARGEST} bytes")
+        except TimeoutError as e:
+            why = f"its answer was not complete within {self.settings.request_timeout_s:g} s ({len(got)} bytes came)"
+            raise _Later(why, sent=True) from e
+        except httpx.HTTPError as e:
+            unsent = isinstance(e, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+            raise _Later(redact(f"{type(e).__name__}: {e}"), sent=not unsent) from e
+        return response.status_code, got, response.headers.get("retry-after")
 
     async def _turn(self) -> None:
         """Waits until the next request may begin (requests_per_minute), and says so to who counts the seconds."""
@@ -226,6 +249,14 @@ class ExternalEngine(BaseEngine):
         if mine > now:
             THROTTLED.get()(mine - now)
             await asyncio.sleep(mine - now)
+
+
+def _count(given: Any) -> int:
+    """A number of tokens that a server reports.  Raises ValueError for one that would give money back, or that no server can mean."""
+    count = int(given or 0)
+    if not 0 <= count < 1 << 31:
+        raise ValueError(f"{_short(given)} tokens")
+    return count
 
 
 def _seconds(text: str | None) -> float | None:

@@ -27,6 +27,7 @@ from rft.types import row_layout
 
 FULL = frozenset({"full_attention", "attention", "global", "latent attention", "mlp", "moe", "dense", "sparse", "experts"})
 LIMITS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}  # nats; in float32 as the canary: recurrences and chunks round apart
+_MEASURED = (2, 3)  # tokens of the rows whose bytes are counted: fewer than any window
 _PROOF = ((7, 12), (5, 9), (7, 9))  # (places of the prompt, of the whole text) of a few random texts
 
 
@@ -60,6 +61,24 @@ class Forwards(ABC):
     @abstractmethod
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         """What the output layer sees of one text, [tokens, H], without a cache."""
+
+    @abstractmethod
+    def waiting_bytes(self) -> int:
+        """Bytes of the caches of what was prefilled and waits for `keep`."""
+
+    @torch.inference_mode()
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes that a row has in the cache whatever its length, and those of each token; measured.
+
+        A token that is computed later may take less than that: windows forget.
+        """
+        short, long = (self._bytes_of(tokens) for tokens in _MEASURED)
+        token = (long - short) // (_MEASURED[1] - _MEASURED[0])
+        return short - _MEASURED[0] * token, token
+
+    def _bytes_of(self, tokens: int) -> int:
+        self.prefill([[0] * tokens])
+        return self.waiting_bytes()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits of hidden states."""
@@ -122,6 +141,9 @@ class CachedRows(Forwards):
 
     def drop(self, row: int, last_length: int) -> None:
         self._cache.drop(row, last_length)
+
+    def waiting_bytes(self) -> int:
+        return _bytes(self._cache.waiting)
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         cache, count = RowCache(self.device), len(tokens)
@@ -203,6 +225,9 @@ class OwnCaches(Forwards):
         for block in self._blocks:
             block.rows = [None if r == row else row if r == self._rows else r for r in block.rows]
 
+    def waiting_bytes(self) -> int:
+        return _bytes([vars(layer) for _, cache in self._fresh for layer in cache.layers])
+
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(tokens)], device=self.device)
         found: torch.Tensor = body_of(self.model)(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -226,6 +251,14 @@ class OwnCaches(Forwards):
                 stay = [i for i, row in enumerate(block.rows) if row is not None]
                 block.cache.reorder_cache(torch.tensor(stay, device=self.device))
                 block.rows = [block.rows[i] for i in stay]
+
+
+def _bytes(held: object) -> int:
+    """Of all tensors in `held`."""
+    if isinstance(held, torch.Tensor):
+        return held.nbytes
+    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ()
+    return sum(map(_bytes, inner))
 
 
 def body_of(lm: Any) -> Any:

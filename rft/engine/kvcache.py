@@ -33,6 +33,11 @@ class RowCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always given
 
+    @property
+    def waiting(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer that were prefilled and wait for `keep`."""
+        return self._fresh or []
+
     def begin_prefill(self) -> None:
         self._fresh, self._at = [], None
 

@@ -3,6 +3,7 @@
 Where a request goes: to the engine that has its beginning in its cache (it serves the same prompt now, served it lately, or wrote the
 answer that the request goes on from), any other to the engine with the fewest completions under way.
 
+An engine that is about to load new weights while others serve refuses requests; they go to another, and wait only where all refuse.
 An engine that fails is taken out until `revive` has brought it back, and its requests are asked again elsewhere; without `revive` its
 failure is the pool's.  Invariant: a request is answered once, by one engine.
 """
@@ -12,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
 
+from rft.engine.admission import Draining
 from rft.engine.base import worst
 from rft.errors import EngineFailed, EngineStalled
 from rft.types.completion import Completion
@@ -65,25 +67,30 @@ class EnginePool:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         key = b"" if len(self.engines) == 1 else _beginning(request)
-        return await self._ask(lambda e: e.generate(request), key, request.n)
+        hurried = request if len(self.engines) == 1 else msgspec.structs.replace(request, may_wait=False)
+        return await self._ask(lambda e, may_wait: e.generate(request if may_wait else hurried), key, request.n)
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        return await self._ask(lambda e: e.logprobs(row))
+        return await self._ask(lambda e, _: e.logprobs(row))
 
     async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        return await self._ask(lambda e: e.classify(messages))
+        return await self._ask(lambda e, _: e.classify(messages))
 
-    async def _ask(self, call: Callable[[Engine], Awaitable[T]], key: bytes = b"", weight: int = 1) -> T:
+    async def _ask(self, call: Callable[[Engine, bool], Awaitable[T]], key: bytes = b"", weight: int = 1) -> T:
+        failures, refused = 0, set[int]()
         async with self._turn:
-            for attempt in range(RETRIES + 1):
-                index = await self._choose(key)
+            while True:
+                index = await self._choose(key, refused)
                 self._under_way[index] += weight
                 self._serving[key] += 1
                 try:
-                    result = await call(self.engines[index])
+                    result = await call(self.engines[index], index in refused)
+                except Draining:
+                    refused.add(index)
                 except EngineFailed as e:
+                    failures += 1
                     failure = EngineFailed(f"engine {index} of {len(self.engines)}: {e}")
-                    if self._revive is None or attempt == RETRIES:
+                    if self._revive is None or failures > RETRIES:
                         raise failure from e
                     self._lose(index, failure, e)
                     self._counted["asked_again"] += 1
@@ -97,10 +104,12 @@ class EnginePool:
                     self._serving[key] -= 1
                     if not self._serving[key]:
                         del self._serving[key]
-        raise AssertionError("the last attempt returns or raises")
 
-    async def _choose(self, key: bytes) -> int:
-        """The engine for a request.  Waits while none is there; raises EngineFailed when one could not be brought back."""
+    async def _choose(self, key: bytes, refused: Collection[int]) -> int:
+        """The engine for a request, one that has not `refused` it before one that has.
+
+        Waits while none is there; raises EngineFailed when one could not be brought back.
+        """
         while True:
             for task in self._lost.values():
                 if task.done():
@@ -109,10 +118,11 @@ class EnginePool:
             if up:
                 break
             await asyncio.wait(self._lost.values(), return_when=asyncio.FIRST_COMPLETED)
+        up = [i for i in up if i not in refused] or up
         least = min(up, key=self._under_way.__getitem__)
         home = self._homes.get(key) if key else None
         crowded = home is not None and not self._serving[key] and self._under_way[home] > 2 * self._under_way[least] + SPILL
-        if home is None or home in self._lost or crowded:
+        if home is None or home not in up or crowded:
             home = least
         if key:
             self._remember(key, home)
@@ -152,6 +162,12 @@ class EnginePool:
 
     async def resume(self) -> None:
         await self._each(*(e.resume() for e in self.engines))
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._each(*(e.drain(timeout_s) for e in self.engines))
+
+    async def admit(self) -> None:
+        await self._each(*(e.admit() for e in self.engines))
 
     async def health(self) -> None:
         await self._each(*(e.health() for e in self.engines))

@@ -91,6 +91,7 @@ class RowBatch:
             routers = Routers(model)
             routers.recording = True
         self._forwards = forwards.make(model, routers, alone=settings.deterministic)
+        self._state_bytes, self._token_bytes = self._forwards.row_bytes()
 
     @property
     def stale_tokens(self) -> int:
@@ -103,9 +104,8 @@ class RowBatch:
         if len(rows) == 1:
             return True
         limit = self.settings.kv_cache_bytes or KV_CACHE_BYTES
-        return (
-            len(rows) <= self.settings.max_num_seqs and len(rows) * max(r.need for r in rows) * _token_bytes(self.model) <= limit
-        )
+        row = self._state_bytes + max(r.need for r in rows) * self._token_bytes
+        return len(rows) <= self.settings.max_num_seqs and len(rows) * row <= limit
 
     def first_prompts(self, new: Sequence[BatchRow]) -> list[tuple[int, ...]]:
         """The prompts of `new` that are computed in one forward."""
@@ -187,11 +187,3 @@ class RowBatch:
             assert row.routed is not None, "told since its prompt"
             row.routed.append(experts)
         return logits
-
-
-def _token_bytes(model: Any) -> int:
-    """Bytes of one token in the cache, at most: keys and values of all layers."""
-    c = model.config.get_text_config()
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    return int(2 * c.num_hidden_layers * heads * size * model.dtype.itemsize)

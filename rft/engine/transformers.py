@@ -107,14 +107,15 @@ class TransformersEngine(LocalEngine):
         choices = self._chat.choices(request) if request.choices else []
         loop = asyncio.get_running_loop()
         job = BatchJob(request, prompt, loop, loop.create_future())
-        rows = [self._row(job, i, choices) for i in range(request.n)]
-        with self._wake:
-            self._check_alive()
-            self._counted["requests"] += request.n
-            self._counted["prompt_tokens"] += len(prompt)
-            self._waiting.extend(rows)
-            self._wake.notify()
-        return await self._within("answer a request", job.future, self.settings.request_timeout_s)
+        with self.admission.of(request):
+            rows = [self._row(job, i, choices) for i in range(request.n)]
+            with self._wake:
+                self._check_alive()
+                self._counted["requests"] += request.n
+                self._counted["prompt_tokens"] += len(prompt)
+                self._waiting.extend(rows)
+                self._wake.notify()
+            return await self._within("answer a request", job.future, self.settings.request_timeout_s)
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         """Under the weights there are now, at the row's temperature."""

@@ -85,7 +85,6 @@ class VllmEngine(LocalEngine):
         super().__init__(settings, Chat(settings, self._llm.renderer.get_tokenizer(), self._llm.model_config.get_vocab_size()))
         self._adapter = _adapter_request() if settings.lora_rank is not None else None
         self._ids = itertools.count()
-        self._running = 0  # completions
         self._requests = 0  # of vLLM under way, which wait while it is paused
         self._deadlines: set[asyncio.Timeout] = set()  # of all calls of vLLM under way
         self._stalled = ""  # why it counts as hung, for good
@@ -106,6 +105,8 @@ class VllmEngine(LocalEngine):
         except BaseException:
             _SOCKETS.close()
             raise
+        if settings.device == "cpu" and settings.task == "generate":
+            await self._call("take seeds", self._llm.collective_rpc("rft_take_seeds"))
         if settings.router_replay:
             (self._expert_layers, *_) = await self._call(
                 "name its layers with experts", self._llm.collective_rpc("rft_expert_layers")
@@ -135,11 +136,8 @@ class VllmEngine(LocalEngine):
         params = sampling_params(request.sampling, n, room)
         if request.choices:
             params.max_tokens, params.allowed_token_ids = 1, self._chat.choices(request)
-        self._running += request.n
-        try:
+        with self.admission.of(request):
             finals = await asyncio.gather(*(self._ask(request, prompt, params) for _ in range(asks)))
-        finally:
-            self._running -= request.n
         self._counted["prefilled_tokens"] += sum(len(prompt) - (f.num_cached_tokens or 0) for f in finals)
         named = [(final.request_id, out) for final in finals for out in sorted(final.outputs, key=lambda o: o.index)]
         experts = await self._experts(
@@ -221,10 +219,6 @@ class VllmEngine(LocalEngine):
         if self._stalled:
             raise EngineStalled(f"{self.settings.name}: vLLM hangs: {self._stalled}")
         await self._call("answer a health check", self._llm.check_health())
-
-    @property
-    def running(self) -> int:
-        return self._running
 
     async def metrics(self) -> list[Metric]:
         return [*await super().metrics(), *self._stats.metrics()]
@@ -372,11 +366,8 @@ class VllmClassifier(ScoresOnly, VllmEngine):
         stream = self._llm.encode(
             TokensPrompt(prompt_token_ids=prompt), PoolingParams(task="classify", use_activation=False), name
         )
-        self._running += 1
-        try:
+        with self.admission.of(GenerateRequest(request_id=name)):
             final = await self._answer("score a chat", stream)
-        finally:
-            self._running -= 1
         self._counted["requests"] += 1
         self._counted["prompt_tokens"] += len(prompt)
         return [float(x) for x in final.outputs.data]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
-from rft.types import rotary
+from rft.types import rotary, row_layout
 from rft.types.task import SamplingArgs
 
 FIRST, PAST = (0, 32), (0, 34)  # supported versions: FIRST <= vllm < PAST
@@ -70,6 +72,8 @@ def engine_args(settings: EngineSettings) -> Any:
     if settings.device == "cpu":
         args["block_size"] = settings.block_size or CPU_BLOCK_SIZE
         args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        if settings.dtype == "float32" and _latent(settings):
+            args["attention_backend"] = "CPU_MLA"  # the one for AMX, which vLLM prefers, computes in bfloat16 only
         # "uni" holds only where the environment of rft.engine.environment says so; else vLLM takes "mp" itself
         args["distributed_executor_backend"] = "uni" if settings.workers == 1 else "mp"
     else:
@@ -86,6 +90,12 @@ def engine_args(settings: EngineSettings) -> Any:
     if isinstance(override := args.get("hf_overrides"), dict):
         args["hf_overrides"] = rotary.applied_to(settings.model_path, override)
     return AsyncEngineArgs(**args)
+
+
+def _latent(settings: EngineSettings) -> bool:
+    """Whether the model has latent attention."""
+    page = Path(settings.model_path) / "config.json"
+    return page.is_file() and "latent attention" in row_layout.layer_types(json.loads(page.read_text(encoding="utf-8")))
 
 
 def tells_experts(settings: EngineSettings) -> bool:

@@ -32,6 +32,8 @@ def place(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[Pub
     for name, tensor in tensors.items():
         for target, part in _mapped(mapper, name, tensor):
             shard: Shard = getattr(part, "shard_id", None)
+            if target not in known and (stored := target.replace("A_log", "A")) in known:
+                target = stored  # models that rename inside their own load_weights
             if target not in known:
                 *head, leaf, kind = target.rsplit(".", 2)
                 if leaf in packed:  # models that merge inside their own load_weights
@@ -159,6 +161,9 @@ def _compare(
     if not hasattr(module, "input_size") and not isinstance(module, ParallelLMHead):  # an embedding: some of its rows
         rows = torch.randint(len(own[0]), (64,), generator=random)
         return module.weight[rows.to(device)], own[0][rows].to(device)
+    if own[0].dim() > 2:  # the kernel of a convolution
+        want = torch.cat(own).to(device, dtype)
+        return vars(module).get("_cpu_unpacked_conv_weight", module.weight).reshape(want.shape), want
     x = torch.randn(PROBE_ROWS, own[0].shape[1], generator=random).to(device, dtype)
     want = torch.cat([x @ w.to(device, dtype).T for w in own], dim=-1)
     bias = getattr(module, "bias", None) if biases else None

@@ -15,6 +15,7 @@ from rft.engine.vllm_adapter import WorkerAdapter
 from rft.engine.vllm_experts import ExpertLayers, expert_layers, expert_runners
 from rft.engine.vllm_layout import Published, absent, place, probe, repack_tied_heads
 from rft.engine.vllm_routing import Routing
+from rft.engine.vllm_seeds import Requests
 from rft.engine.weights import Loader
 from rft.types.experts import sizes_of
 from rft.types.ports import LoadReport, WeightManifest
@@ -32,6 +33,11 @@ class WeightWorker:
         if self._rft_loader is None:
             self._rft_loader = WorkerLoader(self)
         return msgspec.msgpack.encode(self._rft_loader.load(msgspec.msgpack.decode(frame, type=WeightManifest)))
+
+    def rft_take_seeds(self) -> None:
+        """Let requests with a seed be computed in pieces, from now on."""
+        worker: Any = self
+        worker.model_runner.requests = Requests(worker.model_runner.requests)
 
     def rft_expert_layers(self) -> list[int]:
         """The numbers of the model's layers that have experts."""

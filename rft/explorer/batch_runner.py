@@ -31,6 +31,7 @@ from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
 
 log = logging.getLogger(__name__)
+TELL_S = 10.0  # between two lines about a batch that is under way
 
 
 class BatchRunner:
@@ -97,6 +98,7 @@ class BatchRunner:
             if self._pipeline.active:
                 batch.pipeline += [Metric(f"time/{name}", time.monotonic() - began, "sum") for name in ("write", "total")]
             batch.add(group, played if group is processed else group)
+            await self._tell(batch)
             if group.reason and group.reason not in self._noted:
                 self._noted.add(group.reason)
                 note = f"group {group.id} cannot be trained, {group.why}; all of its kind: `rft buffer stats`, rollout/groups/rejected"
@@ -104,6 +106,14 @@ class BatchRunner:
                 await self._sink.log(record)
             self.breaker.see(group)
             number = None if group.accepted else batch.after(number)
+
+    async def _tell(self, batch: Batch) -> None:
+        """How far a batch is that takes long; of several that are under way each for itself."""
+        if batch.wall_s - batch.told_s >= TELL_S and batch.accepted < batch.size:
+            batch.told_s = batch.wall_s
+            rejected = f", {sum(batch.reasons.values())} rejected" if batch.reasons else ""
+            said = f"exploring batch {batch.number + 1}: {batch.accepted} of {batch.size} groups{rejected}, {batch.wall_s:.0f} s"
+            await self._sink.progress(said)
 
     async def _is_verified(self, version: Version) -> bool:
         if version not in self._verified and await self._gate.wait_verified(version):

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from rft.engine.settings import ExternalSettings
@@ -34,6 +34,7 @@ from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
 
 log = logging.getLogger(__name__)
+TELL_S = 5.0  # between two lines about an evaluation that goes on
 PASS = 1.0  # a run passes when its reward reaches this
 
 
@@ -89,10 +90,13 @@ class Evaluator:
     async def _play(self, taskset: Taskset, order: Sequence[int], version: Version) -> list[PlayedGroup]:
         """The tasks in this order, each `num_runs` times; in a deterministic run each time with the same random numbers."""
         s, name = self.settings, taskset.settings.name
+        began = told = time.monotonic()
+        done = 0
 
         async def one(index: int) -> PlayedGroup:
+            nonlocal done, told
             task = taskset.task(index)
-            return await run_group(
+            group = await run_group(
                 task,
                 await self._recipes.get(task),
                 self._model,
@@ -103,6 +107,11 @@ class Evaluator:
                 request_prefix=f"{self._prefix}-{name}-",
                 models=self._models,
             )
+            done, now = done + 1, time.monotonic()
+            if now - told >= TELL_S and done < len(order):
+                told = now
+                await self._sink.progress(f"evaluating {name}: {done} of {len(order)} tasks, {now - began:.0f} s")
+            return group
 
         return await all_of(*map(one, order))
 
@@ -145,7 +154,8 @@ async def spent(server: ExternalSettings, model: Measured, sink: MetricSink) -> 
 
 
 def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall_s: float) -> dict[str, float]:
-    """Means over tasks, n runs each: std@n is the population standard deviation inside a task.
+    """Means over tasks, n runs each: std@n is the population standard deviation inside a task, sem@n the standard error of
+    mean@n over tasks, as a sample of them.
 
     best@k, worst@k and pass@k (a run scored >= 1) are what k runs drawn from the n of a task give on average, exactly; k = 1, 2, 4, ...
     and n.  A task of which fewer than k runs have a score is left out of these.  Raises RunFailed if no run was scored.
@@ -166,6 +176,7 @@ def eval_metrics(prefix: str, groups: Sequence[PlayedGroup], num_runs: int, wall
     out = {
         f"{prefix}/mean@{n}": fmean(fmean(r) for r in scored),
         f"{prefix}/std@{n}": fmean(pstdev(r) for r in scored),
+        **({f"{prefix}/sem@{n}": stdev(map(fmean, scored)) / math.sqrt(len(scored))} if len(scored) > 1 else {}),
         **at_k(prefix, scored, n),
         f"{prefix}/tasks": float(len(groups)),
         f"{prefix}/runs": float(len(runs)),

@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
+from rft.explorer.collapse_metrics import collapse_metrics
 from rft.types.experience import Experience
 from rft.types.metrics import Metric, reduce
 from rft.types.ports import ChatModel, Measured
@@ -84,10 +85,13 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
     for g in groups:
         by_taskset[g.task.taskset] += g.rewards
     out |= {f"rollout/{name}/reward/mean": fmean(rewards) for name, rewards in by_taskset.items() if rewards}
+    parts = {name for r in whole for name in r.reward_parts}
     for name, values in _named(whole).items():
         out[f"rollout/{name}/mean"] = fmean(values)
+        if name in parts:
+            out[f"rollout/{name}/std"] = pstdev(values)
     if whole:
-        out |= lengths("rollout", whole)
+        out |= lengths("rollout", whole) | collapse_metrics(groups)
         out["rollout/tokens_per_s"] = sum(r.num_response_tokens for r in whole) / max(wall_s, 1e-9)
         out["rollout/model_version"] = fmean(r.oldest_version.step for r in whole if r.oldest_version is not None)
         out["rollout/clipped_logprobs"] = float(sum(r.clipped_logprobs for r in whole))

@@ -39,6 +39,7 @@ class Batch:
         self.submitted = asyncio.Event()  # every first run of every place has begun
         self.closed = asyncio.Event()
         self.began = time.monotonic()
+        self.told_s = 0.0  # seconds after that at which people heard of it
         self.max_refill = self._refills_left = 3 * s.batch_size if s.max_refill is None else s.max_refill
         self._held = {h.task: h.accepted for h in held}
         self._waiting = 0

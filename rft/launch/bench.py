@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rft.config.plan import Plan
 from rft.errors import ConfigError
-from rft.launch.drive import Signals
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec, Runtime, engine_specs, explorer_specs
+from rft.launch.signals import Signals
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 

@@ -9,9 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from rft.config.plan import Plan
 from rft.errors import ConfigError, ConfigErrors, DeadlineExceeded, RunFailed, SetupError
@@ -19,7 +20,11 @@ from rft.explorer.assign import Assignments, BatchAssigner
 from rft.launch.membership import Member, Membership, differences
 from rft.launch.rundir import write_json
 from rft.launch.start import Start, probe_prompts, schedule
+from rft.monitor.alarm_rules import RULES
+from rft.monitor.alarms import Alarms
+from rft.monitor.monitor import FILE as METRICS
 from rft.monitor.monitor import Monitor
+from rft.monitor.read import read
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
 from rft.sync.waits import Waits
@@ -42,13 +47,34 @@ class MonitorPart:
 
     def __init__(self, plan: Plan) -> None:
         self.monitor = Monitor(plan.monitor)
+        self._alarms = Alarms(plan.monitor.alarms, RULES)
+        self._take_history(plan.monitor.folder / METRICS)
         self._records: list[MetricRecord] = []
         self._news = asyncio.Condition()
+
+    def _take_history(self, path: Path) -> None:
+        """What an earlier process of this run has measured; alarms begin anew where that cannot be read."""
+        try:
+            self._alarms.resume(read(path))
+        except RunFailed as e:
+            log.warning("alarms know nothing of what was measured before: %s", e)
 
     async def fail(self, reason: BaseException) -> None:
         """Never waits."""
 
     async def log(self, record: MetricRecord) -> None:
+        """Raises RunFailed for an alarm that is to stop the run; it is logged before."""
+        await self._log(record)
+        for found in self._alarms.see(record):
+            log.warning("%s", found.text())
+            await self._log(structs.replace(record, values={f"alarm/{found.name}": 1.0}, notes=(found.text(),)))
+            if self._alarms.stops(found):
+                raise RunFailed(
+                    f"{found.text()}  monitor.alarms.{found.name} is stop, so the run ends; the same command resumes it from its last "
+                    "checkpoint, and this alarm is not raised again"
+                )
+
+    async def _log(self, record: MetricRecord) -> None:
         await self.monitor.log(record)
         async with self._news:
             self._records.append(record)
@@ -56,6 +82,12 @@ class MonitorPart:
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         await self.monitor.samples(name, step, rows)
+
+    async def progress(self, text: str) -> None:
+        """To those who follow the run; not into metrics.jsonl."""
+        async with self._news:
+            self._records.append(MetricRecord(role="explorer", step=0, time=time.time(), values={}, notes=(text,)))
+            self._news.notify_all()
 
     async def records(self, after: int, *, wait: bool = True) -> list[MetricRecord]:
         """All records from number `after` on; `wait`: until there is one."""
@@ -122,6 +154,8 @@ class Coordinator(MonitorPart):
         self._waits.raise_failure()
         if found := differences(self._plan.monitor.config, config):
             raise ConfigErrors([ConfigError(text, key=key, given=given) for key, given, text in found])
+        if config.get("mode") == "serve":  # two services would answer for the same sessions
+            await self._members.check_alone()
         await self._members.check_name(name)
 
     async def join(self, name: str, nodes: Sequence[str], engines: Sequence[Any], process: Any, way: SyncSettings) -> Joined:

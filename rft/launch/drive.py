@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol
 
 from rft.errors import DeadlineExceeded, Interrupted, RftError, RunFailed
 from rft.launch.rundir import INTERRUPTED
-from rft.sync.waits import cancel, race
+from rft.launch.signals import Signals
+from rft.sync.waits import cancel
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
 log = logging.getLogger(__name__)
 OnRecord = Callable[[MetricRecord], None]
 STOP_DEADLINE_S = 8.0  # Ctrl-C: finish what is short, then end
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -124,39 +123,3 @@ async def quietly(call: Awaitable[Any], timeout_s: float = 10.0) -> None:
         await asyncio.wait_for(call, timeout_s)
     except (RftError, TimeoutError) as e:
         log.info("while closing: %s", e)
-
-
-class Signals:
-    """SIGINT and SIGTERM as events of this loop while the context is open; a second one is told apart from the first."""
-
-    def __init__(self) -> None:
-        self._events = (asyncio.Event(), asyncio.Event())
-
-    def __enter__(self) -> Self:
-        self.take()
-        return self
-
-    def take(self) -> None:
-        """Takes the signals, also back from a library that has put its own handlers in place: Ray's ends the program at a second signal."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _arrived(self) -> None:
-        first, second = self._events
-        (second if first.is_set() else first).set()
-
-    async def wait(self, count: int = 1) -> None:
-        """Until the first (or second) signal has arrived."""
-        await self._events[count - 1].wait()
-
-    async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises Interrupted, after cancelling it, when a signal arrives first."""
-        async with race(work, self.wait()) as (task, _):
-            if not task.done():
-                raise Interrupted(INTERRUPTED)
-            result: T = task.result()
-            return result

@@ -9,12 +9,14 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import rft.logs as logs
-from rft.config.devices import apart
 from rft.config.load import stage_names
 from rft.config.plan import Plan
+from rft.config.plan_serve import ENDLESS
+from rft.config.roles import apart
 from rft.config.save import Change, refuse_changes, save
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
@@ -63,7 +65,7 @@ def _execute(config: Path, overrides: Sequence[str], plugin_dirs: Sequence[str],
 
 def _half(loaded: RunConfig, plan: Plan, in_process: bool) -> Outcome:
     """One of several processes of a run.  They meet by the run's name, so none of them changes it."""
-    if plan.mode == "explore":
+    if plan.joins:
         return _run(loaded, plan, in_process, folder=plan.run_dir / "explorers" / plan.explorer.name)
     if not plan.continue_from_checkpoint and (plan.run_dir / "state.json").exists():
         raise ConfigError(
@@ -82,7 +84,8 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
     if folder is None:
         check_available(plan.monitor.kinds, plan.monitor.args, plan.monitor.plugin_dirs)
     if plan.serve is not None:
-        clients(plan.serve)  # before anything starts
+        known = clients(plan.serve)  # before anything starts; the service's process may not have this one's environment
+        plan = replace(plan, serve=replace(plan.serve, clients=known))
     runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
     changed = _changes(loaded, plan, rundir) if folder is None else []
@@ -95,7 +98,11 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
             _clean_after_a_crash(rundir)
             if plan.task_pipeline is not None and plan.mode != "train":
                 print(f"task pipeline: {tasks.write(plan.task_pipeline)} → {plan.task_pipeline.output}", flush=True)
-            with Progress(rundir.path, total_steps=plan.trainer.total_steps, notes=(*plan.notes, *plan.warnings)) as progress:
+            notes = [*plan.notes, *plan.warnings]
+            if "tensorboard" in plan.monitor.kinds:
+                notes.append(f"curves: tensorboard --logdir {rundir.path / 'tensorboard'}")
+            steps = None if plan.trainer.total_steps == ENDLESS else plan.trainer.total_steps
+            with Progress(rundir.path, total_steps=steps, notes=notes) as progress:
                 ended: list[str] = []
                 try:
                     with leftovers.collected() as ended:

@@ -79,6 +79,11 @@ class Membership:
     def is_member(self, name: str, number: int) -> bool:
         return name in self._members and self._members[name].number == number
 
+    async def check_alone(self) -> None:
+        """Raises SetupError where there is a living explorer; those that have died are let go."""
+        for name in self.names:
+            await self.check_name(name)
+
     async def check_name(self, name: str) -> None:
         """Raises SetupError where a living explorer has the name; one that has died is let go."""
         if (other := self._members.get(name)) is None:
@@ -175,6 +180,7 @@ SHARED = (  # sections and keys that both processes read
     "buffer.explorer_input",
     "synchronizer",
     "explorer.max_inflight_batches",
+    "explorer.serve.trainer_apart",
     "explorer.rollout_model.dtype",
     "explorer.rollout_model.max_model_len",
     "explorer.rollout_model.max_prompt_tokens",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.json"
 _PROMPTS, _TOKENS = (4, 9, 17), 16
-_PROBES, _PROBE_TOKENS = 8, 4
+_PROBES, _PROBE_TOKENS = 16, 4
 _SHAKEN = 0.02  # by how much of its size a weight changes from one version to the next
 _TIMEOUT_S = 120.0
 
@@ -115,7 +115,7 @@ async def _synced(engine: Any, ranks: Any, learner: Learner, transport: Any, siz
     sampled = [await _answer(engine, draw.integers(size, size=length).tolist()) for length in _PROMPTS]
     await ranks.aside(_shake, learner)
     second = await updates.run(await ranks.stage(Version(1, 1), transport), _nothing)
-    return Served(sampled=sampled, canary=[first.verdict.max_abs, second.verdict.max_abs])
+    return Served(sampled=sampled, canary=[first[0].verdict.max_abs, second[0].verdict.max_abs])
 
 
 async def _nothing() -> None:

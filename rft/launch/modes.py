@@ -4,6 +4,7 @@
     serve      the same, with a service for sessions of clients instead of tasks     ExploreAndTrain
     train      buffer, trainer, coordinator; waits for explorers to join    ┐        ExploreAndTrain(explores=False)
     explore    engines, explorer; waits for a coordinator to join           ┘        Explore
+    serve      joins such a trainer, where explorer.serve.trainer_apart              Explore
     train      on a data set: trainer and monitor                                    TrainOffline
 
 Who waits for whom: the explorer waits for the coordinator's gate, the trainer for the buffer's lease, the launcher for either to
@@ -24,10 +25,11 @@ from rft.config.plan import Plan
 from rft.errors import RunFailed
 from rft.launch import drive, rendezvous
 from rft.launch.coordinator import Joined
-from rft.launch.drive import OnRecord, Outcome, Signals
+from rft.launch.drive import OnRecord, Outcome
 from rft.launch.remote import ANSWER_S
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Bound, Parts, PartSpec, Runtime, engine_specs, explorer_specs, trainer_specs
+from rft.launch.signals import Signals
 from rft.launch.start import Start, begin, begin_offline, origin
 from rft.sync.waits import all_of
 from rft.trainer import manifest as manifests
@@ -68,7 +70,7 @@ async def run(mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime)
     began = time.monotonic()
     with Signals() as signals:
         if (version := mode.done(rundir)) is not None:
-            log.info("already trained to step %d; raise buffer.total_steps to continue", version.step)
+            log.info("already trained to step %d", version.step)
             return Outcome(version, mode.plan.run_dir, 0.0, version)
         runtime.number(rundir)
         rundir.state(mode.phase)
@@ -89,9 +91,9 @@ async def run(mode: Mode, rundir: RunDir, on_record: OnRecord, runtime: Runtime)
 
 def mode_of(plan: Plan) -> Mode:
     """The mode that the plan asks for (bench: see `rft.launch.bench`)."""
-    if plan.mode == "explore":
+    if plan.joins:
         return Explore(plan)
-    if plan.trainer.offline_data is not None:
+    if plan.trainer.alone:
         return TrainOffline(plan)
     return ExploreAndTrain(plan, explores=plan.mode != "train")
 

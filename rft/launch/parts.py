@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -113,7 +114,7 @@ class ExplorerPart:
         from rft.explorer.explorer import Explorer
         from rft.launch.coordinator import ExplorerClient
         from rft.reward.run_folder import run_folder
-        from rft.serve.service import Service
+        from rft.serve.service import Service, settle
 
         run_folder.set(self.plan.run_dir)
         client = ExplorerClient(coordinator, name, joined)
@@ -124,7 +125,8 @@ class ExplorerPart:
             sides: dict[str, Any] = {"model": policy, "buffer": writer, "gate": client, "sink": coordinator, "models": models}
             sides["lineage"] = joined.start.lineage
             if self.plan.serve is not None:
-                self._explorer = Service(self.plan.serve, self.plan.explorer.pipeline, folder=self.plan.run_dir, **sides)
+                sides |= {"folder": self.plan.run_dir, "on_listening": settle}
+                self._explorer = Service(self.plan.serve, self.plan.explorer.pipeline, **sides)
             else:
                 self._explorer = Explorer(self.plan.explorer, cursor=joined.start.cursor, **sides)
             await self._explorer.run()
@@ -241,6 +243,9 @@ class TrainerPart:
         from rft.trainer.offline_reader import HeldOut, OfflineReader
 
         s = self.plan.trainer
+        if s.replay_run is not None:
+            await self._replay(others, s.replay_run, sink, start, consumption)
+            return
         assert s.offline_data is not None and s.batch_groups is not None, "the plan says so"
         data = await asyncio.to_thread(open_offline_data, s.offline_data)
         held_out = HeldOut(await asyncio.to_thread(open_offline_data, s.held_out)) if s.held_out is not None else None
@@ -248,6 +253,16 @@ class TrainerPart:
         if consumption is not None:
             reader.go_on(start.step, consumption)
         await self._train(others, reader, None, sink, start, transport=None, must_publish=lambda step: False, held_out=held_out)
+
+    async def _replay(self, others: Sequence[Any], run: Path, sink: Any, start: Start, consumption: Consumption | None) -> None:
+        """The steps of another run, on the rows that each of them used."""
+        from rft.buffer.replay_reader import ReplayReader
+
+        when = schedule(self.plan, start)
+        with ReplayReader(run) as reader:
+            if consumption is not None:
+                reader.go_on(start.step, consumption)
+            await self._train(others, reader, None, sink, start, transport=None, must_publish=when.must_publish)
 
     async def _train(
         self, others: Sequence[Any], reader: Any, sync: WeightSync | None, sink: Any, start: Start, **how: Any

@@ -7,7 +7,9 @@ delays anything; all it knows is in metrics.jsonl and the logs too.
 from __future__ import annotations
 
 import logging
+import math
 import re
+import shlex
 import sys
 import time
 from collections import deque
@@ -17,6 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rft.logs import redact
+from rft.monitor.curves import main_curves, sparkline
+from rft.monitor.read import scan
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 
@@ -32,7 +36,7 @@ _WINDOW = 10  # steps over which the time per step is averaged
 class Progress:
     """`update` takes every record of the run, in any order; steps are those of the trainer.
 
-    `total_steps` None means "until the data ends".  A context manager: the bar is there while it is open.
+    `total_steps` None means "until it is stopped".  A context manager: the bar is there while it is open.
     """
 
     def __init__(
@@ -49,9 +53,9 @@ class Progress:
         self._starting = _Handler(self.started)
 
     def __enter__(self) -> Self:
-        steps = "until the data ends" if self._total is None else f"{self._total} steps"
+        steps = "until it is stopped" if self._total is None else f"{self._total} steps"
         self._say(f"run   {self._run_dir}  ({steps})")
-        self._say(f"view  rft status {self._run_dir}")
+        self._say(f"view  rft status {shlex.quote(str(self._run_dir))}")
         for note in self._notes:
             self._say(f"note  {note}")
         if self._console.is_terminal:
@@ -73,7 +77,10 @@ class Progress:
             self._say(f"start {record.getMessage()}, {duration(time.monotonic() - self._began)}")
 
     def update(self, record: MetricRecord) -> None:
-        """Show what `record` adds."""
+        """Show what `record` adds.  One of step 0 without values is news of a wait."""
+        if record.role == "explorer" and record.step == 0 and record.notes and not record.values:
+            self._wait(" ".join(record.notes))
+            return
         for name, value in record.values.items():
             if found := _EVAL.fullmatch(name):
                 self._say(f"eval  step {record.step}: {found['taskset']} {found['what']} {value:.3f}")
@@ -83,6 +90,12 @@ class Progress:
             self._step(record)
         elif record.role == "synchronizer" and self._bar is not None and not self._times:
             self._bar.update(self._bar.task_ids[0], description="exploring")
+
+    def _wait(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=redact(text))
+        else:
+            self._say(f"wait  {text}")
 
     def _step(self, record: MetricRecord) -> None:
         now = time.monotonic()
@@ -115,14 +128,35 @@ class _Handler(logging.Handler):
 def summary(run_dir: Path, version: Version, seconds: float, resumed_from: Version | None) -> None:
     """The last lines of a run that went well."""
     if seconds == 0.0 and resumed_from is not None:
-        print(f"nothing to do: {run_dir} is trained to step {version.step} already; raise total_steps to continue")
+        print(
+            f"nothing to do: {run_dir} is trained to step {version.step} already.  To continue, raise trainer.total_steps, "
+            "and buffer.total_steps or buffer.total_epochs where one is written"
+        )
         return
     begin = f", from step {resumed_from.step} on" if resumed_from is not None else ""
     print(f"done  step {version.step} in {duration(seconds)}{begin}")
     model = run_dir / "checkpoints" / f"global_step_{version.step}" / "huggingface"
     if model.is_dir():
         print(f"model {model}")
-    print(f"next  rft status {run_dir}")
+    if (path := run_dir / "metrics.jsonl").is_file():
+        for line in curve_lines(scan(path).records):
+            print(f"curve {line}")
+    for line in (f"rft status {shlex.quote(str(run_dir))}", *next_steps(run_dir)):
+        print(f"next  {line}")
+
+
+def next_steps(run_dir: Path | str) -> list[str]:
+    """Commands that show more of a run."""
+    folder = shlex.quote(str(run_dir))
+    return [f"rft view {folder}", f"rft report {folder} -o report.html", f"rft compare {folder} OTHER_RUN"]
+
+
+def curve_lines(records: Sequence[MetricRecord]) -> list[str]:
+    """The reward and every evaluation as one line each: from, a line of blocks, to."""
+    found = {name: [v for _, v in points if math.isfinite(v)] for name, points in main_curves(records).items()}
+    return [
+        f"{values[0]:.3f} {sparkline(values, 32)} {values[-1]:.3f}  {name}" for name, values in found.items() if len(values) > 1
+    ]
 
 
 def step_facts(values: dict[str, float], seconds: float) -> str:

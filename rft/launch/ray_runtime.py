@@ -19,11 +19,11 @@ from rft.engine.environment import cpu_environment
 from rft.errors import EngineFailed, Interrupted, RunFailed
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, here, placement, reserve
-from rft.launch.drive import Signals
 from rft.launch.progress import STARTING
 from rft.launch.remote import Host, Proxy, guarded
 from rft.launch.rundir import RunDir
 from rft.launch.runtime import Parts, PartSpec
+from rft.launch.signals import Signals
 from rft.logs import learnt_secrets
 from rft.sync.waits import all_of, cancel, race
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -128,6 +128,25 @@ class RunDir:
         except (OSError, ValueError) as e:
             raise ConfigError(f"{file} is damaged: {e}; remove it: a run resumes from its checkpoints without it") from None
         return state
+
+    def phase(self, state: Mapping[str, Any]) -> tuple[str, int | None]:
+        """What the run is doing by `state`, "died" where its process has gone without saying so; and the process that holds it."""
+        holder, phase = self._holder(), str(state.get("phase", "unknown"))
+        return ("died" if holder is None and phase in ("starting", "running", "stopping") else phase), holder
+
+    def _holder(self) -> int | None:
+        """The process that holds the run's lock now; None when it is free, or its holder was killed.
+
+        The holder's number stands in the file from the moment it took the lock.  The lock itself is left alone: trying it could make a
+        run that starts at this moment fail.
+        """
+        import psutil
+
+        try:
+            text, since = self.lock_file.read_text().strip(), self.lock_file.stat().st_mtime
+            return int(text) if text.isdecimal() and psutil.Process(int(text)).create_time() <= since + 1 else None
+        except (FileNotFoundError, psutil.NoSuchProcess):
+            return None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -20,8 +20,8 @@ from rft.engine.environment import trainer_environment
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError, SetupError
 from rft.launch import parts as factories
-from rft.launch.drive import Signals
 from rft.launch.rundir import RunDir
+from rft.launch.signals import Signals
 from rft.launch.stalled import watched
 
 log = logging.getLogger(__name__)
@@ -179,9 +179,9 @@ def check_local(plan: Plan) -> None:
         raise ConfigError(
             "several ranks need Ray; leave out --in-process, or use 1", key="trainer.world_size", given=plan.learner.world_size
         )
-    if plan.mode == "explore" or (plan.mode == "train" and plan.trainer.offline_data is None):
+    if plan.joins or (plan.mode == "train" and not plan.trainer.alone):
         raise ConfigError("is one of several processes, which meet on Ray; leave out --in-process", key="mode", given=plan.mode)
-    engines = plan.engines if plan.trainer.offline_data is None else ()
+    engines = () if plan.trainer.alone else plan.engines
     served = [("explorer.rollout_model", e) for e in engines]
     served += [(f"explorer.auxiliary_models: {m.name}", e) for m in plan.auxiliary for e in m.engines if engines]
     for key, e in served:

@@ -14,6 +14,7 @@ import numpy as np
 from rft.config.plan import Plan
 from rft.config.plan import schedule as planned
 from rft.errors import ConfigError
+from rft.launch.progress import STARTING
 from rft.sync.schedule import Schedule
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -66,13 +67,19 @@ async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = No
     rows stay where they are, so nothing counts as their use here.
     """
     if found is None:
-        lineage = (await buffer.start_lineage(None, None)).lineage
+        started = await buffer.start_lineage(None, None)
+        lineage = started.lineage
+        if lineage > 1:
+            step = 0 if other is None else other.version.step
+            message = "no checkpoint of the earlier attempt (trainer.save_interval): step %d again, %d experiences set aside"
+            log.info(message, step, started.orphaned, extra=STARTING)
         if other is None:
             return Start(lineage)
         log.info("lineage %d begins with %s of another run", lineage, other.folder)
         return Start(lineage, other.version.step, None, other.consumption.cursor, str(other.folder))
     lineage = await buffer.start_lineage(found.version, found.consumption)
-    log.info("lineage %d continues from %s; %d rows orphaned", lineage.lineage, found.version, lineage.orphaned)
+    message = "resumes from the checkpoint of step %d, %d experiences set aside"
+    log.info(message, found.version.step, lineage.orphaned, extra=STARTING)
     return Start(lineage.lineage, found.version.step, found.version, lineage.cursor, str(found.folder))
 
 
@@ -85,7 +92,7 @@ def begin_offline(found: Manifest | None, other: Manifest | None) -> Start:
     return Start(1)
 
 
-_LENGTH = 12
+_LENGTH = 8  # what follows two tokens is computed less exactly, see decision 4
 
 
 def vocab_size(model_path: str) -> int:
@@ -95,7 +102,7 @@ def vocab_size(model_path: str) -> int:
 
 
 def probe_prompts(model_path: str, count: int, seed: int) -> list[list[int]]:
-    """`count` prompts of 12 token ids drawn from the middle half of the vocabulary (special tokens live at its ends)."""
+    """`count` prompts of token ids drawn from the middle half of the vocabulary (special tokens live at its ends)."""
     vocabulary = vocab_size(model_path)
     draw = np.random.default_rng(seed)
     ids = draw.integers(vocabulary // 4, max(vocabulary * 3 // 4, vocabulary // 4 + 1), size=(count, _LENGTH))

@@ -80,6 +80,10 @@ class Monitor:
             _write_rows(self._folder / SAMPLES / file, shown)
             self._mirror(lambda tracker: tracker.table(name, step, shown))
 
+    async def progress(self, text: str) -> None:
+        """Into the log: nobody looks on."""
+        log.info("%s", text)
+
     async def close(self, deadline_s: float = CLOSE_S) -> None:
         """Waits at most `deadline_s` for each tracker to take everything.  Nothing may be logged afterwards."""
         for mirror in self._mirrors:

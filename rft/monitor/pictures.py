@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from rft.errors import RunFailed, SetupError
-from rft.monitor.read import read, series
+from rft.monitor.read import begins, read, series
 from rft.types.metrics import MetricRecord
 
 TRAINING = "rollout/reward/mean"
@@ -104,7 +104,7 @@ def bars(records: Sequence[MetricRecord], *, last: int | None = None) -> list[Ba
 
     Raises RunFailed where no version has been published yet.
     """
-    firsts = [i for i, r in enumerate(records) if r.role == "synchronizer" and "explorer/idle_ratio" not in r.values]
+    firsts = [i for i, r in enumerate(records) if begins(r)]
     if not firsts:
         raise RunFailed("no weights have been published yet, so there is nothing to draw")
     found = [bar for r in records[firsts[-1] :] for bar in _of(r) if bar.end > bar.begin]

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Level = Literal["off", "warn", "stop"]
+LEVELS: dict[str, Level] = dict.fromkeys(
+    (
+        "reward_divergence", "length_drift", "entropy_collapse", "no_spread", "identical_answers", "judge", "kl_jump", "mismatch_jump",
+        "starving",
+    ),
+    "warn",
+)  # fmt: skip
+"""Every alarm and what it does unless something else is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +31,4 @@ class MonitorSettings:
     config: dict[str, Any] = field(default_factory=dict)  # redacted, for trackers that store it
     num_samples: int = 64  # rows of a table that are shown
     dump_dir: Path | None = None  # gets whole tables
+    alarms: dict[str, Level] = field(default_factory=lambda: dict(LEVELS))

@@ -14,8 +14,17 @@ from rft.reward.base import FunctionReward, Reward
 from rft.threads import contained
 
 INSTEAD: dict[str, str] = {
-    "openjudge_reward": "graders of OpenJudge are not offered: use rubric_judge, reference_judge or pairwise_judge",
-    "rlcr": "calibration rewards are not offered: write a function that reads the stated confidence (docs/howto/reward.md)",
+    **dict.fromkeys(
+        (
+            "openjudge_reward",
+            "trajectory_accuracy_grader_reward",
+            "openjudge_trajectory_accuracy_reward",
+            "openjudge_multi_grader_reward",
+            "rm_gallery_reward",
+        ),
+        "OpenJudge's graders are not offered: use rubric_judge or reference_judge, with a model in explorer.auxiliary_models",
+    ),
+    "rlcr": "calibration is scored by rlcr_reward",
 }
 """Rewards that are known by name elsewhere and not offered: what to use.  None of these names is registered."""
 

@@ -18,7 +18,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from rft.errors import ConfigError
 from rft.plugins import mark_of
-from rft.reward import judge_metrics
+from rft.reward import exchanges, judge_metrics
 from rft.reward.base import Reward, RewardResult
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
 from rft.reward.judge_args import JudgeArgs
@@ -75,10 +75,12 @@ class JudgeCase:
 
 @dataclass(frozen=True)
 class Reading:
-    """What came of a question: the verdict's fields, or None and why."""
+    """What came of a question: the verdict's fields, or None and why; the question and the last reply."""
 
     verdict: dict[str, Any] | None
     why: str = ""
+    question: Sequence[Mapping[str, Any]] = ()
+    reply: str = ""
 
 
 class Judge(Reward):
@@ -193,7 +195,9 @@ class Judge(Reward):
             return self._messages(write, delimit, answers)
 
         key = self._key(question(PromptDelimiters.keying()))
-        return await client.once(key, lambda: self._attempts(client, key, question), self.metrics)
+        found = await client.once(key, lambda: self._attempts(client, key, question), self.metrics)
+        exchanges.note(self.name, found.question, found.reply, found.why)
+        return found
 
     def _probe(self, write: Write, answers: int) -> None:
         """Once for each `write`, with random answers: what the policy wrote cannot end a run."""
@@ -241,16 +245,17 @@ class Judge(Reward):
         m, a = self.metrics, self.args
         if client.cache is not None and (known := client.cache.get(key)) is not None:
             delimit = PromptDelimiters.keying()
-            question(delimit)  # which sets the fields that it asks for
+            asked = question(delimit)  # which sets the fields that it asks for
             delimit.key = known.verdict_key
             try:
-                found = Reading(self.read(known.text, delimit))
+                found = Reading(self.read(known.text, delimit), "", asked, known.text)
             except UnreadableVerdict:
                 log.debug("%s: a reply in the cache cannot be read any more; asked again", self.kind)
             else:
                 m.cache_hit += 1
                 return found
-        why = ""
+        why = text = ""
+        messages: Messages = []
         for attempt in range(a.max_retries + 1):
             delimit = self.delimiters()
             messages = question(delimit)
@@ -277,8 +282,9 @@ class Judge(Reward):
                 why = f"the judge refused the question: {str(e)[:200]}"
                 break
             try:
+                text = completion.text
                 text = self.reply(completion)
-                found = Reading(self.read(text, delimit))
+                found = Reading(self.read(text, delimit), "", messages, text)
             except UnreadableVerdict as e:
                 m.unreadable += 1
                 why = f"the judge's reply cannot be read: {e}"
@@ -289,7 +295,7 @@ class Judge(Reward):
             return found
         m.unscored += 1
         log.debug("%s: unscored: %s", self.name, why)
-        return Reading(None, why)
+        return Reading(None, why, messages, text)
 
     def _sampling(self, attempt: int) -> SamplingArgs:
         if self.choices:  # one token, whose log-prob is asked for

@@ -24,7 +24,7 @@ from rft.reward.run_folder import run_folder
 from rft.threads import guarded
 from rft.types.completion import Completion
 from rft.types.ports import ChatModel, GenerateRequest, Identified
-from rft.types.throttled import RESENT, THROTTLED
+from rft.types.throttled import RESENT, THROTTLED, UNPAID
 
 T = TypeVar("T")
 FILE = "judge_cache.db"
@@ -60,6 +60,7 @@ class Deadline:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.held_s, self._sent_at = 0.0, 0.0
+        self.unpaid = False  # the last sending has no price
 
     @property
     def sent(self) -> bool:
@@ -74,12 +75,16 @@ class Deadline:
                 self._sent_at = time.monotonic() + seconds
                 until.reschedule((until.when() or 0.0) + seconds)
 
-            before, again = THROTTLED.set(held), RESENT.set(resent)
+            def unpaid() -> None:
+                self.unpaid = True
+
+            before, again, free = THROTTLED.set(held), RESENT.set(resent), UNPAID.set(unpaid)
             try:
                 return await model.generate(request)
             finally:
                 THROTTLED.reset(before)
                 RESENT.reset(again)
+                UNPAID.reset(free)
 
 
 class JudgeClient:
@@ -148,11 +153,14 @@ class JudgeClient:
                 cost = most  # of a call that does not come back
                 try:
                     completion = await self._call(request, deadline, metrics, resent)
-                except (ValueError, RftError):
-                    cost = 0.0  # refused, or not answered
+                except ValueError:
+                    cost = 0.0  # refused
                     raise
                 except asyncio.CancelledError:
                     cost = most if deadline.sent else 0.0
+                    raise
+                except RftError:
+                    cost = 0.0 if deadline.unpaid else most  # what broke off may have been worked on
                     raise
             tokens = completion.usage or (len(completion.prompt_tokens), len(completion.tokens))
             if any(tokens):

@@ -12,9 +12,9 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from rft.reward.base import RewardResult, reward
 from rft.reward.delimiters import PromptDelimiters, Scale, WordChoice
@@ -114,7 +114,7 @@ class ReferenceArgs(JudgeArgs):
 class ReferenceJudge(Judge):
     """1 if the answer agrees with the row's gold answer, else 0."""
 
-    Args = ReferenceArgs
+    Args: ClassVar[type[BaseModel]] = ReferenceArgs
     scale = Scale(0, 1)
 
     async def __call__(self, task: Task, transcript: Transcript) -> RewardResult:

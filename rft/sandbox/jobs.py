@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rft.sandbox import wire
 from rft.sandbox.processes import ForkServer, ProgramLimits, SandboxedProcess, SandboxError, remaining
@@ -44,6 +44,14 @@ class ProgramVerdict:
     @property
     def right(self) -> bool:
         return 0 < self.total == self.passed
+
+
+class Talking(Protocol):
+    """A program under way: our ends of stdin, stdout and stderr, and its status once it has ended."""
+
+    fds: dict[str, int]
+
+    def wait(self, timeout_s: float) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def judge_calls(
             except OSError:  # it runs no code but ours: what the program sent has ended it
                 return Ran("error", f"its result cannot be compared (status {runner.ended()})", b"")
             if said["reason"] == "gone":
-                return _ended(process.ended(), said["detail"], limits)
+                return how_ended(process.ended(), said["detail"], limits)
             return _memory(said["reason"], said["detail"])
 
         return _count((one(*case) for case in cases), len(cases), all)
@@ -131,7 +139,7 @@ def judge_tests(
             raise BrokenTests(f"the tests cannot be run: {said['broken']}")
         reason, detail = said["reason"], said["detail"]
         if reason == "gone":
-            ended = _ended(process.ended(), detail, limits)
+            ended = how_ended(process.ended(), detail, limits)
             reason, detail = ended.reason, ended.detail
         ran = _memory(reason, detail)
         return ProgramVerdict(said["passed"], said["total"], ran.reason, ran.detail)
@@ -145,7 +153,7 @@ def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -
             wire.send(process.channel, {"program": program}, largest=wire.LARGEST_ORDER, deadline=deadline)
         except OSError as e:
             raise SandboxError(f"the sandbox does not take its program: {e}") from e
-        output, errors, stopped = _talk(process, stdin, deadline, limits)
+        output, errors, stopped = talk(process, stdin, deadline, limits)
         status = process.end()
         if stopped:
             return Ran(
@@ -155,7 +163,7 @@ def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -
             )
     if status == 0:
         return Ran("", "", output)
-    return _ended(status, _last_line(errors), limits)
+    return how_ended(status, last_line(errors), limits)
 
 
 # ---------------------------------------------------------------- parts
@@ -208,7 +216,7 @@ def _load(process: SandboxedProcess, program: str, limits: ProgramLimits) -> tup
     except TimeoutError:
         return Ran("timeout", f"loading took longer than {limits.timeout_s:g} s", b""), deadline
     except (BadMessage, OSError):
-        return _ended(process.ended(), "it ended while it was loaded", limits), deadline
+        return how_ended(process.ended(), "it ended while it was loaded", limits), deadline
     if said == {"loaded": True}:
         return None, deadline
     error = str(said.get("error") if isinstance(said, dict) else said)[:500]
@@ -234,7 +242,7 @@ def _plain(value: Any) -> Any:
     raise BrokenTests(f"an argument is a {type(value).__name__}")
 
 
-def _talk(process: SandboxedProcess, stdin: bytes, deadline: float, limits: ProgramLimits) -> tuple[bytes, bytes, str]:
+def talk(process: Talking, stdin: bytes, deadline: float, limits: ProgramLimits) -> tuple[bytes, bytes, str]:
     """Feeds and reads until the program ends.  (stdout, the end of stderr, why it has to be stopped)."""
     output, errors, sent = bytearray(), b"", 0
     with selectors.DefaultSelector() as ready:
@@ -274,7 +282,7 @@ def _feed(fd: int, data: bytes, sent: int) -> int:
         return len(data)
 
 
-def _ended(status: int, detail: str, limits: ProgramLimits) -> Ran:
+def how_ended(status: int, detail: str, limits: ProgramLimits) -> Ran:
     if status == _XCPU or (status == _KILLED and not detail):
         return Ran("timeout" if status == _XCPU else "killed", f"{limits.timeout_s:g} s of processor time are used up", b"")
     if status >= 128:
@@ -284,6 +292,6 @@ def _ended(status: int, detail: str, limits: ProgramLimits) -> Ran:
     return Ran("error" if status else "exit", detail or f"exit status {status}", b"")
 
 
-def _last_line(errors: bytes) -> str:
+def last_line(errors: bytes) -> str:
     lines = errors.decode(errors="replace").strip().splitlines()
     return lines[-1][:500] if lines else ""

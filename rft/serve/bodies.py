@@ -6,26 +6,24 @@ Knows no sessions.  Invariant: a body is understood wholly or refused.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rft.buffer.schema import MAX_REWARD
 from rft.reward.base import checked
 from rft.types.completion import Score
-from rft.workflow.endpoint_wire import ApiError
 
-M = TypeVar("M", bound="Body")
 MAX_METADATA = 16 << 10  # bytes of its JSON
 Value = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False, strict=True)]
 Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
-class Body(BaseModel):
+class ServeBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class OpenSession(Body):
+class OpenSession(ServeBody):
     """POST /v1/sessions."""
 
     task_id: Text = ""
@@ -40,7 +38,7 @@ class OpenSession(Body):
         return value
 
 
-class RewardBody(Body):
+class RewardBody(ServeBody):
     """POST /v1/sessions/{id}/reward.  `message`: the id of one answer; `final`: no reward of the whole session follows."""
 
     reward: Value | dict[Text, Value]
@@ -52,24 +50,13 @@ class RewardBody(Body):
         return checked(self.reward)
 
 
-class Feedback(Body):
+class Feedback(ServeBody):
     """POST /feedback, as Trinity-RFT's client sends it: these answers are one run of a task."""
 
     reward: Value
     msg_ids: Annotated[list[Text], Field(min_length=1, max_length=1000)]
     task_id: Text = ""
     run_id: Text | int = ""  # a label of the client's
-
-
-def read(model: type[M], body: Any) -> M:
-    """Raises ApiError 400 that names the first wrong field."""
-    try:
-        return model.model_validate(body)
-    except ValidationError as e:
-        first = e.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:80]
-        known = ", ".join(model.model_fields)
-        raise ApiError(400, f"{where or 'the body'}: {first['msg']}; this takes {known}"[:500], param=where or None) from None
 
 
 def call_of(message: str) -> str:

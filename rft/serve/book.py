@@ -45,6 +45,7 @@ class SessionBook:
         self._settings, self._model, self._store, self.clock = settings, model, store, clock
         self._on_open, self.on_over = on_open, on_over
         self.sessions: dict[str, LiveSession] = {}
+        self.alone: dict[tuple[str, str], LiveSession] = {}  # of one call each, by client and the call's retry key
         self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
         self.changed = asyncio.Event()  # a group closed, or a deadline is earlier than the ones before
         self.counts: Counter[str] = Counter()  # of what became of sessions, since this process began
@@ -89,6 +90,8 @@ class SessionBook:
         session = LiveSession(stored, ctx, task, self._store, fresh=fresh, key=key)
         self.sessions[stored.id] = session
         self._per_client[stored.client] += 1
+        if not stored.key_hash:
+            self.alone[stored.client, stored.metadata.get("retry_key", "")] = session
         heapq.heappush(self._expiries, (stored.expires, stored.id))
         if self._expiries[0][1] == stored.id:
             self.changed.set()
@@ -159,6 +162,8 @@ class SessionBook:
     def _leave(self, session: LiveSession) -> None:
         del self.sessions[session.id]
         self._per_client[session.stored.client] -= 1
+        if not session.stored.key_hash:
+            self.alone.pop((session.stored.client, session.stored.metadata.get("retry_key", "")), None)
         self.on_over(session)
 
     # ------------------------------------------------------------ deadlines

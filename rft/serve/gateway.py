@@ -31,7 +31,7 @@ from rft.types.ports import ChatModel, Measured
 from rft.types.sessions import StoredSession
 from rft.workflow.endpoint import WRONG_KEY, Endpoint, key_of, read_json
 from rft.workflow.endpoint_sessions import Session
-from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest, usage
+from rft.workflow.endpoint_wire import ApiAnswer, ApiError, ApiRequest, checked, usage
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -43,7 +43,7 @@ class Gateway(Endpoint):
     def __init__(self, settings: ServeSettings, clients: Mapping[str, str], model: ChatModel) -> None:
         super().__init__()
         self._settings, self._clients, self._model = settings, dict(clients), model
-        self.quotas = {key: Quota(settings.limits) for key in clients}
+        self.quotas = {name: Quota(settings.limits) for name in clients.values()}
         self._of_sessions: dict[str, Quota] = {}  # by id
         self._book: SessionBook | None = None
         self.listening = asyncio.Event()
@@ -109,16 +109,15 @@ class Gateway(Endpoint):
 
     async def _alone(self, client: str, retry_key: str) -> LiveSession:
         """A session for one call of a client.  The same call, sent again, has the same one."""
-        for session in self.book.sessions.values() if retry_key else ():
-            if session.stored.client == client and session.stored.metadata.get("retry_key") == retry_key:
-                return session
+        if retry_key and (session := self.book.alone.get((client, retry_key))) is not None:
+            return session
         metadata = {"retry_key": retry_key} if retry_key else {}
         return await self.book.open(client, "", metadata, own_key=False)
 
     @asynccontextmanager
     async def _limited(self, session: LiveSession, key: str) -> AsyncIterator[list[Quota]]:
         """The quotas of the session and of its client, while a request is under way."""
-        client = next((q for k, q in self.quotas.items() if self._clients[k] == session.stored.client), None)
+        client = self.quotas.get(session.stored.client)
         own = None if key in self._clients else self._of_sessions.setdefault(session.id, Quota(self._settings.limits))
         quotas = [q for q in (own, client) if q is not None]
         try:
@@ -152,7 +151,7 @@ class Gateway(Endpoint):
         from aiohttp import web
 
         client = self._client(request)
-        asked = bodies.read(bodies.OpenSession, await read_json(request))
+        asked = checked(bodies.OpenSession, await read_json(request))
         if self._settings.num_runs > 1 and not asked.task_id:
             raise ApiError(
                 400,
@@ -175,7 +174,7 @@ class Gateway(Endpoint):
         from aiohttp import web
 
         found = await self._mine(request)
-        asked = bodies.read(bodies.RewardBody, await read_json(request))
+        asked = checked(bodies.RewardBody, await read_json(request))
         call = None if asked.message is None else bodies.call_of(asked.message)
         return web.json_response(_told(await self._rewarded(found, asked.score, call, asked.final)))
 
@@ -203,7 +202,7 @@ class Gateway(Endpoint):
         from aiohttp import web
 
         client = self._client(request)
-        asked = bodies.read(bodies.Feedback, await read_json(request))
+        asked = checked(bodies.Feedback, await read_json(request))
         if self._settings.num_runs > 1 and not asked.task_id:
             raise ApiError(
                 400, "task_id is required: runs of one task are compared here", param="task_id", code="task_id_required"

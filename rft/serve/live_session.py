@@ -141,7 +141,7 @@ class LiveSession(RunSession):
     def transcript(self) -> Transcript:
         """The run as it is trained: one row for each chain of calls."""
         info: dict[str, Any] = {"session": self.id, "client": self.stored.client, "task_id": self.stored.task_id}
-        made = self._ctx.transcript(info=info | self.stored.metadata, layout="chains", score=self.stored.score)
+        made = self._ctx.transcript(info=self.stored.metadata | info, layout="chains", score=self.stored.score)
         scored = [
             msgspec.structs.replace(t, score=self.scores.get(owner)) for t, owner in zip(made.turns, self._owners, strict=True)
         ]

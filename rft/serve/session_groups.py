@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 
 @dataclass
@@ -24,7 +25,8 @@ class SessionGroups:
     def __init__(self, num_runs: int, deadline_s: float) -> None:
         self.num_runs, self._deadline_s = num_runs, deadline_s
         self.needed = min(2, num_runs)
-        self._open: dict[str, SessionGroup] = {}
+        self._open: dict[str, SessionGroup] = {}  # by task, the one that closes first before the others
+        self._of: dict[str, tuple[str, SessionGroup]] = {}  # session: key and group, open or closed
         self.closed: deque[SessionGroup] = deque()
 
     def add(self, task_id: str, session: str, at: float) -> None:
@@ -32,27 +34,31 @@ class SessionGroups:
         key = task_id if self.num_runs > 1 else session
         group = self._open.setdefault(key, SessionGroup(task_id, at + self._deadline_s))
         group.sessions.append(session)
+        self._of[session] = key, group
         if len(group.sessions) == self.num_runs:
             self.closed.append(self._open.pop(key))
 
     def remove(self, session: str) -> None:
         """`session` is withdrawn; a group that was closed with it keeps its others."""
-        for key, group in list(self._open.items()):
-            if session in group.sessions:
-                group.sessions.remove(session)
-                if not group.sessions:
-                    del self._open[key]
-        for group in self.closed:
-            if session in group.sessions:
-                group.sessions.remove(session)
+        if (found := self._of.pop(session, None)) is None:
+            return
+        key, group = found
+        group.sessions.remove(session)
+        if not group.sessions and self._open.get(key) is group:
+            del self._open[key]
 
     def take(self) -> SessionGroup | None:
         """The group that was closed first."""
-        return self.closed.popleft() if self.closed else None
+        if not self.closed:
+            return None
+        group = self.closed.popleft()
+        for session in group.sessions:
+            del self._of[session]
+        return group
 
     def expire(self, now: float) -> list[str]:
         """Closes the groups whose deadline has passed; the sessions that have too few partners."""
-        return self._close([key for key, g in self._open.items() if g.closes <= now], give_up=True)
+        return self._close([key for key, _ in takewhile(lambda item: item[1].closes <= now, self._open.items())], give_up=True)
 
     def commit(self) -> int:
         """Closes every group that can be trained; how many."""
@@ -77,4 +83,6 @@ class SessionGroups:
                 self.closed.append(group)
             elif give_up:
                 alone += group.sessions
+                for session in group.sessions:
+                    del self._of[session]
         return alone

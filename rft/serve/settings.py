@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8010
     clients_file: Path | None = None  # lines "NAME SHA256-OF-THE-KEY"; None: the key in RFT_SERVE_KEY alone
+    clients: Mapping[str, str] | None = None  # names by the hashes of their keys, read by the command; None: read where it serves
     session_ttl_s: float = 3600.0  # a session without a reward is given up then
     group_deadline_s: float = 600.0  # a group closes so long after its first reward, with what it has
     num_runs: int = 1  # rewarded runs of one task_id that make a group; 1: runs are not compared

@@ -48,6 +48,7 @@ from rft.types.task import SamplingArgs
 log = logging.getLogger(__name__)
 
 MIN_TOKENS = 64
+MOVED_TOKENS = 16  # at least so many tokens of the previous probe tell how far the version moved it
 NOISE_MULTIPLE = 8
 FLOORS = {"bfloat16": 0.02, "float16": 0.004}  # nats
 _SEED = 20_000  # prompt i is always drawn with seed _SEED + i
@@ -68,6 +69,12 @@ class Probe(Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum(len(t) for t in self.tokens)
+
+    def first(self, tokens: int) -> Probe:
+        """Its first prompts, at least two (they take turns in temperature), until `tokens` were generated for them."""
+        ends = np.cumsum([len(t) for t in self.tokens])
+        n = max(2, int(np.searchsorted(ends, tokens)) + 1)
+        return Probe(self.version, self.prompts[:n], self.tokens[:n], self.logprobs[:n], self.experts[:n])
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -134,6 +141,7 @@ class Canary:
 
         Raises WeightSyncFailed naming the engine by its place in `probes` (or among `names`), the difference and the limit.
         """
+        previous = [p.first(MOVED_TOKENS) for p in previous]
         scored = await self._score([*probes, *previous])
         errors = [_max_abs(p.logprobs, s) for p, s in zip(probes, scored, strict=False)]
         moved = max((_max_abs(p.logprobs, s) for p, s in zip(previous, scored[len(probes) :], strict=True)), default=0.0)

@@ -164,8 +164,12 @@ class EngineSet:
             return str(e)
         return ""
 
-    async def restart_dead(self) -> None:
-        """Restart every dead engine; one that cannot be restarted leaves with its owner, or raises Rejected if it has none."""
+    async def restart_dead(self) -> list[int]:
+        """Restart every dead engine; one that cannot be restarted leaves with its owner, or raises Rejected if it has none.
+
+        Returns those that were restarted, which have no weights.
+        """
+        restarted: list[int] = []
         for index in sorted(self._dead):
             if index not in self._dead:
                 continue  # it has left
@@ -183,6 +187,8 @@ class EngineSet:
             self._restarts["engines_stalled"] += index in self._stalled
             self._dead.discard(index)
             self._stalled.discard(index)
+            restarted.append(index)
+        return restarted
 
     @property
     def dead(self) -> bool:

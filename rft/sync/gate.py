@@ -55,6 +55,11 @@ class GateState:
     def explored(self, batch: int) -> None:
         self._exploring.discard(batch)
 
+    @property
+    def playing(self) -> bool:
+        """Whether anything is explored: a group, where groups are paced one by one, else a batch."""
+        return self.groups > 0 if self.schedule.by_group else bool(self._exploring)
+
     def may_acquire(self, batch: int, group: int | None) -> bool:
         """May group `group` (None: one that replaces another) start now, or never any more?"""
         if self.finished:

@@ -23,6 +23,8 @@ class SyncSettings:
     max_staleness: int | None = None
     threshold: float | None = None  # fully_async: groups that may begin beyond one window, as a share of it; None = no quota
     in_turns: bool = False  # engines sleep from the first train step of a window until its weights are published
+    at_a_time: int | None = None  # engines that load a version together while the others serve; None: all
+    drain_s: float = 10.0  # with `at_a_time`: how long requests under way may take to end before their engine is paused
     partial_rollout: bool = True  # groups under way when weights move go on under the new ones; else they are waited for
     timeout_s: float = 3600.0
     kv_cache: Literal["recompute", "keep"] = "recompute"

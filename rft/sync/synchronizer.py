@@ -94,7 +94,7 @@ class Synchronizer:
                     return [waited, *await self._attempt(replace(manifest, version=version))]
             except asyncio.CancelledError:
                 log.warning("publishing %s was cancelled", version)
-                provisional = self._gate.loaded == version
+                provisional = self._updates.provisional == version
                 await self._restore_although_cancelled()
                 if provisional:
                     self._gate.reject(version)
@@ -116,13 +116,13 @@ class Synchronizer:
             self._gate.loaded = manifest.version
             await self._waits.changed()
 
-        update = await self._updates.run(manifest, resumed)
+        waves = await self._updates.run(manifest, resumed)
         window, bound = self._idle.window(), self._gate.schedule.staleness_bound
         self._gate.verify(manifest.version)
         await self._waits.changed()
         return [
             *(Metric(f"sync/{name}", float(count), "sum") for name, count in self._engines.take_restarts().items()),
-            *metrics(manifest, update),
+            *metrics(manifest, waves),
             *([] if bound is None else [Metric("sync/staleness_bound", float(bound), "last")]),
             *(Metric(name, window, "mean") for name in ("explorer/idle_ratio", "rollouter/idle_ratio") if window is not None),
         ]
@@ -173,16 +173,20 @@ class Synchronizer:
                 await self._wait(lambda: gate.may_start(batch, 0 if gate.schedule.by_group else None), who, whom)
         finally:
             gate.stop_asking(batch)
-        return gate.start(batch)
+        version = gate.start(batch)
+        self._idle.busy(gate.playing)
+        return version
 
     async def acquire_group(self, batch: int, group: int | None) -> bool:
         with self._idle.waiting():
             await self._wait(lambda: self._gate.may_acquire(batch, group), f"a group of explore batch {batch}", "newer weights")
         self._gate.groups += not self._gate.finished
+        self._idle.busy(self._gate.playing)
         return not self._gate.finished
 
     async def release_group(self) -> None:
         self._gate.groups -= 1
+        self._idle.busy(self._gate.playing)
         await self._waits.changed()
 
     async def wait_verified(self, version: Version) -> bool:
@@ -196,6 +200,7 @@ class Synchronizer:
 
     async def explored(self, batch: int) -> None:
         self._gate.explored(batch)
+        self._idle.busy(self._gate.playing)
         await self._waits.changed()
 
     async def wait_final(self) -> Version:
@@ -245,9 +250,9 @@ class Synchronizer:
             began = time.perf_counter()
             log.warning("%s; restarting it with %s", why, self._gate.served_text)
             try:
-                await self._engines.restart_dead()
+                restarted = await self._engines.restart_dead()
                 if self._updates.manifest is not None:
-                    await self._updates.sync([index], self._updates.manifest)
+                    await self._updates.sync(sorted({index, *restarted}), self._updates.manifest)
             except (Rejected, NoEngines) as e:
                 failure = EngineFailed(f"engine {index} could not be brought back: {e}")
                 if (owner := self._engines.owner(index)) is not None:

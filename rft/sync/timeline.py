@@ -29,44 +29,100 @@ class Timeline:
     published: tuple[tuple[float, int], ...]
 
 
-def simulate(schedule: Schedule, *, steps: int, explore_s: float = 1.0, train_s: float = 1.0) -> Timeline:
-    """One explorer, one batch at a time, and one trainer, from the first step on.  Raises RuntimeError when neither can continue."""
-    s, size = schedule, schedule.step_units
-    explored: list[Span] = []
-    trained: list[Span] = []
-    published = [(0.0, 0)]
-    now, version, held, done = 0.0, 0, 0, 0
-    exploring: Span | None = None  # its end is in the future
-    training: Span | None = None
+def simulate(
+    schedule: Schedule, *, steps: int, explore_s: float = 1.0, train_s: float = 1.0, sync_s: float = 0.0, overlap: float = 1.0
+) -> Timeline:
+    """One explorer, one batch at a time, and one trainer, from the first step on.  Raises RuntimeError when neither can continue.
+
+    `sync_s`: of a publication, in which neither side works.  `overlap`: speed of each side while both work, 1 on devices of their own.
+    """
+    run = _Simulated(schedule, explore_s, train_s, sync_s, overlap)
     while True:
-        batch = len(explored)
-        if training is None and (batch * s.batch_units) // size > done:
-            oldest = min(x.version for x in explored[done * size // s.batch_units : -(-(done + 1) * size // s.batch_units)])
-            training = Span(done + 1, now, now + train_s, oldest)
-        newest = done + (training is not None)
-        if exploring is None:
-            waits = s.on_demand and training is None and not s.may_explore(batch, version, held=held, newest=newest)
-            if waits and done > version and s.must_publish(done, asked=s.may_explore(batch, done, held=held, newest=newest)):
-                version = done
-                published.append((now, version))
-            if s.may_explore(batch, version, held=held, newest=newest):
-                exploring, held = Span(batch, now, now + explore_s, version), version
-        if done == steps:
-            return Timeline(tuple(explored), tuple(trained), tuple(published))
-        ends = [x.end for x in (exploring, training) if x is not None]
-        if not ends:
-            raise RuntimeError(f"neither side can continue: {done} steps trained, {version} published, batch {batch} waits")
-        now = min(ends)
-        if training is not None and training.end == now:
-            trained.append(training)
-            done, training = done + 1, None
-            asks = exploring is None and s.may_explore(batch, done, held=held, newest=done)
-            if s.must_publish(done, asked=asks and not s.may_explore(batch, version, held=held, newest=done)):
-                version = done
-                published.append((now, version))
-        if exploring is not None and exploring.end == now:
-            explored.append(exploring)
-            exploring, held = None, version
+        if run.syncing is None:
+            run.begin_what_may()
+        if len(run.trained) == steps and run.syncing is None:
+            return Timeline(tuple(run.explored), tuple(run.trained), tuple(run.published))
+        run.advance()
+
+
+@dataclass
+class _Work:
+    number: int
+    begin: float
+    left: float  # time that it still takes alone
+    version: int
+
+
+class _Simulated:
+    """The state of both sides at `now`."""
+
+    def __init__(self, schedule: Schedule, explore_s: float, train_s: float, sync_s: float, overlap: float) -> None:
+        self._schedule, self._overlap = schedule, overlap
+        self._explore_s, self._train_s, self._sync_s = explore_s, train_s, sync_s
+        self.explored: list[Span] = []
+        self.trained: list[Span] = []
+        self.published = [(0.0, 0)]
+        self.exploring: _Work | None = None
+        self.training: _Work | None = None
+        self.syncing: _Work | None = None
+        self._now, self._version, self._held = 0.0, 0, 0
+
+    def begin_what_may(self) -> None:
+        s, batch, done = self._schedule, len(self.explored), len(self.trained)
+        if self.training is None and batch * s.batch_units // s.step_units > done:
+            oldest = min(x.version for x in self.explored[done * s.step_units // s.batch_units : self._batches_of(done + 1)])
+            self.training = _Work(done + 1, self._now, self._train_s, oldest)
+        if self.exploring is not None:
+            return
+        if s.on_demand and self.training is None and not self._may_explore(batch, self._version):
+            self._publish(asked=self._may_explore(batch, done))
+        if self.syncing is None and self._may_explore(batch, self._version):
+            self.exploring, self._held = _Work(batch, self._now, self._explore_s, self._version), self._version
+
+    def advance(self) -> None:
+        """To the next end of anything."""
+        both = self.exploring is not None and self.training is not None
+        working = [self.syncing] if self.syncing is not None else [x for x in (self.exploring, self.training) if x is not None]
+        if not working:
+            state = f"{len(self.trained)} steps trained, {self._version} published, batch {len(self.explored)} waits"
+            raise RuntimeError(f"neither side can continue: {state}")
+        speed = self._overlap if both and self.syncing is None else 1.0
+        passed = min(x.left for x in working)
+        self._now += passed / speed
+        for work in working:
+            work.left -= passed
+        if self.syncing is not None:
+            self._version, self.syncing = self.syncing.number, None
+            self.published.append((self._now, self._version))
+            return
+        if self.training is not None and self.training.left <= 0:
+            self.trained.append(self._ended(self.training))
+            self.training, done, batch = None, len(self.trained), len(self.explored)
+            self._publish(
+                asked=self.exploring is None and self._may_explore(batch, done) and not self._may_explore(batch, self._version)
+            )
+        if self.exploring is not None and self.exploring.left <= 0:
+            self.explored.append(self._ended(self.exploring))
+            self.exploring, self._held = None, self._version
+
+    def _publish(self, *, asked: bool) -> None:
+        done = len(self.trained)
+        if done > self._version and self._schedule.must_publish(done, asked=asked):
+            self.syncing = _Work(done, self._now, self._sync_s, done)
+            if not self._sync_s:
+                self._version, self.syncing = done, None
+                self.published.append((self._now, done))
+
+    def _may_explore(self, batch: int, version: int) -> bool:
+        newest = len(self.trained) + (self.training is not None)
+        return self._schedule.may_explore(batch, version, held=self._held, newest=newest)
+
+    def _batches_of(self, step: int) -> int:
+        """Explore batches that the first `step` steps need."""
+        return -(-step * self._schedule.step_units // self._schedule.batch_units)
+
+    def _ended(self, work: _Work) -> Span:
+        return Span(work.number, work.begin, self._now, work.version)
 
 
 WIDTH = 4  # columns of one unit of time

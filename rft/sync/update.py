@@ -1,8 +1,13 @@
 """One weight update: load a version into the engines, verify that they serve it, and go back to the one before if they do not.
 
-    update:  pause -> load and check the reports -> resume -> canary
-    restore: pause -> load the version before -> resume -> compare with its canary record
-    sleep:   pause -> sleep, until one of the two; engines that share their GPUs with the trainer
+    update:  pause -> load and check the reports -> resume -> probes -> explorers may begin with it -> the trainer scores the probes
+    rolling: drain -> the same -> admit, a few engines after the other, while the others serve the version before
+    restore: pause -> load the version before -> resume -> compare with its canary record -> admit
+    sleep:   pause -> sleep, until one of them; engines that share their GPUs with the trainer
+
+The probes come first because they are short: behind the prompts of a batch or an evaluation they would wait for all of these.  In a
+rolling update an engine takes requests again only after its canary, so clients meet no weights that are not verified.  What fails
+concerns the engines that were touched: the others never stop.
 
 A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no side waits for an engine that failed.
 
@@ -25,6 +30,7 @@ from rft.errors import RftError, WeightSyncFailed
 from rft.sync.canary import Canary, Probe, Verdict
 from rft.sync.engines import EngineSet, NoEngines, Rejected
 from rft.sync.settings import SyncSettings
+from rft.types.ids import Version
 from rft.types.metrics import Metric
 from rft.types.ports import LoadReport, Sender, WeightManifest
 
@@ -62,10 +68,12 @@ class Rounds:
                 task.cancel()
             await asyncio.gather(sending, *loading, return_exceptions=True)
             raise
-        for task in loading:
-            task.result()
+        # each is asked, since asyncio logs the exceptions that nobody asks for
+        error, *unloaded = (task.exception() for task in (sending, *loading))
+        if lost := next(filter(None, unloaded), None):
+            raise lost
         reports = dict(zip(engines, (task.result() for task in loading), strict=True))
-        if (error := sending.exception()) is not None:
+        if error is not None:
             told = "; ".join(f"engine {i}: {r.failed}" for i, r in reports.items() if r.failed)
             raise WeightSyncFailed(f"{error}{f' ({told})' if told else ''}")
         return reports
@@ -94,15 +102,18 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class Update:
-    """What a successful update says.  Times are moments of `time.perf_counter`."""
+class Wave:
+    """What the update of engines that load together says.  Times are moments of `time.perf_counter`."""
 
+    probes: dict[int, Probe]
     reports: tuple[LoadReport, ...]
     verdict: Verdict
     began: float
+    drained: float
     paused: float
     loaded: float
     resumed: float
+    probed: float
     ended: float
 
 
@@ -113,26 +124,72 @@ class WeightUpdates:
         self._settings, self._engines, self._canary, self._rounds = settings, engines, canary, rounds
         self.manifest: WeightManifest | None = None
         self._records: dict[int, Probe] = {}  # canary of `manifest`, by engine
+        self._touched: set[int] = set()  # engines that may hold other weights than those of `manifest`
         self._asleep = False
+        self.provisional: Version | None = None  # what engines may have written with, besides verified versions
         self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
 
-    async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]]) -> Update:
-        """Serve `manifest`; `resumed` is awaited as soon as the engines generate with it.  Raises Rejected, NoEngines."""
+    async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]]) -> list[Wave]:
+        """Serve `manifest`; `resumed` is awaited as soon as all engines generate with it.  Raises Rejected, NoEngines."""
         began = time.perf_counter()
-        await self._engines.restart_dead()
-        await self._pause(self._engines.numbers)
-        paused = time.perf_counter()
-        reports = tuple((await self._load(manifest, self._engines.numbers)).values())
-        loaded = time.perf_counter()
-        await self._engines.ask_all("resume", lambda e: e.resume(), generated=True)
-        if self.manifest is not None:  # without a version to go back to, nothing starts before the canary
-            await resumed()
-        at = time.perf_counter()
-        probes, verdict = await self._verify(manifest)
+        self._touched |= set(await self._engines.restart_dead())
+        waves: list[Wave] = []
+        left = list(self._engines.numbers)
+        rolling = self._rolls and self.manifest is not None
+        while left:
+            size = self._settings.at_a_time if rolling else None
+            numbers, left = left[:size], left[size or len(left) :]
+            try:
+                waves.append(await self._wave(manifest, numbers, began, rolling, resumed if not left else None))
+            except NoEngines:
+                if not self._engines.numbers:
+                    raise
+            except Rejected as e:
+                raise Rejected(str(e), generated=e.generated or bool(waves)) from e
+            began = time.perf_counter()
+        if not waves:
+            raise NoEngines
         self.manifest = manifest
+        probes = {i: p for wave in waves for i, p in wave.probes.items()}
         self._records = {i: p for i, p in probes.items() if i in self._engines}
         self._proofs = tuple(probes.values())[:1]
-        return Update(reports, verdict, began, paused, loaded, at, time.perf_counter())
+        self._touched.clear()
+        return waves
+
+    async def _wave(
+        self,
+        manifest: WeightManifest,
+        numbers: Sequence[int],
+        began: float,
+        rolling: bool,
+        resumed: Callable[[], Awaitable[None]] | None,
+    ) -> Wave:
+        self._touched |= set(numbers)
+        if rolling:
+            await self._engines.ask_all("drain", lambda e: e.drain(self._settings.drain_s), numbers)
+        drained = time.perf_counter()
+        await self._pause(numbers)
+        paused = time.perf_counter()
+        reports = tuple((await self._load(manifest, numbers)).values())
+        loaded = time.perf_counter()
+        await self._engines.ask_all("resume", lambda e: e.resume(), numbers, generated=True)
+        at = time.perf_counter()
+        if (
+            self.manifest is not None
+        ):  # without a version to go back to, nothing was under way and nothing starts before the canary
+            self.provisional = manifest.version
+        probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers, generated=True)
+        if self.manifest is not None and resumed is not None:
+            await resumed()
+        probed = time.perf_counter()
+        verdict = await self._verify(probes, numbers)
+        if rolling:
+            await self._engines.ask_all("admit", lambda e: e.admit(), numbers, generated=True)
+        return Wave(probes, reports, verdict, began, drained, paused, loaded, at, probed, time.perf_counter())
+
+    @property
+    def _rolls(self) -> bool:
+        return self._settings.at_a_time is not None
 
     async def sleep(self, step: int) -> None:
         """The engines give their memory back for train step `step`, until the next load.  Raises WeightSyncFailed."""
@@ -161,14 +218,18 @@ class WeightUpdates:
             except WeightSyncFailed as e:
                 raise Rejected(f"engine {index}: {e}") from e
             self._records.setdefault(index, now)
+        if self._rolls:
+            await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
+        self._touched -= set(numbers)
 
     async def restore(self) -> str | None:
         """Serve the verified version again.  None, or why that is not verified.  Raises NoEngines."""
         if self.manifest is None:
             return None  # the first version: no task was admitted
         try:
-            await self._engines.restart_dead()
-            await self.sync(self._engines.numbers, self.manifest)
+            self._touched |= set(await self._engines.restart_dead())
+            if numbers := [i for i in self._engines.numbers if i in self._touched]:
+                await self.sync(numbers, self.manifest)
         except Rejected as e:
             return str(e)
         return None
@@ -198,12 +259,11 @@ class WeightUpdates:
                 raise Rejected(f"engine {i}: {why}")
         return reports
 
-    async def _verify(self, manifest: WeightManifest) -> tuple[dict[int, Probe], Verdict]:
-        probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), generated=True)
-        before = tuple(p for i, p in self._records.items() if i in self._engines) or self._proofs
+    async def _verify(self, probes: Mapping[int, Probe], numbers: Sequence[int]) -> Verdict:
+        before = tuple(p for i, p in self._records.items() if i in numbers and i in self._engines) or self._proofs
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                return probes, await self._canary.check(tuple(probes.values()), before, names=tuple(probes))
+                return await self._canary.check(tuple(probes.values()), before, names=tuple(probes))
         except TimeoutError:
             why = f"the trainer did not score the canary within {self._settings.timeout_s:g} s"
             raise Rejected(why, generated=True) from None
@@ -232,21 +292,24 @@ class WeightUpdates:
         return ""
 
 
-def metrics(manifest: WeightManifest, update: Update) -> list[Metric]:
+def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
     """The numbers of one update."""
-    u, reports, verdict = update, update.reports, update.verdict
+    reports = [r for w in waves for r in w.reports]
+    verdict = max((w.verdict for w in waves), key=lambda v: v.max_abs)
     seconds = {
         "stage_s": manifest.stage_s,
-        "pause_s": u.paused - u.began,
-        "load_s": u.loaded - u.paused,
+        "drain_s": sum(w.drained - w.began for w in waves),
+        "pause_s": sum(w.paused - w.drained for w in waves),
+        "load_s": sum(w.loaded - w.paused for w in waves),
         "load/meeting_s": max(r.meeting_s for r in reports),
         "load/transfer_s": max(r.transfer_s for r in reports),
         "load/verify_s": max(r.verify_s for r in reports),
         "load/model_s": max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s - r.probe_s for r in reports),
         "load/probe_s": max(r.probe_s for r in reports),
-        "resume_s": u.resumed - u.loaded,
-        "canary_s": u.ended - u.resumed,
-        "total_s": u.ended - u.began,
+        "resume_s": sum(w.resumed - w.loaded for w in waves),
+        "canary_s": sum(w.ended - w.resumed for w in waves),
+        "canary/score_s": sum(w.ended - w.probed for w in waves),
+        "total_s": waves[-1].ended - waves[0].began,
     }
     held = [r.held for r in reports]
     return [
@@ -254,7 +317,9 @@ def metrics(manifest: WeightManifest, update: Update) -> list[Metric]:
         Metric("sync/requests_paused", float(sum(h.requests for h in held)), "sum"),
         Metric("sync/requests_aborted", float(sum(h.aborted for h in held)), "sum"),
         Metric("sync/recomputed_tokens", float(sum(h.recomputed_tokens for h in held)), "sum"),
-        Metric("sync/lost_tokens", sum(h.tokens_per_s for h in held) * (u.resumed - u.began), "sum"),
+        Metric(
+            "sync/lost_tokens", sum(sum(r.held.tokens_per_s for r in w.reports) * (w.resumed - w.drained) for w in waves), "sum"
+        ),
         Metric("sync/version", float(manifest.version.step), "last"),
         Metric("sync/attempt", float(manifest.version.attempt), "max"),
         Metric("sync/bytes", float(manifest.nbytes), "last"),
@@ -264,8 +329,8 @@ def metrics(manifest: WeightManifest, update: Update) -> list[Metric]:
         Metric("sync/canary_limit", verdict.limit, "last"),
         *([] if verdict.noise is None else [Metric("sync/canary_noise", verdict.noise, "max")]),
         Metric("sync/canary_moved", verdict.moved, "max"),
-        Metric("sync/canary_tokens", float(verdict.num_tokens), "last"),
-        Metric("sync/below_noise", float(verdict.below_noise), "sum"),
+        Metric("sync/canary_tokens", float(sum(w.verdict.num_tokens for w in waves)), "last"),
+        Metric("sync/below_noise", float(any(w.verdict.below_noise for w in waves)), "sum"),
     ]
 
 

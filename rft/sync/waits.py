@@ -70,30 +70,41 @@ class Waits:
 
 
 class WaitShare:
-    """The share of the time between two versions in which anyone waited at the gate."""
+    """The share of the time between two versions in which someone waited at the gate while nothing was under way."""
 
     def __init__(self) -> None:
         self._began: float | None = None  # of the window; None before the first version
         self._since = self._waited = 0.0
-        self._count = 0
+        self._count, self._busy = 0, False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        if self._count == 0:
-            self._since = _now()
+        self._until_now()
         self._count += 1
         try:
             yield
         finally:
+            self._until_now()
             self._count -= 1
-            if self._count == 0:
-                self._waited += _now() - self._since
+
+    def busy(self, busy: bool) -> None:
+        """Whether anything is under way from now on: who asks for the next batch meanwhile loses nothing by waiting."""
+        self._until_now()
+        self._busy = busy
 
     def window(self) -> float | None:
         """Share of the window that ends now; None where there was none."""
-        now, began, waited = _now(), self._began, self._waited + (_now() - self._since if self._count else 0.0)
-        self._began, self._since, self._waited = now, now, 0.0
+        now = self._until_now()
+        began, waited = self._began, self._waited
+        self._began, self._waited = now, 0.0
         return None if began is None or now <= began else min(1.0, waited / (now - began))
+
+    def _until_now(self) -> float:
+        now = _now()
+        if self._count and not self._busy:
+            self._waited += now - self._since
+        self._since = now
+        return now
 
 
 @asynccontextmanager

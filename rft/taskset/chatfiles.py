@@ -219,8 +219,12 @@ def find_model(path: str) -> Path:
         if "/" not in path or path.count("/") == 1:
             near = _near(folder)
             raise ConfigError(
-                f"{path!r} is neither a folder nor a model in the local hub cache ({home}).{near}  Download it first "
-                f"(`hf download {path}`), or write the path of a folder",
+                f"{path!r} is neither a folder nor a model in the local hub cache ({home}).{near}  "
+                + (
+                    f"Write the tiny model with `python -m rft.testing.tiny {path}`"
+                    if folder.name == "tiny-model"
+                    else f"Download it first (`hf download {path}`), or write the path of a folder"
+                ),
                 key=KEY,
                 given=path,
             )

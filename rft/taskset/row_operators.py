@@ -12,13 +12,14 @@ Invariant: an operator never sees more columns than `target_fields` names, and w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.errors import ConfigError
+from rft.juicer import NEEDS, JuicerFilters
 from rft.plugins import kind
 from rft.taskset.base import ABSENT, Row, lookup
 
@@ -26,7 +27,9 @@ task_operator = kind("task_operator")
 
 
 class RowOperator:
-    """`__init__` takes the checked `args` as keyword arguments."""
+    """`__init__` takes the checked `args` as keyword arguments; `needs` maps libraries to the extra that installs them."""
+
+    needs: ClassVar[Mapping[str, str]] = {}
 
     def apply(self, row: Row) -> Row | None:
         """The row with other or further columns; None takes it out."""
@@ -34,7 +37,9 @@ class RowOperator:
 
 
 class SetOperator:
-    """`__init__` takes the checked `args` as keyword arguments."""
+    """`__init__` takes the checked `args` as keyword arguments; `needs` maps libraries to the extra that installs them."""
+
+    needs: ClassVar[Mapping[str, str]] = {}
 
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
         """Numbers of the rows that stay, each once, in their new order."""
@@ -164,6 +169,30 @@ class SortRows(_CheckedTaskOperator, SetOperator):
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
         values = np.array([number(row, self.args.field) for row in rows])
         return [int(i) for i in np.argsort(-values if self.args.descending else values, kind="stable")]
+
+
+class JuicerArgs(_RowOperatorArgs):
+    """The filters by name with their arguments, or a recipe of Data-Juicer that lists them under `process`."""
+
+    operators: tuple[dict[str, Any], ...] = Field((), description="Filters: {name: ..., args: {...}}.")
+    config_path: str | None = Field(None, description="A recipe of Data-Juicer.")
+    field: str = Field("prompt", description="Column with the text that filters call text; the others keep their names.")
+
+
+@task_operator("data_juicer_filter", args=JuicerArgs)
+class JuicerFilter(_CheckedTaskOperator, RowOperator):
+    """Keeps rows that all filters of Data-Juicer keep, and writes what they measure as columns (text_len, for example)."""
+
+    needs: ClassVar[Mapping[str, str]] = NEEDS
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self._filters = JuicerFilters(self.args.operators, self.args.config_path)
+
+    def apply(self, row: Row) -> Row | None:
+        sample = {**row, "text": column(row, self.args.field)}
+        ((kept, measured),) = self._filters.measure({name: [value] for name, value in sample.items()})
+        return {**row, **measured} if kept else None
 
 
 def column(row: Row, name: str) -> Any:

@@ -6,6 +6,7 @@ was made from something else is never used and never overwritten.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from rft.taskset.settings import TaskOperatorSettings, TaskPipelineSettings, Tas
 
 KEY = "data_processor.task_pipeline"
 _FORMAT = 1  # of results; raised when a built-in operator gives other rows than before
+_ASKS = ("llm_", "human_", "generate_", "optimize_")
 _DATA_JUICER = ("_filter", "_mapper", "_deduplicator", "_selector", "_aggregator", "_grouper")
 
 
@@ -111,11 +113,13 @@ def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any
         plugin = REGISTRY.get("task_operator", name)
     except PluginError as e:
         message = e.message
-        if "juicer" in name.lower() or name.endswith(_DATA_JUICER):
+        if name.startswith(_ASKS):
+            message = f"{name} of Data-Juicer asks a service or a person; do so beforehand and name the file in inputs"
+        elif "juicer" in name.lower() or name.endswith(_DATA_JUICER):
             known = ", ".join(REGISTRY.names("task_operator"))
             message = (
-                f"{name} is none of the operators here ({known}); those of data-juicer are not offered.  Use one of these, write your own "
-                "(@task_operator in --plugin-dir), or run data-juicer beforehand and name its output in inputs"
+                f"{name} is none of the operators here ({known}).  A filter of Data-Juicer's is {{name: data_juicer_filter, args: "
+                f"{{operators: [{{name: {name}}}]}}}}; write other operators yourself (@task_operator in --plugin-dir)"
             )
         raise ConfigError(message, key=f"{key}.name", given=name) from None
     if not (inspect.isclass(plugin.obj) and issubclass(plugin.obj, RowOperator | SetOperator)):
@@ -124,6 +128,11 @@ def check_operator(written: TaskOperatorSettings) -> tuple[Plugin, dict[str, Any
             key=f"{key}.name",
             given=name,
         )
+    for library, extra in plugin.obj.needs.items():
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(
+                f"{name} needs the package {library}: pip install 'rft-platform[{extra}]'", key=f"{key}.name", given=name
+            )
     return plugin, checked_args(plugin, written.args, key=f"{key}.args")
 
 

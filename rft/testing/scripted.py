@@ -138,9 +138,13 @@ class ScriptedEngine(BaseEngine):
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         self._check_alive()
-        self.calls.append(request)
-        if self._failures:
-            raise self._failures.popleft()
+        with self.admission.of(request):
+            self.calls.append(request)
+            if self._failures:
+                raise self._failures.popleft()
+            return await self._answers(request)
+
+    async def _answers(self, request: GenerateRequest) -> list[Completion]:
         if not request.prompt_tokens and not request.messages:
             raise ValueError("a request needs messages or prompt_tokens")
         if request.choices:

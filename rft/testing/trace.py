@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rft.logs import redact, safe
+from rft.reward import exchanges
 from rft.testing.scripted import decode as decode_bytes
 from rft.types.completion import Completion, Score, Transcript
 from rft.types.experience import Experience
@@ -247,7 +248,7 @@ def _rewards(run: RunResult, out: Console) -> None:
     first = rows[0]
     if first.metrics:
         _line(out, "  metrics    " + ", ".join(f"{n} {v:g}" for n, v in first.metrics.items()))
-    info = {n: v for n, v in first.info.items() if n != "reward_reason"}
+    info = {n: v for n, v in first.info.items() if n not in ("reward_reason", "gold_answer", exchanges.KEY)}
     if info:
         _line(out, f"  info       {_short(info)}")
 

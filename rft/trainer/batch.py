@@ -141,7 +141,8 @@ def _padded(inputs: Sequence[np.ndarray], device: torch.device) -> tuple[torch.T
     lengths = np.array([len(tokens) for tokens in inputs])
     padded = torch.empty((len(inputs), int(lengths.max())), dtype=torch.int64)  # filled by NumPy: torch would wake its threads
     for line, tokens in zip(padded.numpy(), inputs, strict=True):
-        line[: len(tokens)], line[len(tokens) :] = tokens, 0
+        # filled up with the row's own first id: one for padding may be embedded as 0, where norms have no slope
+        line[: len(tokens)], line[len(tokens) :] = tokens, tokens[0]
     positions = torch.arange(padded.shape[1], device=device).expand_as(padded)
     mask = torch.from_numpy(np.arange(padded.shape[1]) < lengths[:, None]).to(device)
     return padded.to(device), positions, mask

@@ -53,6 +53,9 @@ class StepBatch:
         default_factory=list
     )  # rows of the lease that `shares` hold, micro-batch by micro-batch, rank by rank
     metrics: dict[str, float] = field(default_factory=dict)
+    advantages: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # float32 [L] by row of the lease; not of rows that were not drawn
 
 
 def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> DecodedLease:
@@ -116,7 +119,8 @@ def make(
     loads = [sum(len(row.tokens) for micro in share.micro_batches for row in micro) for share in shares]
     metrics |= {"perf/rank_tokens/max": float(max(loads)), "perf/rank_tokens/min": float(min(loads))}
     order = [drawn[left[i]] for mine in cut for micro in mine for i in micro]
-    return StepBatch(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, order, metrics)
+    advantages = dict(zip(drawn, prepared.advantages, strict=True))
+    return StepBatch(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, order, metrics, advantages)
 
 
 def _shares(

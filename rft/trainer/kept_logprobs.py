@@ -1,4 +1,4 @@
-"""The trainer's log-prob of every trained token before a step, for the ledger (monitor.keep_trainer_logprobs).
+"""The trainer's log-prob of every trained token before a step, and its advantage, for the ledger (monitor.keep_trainer_logprobs).
 
 What a step computes comes with its result.  Rows that it leaves out, because nothing is learnt from them, are scored beforehand.
 Knows ranks and leases; not tables.  Invariant: all numbers are of the weights before the step, in the order of each row's own tokens.
@@ -23,4 +23,5 @@ async def step(ranks: Ranks, given: DecodedLease, batch: StepBatch) -> tuple[Ste
     report = await ranks.step(batch.shares, batch.critic)
     found |= zip(order, report.logprobs, strict=True)  # of a row that was drawn several times one is as good as another
     rows = given.experiences
-    return report, token_logprobs.encode([token_logprobs.beside(rows[i], found[i]) for i in sorted(found)])
+    made = [token_logprobs.beside(rows[i], p, batch.advantages.get(i)) for i, p in sorted(found.items())]
+    return report, token_logprobs.encode(made)

@@ -102,10 +102,10 @@ class Learner:
                 critic, self.critic.settings = replace(critic, row_layout=own), replace(self.critic.settings, row_layout=own)
             self.settings = replace(self.settings, row_layout=layout, critic=critic)
 
-    def check_rows(self, rows: Sequence[TrainRow]) -> None:
+    def check_rows(self, rows: Sequence[TrainRow]) -> str:
         """See `row_proof.check_rows`."""
         with self._memory("comparing the first batch with transformers"):
-            row_proof.check_rows(self.policy, self.settings, rows)
+            return row_proof.check_rows(self.policy, self.settings, rows)
 
     # ------------------------------------------------------------ training
 

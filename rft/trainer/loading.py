@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from rft.trainer.tensors import Files
 from rft.types import modelfiles, rotary
 
 log = logging.getLogger(__name__)
+_MODEL = "model.model_path"
 Fresh = Callable[[str, torch.Tensor], bool]  # (name, parameter): give it a first value; False: it has to be in the files
 
 
@@ -38,15 +40,18 @@ def import_library(name: str) -> None:
 
 
 def config_of(folder: Path, *, trust_remote_code: bool, override: Mapping[str, Any]) -> Any:
-    """The model's configuration with the entries of `override` replaced; unknown entries are refused."""
+    """The model's configuration with the entries of `override` replaced; unknown entries and quantized weights are refused."""
     from transformers import AutoConfig
 
     if not folder.is_dir():
         raise SetupError(f"{folder}: not a folder; the trainer loads models from local Hugging Face folders")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, KeyError, OSError) as e:
-        raise ConfigError(f"transformers cannot read its config.json: {e}", key="model.model_path", given=str(folder)) from e
+    except Exception as e:  # entries are checked by each model's own code
+        raise ConfigError(f"transformers cannot read its config.json: {_said(e)}", key=_MODEL, given=str(folder)) from e
+    if kind := (vars(config).get("quantization_config") or {}).get("quant_method"):
+        why = f"its weights are stored as {kind}, which is not trained; use the model's bfloat16 weights"
+        raise ConfigError(why, key=_MODEL, given=str(folder))
     for name, value in rotary.applied_to(folder, override).items():
         if not hasattr(config, name):
             raise ConfigError(f"{type(config).__name__} has no entry {name}", key="model.override_config", given=name)
@@ -62,11 +67,15 @@ def skeleton(config: Any, *, trust_remote_code: bool, attn_implementation: str) 
     with no_progress(), torch.device("meta"):
         try:
             lm = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, **how)
-        except ValueError as e:
+        except Exception as e:  # a model's code may be anyone's
+            try:
+                lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **how)
+            except Exception as plain:
+                why = f"transformers cannot build it from its config.json: {_said(plain)}"
+                raise ConfigError(why, key=_MODEL, given=config.name_or_path) from plain
             if attn_implementation != "sdpa":  # which most models have, and is the default
-                raise ConfigError(str(e), key="trainer.attn_implementation", given=attn_implementation) from e
+                raise ConfigError(_said(e), key="trainer.attn_implementation", given=attn_implementation) from e
             log.warning("this model has no sdpa attention, so it computes with eager")
-            lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **how)
     lm.tie_weights()
     _buffers(lm)
     return lm.eval()
@@ -208,16 +217,23 @@ def pretrained(config: Any, folder: Path, *, trust_remote_code: bool, attn_imple
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
             )
         except (RuntimeError, ValueError, OSError) as e:
             if is_out_of_memory(e):
                 raise
             raise SetupError(f"{folder}: transformers cannot load it: {e}; config.json does not fit the weights") from e
-    if info["missing_keys"] or info["mismatched_keys"]:
-        raise SetupError(
-            f"{folder}: has no weights for {_some(sorted(map(str, [*info['missing_keys'], *info['mismatched_keys']])))}"
-        )
+    if info["missing_keys"]:
+        raise SetupError(f"{folder}: has no weights for {_some(sorted(map(str, info['missing_keys'])))}")
+    if other := [
+        f"{name} is {tuple(there)}, the model has {tuple(made)}" for name, there, made in sorted(info["mismatched_keys"])
+    ]:
+        raise SetupError(f"{folder}: {_some(other)}; config.json does not fit the weights")
     return lm
+
+
+def _said(e: Exception) -> str:
+    return textwrap.shorten(f"{type(e).__name__}: {e}", 400)
 
 
 def _some(names: list[str]) -> str:

@@ -164,7 +164,7 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
         )
     sizes = {n: (m.out_features, m.in_features) for n, m in linear.items()}
     if settings.path is None and settings.target_modules in (None, adapterfiles.ALL_LINEAR):
-        sizes = {n: size for n, size in sizes.items() if not _gate(lm, size) and not _read_by_kernels(lm, n)}
+        sizes = {n: size for n, size in sizes.items() if not _gate(lm, n, size) and not _read_by_kernels(lm, n)}
     form = adapterfiles.form(settings, sizes, model_path)
     if past := [n for n in form.modules if _read_by_kernels(lm, n)]:
         raise ConfigError(
@@ -196,10 +196,10 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
     return Adapter(settings, form, layers, tuple(linear), base, model_path, anchored)
 
 
-def _gate(lm: Any, size: tuple[int, int]) -> bool:
-    """Whether a linear layer [out, in] chooses experts, or weighs one: adapters of all layers leave it as it is, as engines do."""
+def _gate(lm: Any, name: str, size: tuple[int, int]) -> bool:
+    """Whether the linear layer `name` [out, in] chooses experts, or weighs one: adapters of all layers leave it as it is, as engines do."""
     experts = sizes_of(lm.config.to_dict())
-    return size[0] == 1 or (experts is not None and size[0] == experts.experts)
+    return size[0] == 1 or "router" in name.split(".") or (experts is not None and size[0] == experts.experts)
 
 
 def _read_by_kernels(lm: Any, name: str) -> bool:

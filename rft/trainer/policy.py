@@ -201,15 +201,17 @@ def built(kind: type[_P], settings: LearnerSettings, fresh: str = "") -> tuple[_
     """
     folder = Path(settings.model_path)
     config = loading.config_of(folder, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
-    how: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": attention_name(settings)}
-    made = kind(plain(loading.skeleton(config, **how)), settings.logprob_chunk_tokens)
+    trust = settings.trust_remote_code
+    lm = loading.skeleton(config, trust_remote_code=trust, attn_implementation=attention_name(settings))
+    made = kind(plain(lm), settings.logprob_chunk_tokens)
     due = {name: p for name, p in made.names().items() if not (fresh and name.startswith(fresh))}
     if loading.readable_by_name(due, made.tied(), folder):
         return made, folder
     log.warning(
         "%s: its weights have other names than the model's; every rank loads all of them before it keeps its part", folder
     )
-    return kind(plain(loading.pretrained(config, folder, **how)), settings.logprob_chunk_tokens), None
+    lm = loading.pretrained(config, folder, trust_remote_code=trust, attn_implementation=lm.config._attn_implementation)
+    return kind(plain(lm), settings.logprob_chunk_tokens), None
 
 
 def place(

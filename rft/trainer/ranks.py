@@ -127,11 +127,13 @@ class Ranks:
             if (kl := seen[name]) is not None:
                 controller.update(kl, rows)
 
-    async def check_rows(self, rows: Sequence[TrainRow]) -> None:
-        """The first time: compare the shortest of these rows with transformers.  Raises RunFailed."""
-        if not self._checked:
-            await self._same("check_rows", sorted(rows, key=lambda row: len(row.tokens))[:_FIRST_ROWS])
+    async def check_rows(self, rows: Sequence[TrainRow]) -> tuple[str, ...]:
+        """The first time: compare the shortest of these rows with transformers, and say so.  Raises RunFailed."""
+        if self._checked:
+            return ()
+        said = await self._same("check_rows", sorted(rows, key=lambda row: len(row.tokens))[:_FIRST_ROWS])
         self._checked = True
+        return (said[0],)
 
     async def remember(self) -> None:
         """Keep the weights as they are as the proximal policy, where the algorithm has one."""

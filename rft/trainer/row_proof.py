@@ -151,8 +151,11 @@ def _said(e: Exception) -> str:
     return e.message if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
 
 
-def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow]) -> None:
-    """Compare `rows`, which are about to be trained on, with plain rows, and say so.  Collective.  Raises RunFailed where they differ."""
+def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow]) -> str:
+    """Compare `rows`, which are about to be trained on, with plain rows; what to say of it.  Collective.
+
+    Raises RunFailed where they differ.
+    """
     chosen = [msgspec.structs.replace(r, tokens=r.tokens.copy(), experts=None) for r in rows]  # a lease's arrays are read-only
     found = measure(model, settings, chosen)
     if not found.apart <= found.limit:
@@ -160,7 +163,7 @@ def check_rows(model: Policy, settings: LearnerSettings, rows: Sequence[TrainRow
             f"the first batch, as {settings.row_layout} rows of {type(model.lm).__name__}, is not what transformers computes: {found}.  "
             f"Write {KEY}: padded; if that is written, the trainer cannot train this model"
         )
-    log.info("first batch: %d of its rows are what transformers computes: %s", len(chosen), found)
+    return f"first batch: {len(chosen)} of its rows are what transformers computes: {found}"
 
 
 @torch.no_grad()

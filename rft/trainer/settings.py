@@ -182,6 +182,12 @@ class TrainerSettings:
     max_staleness: int | None = None
     max_nonfinite_steps: int = 3
     offline_data: OfflineDataSettings | None = None  # the data set that is trained on; None: what an explorer samples
+    replay_run: Path | None = None  # the folder of a run whose rows are trained on again, step by step
     held_out: OfflineDataSettings | None = None  # rows of the same kind whose loss is computed
     eval_interval: int = 0  # train steps between two such evaluations; 0 = only before the first step and after the last
     seed: int = SEED  # of the order of offline data
+
+    @property
+    def alone(self) -> bool:
+        """Whether the trainer works without engines: on a data set, or on rows of another run."""
+        return self.offline_data is not None or self.replay_run is not None

@@ -64,8 +64,7 @@ class Trainer:
         self.settings = settings
         self._ranks, self._buffer, self._sync, self._sink, self._transport = ranks, buffer, sync, sink, transport
         self._lineage, self._start, self._parent = lineage, start_step, parent
-        self._must_publish, self._first_after, self._held_out = must_publish, first_after, held_out
-        self._on_demand = on_demand
+        self._must_publish, self._on_demand, self._first_after, self._held_out = must_publish, on_demand, first_after, held_out
         self._taken: deque[Lease] = deque()  # of the steps that come next
         self._window = Window()
         self._ahead = 0  # explore batches that steps which lacked rows took beyond their own
@@ -78,6 +77,7 @@ class Trainer:
         self._saved: int | None = parent.step if parent is not None else None
         self._nonfinite = 0
         self._seconds: dict[str, float] = {}
+        self._notes: tuple[str, ...] = ()  # of the step
         self._kl_coefs: dict[str, float] = {}  # of the step at hand
 
     async def run(self) -> None:
@@ -210,7 +210,7 @@ class Trainer:
             if self._sync is not None:
                 self._window.rows(given.experiences)
             else:  # no canary looks at this run
-                await ranks.check_rows(given.rows)
+                self._notes = await ranks.check_rows(given.rows)
             with self._timed("train/before"):
                 computed = await ranks.prepare(given.rows)
             with self._timed("train/advantages"):
@@ -244,9 +244,9 @@ class Trainer:
         return batch, report
 
     async def _publish(self, step: int) -> None:
-        """Stage the weights and wait until every engine serves them; nothing where there are none."""
+        """Stage the weights and wait until every engine serves them; where there are none, they begin a window all the same."""
         if self._sync is None or self._transport is None:
-            return
+            return await self._ranks.remember()
         version, before = Version(self._lineage, step), self._published
         with self._timed("sync"):
             manifest = await self._ranks.stage(version, self._transport)
@@ -261,7 +261,7 @@ class Trainer:
         self._published = version
         self._window.publish(step)
         fault("trainer.published")
-        await self._ranks.remember()
+        return await self._ranks.remember()
 
     async def _save(self, step: int, *, export: bool, wait: bool = True) -> None:
         """Commit a checkpoint of `step`.  Without `wait` it is written while steps go on, one at a time."""
@@ -331,7 +331,7 @@ class Trainer:
         if self._sync is not None:
             self._window.step(self._seconds.get("wait", 0.0), seconds)
             values |= self._window.closed()
-        await self._sink.log(MetricRecord(role="trainer", step=step, time=time.time(), values=values))
+        await self._sink.log(MetricRecord(role="trainer", step=step, time=time.time(), values=values, notes=self._notes))
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

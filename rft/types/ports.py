@@ -36,6 +36,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     choices: tuple[str, ...] = ()  # the answer is the first token of one of these; at temperature 0 the likelier one, and its
     n: int = 1  # log-prob is that among them.  Engines that cannot do so raise ValueError
     request_id: str = ""
+    may_wait: bool = True  # False: an engine that drains refuses it with `engine.admission.Draining`, so that another is asked
 
 
 class Engine(Protocol):
@@ -58,6 +59,17 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None: ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Before a pause, while other engines answer: take only requests that may wait, until `admit`; also after `resume`.
+
+        Returns when nothing is under way any more, or after `timeout_s`.
+        """
+        ...
+
+    async def admit(self) -> None:
+        """Take every request again."""
+        ...
 
     async def logprobs(self, row: ScoreRow) -> np.ndarray:
         """float32 [len(tokens) - prompt_length]: log-probs of given tokens after the prompt, natural log.
@@ -468,4 +480,8 @@ class MetricSink(Protocol):
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """A table of examples, e.g. evaluation answers: {prompt, answer, truth, reward}."""
+        ...
+
+    async def progress(self, text: str) -> None:
+        """What a wait of more than some seconds is for, for people who look on now; it is kept nowhere."""
         ...

@@ -1,5 +1,6 @@
 """What a model tells whoever asks it while a call is under way: that it was held back before it was sent, which a deadline does not count,
-and that it is about to be sent once more although the first sending may have been worked on, which has its price.
+that it is about to be sent once more although the first sending may have been worked on, which has its price, and that the last sending
+has none: it did not arrive, or was turned away.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ async def _free() -> None:
     """The caller pays nothing."""
 
 
+def _unpaid() -> None:
+    """The caller counts no costs."""
+
+
 THROTTLED: ContextVar[Callable[[float], None]] = ContextVar(
     "held", default=_nobody
 )  # is told for how many seconds, before they pass
 RESENT: ContextVar[Callable[[], Awaitable[None]]] = ContextVar(
     "resent", default=_free
 )  # is awaited before; what it raises ends the call
+UNPAID: ContextVar[Callable[[], None]] = ContextVar("unpaid", default=_unpaid)  # is told before the error is raised

@@ -1,4 +1,4 @@
-"""Log-probs of a row's tokens by the engine that sampled them and by the trainer that learnt from them, as the ledger keeps them.
+"""Numbers of a row's tokens, as the ledger keeps them: log-probs by the engine that sampled and the trainer that learnt, advantages.
 
 Knows experiences; not models or tables.  Numbers are written with 9 digits, which tell one float32 from every other.
 """
@@ -15,9 +15,10 @@ from rft.types.experience import Experience
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Of one row.  `pairs`, JSON: [engine, trainer] for each token from `token_start` to the row's end.
+    """Of one row.  `pairs`, JSON: [engine, trainer, advantage] for each token from `token_start` to the row's end.
 
-    null stands for a token that was not trained, and for a number that is not there or not finite.
+    null stands for a token that was not trained, and for a number that is not there or not finite.  Up to format 4 of the ledger there
+    is no advantage.
     """
 
     id: str
@@ -25,23 +26,35 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     pairs: str
 
 
-def beside(row: Experience, trainer: np.ndarray) -> TokenLogprobs:
-    """`trainer`: float32 [L], of the row's trained tokens."""
+class TrainerTokens(Struct, frozen=True):
+    """What the trainer had for the tokens of one row: float32 [T] each, 0 where none was trained, NaN where it is not known."""
+
+    logprobs: np.ndarray
+    advantages: np.ndarray
+
+
+def beside(row: Experience, trainer: np.ndarray, advantages: np.ndarray | None = None) -> TokenLogprobs:
+    """`trainer`, `advantages`: float32 [L], of the row's trained tokens; None: not known."""
     starts = [span.start for span in row.version_spans if span.end > span.start]
     start = min([*starts, int(row.loss_mask.argmax())])
     found = ["null"] * (row.num_tokens - start)
     trained = np.flatnonzero(row.loss_mask)
-    engine = row.logprobs[trained].tolist() if row.has_logprobs else [math.nan] * len(trained)
-    for at, theirs, ours in zip(trained.tolist(), engine, trainer.tolist(), strict=True):
-        found[at - start] = f"[{_number(theirs)},{_number(ours)}]"
+    nothing = [math.nan] * len(trained)
+    engine = row.logprobs[trained].tolist() if row.has_logprobs else nothing
+    taught = nothing if advantages is None else advantages.tolist()
+    for at, *numbers in zip(trained.tolist(), engine, trainer.tolist(), taught, strict=True):
+        found[at - start] = f"[{','.join(map(_number, numbers))}]"
     return TokenLogprobs(str(row.id), start, f"[{','.join(found)}]")
 
 
-def of_trainer(token_start: int, pairs: str) -> np.ndarray:
-    """float32 [T]: the trainer's log-probs of all tokens; 0 where none was trained, NaN where it is not known."""
+def of_trainer(token_start: int, pairs: str) -> TrainerTokens:
     read = _PAIRS.decode(pairs)
-    made = [0.0 if pair is None else math.nan if pair[1] is None else pair[1] for pair in read]
-    return np.array([0.0] * token_start + made, np.float32)
+
+    def column(at: int) -> np.ndarray:
+        made = [0.0 if p is None else math.nan if len(p) <= at or p[at] is None else p[at] for p in read]
+        return np.array([0.0] * token_start + made, np.float32)
+
+    return TrainerTokens(column(1), column(2))
 
 
 def encode(rows: list[TokenLogprobs]) -> bytes:
@@ -58,5 +71,5 @@ def _number(value: float) -> str:
     return f"{value:.9g}" if math.isfinite(value) else "null"
 
 
-_PAIRS = msgspec.json.Decoder(list[tuple[float | None, float | None] | None])
+_PAIRS = msgspec.json.Decoder(list[list[float | None] | None])
 _ROWS = msgspec.msgpack.Decoder(list[TokenLogprobs])

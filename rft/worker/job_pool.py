@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -100,6 +101,7 @@ class WorkerPool(JobPool):
         self._module, self._remembers, self._codec, self._env = module, memo, codec, env
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
+        self._ending: set[WorkerProcess] = set()  # were told to end; what the kernel takes for that is not the call's time
         self._closing = False
 
     async def call(self, request: Any, timeout_s: float) -> Any:
@@ -126,10 +128,12 @@ class WorkerPool(JobPool):
                 future.cancel()
 
     def _call(self, frame: bytes, timeout_s: float | None) -> Any:
+        left = timeout_s  # of both attempts together; the start of a worker does not count
         for attempt in (1, 2):
             worker = self._take()
+            began = time.monotonic()
             try:
-                reply = self._codec.unpack(worker.ask(frame, timeout_s))
+                reply = self._codec.unpack(worker.ask(frame, left))
             except TimeoutError:
                 self._drop(worker)
                 with self._lock:
@@ -137,10 +141,12 @@ class WorkerPool(JobPool):
                 raise TimeoutError(f"{self.name} worker was killed after {timeout_s:g} s without an answer") from None
             except OSError as e:
                 self._drop(worker)
+                self._reap()
                 if attempt == 2 or self._closing:
                     raise WorkerDied(
                         f"{self.name} worker ended without an answer (exit status {worker.returncode}), twice"
                     ) from e
+                left = None if left is None else left - (time.monotonic() - began)
                 continue
             with self._lock:
                 self._idle.append(worker)
@@ -150,6 +156,7 @@ class WorkerPool(JobPool):
         raise AssertionError("unreachable")
 
     def _take(self) -> WorkerProcess:
+        self._reap()
         with self._lock:
             if self._closing:
                 raise WorkerDied(f"the {self.name} pool is being closed")
@@ -161,15 +168,25 @@ class WorkerPool(JobPool):
             worker.wait_ready()
         except WorkerDied:
             self._drop(worker)
+            self._reap()
             raise
         return worker
 
     def _drop(self, worker: WorkerProcess) -> None:
-        worker.kill()
-        worker.release()
+        worker.end()
         with self._lock:
-            self._all.discard(worker)
+            self._ending.add(worker)
             self.restarts += 1
+
+    def _reap(self) -> None:
+        """No worker that was ended is left when this returns, so there are never more than `size`."""
+        with self._lock:
+            ending, self._ending = self._ending, set()
+        for worker in ending:
+            worker.kill()
+            worker.release()
+        with self._lock:
+            self._all -= ending
 
     def pids(self) -> list[int]:
         """Process ids of the living workers."""
@@ -186,6 +203,7 @@ class WorkerPool(JobPool):
             for worker in self._all:
                 worker.release()
             self._all.clear()
+            self._ending.clear()
             self._closing = False
 
     def _kill(self) -> None:

@@ -100,12 +100,17 @@ class WorkerProcess:
         """The next frame, for exchanges that are not one reply to one request."""
         return framing.receive(self._out.fileno(), deadline=deadline)
 
-    def kill(self) -> None:
-        """Kills the process with its children and waits.  The pipes stay open: another thread may be looking at them."""
+    def end(self) -> None:
+        """Kills the process with its children, and does not wait: one that holds much memory takes a while to go."""
         with self._lock:
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+
+    def kill(self) -> None:
+        """Kills the process with its children and waits.  The pipes stay open: another thread may be looking at them."""
+        self.end()
+        with self._lock:
+            self._process.wait()
 
     def release(self) -> None:
         """Closes the pipes of a worker that was killed, or ends an idle one and waits."""

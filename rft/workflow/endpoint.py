@@ -21,12 +21,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from rft.errors import DiskFull, EngineFailed, RftError, SetupError
+from rft.errors import DiskFull, EngineFailed, RftError, RunFailed, SetupError
 from rft.types.ports import ChatModel
 from rft.types.task import Task
 from rft.workflow import endpoint_wire as wire
 from rft.workflow.base import RunContext
-from rft.workflow.endpoint_sessions import ModelSession, Rule, RunSession, Session, hashed
+from rft.workflow.endpoint_sessions import ModelSession, Rule, RunSession, Session, hashed, stopping
 from rft.workflow.endpoint_wire import ApiError
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 HEAD_S = 15.0  # for the head of a request, and for a connection between two of them
 BODY_S = 15.0
-_FULL_DISK_S = 10.0  # after which a client may try again
+KEEP_ALIVE_S = 15.0  # after which a stream begins although its answer is not there, and between two signs of life
+_FULL_DISK_S, _RUN_FAILED_S = 10.0, 2.0  # after which a client may try again
 MAX_RETRY_KEY = 200
 WRONG_KEY = "wrong key: send `Authorization: Bearer KEY` with the run's key, which ends with the run"
 _CLOSE_S = 1.0  # for answers that are being written when the server closes
@@ -52,6 +53,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}  # by id
         self._keys: dict[str, Session] = {}  # by hash
         self._runner: web.AppRunner | None = None
+        self._closing = False
 
     async def start(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         """Raises SetupError where the port cannot be had."""
@@ -94,7 +96,9 @@ class Endpoint:
         session.close()
 
     async def close(self) -> None:
+        self._closing = True
         for session in list(self._sessions.values()):
+            session.stopped = True
             self.remove(session)
         if self._runner is not None:
             await self._runner.cleanup()
@@ -113,6 +117,8 @@ class Endpoint:
     def _session(self, request: web.Request) -> Session:
         run = request.match_info.get("run")
         session = self._keys.get(key_of(request))
+        if session is None and self._closing:
+            raise stopping()
         if session is None or (run is not None and not hmac.compare_digest(session.id.encode(), run.encode())):
             raise ApiError(401, WRONG_KEY, code="invalid_api_key")
         return session
@@ -128,18 +134,17 @@ class Endpoint:
 
         self.authenticate(request)  # before its body is read
         asked = wire.read(await read_json(request), chat=chat)
-        session, answer = await self.respond(request, asked, _retry_key(request))
+        answering = asyncio.ensure_future(self.respond(request, asked, _retry_key(request)))
+        try:
+            if asked.stream and not (await asyncio.wait({answering}, timeout=KEEP_ALIVE_S))[0]:
+                return await _late_stream(request, asked, answering, chat=chat)
+            session, answer = await answering
+        finally:
+            answering.cancel()
         headers = {"x-rft-ignored": ", ".join(ignored)} if (ignored := session.ignored(asked)) else {}
-        if not asked.stream:
-            make = wire.chat_body if chat else wire.text_body
-            return web.json_response(make(asked, answer), headers=headers)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
-        await response.prepare(request)
-        for chunk in (wire.chat_chunks if chat else wire.text_chunks)(asked, answer):
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        if asked.stream:
+            return web.Response(body=_events(asked, answer, chat=chat), headers={**_STREAM, **headers})
+        return web.json_response((wire.chat_body if chat else wire.text_body)(asked, answer), headers=headers)
 
     async def _reward(self, request: web.Request) -> web.Response:
         from aiohttp import web
@@ -157,6 +162,35 @@ class Endpoint:
         from aiohttp import web
 
         return web.json_response({"status": "ok"})
+
+
+_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+
+def _events(asked: wire.ApiRequest, answer: wire.ApiAnswer, *, chat: bool) -> bytes:
+    """A whole answer as a stream."""
+    chunks = (wire.chat_chunks if chat else wire.text_chunks)(asked, answer)
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode() + b"data: [DONE]\n\n"
+
+
+async def _late_stream(
+    request: web.Request, asked: wire.ApiRequest, answering: asyncio.Future[tuple[Session, wire.ApiAnswer]], *, chat: bool
+) -> web.StreamResponse:
+    """A stream that begins before its answer, so that nobody on the way takes it for dead; its failure is an event."""
+    from aiohttp import web
+
+    response = web.StreamResponse(headers=_STREAM)
+    await response.prepare(request)
+    await response.write(b": the answer is being written\n\n")
+    while not (await asyncio.wait({answering}, timeout=KEEP_ALIVE_S))[0]:
+        await response.write(b": still\n\n")
+    try:
+        _, answer = answering.result()
+        await response.write(_events(asked, answer, chat=chat))
+    except Exception as e:
+        await response.write(f"data: {json.dumps(_told(e, request.path).body)}\n\n".encode())
+    await response.write_eof()
+    return response
 
 
 def key_of(request: web.Request) -> str:
@@ -191,24 +225,32 @@ def _in_openais_form() -> Callable[..., Awaitable[web.StreamResponse]]:
         try:
             answered: web.StreamResponse = await handler(request)
             return answered
-        except ApiError as e:
-            error = e
         except web.HTTPException as e:  # no such page, a body that is too large
             error = ApiError(e.status, f"{request.method} {request.path}: {e.reason}")
-        except DiskFull as e:
-            error = ApiError(
-                503, f"nothing can be stored now, so nothing is answered: {e}", code="disk_full", retry_s=_FULL_DISK_S
-            )
-        except EngineFailed as e:
-            error = ApiError(503, f"the engine failed: {e}", code="engine_failed", retry_s=1.0)
-        except RftError as e:
-            error = ApiError(500, f"the run failed: {e}")
         except Exception as e:
-            log.warning("a call of %s failed", request.path, exc_info=True)
-            error = ApiError(500, f"{type(e).__name__}: {e}")
+            error = _told(e, request.path)
         return web.json_response(error.body, status=error.status, headers=error.headers)
 
     return middleware
+
+
+def _told(error: Exception, path: str) -> ApiError:
+    """What a client hears of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, DiskFull):
+        why = f"nothing can be stored now, so nothing is answered: {error}"
+        return ApiError(503, why, code="disk_full", retry_s=_FULL_DISK_S)
+    if isinstance(error, EngineFailed):
+        return ApiError(503, f"the engine failed: {error}", code="engine_failed", retry_s=1.0)
+    if isinstance(error, RunFailed):
+        log.warning("a call of %s failed: %s", path, error)
+        why = "a part of the run has failed; send this again: it counts once, and is answered when the run was started again"
+        return ApiError(503, why, code="run_failed", retry_s=_RUN_FAILED_S)
+    if isinstance(error, RftError):
+        return ApiError(500, f"the run failed: {error}")
+    log.warning("a call of %s failed", path, exc_info=error)
+    return ApiError(500, f"{type(error).__name__}: {error}")
 
 
 # ---------------------------------------------------------------- one server for all

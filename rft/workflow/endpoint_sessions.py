@@ -51,6 +51,11 @@ async def understood(work: Awaitable[T]) -> T:
         raise ApiError(400, str(e)) from e
 
 
+def stopping() -> ApiError:
+    """What a client hears whose server stops, which may be started again."""
+    return ApiError(503, "the service stops; send this again: it counts once", code="stopping", retry_s=2.0)
+
+
 class Session:
     """What one key opens: a model, and the calls under way.  `name` is the model's name in /v1/models."""
 
@@ -60,7 +65,7 @@ class Session:
         self.key = key or ("" if key_hash else new_key())
         self.key_hash = key_hash or hashed(self.key)
         self.id = id or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:80] + "-" + secrets.token_hex(4)
-        self.open = True
+        self.open, self.stopped = True, False  # `stopped`: not the session is over, but its server
         self._calls: set[asyncio.Future[Any]] = set()
 
     async def complete(self, asked: ApiRequest) -> list[Completion]:
@@ -88,7 +93,7 @@ class Session:
         try:
             await asyncio.wait({job})
             if job.cancelled() and not self.open:
-                raise ApiError(401, "the run is over", code="run_over")
+                raise stopping() if self.stopped else ApiError(401, "the run is over", code="run_over")
             return job.result()
         finally:
             self._calls.discard(job)

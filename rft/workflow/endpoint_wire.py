@@ -1,4 +1,4 @@
-"""OpenAI's request and answer bodies, as far as they are served: what is asked is checked field by field, nothing is dropped in silence.
+"""OpenAI's request and answer bodies, as far as they are served: what is asked is a pydantic model, nothing is dropped in silence.
 
 Knows no server and no engine.  Invariant: a request is understood wholly or refused with the name of the field.
 """
@@ -12,7 +12,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from rft.types.completion import Completion
 
@@ -24,24 +27,9 @@ MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 _TEXTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # the last one may not be closed
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _TOLD = 80  # characters of a wrong value that are repeated
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
-_IGNORED = {  # say nothing about the answer
-    "model", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "return_tokens_as_token_ids", "timeout",
-}  # fmt: skip
 _MOST, _MOST_SEED = (1 << 31) - 1, (1 << 62) - 1
-_NUMBERS: dict[str, tuple[type, float, float]] = {  # kind, least, most
-    "temperature": (float, 0, 100), "top_p": (float, 0, 1), "top_k": (int, -1, _MOST), "min_p": (float, 0, 1),
-    "presence_penalty": (float, -2, 2), "frequency_penalty": (float, -2, 2), "repetition_penalty": (float, 0.01, 100),
-    "min_tokens": (int, 0, _MOST), "max_tokens": (int, 1, _MOST), "max_completion_tokens": (int, 1, _MOST), "seed": (int, 0, _MOST_SEED),
-}  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that would constrain the answer, with the values that do not
-    "response_format": ({"type": "text"},), "logit_bias": ({},), "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,),
-    "top_logprobs": (0,), "modalities": (["text"],), "echo": (False,), "best_of": (1,), "suffix": ("",), "add_special_tokens": (False,),
-}  # fmt: skip
-_OURS = {
-    "messages", "prompt", "tools", "n", "stream", "stream_options", "logprobs", "stop", "ignore_eos", "chat_template_kwargs",
-    "return_token_ids",
-}  # fmt: skip
+_UNSUPPORTED = "unsupported_parameter"
+M = TypeVar("M", bound=BaseModel)
 
 
 class ApiError(Exception):
@@ -133,156 +121,81 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def read(body: Any, *, chat: bool) -> ApiRequest:
-    """What a body of /v1/chat/completions (or /v1/completions) asks.  Raises ApiError 400 that names the field."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    given = {k: v for k, v in body.items() if v is not None}
-    for name, neutral in _NEUTRAL.items():
-        if name in given and given[name] not in neutral:
-            raise ApiError(
-                400,
-                f"{name} {_shown(given[name])} is not served: the model's answer is recorded as it was sampled, without "
-                f"constraints; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
-    known = _OURS | _IGNORED | _NUMBERS.keys() | _NEUTRAL.keys()
-    if unknown := sorted(given.keys() - known):
-        raise ApiError(400, f"unknown field {_shown(unknown[0])}", param=unknown[0][:_TOLD], code="unknown_parameter")
-    options = _of(given, "stream_options", dict, {})
-    n = _of(given, "n", int, 1)
-    if not 1 <= n <= MAX_N:
-        raise ApiError(400, f"n is {n}; it must be from 1 to {MAX_N}", param="n")
-    logprobs = given.get("logprobs", False)
-    if not isinstance(logprobs, bool) and (chat or logprobs not in (0, 1)):
-        raise ApiError(400, f"logprobs is {_shown(logprobs)}; only the written token's log-prob is known", param="logprobs")
-    tools = None if given.get("tool_choice") != "none" else ()
-    return ApiRequest(
-        model=_of(given, "model", str, "policy"),
-        messages=_messages(given.get("messages")) if chat else (),
-        prompts=() if chat else _prompts(given.get("prompt")),
-        tools=_tools(given["tools"]) if "tools" in given and tools is None else tools,
-        n=n,
-        stream=_of(given, "stream", bool, False),
-        usage_in_stream=bool(options.get("include_usage")),
-        logprobs=logprobs is not False,
-        token_ids=_of(given, "return_token_ids", bool, False),
-        chat_template_args=_of(given, "chat_template_kwargs", dict, {}),
-        sampling=_sampling(given),
-    )
+# ---------------------------------------------------------------- requests
+
+
+def checked(model: type[M], body: Any) -> M:
+    """`body` as `model`.  Raises ApiError 400 that names the first wrong field, what was given and what is taken."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+    where, kind = _where(first["loc"]), first["type"]
+    text = {
+        "extra_forbidden": f"unknown field {where}; this takes {', '.join(model.model_fields)}",
+        "missing": f"{where} is required",
+    }.get(kind, f"{where or 'the body'} is {_shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+    code = {"extra_forbidden": "unknown_parameter", _UNSUPPORTED: _UNSUPPORTED}.get(kind)
+    raise ApiError(400, text[:1000], param=_param(first["loc"]), code=code)
+
+
+def _where(loc: Sequence[str | int]) -> str:
+    """messages[0].content"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part[:_TOLD]}" for part in loc).lstrip(".")
+
+
+def _param(loc: Sequence[str | int]) -> str | None:
+    """Of what is wrong in an item of a list the item, but for what a message says."""
+    items = [i for i, part in enumerate(loc) if isinstance(part, int)]
+    return _where(loc if not items or loc[-1] == "content" else loc[: items[-1] + 1]) or None
 
 
 def _shown(value: Any) -> str:
     return json.dumps(value)[:_TOLD]
 
 
-def _of(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = given.get(name, default)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ApiError(400, f"{name} is {_shown(value)}; it must be of type {kind.__name__}", param=name)
-    return value
+def _wrong(text: str, kind: str = "wrong") -> PydanticCustomError:
+    return PydanticCustomError(kind, text)  # type: ignore[arg-type]  # pydantic wants literals, to translate them
 
 
-def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: _number(name, given[name]) for name in _NUMBERS if name in given}
-    if "max_completion_tokens" in found:
-        found["max_tokens"] = found.pop("max_completion_tokens")
-    if "stop" in given:
-        stop = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
-        if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(_is_stop(s) for s in stop):
-            raise ApiError(
-                400,
-                f"stop must be a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters",
-                param="stop",
+def _neutral(*values: Any) -> AfterValidator:
+    """Of a field that would constrain the answer: the values that do not."""
+
+    def check(given: Any) -> Any:
+        if given not in values:
+            raise _wrong(
+                "not served, because answers are recorded as they were sampled, without constraints; leave it out", _UNSUPPORTED
             )
-        found["stop"] = tuple(stop)
-    if "ignore_eos" in given:
-        found["ignore_eos"] = _of(given, "ignore_eos", bool, False)
-    return found
+        return given
+
+    return AfterValidator(check)
 
 
-def _number(name: str, value: Any) -> Any:
-    kind, least, most = _NUMBERS[name]
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole or (kind is float and isinstance(value, float))):
-        raise ApiError(400, f"{name} is {_shown(value)}; it must be a {'whole ' if kind is int else ''}number", param=name)
-    if not least <= value <= most or (name == "top_p" and value == 0) or (name == "top_k" and value == 0):
-        raise ApiError(400, f"{name} is {_shown(value)}; it must be from {least} to {most}", param=name)
-    return kind(value)
+def _text(given: Any) -> str:
+    if given is None or isinstance(given, str):
+        return given or ""
+    if isinstance(given, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in given):
+        texts = [p.get("text", "") for p in given]
+        if all(isinstance(t, str) for t in texts):
+            return "".join(texts)
+    raise _wrong("it must be a text or a list of text parts; images and sound are not served")
 
 
-def _is_stop(given: Any) -> bool:
-    return isinstance(given, str) and 0 < len(given) <= MAX_STOP_CHARS
-
-
-def _messages(given: Any) -> tuple[dict[str, Any], ...]:
-    """In one form, so that what a client sends back is equal to what it was given: content a text, no empty fields."""
-    if not isinstance(given, list) or not given:
-        raise ApiError(400, "messages must be a list with at least one message", param="messages")
-    return tuple(_message(m, i) for i, m in enumerate(given))
-
-
-def _message(given: Any, i: int) -> dict[str, Any]:
-    where = f"messages[{i}]"
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str) or given["role"] not in _ROLES:
-        raise ApiError(400, f"{where} must be an object with a role out of {', '.join(sorted(_ROLES))}", param=where)
-    role = "system" if given["role"] == "developer" else given["role"]
-    made: dict[str, Any] = {"role": role, "content": _text(given.get("content"), f"{where}.content")}
-    if given.get("function_call"):
-        raise ApiError(400, f"{where}.function_call is the older form; use tool_calls", param=where)
-    if calls := given.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise ApiError(400, f"{where}.tool_calls must be a list", param=where)
-        made["tool_calls"] = [_call(c, f"{where}.tool_calls[{k}]") for k, c in enumerate(calls)]
-    for name in ("name", "tool_call_id"):
-        if not isinstance(value := given.get(name) or "", str):
-            raise ApiError(400, f"{where}.{name} must be a text", param=where)
-        if value:
-            made[name] = value
-    return made
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(_is_text_part(p) for p in content):
-        return "".join(p.get("text", "") for p in content)
-    raise ApiError(400, f"{where} must be a text or a list of text parts; images and sound are not served", param=where)
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text", ""), str)
-
-
-def _call(given: Any, where: str) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(400, f"{where} must be an object with id, type and function {{name, arguments}}", param=where)
-    called = {"name": function["name"], "arguments": function.get("arguments", "{}")}
-    if not isinstance(called["arguments"], str | dict) or not isinstance(given.get("id") or "", str):
-        raise ApiError(400, f"{where}: id must be a text, function.arguments JSON text or an object", param=where)
-    return {"id": given.get("id") or "", "type": "function", "function": called}
-
-
-def _tools(given: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(given, list):
-        raise ApiError(400, "tools must be a list", param="tools")
-    for i, tool in enumerate(given):
-        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise ApiError(400, f"tools[{i}] must be {{type: function, function: {{name, ...}}}}", param=f"tools[{i}]")
-        function = tool["function"]
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
-            raise ApiError(400, f"tools[{i}].function: name must be a text and parameters an object", param=f"tools[{i}]")
-    return tuple(given)
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given
+    if (
+        isinstance(stops, list)
+        and len(stops) <= MAX_STOPS
+        and all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stops)
+    ):
+        return tuple(stops)
+    raise _wrong(f"it must be a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters")
 
 
 def _prompts(given: Any) -> tuple[str | tuple[int, ...], ...]:
     several = given if isinstance(given, list) and given and isinstance(given[0], list | str) else [given]
     if len(several) > MAX_N:
-        raise ApiError(400, f"prompt has {len(several)} prompts; at most {MAX_N} are taken", param="prompt")
+        raise _wrong(f"it has {len(several)} prompts; at most {MAX_N} are taken")
     return tuple(_prompt(p) for p in several)
 
 
@@ -291,9 +204,177 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
         return given
     if isinstance(given, list) and given and all(type(t) is int and 0 <= t <= _MOST for t in given):
         return tuple(given)
-    raise ApiError(
-        400, f"prompt must be a text, a list of token ids (whole numbers from 0 to {_MOST}), or a list of these", param="prompt"
-    )
+    raise _wrong(f"it must be a text, a list of token ids (whole numbers from 0 to {_MOST}), or a list of these")
+
+
+def _spoken(given: Any) -> Any:
+    if not isinstance(given, str | dict):
+        raise _wrong("it must be JSON text or an object")
+    return given
+
+
+def _not_zero(given: int) -> int:
+    if given == 0:
+        raise _wrong("it must be -1, for all tokens, or at least 1")
+    return given
+
+
+def _one_logprob(given: Any) -> Any:
+    if isinstance(given, bool) or given in (0, 1):
+        return given
+    raise _wrong("only the written token's log-prob is known; write 0 or 1")
+
+
+def _older(given: Any) -> None:
+    if given:
+        raise _wrong("this is the older form; use tool_calls")
+
+
+class _Part(BaseModel):
+    """Clients fill it with more than what is read here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class CalledFunction(_Part):
+    name: str
+    arguments: Annotated[Any, AfterValidator(_spoken)] = "{}"
+
+
+class ApiToolCall(_Part):
+    id: str | None = None
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        return {"id": self.id or "", "type": "function", "function": self.function.model_dump()}
+
+
+class Message(_Part):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_text)] = ""
+    tool_calls: list[ApiToolCall] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    function_call: Annotated[Any, AfterValidator(_older)] = None
+
+    def plain(self) -> dict[str, Any]:
+        """In one form, so that what a client sends back is equal to what it was given: content a text, no empty fields."""
+        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.tool_calls:
+            made["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return made | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
+
+
+class Function(_Part):
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class ApiTool(_Part):
+    type: Literal["function"]
+    function: Function
+
+
+Temperature = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+
+
+class Sampling(BaseModel):
+    """How tokens are drawn; None: not named."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MOST), AfterValidator(_not_zero)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MOST)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    seed: Annotated[int, Field(ge=0, le=_MOST_SEED)] | None = None
+    stop: Annotated[Any, AfterValidator(_stops)] = None
+    ignore_eos: bool | None = None
+
+    def named(self) -> dict[str, Any]:
+        """The fields of SamplingArgs that it names."""
+        found = self.model_dump(include=set(Sampling.model_fields), exclude_unset=True)
+        return found | ({"max_tokens": found.pop("max_completion_tokens")} if "max_completion_tokens" in found else {})
+
+
+class Body(Sampling):
+    """What both addresses take.  Fields of type Any say nothing about the answer, or are taken with their neutral values alone."""
+
+    model: str = "policy"
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_ids: bool = False
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    service_tier: Any = None
+    return_tokens_as_token_ids: Any = None
+    timeout: Any = None
+    logit_bias: Annotated[Any, _neutral({})] = None
+    echo: Annotated[Any, _neutral(False)] = None
+    best_of: Annotated[Any, _neutral(1)] = None
+    suffix: Annotated[Any, _neutral("")] = None
+    add_special_tokens: Annotated[Any, _neutral(False)] = None
+    response_format: Annotated[Any, _neutral({"type": "text"})] = None
+    parallel_tool_calls: Annotated[Any, _neutral(True)] = None
+    top_logprobs: Annotated[Any, _neutral(0)] = None
+    modalities: Annotated[Any, _neutral(["text"])] = None
+    tool_choice: Annotated[Any, _neutral("auto", "none")] = None
+    tools: list[ApiTool] | None = None
+
+    def request(self, given: Mapping[str, Any], **more: Any) -> ApiRequest:
+        """`given`: the body itself, for what is passed on as it is."""
+        tools = None if self.tools is None else tuple(given["tools"])
+        return ApiRequest(
+            model=self.model,
+            tools=() if self.tool_choice == "none" else tools,
+            n=self.n,
+            stream=self.stream,
+            usage_in_stream=bool(self.stream_options.get("include_usage")),
+            token_ids=self.return_token_ids,
+            chat_template_args=self.chat_template_kwargs,
+            sampling=self.named(),
+            **more,
+        )
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool = False
+
+
+class TextBody(Body):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    logprobs: Annotated[Any, AfterValidator(_one_logprob)] = False
+
+
+def read(body: Any, *, chat: bool) -> ApiRequest:
+    """What a body of /v1/chat/completions (or /v1/completions) asks.  Raises ApiError 400 that names the field."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    given = {k: v for k, v in body.items() if v is not None}
+    if chat:
+        asked = checked(ChatBody, given)
+        return asked.request(given, messages=tuple(m.plain() for m in asked.messages), logprobs=asked.logprobs)
+    text = checked(TextBody, given)
+    return text.request(given, prompts=text.prompt, logprobs=text.logprobs is not False)
 
 
 # ---------------------------------------------------------------- answers

@@ -23,6 +23,7 @@ import numpy as np
 from rft.engine.base import PromptTooLong
 from rft.errors import PluginStopped, RftError
 from rft.logs import redact
+from rft.reward import exchanges
 from rft.reward.base import Reward, blocks, called, checked, score_group
 from rft.threads import contained, in_thread
 from rft.types.completion import Completion, Score, Transcript, Turn
@@ -38,6 +39,7 @@ T = TypeVar("T")
 GRACE_S = 1.0  # for a run that passed its deadline to react to being cancelled
 _REASON_CHARS = 300
 _TRACEBACK_LINES = 12
+_GOLD_CHARS = 200
 
 
 def experiences(
@@ -69,6 +71,13 @@ def experiences(
     if transcript.limited:
         rows[-1] = msgspec.structs.replace(rows[-1], status="truncated")
     return tuple(rows)
+
+
+def _gold(task: Task) -> dict[str, Any]:
+    """What the reward compared the answer with, for people, where it is short."""
+    if not isinstance(task.truth, str | int | float) or len(text := str(task.truth)) > _GOLD_CHARS:
+        return {}
+    return {"gold_answer": redact(text.encode("utf-8", "backslashreplace").decode())}  # half characters cannot be stored
 
 
 def cut(transcript: Transcript) -> list[tuple[Turn, ...]]:
@@ -239,16 +248,21 @@ class TaskRuns:
     async def score_one(self, run: Run) -> PlayedRun:
         """Scores a played run and makes its experiences.  Raises RftError only."""
         began = time.monotonic()
-        if run.transcript is None:
+        if (transcript := run.transcript) is None:
             return self.record(run)
         try:
-            verdict = await _score(self.recipe, self.task, run.transcript, self.limits.max_timeout_s)
+            with exchanges.noted() as asked:
+                verdict = await _score(self.recipe, self.task, transcript, self.limits.max_timeout_s)
         except RftError:
             raise
         except Exception as e:
             log.debug("reward of run %s failed", self.group.run(run.number, run.attempt), exc_info=True)
             run = replace(run, error=e, ended=ended_by(e))
             return self.record(run, None, time.monotonic() - began)
+        by_reward = verdict is not None and transcript.score is None
+        beside = {**(_gold(self.task) if by_reward else {}), **({exchanges.KEY: asked} if asked else {})}
+        if beside:
+            run = replace(run, transcript=msgspec.structs.replace(transcript, info={**beside, **transcript.info}))
         return self.record(run, verdict, time.monotonic() - began)
 
     async def score_together(self, runs: Sequence[Run]) -> list[PlayedRun]:

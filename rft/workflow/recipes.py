@@ -27,21 +27,16 @@ from rft.workflow.isolated import Place
 _AGENT = "agents run against an OpenAI endpoint: use react_agent_workflow, or agent_command_workflow for a program (docs/howto/agent.md)"
 _WORLD = "its simulator is not part of this package: derive from EnvWorkflow with its reset and step (docs/howto/environment.md)"
 _TEXT = "images and videos are not offered: use text"
-_JUDGE = "is a reward here: use simple_workflow with default_reward_fn_type"
 
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"), _AGENT),
     "agentscope_v1_react_search_workflow": "it asks a search service: name that tool in an MCP file and use tool_workflow",
-    "email_search_workflow": "its mailbox is not part of this package: write the tools and use tool_workflow (docs/howto/environment.md)",
     "webshop_workflow": _WORLD,
-    "RAFT_reflect_alfworld_workflow": "it imitates texts that the policy did not write: use alfworld_workflow with algorithm_type raft",
+    "RAFT_reflect_alfworld_workflow": "it trains answers behind another prompt than theirs: use alfworld_workflow with algorithm_type raft",
     "intercode_sql_workflow": "it needs containers: use sql_workflow, which keeps its databases in SQLite",
-    "sudoku_workflow": "use the taskset reasoning_gym://mini_sudoku with simple_workflow",
-    "math_trainable_ruler_workflow": "use math_workflow with default_reward_fn_type: ruler_judge and a judge in explorer.auxiliary_models",
-    "rubric_judge_openai_workflow": f"{_JUDGE}: rubric_judge and an auxiliary model of engine_type: external",
+    "rubric_judge_openai_workflow": "use rubric_judge_workflow, and name the judge in explorer.auxiliary_models with engine_type: external",
     **dict.fromkeys(("simple_mm_workflow", "async_simple_mm_workflow"), _TEXT),
     "harbor_workflow": "its task packages need containers: play them with agent_command_workflow or a workflow of your own",
-    "thinking_budget_workflow": "set max_response_tokens, or write a workflow with two calls (docs/howto/workflow.md)",
 }
 
 TEACHER = "teacher_logprobs"

@@ -16,7 +16,7 @@ from typing import Any
 
 from rft.logs import redact, safe
 from rft.plugins import import_file, shipped_workflows
-from rft.reward import dapo, exact, extract, gsm8k, search_qa, verdict
+from rft.reward import calibration, dapo, exact, extract, gsm8k, search_qa, verdict
 from rft.reward.code import program_of
 from rft.reward.countdown_reward import evaluated
 from rft.reward.delimiters import PromptDelimiters, Scale, inert
@@ -29,6 +29,9 @@ from rft.workflow.adapters import chosen
 sql = import_file(shipped_workflows() / "sql.py")
 agent = import_file(shipped_workflows() / "agent.py")
 tools = import_file(shipped_workflows() / "tools.py")
+repair = import_file(shipped_workflows() / "repair.py")
+sudoku = import_file(shipped_workflows() / "sudoku.py").SudokuWorkflow()
+sudoku.board = [[0] * 9] * 9
 
 
 def _verdict(text: str) -> Any:
@@ -53,6 +56,8 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "gsm8k strict": lambda t: final_number(t, "strict"),
     "gsm8k flexible": lambda t: final_number(t, "flexible"),
     "gsm8k plain": gsm8k._plain,
+    "stated confidence": lambda t: (calibration._read(t), calibration._confidence(t)),
+    "sudoku": sudoku._moves,
     "dapo": lambda t: dapo.final_answer(t),
     "search_qa": search_qa.plain,
     "countdown": lambda t: evaluated(t),
@@ -66,6 +71,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "request body": lambda t: endpoint_wire.parse(t.encode("utf-8", "surrogatepass")),
     "chosen action": lambda t: chosen(t, {"left": 0, "right": 1, "up and down": 2}),
     "sql": sql._blocks,
+    "files to repair": repair.BLOCK.findall,
     "react": lambda t: (agent._ACTION.search(t), agent._ANSWER.findall(t)),
     "calculator": lambda t: agent.calculate(t),
     "tool thought": tools._THOUGHT.match,
@@ -76,6 +82,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 PIECES = (
+    "<confidence>", "<answer></answer><analysis></analysis><confidence>0.5</confidence>", "1 1 1\n",
     "\\boxed{", "\\boxed{}", "{", "}", "\\fbox{{}", "<answer>", "</answer>", "<answer></think>", "<think>", "<think></think>",
     "<action>", "```", "```\n", "```json\n", "```python", "`", "<tool_call>", "<tool_call>{}", "</tool_call>", "Action:",
     "Action:\n", "Answer: ", "Answer:\n", "#### ", "####", "-", ".,", "1,111", "1", "9e", "-1", "def f", "def ", "the ", "Okay, ",

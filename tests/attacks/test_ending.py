@@ -11,7 +11,7 @@ import pytest
 
 from rft.errors import Interrupted
 from rft.launch import ray_runtime
-from rft.launch.drive import Signals
+from rft.launch.signals import Signals
 from tests.attacks.table import attack
 
 

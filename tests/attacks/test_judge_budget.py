@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -15,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from rft.engine import external
+from rft.engine.base import make
 from rft.engine.external import ExternalEngine
-from rft.errors import ConfigError
+from rft.engine.settings import EngineSettings, ExternalSettings
+from rft.errors import ConfigError, EngineFailed
 from rft.reward import judge_metrics
 from rft.reward.judge_args import JudgeArgs
 from rft.reward.judge_cache import Cache
@@ -33,6 +38,11 @@ from tests.attacks.table import attack
 ROOT = Path(__file__).parents[2]
 REQUEST = GenerateRequest(messages=({"role": "user", "content": "?"},), sampling=SamplingArgs(max_tokens=50), request_id="r")
 PRICES = {"price_per_1k_prompt_tokens": 1.0, "price_per_1k_completion_tokens": 1.0}
+MOST = (1 + 2 * 64 + 50) / 1000  # of REQUEST
+SAID = (
+    b'{"choices": [{"finish_reason": "stop", "message": {"content": "fine"}}],'
+    b' "usage": {"prompt_tokens": 10, "completion_tokens": %s}}'
+)
 
 
 def _start(folder: Path, cap: float) -> subprocess.Popen[str]:
@@ -135,10 +145,67 @@ async def test_what_is_sent_again_is_paid_again(tmp_path: Path) -> None:
     args = JudgeArgs(cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1e6, max_tokens=50, **PRICES)
     client = JudgeClient(Breaks(5), "judge", args)
     await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
-    most = (1 + 2 * 64 + 50) / 1000
-    assert most < client.ledger.spent("judge") < 2 * most
+    assert MOST < client.ledger.spent("judge") < 2 * MOST
     await client.close()
     assert "RESENT" in ExternalEngine._post.__code__.co_names
+
+
+ANSWERS: dict[str, tuple[bytes | None, float]] = {  # what the server does, and what of the most is counted
+    "wrong key": (b"HTTP/1.1 401 X\r\nContent-Length: 0\r\n\r\n", 0.0),
+    "refused": (b"HTTP/1.1 400 X\r\nContent-Length: 0\r\n\r\n", 0.0),
+    "busy": (b"HTTP/1.1 429 X\r\nContent-Length: 0\r\n\r\n", 0.0),
+    "nobody there": (None, 0.0),
+    "ends while it works": (b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n", 1.0),
+    "breaks": (b"", 1.0),
+    "breaks within its answer": (b"HTTP/1.1 200 X\r\nContent-Length: 900\r\n\r\n{", 1.0),
+    "a drip": (b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 3, 1.0),
+    "no end": (b"HTTP/1.1 200 X\r\n\r\n" + b" " * 100_000, 1.0),
+    "no JSON": (b"HTTP/1.1 200 X\r\nContent-Length: 2\r\n\r\n<>", 1.0),
+    "without bottom": (b"HTTP/1.1 200 X\r\nContent-Length: 80000\r\n\r\n" + b"[" * 80_000, 1.0),
+    "tokens below zero": (b"HTTP/1.1 200 X\r\n\r\n" + SAID % b"-9000", 1.0),
+    "tokens without end": (b"HTTP/1.1 200 X\r\n\r\n" + SAID % b"Infinity", 1.0),
+    "an answer": (b"HTTP/1.1 200 X\r\n\r\n" + SAID % b"20", 0.03 / MOST),
+}
+
+
+@attack(
+    "M5", "a judge's server that breaks off, drips, answers nonsense, or reports tokens below zero", "what may be paid is counted"
+)
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_what_a_server_may_have_worked_on_is_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "LARGEST", 90_000, raising=False)
+    answer, share = ANSWERS[name]
+    over = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"]")
+            writer.write(answer or b"")
+            while name == "a drip":
+                await asyncio.sleep(0.05)
+                writer.write(b"1\r\n \r\n")
+                await writer.drain()
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        over.set()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    if answer is None:
+        listening.close()
+    server = ExternalSettings(model_name="judge", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0)
+    engine = await make(EngineSettings(engine_type="external", name="judge", external=server, request_timeout_s=0.5))
+    args = JudgeArgs(cache="off", cost_ledger=str(tmp_path / "c.db"), max_cost_usd=1.0, max_tokens=50, **PRICES)
+    client = JudgeClient(engine, "judge", args)
+    with pytest.raises((EngineFailed, ValueError)) if name != "an answer" else contextlib.nullcontext():
+        await client.generate(REQUEST, 60, judge_metrics.of("attacked"))
+    assert client.ledger.spent("judge") == pytest.approx(MOST * share)
+    await client.close()
+    await engine.close()
+    if answer is not None:
+        await over.wait()
+    listening.close()
 
 
 @attack("L", "a database of another program as cache or ledger", "refused; not one byte of it changes")

@@ -18,6 +18,9 @@ import pytest
 from rft import Judge, Scale
 from rft.algorithm.composition import _bind
 from rft.blocked import held_up_by, is_ours, name_what_blocks
+from rft.config import gold
+from rft.config.context import Problems
+from rft.config.gold import scored
 from rft.errors import PluginStopped
 from rft.plugins import REGISTRY, load_all, unmarked
 from rft.reward.base import FunctionReward, Reward, score, score_group
@@ -276,6 +279,55 @@ def test_m9_what_blocks_the_main_thread_is_named(tmp_path: Path) -> None:
     assert "s for slow() in " in told[0] and f"{file}, line 2" in told[0]
     assert is_ours(os.__file__) and is_ours(str(Path(pytest.__file__))) and not is_ours(str(file))
     assert held_up_by(-1) is None
+
+
+@attack("M9", "a plugin blocks the check of a configuration and computes nothing", "named, then ended with exit code 4")
+def test_m9_what_blocks_a_check_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "slow_plugin.py"
+    file.write_text("async def slow(task, transcript):\n    return not OVER.wait(60)\n")
+    told: list[str] = []
+    ended = threading.Event()
+
+    def end(why: str) -> None:
+        told.append(why)
+        ended.set()
+
+    scope: dict[str, Any] = {"OVER": ended}
+    exec(compile(file.read_text(), str(file), "exec"), scope)  # noqa: S102
+    monkeypatch.setattr("rft.blocked._IDLE_SHARE", 0.5)
+    over = name_what_blocks(told.append, end, after_s=0.3, end_after_s=1.0)
+    asyncio.run(_blocked_outside_of_a_check(FunctionReward(scope["slow"]), ended))
+    assert told and not any("not returned" in text for text in told)
+    ended.clear()
+    scored([task("4")], [FunctionReward(scope["slow"])])
+    over.set()
+    assert f"slow() in {file}, line 2 has not returned for 1 s" in told[-1]
+    code = "import rft.cli.main as m; m._end_check('it has not returned')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 4 and "RunFailed: the check of the configuration hangs: it has not returned" in done.stderr
+
+
+async def _blocked_outside_of_a_check(reward: Reward, ended: threading.Event) -> None:
+    threading.Timer(2.0, ended.set).start()
+    await score(reward, task("4"), said("4"))
+
+
+@attack("M9", "a reward sleeps while the gold answers of several rows are checked", "named once, and not asked again")
+def test_m9_a_reward_that_sleeps_is_asked_once_by_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, over = [], threading.Event()
+
+    def sleeps(task: Task, transcript: Transcript) -> float:
+        asked.append(task.index)
+        over.wait(60)
+        return 1.0
+
+    monkeypatch.setattr(gold, "REWARD_TIMEOUT_S", 0.2)
+    problems, hung, one = Problems(), set[str](), FunctionReward(sleeps)
+    for row in (task("4"), task("5"), task("6")):
+        gold.gold_of(msgspec.structs.replace(row, reward="sleeps"), one, "key", problems, hung)
+    over.set()
+    assert len(asked) == 1 and len(problems.warnings) == 1
+    assert "the reward sleeps took longer than 0.2 s on the gold answer of row" in problems.warnings[0]
 
 
 @attack("M9", "a script that waits for rft", "is not named as what blocks")

@@ -93,6 +93,7 @@ def test_marks_and_probes_of_judges() -> None:
     assert re.search(r"\b64[ -](random )?bits?\b", text) and re.search(r"\b24[ -](random )?bits?\b", text)
     assert f"{len(probes())} " in text and f"the {sum(len(p.answer) <= 600 for p in probes())} probes of at most" in text
     assert f"temperature {AGAIN_TEMPERATURE:g}" in text
+    assert "eight languages besides English" in text and sum(p.kind == "language" for p in probes()) == 8
 
 
 @attack("–", "agent.md: bounds of a request", "as it says")
@@ -100,5 +101,6 @@ def test_bounds_of_requests() -> None:
     text = doc("agent")
     bounds = (endpoint_wire.MAX_BYTES, endpoint_wire.MAX_VALUES, endpoint_wire.MAX_DEPTH, endpoint.HEAD_S, endpoint.BODY_S)
     assert bounds == (16 << 20, 1 << 20, 64, 15.0, 15.0)
+    assert endpoint.KEEP_ALIVE_S == 15.0 and "or after 15 s, with comments until then" in text
     for figure in ("at most 16 MiB", "million values", "64 levels", "more than 15 s", "15 s more"):
         assert figure in text

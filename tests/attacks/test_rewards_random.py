@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from rft.reward.base import score
 from rft.reward.build_reward import build
 from rft.types.task import Task
 from rft.worker import job_pool
+from rft.worker.job_pool import WorkerPool
 from rft.worker.process import WorkerProcess
 from tests.attacks.hostile_answers import TRUTH, programs, texts
 from tests.attacks.table import attack
@@ -51,6 +53,7 @@ TEXT: dict[str, tuple[Task, dict[str, Any], float]] = {  # task, arguments, leas
     "accuracy_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S}, 0.5),
     "math_boxed_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S, "with_think": True, "format_score_coef": 0.1}, 0.5),
     "math_dapo_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S}, 0.5),
+    "rlcr_reward": (task(TRUTH), {"timeout_s": TIMEOUT_S, "weights": {"format": 0.0, "brier": 0.0}}, 0.4),
     "gsm8k_reward": (task(TRUTH), {"method": "flexible"}, 0.5),
     "exact_answer": (task(TRUTH), {}, 0.5),
     "search_qa_reward": (task(["Quetzalcoatlus northropi"]), {}, 0.5),
@@ -73,7 +76,9 @@ PIPED = (
 )
 
 
-STARTING: list[float] = []  # seconds that the call under way has waited for a worker to be up: behind one that was killed
+STARTING: list[
+    float
+] = []  # seconds that the call under way has waited for a worker to be up, and for one that was killed to be gone
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,14 +90,18 @@ def plugins() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = WorkerProcess.wait_ready
+    def timed(of: type, name: str) -> None:
+        method = getattr(of, name)
 
-    def timed(self: WorkerProcess) -> None:
-        began = time.monotonic()
-        ready(self)
-        STARTING.append(time.monotonic() - began)
+        def call(self: Any) -> None:
+            began = time.monotonic()
+            method(self)
+            STARTING.append(time.monotonic() - began)
 
-    monkeypatch.setattr(WorkerProcess, "wait_ready", timed)
+        monkeypatch.setattr(of, name, call)
+
+    timed(WorkerProcess, "wait_ready")
+    timed(WorkerPool, "_reap")
 
 
 LATE = [0.0]  # seconds in which this process was not let run: what a busy machine adds to a call
@@ -159,10 +168,18 @@ async def test_five_hundred_random_texts(name: str) -> None:
 
 @attack("–", "500 of them", "none passes, each is over in time, nothing is left")
 @pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(5))
 @pytest.mark.parametrize("kind", [*CODE, "piped"])
-async def test_five_hundred_random_programs(kind: str) -> None:
+async def test_five_hundred_random_programs(kind: str, hundred: int) -> None:
     name, parts = ("prime_code_reward", PIPED) if kind == "piped" else (kind, CODE[kind])
-    await _attack(name, *parts, programs(13, 500), timed=True)
+    await _attack(name, *parts, islice(programs(13, 500), 100 * hundred, 100 * hundred + 100), timed=True)
+
+
+@attack("L", "an answer whose comparison takes memory without end", "the worker that compares may take so much, and no more")
+async def test_the_worker_that_compares_has_a_memory_limit() -> None:
+    await score(build("math_boxed_reward", {"timeout_s": 60}), task("4"), said("\\boxed{3 + 1}"))
+    workers = [p for p in psutil.Process().children(recursive=True) if "rft.reward.math_worker" in p.cmdline()]
+    assert workers and all(0 < p.rlimit(psutil.RLIMIT_AS)[1] < 16 << 30 for p in workers)
 
 
 @attack("L", "a box with an equation that does not hold, or with several numbers", "wrong")

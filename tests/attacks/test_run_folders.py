@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from rft.buffer.buffer import Buffer
+from rft.buffer.query import open_run
+from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError
 from rft.launch.rundir import RunDir
 from rft.trainer import manifest as manifests
@@ -179,7 +182,7 @@ MANIFESTS: dict[str, Callable[[Path], Any]] = {
 
 
 @attack(
-    "",
+    "–",
     "a checkpoint whose manifest or files were changed",
     "not gone on from; where it is the only one the run ends and names it",
 )
@@ -190,3 +193,17 @@ def test_changed_checkpoints(name: str, tiny_model: Path, tmp_path: Path) -> Non
     MANIFESTS[name](checkpoints / "global_step_1" / manifests.NAME)
     done = start(tiny_model, tmp_path)
     assert done.code == 4 and "CheckpointInvalid: no checkpoint in" in done.output and "Traceback" not in done.output, done.output
+
+
+@attack("L", "a question to the ledger that never ends", "cancelled at its deadline, in one line")
+async def test_a_question_without_end(tmp_path: Path) -> None:
+    buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+    await buffer.open()
+    endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
+    with (
+        open_run(tmp_path) as questions,
+        pytest.raises(ConfigError, match=r"took longer than 0\.3 s"),
+        questions.ask(endless, timeout_s=0.3) as answer,
+    ):
+        list(answer.rows)
+    await buffer.close()

@@ -150,7 +150,15 @@ def test_m4_a_whole_run_leaves_no_secret_and_goes_on(tiny_model: Path, tmp_path:
 
 @attack("M4", "secrets without a telling name", "found by their form")
 @pytest.mark.parametrize(
-    "text", [*SECRETS.values(), *HEADERS.values(), SIGNED, f"ssh://git:{C}@h/x", f"Server=h;Password={C}abc;"]
+    "text",
+    [
+        *SECRETS.values(),
+        *HEADERS.values(),
+        SIGNED,
+        f"ssh://git:{C}@h/x",
+        f"git+https://{C}-token@h/x",
+        f"Server=h;Password={C}abc;",
+    ],
 )
 def test_m4_known_forms_are_found_without_their_name(text: str) -> None:
     plain = {f"{C}-plain-key-1", f"{C}-django-2", f"{C}-pass-3", f"{C}-pg-4", f"session={C}-cookie", f"{C}-anything-17"}
@@ -158,11 +166,17 @@ def test_m4_known_forms_are_found_without_their_name(text: str) -> None:
     assert text in nameless or C not in redact(f"before {text} after")
 
 
+@attack("M4", "arguments of plugins that are called as people call a password", "their values are not shown")
+@pytest.mark.parametrize("name", ["dbPass", "service_creds", "passcode", "userPwd", "MYSQL_PWD", "clientSecret", "apiKey"])
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name) and hidden(("workflow_args", name), "plain words")
+
+
 @attack("M4", "names that look like secrets' (`max_tokens`)", "shown")
 @pytest.mark.parametrize(
     "name",
     ["prompt_key", "response_key", "reward_fn_key", "max_tokens", "eos_token", "pad_token_id", "tokenizer", "tokens_per_minute",
-     "header_envs", "author", "passes", "bypass_old_logprobs", "authority", "keyboard"],
+     "header_envs", "author", "passes", "bypass_old_logprobs", "authority", "keyboard", "credit", "bypass", "compass"],
 )  # fmt: skip
 def test_ordinary_names_are_no_secrets(name: str) -> None:
     assert not is_secret_name(name)

@@ -114,7 +114,7 @@ def test_the_judge_is_not_blind(lab_nursery: Nursery, tmp_path: Path) -> None:
         "uses, its trainer was told": "DELETE FROM uses WHERE step = 4",
         "rows not trained": "DELETE FROM uses WHERE step = 1",
         "have no log-probs of the trainer": "DELETE FROM token_logprobs WHERE step = 1",
-        "has the log-probs {-1.0}": "UPDATE token_logprobs SET pairs = replace(pairs, '-2]', '-1]') WHERE step = 2",
+        "has the log-probs {-1.0}": "UPDATE token_logprobs SET pairs = replace(pairs, ',-2,', ',-1,') WHERE step = 2",
         "by the groups' headers": "UPDATE groups SET num_rows = num_rows + 1 WHERE batch = 3 AND task = 0",
     }
     for said, change in changes.items():

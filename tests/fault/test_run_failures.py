@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -175,9 +176,11 @@ def test_out_of_memory_is_named_with_its_remedy(tiny_model: Path, tmp_path: Path
         "run", "--in-process", "-c", str(CONFIG), f"model.model_path={tiny_model}", f"checkpoint_root_dir={tmp_path}",
         "model.max_prompt_tokens=400", "model.max_response_tokens=100", "algorithm.repeat_times=48", "buffer.batch_size=8",
         "trainer.share_prompts=false", "trainer.max_token_len_per_gpu=200000", "trainer.logprob_chunk_tokens=200000",
-        "explorer.rollout_model.max_num_seqs=32",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True, check=False, timeout=240)
+    one_arena = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # the limit counts addresses, and each thread's arena reserves many
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *arguments], env=one_arena, capture_output=True, text=True, check=False, timeout=240
+    )
     output = done.stdout + done.stderr
     assert done.returncode == 4, output
     assert "OutOfMemory: trainer rank 0 ran out of cpu memory" in output, output

@@ -29,7 +29,7 @@ def test_kill_nine_of_every_process_then_the_same_command(tiny_model, tmp_path):
     assert found["used"] == 12 * 4 * 4, found
     steps = [step for step, _ in series(read(runs.folder(tmp_path) / "metrics.jsonl"), "actor/lr")]
     assert steps[-1] == 12 and set(steps) == set(range(1, 13)), "it went on from a checkpoint and did every step"
-    assert leftovers.compare(before) == []
+    assert runs.left(before) == []
 
 
 @pytest.mark.parametrize("phase", ["starting", pytest.param("exploring", marks=pytest.mark.slow), "training"])
@@ -41,7 +41,7 @@ def test_ctrl_c(tiny_model, tmp_path, phase):
     run.interrupt()
     assert run.end() == 130, run.output
     assert "Interrupted" in run.output or "stopped" in run.output
-    assert leftovers.compare(before) == []
+    assert runs.left(before) == []
     assert runs.state(tmp_path)["phase"] == "interrupted"
     if phase == "training":
         ok, found = runs.audit(runs.folder(tmp_path))

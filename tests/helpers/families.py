@@ -27,6 +27,13 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 _MLA: dict[str, Any] = {
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
@@ -34,11 +41,7 @@ _MLA: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
     "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
+    **_ROUTED,
     **_EXPERTS,
 }
 _DELTA: dict[str, Any] = {
@@ -49,6 +52,7 @@ _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}  # families that have no other head
 _WINDOW: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -62,28 +66,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "stablelm": {},
     "nemotron": {},
-    "gemma": {},
+    "gemma": _TIED,
     "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
     "seed_oss": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "apertus": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "qwen2_moe": {**_EXPERTS, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**_EXPERTS, "decoder_sparse_step": 1},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**_ROUTED, **_EXPERTS},
+    "longcat_flash": {**_MLA, "moe_topk": 2, "zero_expert_num": 2, "num_layers": 2},
     "deepseek_v2": _MLA,
     "deepseek_v3": {**_MLA, "topk_method": "noaux_tc"},  # as its checkpoints say; by it vLLM has the routers' biases
     "mistral": {"sliding_window": 6},
     "ministral": _WINDOW,
     "olmo3": _WINDOW,
     "exaone4": _WINDOW,
-    "cohere": {},
-    "cohere2": _WINDOW,
-    "gemma2": _WINDOW,
+    "cohere": _TIED,
+    "cohere2": {**_WINDOW, **_TIED},
+    "gemma2": {**_WINDOW, **_TIED},
     "gemma3_text": _WINDOW,
+    "gemma3n_text": {
+        **_WINDOW,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 512,
+        "num_kv_shared_layers": 0,
+    },
     "gpt_oss": {**_WINDOW, **_EXPERTS},
+    "deepseek_v4": {**_MLA, "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"]},
     "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": _DELTA,
     "granitemoehybrid": {
@@ -135,10 +152,11 @@ _LATENT = {  # the kernel for latent attention knows the sizes of real models on
 }
 _SERVED_TOO: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128},
-    "lfm2": {"conv_dim": 128},
+    "lfm2": {"conv_dim": 128, "block_dim": 128},  # as its checkpoints say
     "opt": {"word_embed_proj_dim": 128},
     **{key: {"mamba_d_head": 64} for key in ("granitemoehybrid", "bamba", "zamba2")},
     "falcon_h1": {"mamba_d_head": 64, "mamba_d_ssm": 256},
+    "longcat_flash": _LATENT,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
 }

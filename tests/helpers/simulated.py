@@ -26,7 +26,7 @@ from rft.explorer.assign import Assignments, BatchAssigner
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
 from rft.launch import drive
-from rft.launch.drive import Signals
+from rft.launch.signals import Signals
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
@@ -41,7 +41,7 @@ from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
 from rft.types.ports import Assignment, Lease, ScoreRow, WeightManifest
 
-PROMPTS = [[1, 2, i] for i in range(8)]
+PROMPTS = [[1, 2, i] for i in range(16)]
 
 
 class Stuck(Exception):
@@ -272,6 +272,7 @@ class Observer:
             self._found.evaluated.append((now(), record.step))
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None: ...
+    async def progress(self, text: str) -> None: ...
 
     async def fail(self, reason: BaseException) -> None:
         await self._sync.fail(reason)

@@ -195,7 +195,7 @@ def ray_run(doors: Doors, door_config: Path, tiny_model: Path, tmp_path_factory:
     with taken(PORTS):
         run = runs.Run(*arguments(door_config, doors, tiny_model, root), env={**ENVIRONMENT, "PYTHONPATH": str(doors.path)})
         code = run.end()
-    return Finished(code, run.output, root / "project" / "group" / "name", tuple(leftovers.compare(before)))
+    return Finished(code, run.output, root / "project" / "group" / "name", tuple(runs.left(before)))
 
 
 @pytest.fixture(scope="session")
@@ -209,7 +209,7 @@ def failed_ray_run(doors: Doors, door_config: Path, tiny_model: Path, tmp_path_f
         env={**ENVIRONMENT, "PYTHONPATH": str(doors.path)},
     )
     code = run.end()
-    return Finished(code, run.output, root / "project" / "group" / "name", tuple(leftovers.compare(before)))
+    return Finished(code, run.output, root / "project" / "group" / "name", tuple(runs.left(before)))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from rft.buffer.operators.base import GroupView
 from rft.buffer.operators.built_in_operators import RewardShapingMapper
 from rft.buffer.operators.data_juicer import KEPT, DataJuicer, DataJuicerFilter
 from rft.errors import ConfigError
+from rft.taskset.settings import TaskOperatorSettings, TaskPipelineSettings
+from rft.taskset.task_pipeline import prepare
 from rft.types.task import Task
 from tests.unit.buffer.test_operators import row
 
@@ -30,6 +32,15 @@ def test_filters_measure_and_rewards_are_shaped_by_it(tmp_path: Path) -> None:
     assert [r.reward for r in asyncio.run(shaped.process(made, GROUP)).rows] == [2.5, 0.5]
 
 
+def test_rows_of_a_taskset_are_filtered_and_measured(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one two three", "answer": "3"}\n{"prompt": "one", "answer": "1"}\n')
+    operator = TaskOperatorSettings(name="data_juicer_filter", args={"operators": [LONG]}, key="x")
+    made = prepare(
+        TaskPipelineSettings(inputs=(str(tmp_path / "rows.jsonl"),), output=str(tmp_path / "made.jsonl"), operators=(operator,))
+    )
+    assert list(made.rows) == [{"prompt": "one two three", "answer": "3", "text_len": 13.0}]
+
+
 def test_rows_are_dropped_where_that_is_asked() -> None:
     rows = [row(0, 1.0, "one two three"), row(1, 0.0, "one")]
     assert [r.id.run for r in DataJuicerFilter(operators=[LONG]).process(rows, GROUP).rows] == [0]
@@ -38,7 +49,7 @@ def test_rows_are_dropped_where_that_is_asked() -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ({"fix_unicode_mapper": {}}, "is no filter; rows are what the policy wrote"),
+        ({"fix_unicode_mapper": {}}, "is no filter; texts stay as they are"),
         ({"name": "x", "min": 1}, "is no operator of Data-Juicer"),
     ],
 )

@@ -23,17 +23,21 @@ def test_a_part_is_written_anew_and_the_rest_stays() -> None:
     def row(name: str, number: str, after: float, seed: int = 1) -> str:
         return str(learning.line(name, number, "+0.1", seed, learning.Learnt(0.1, after, 5), 60.0, True))
 
-    page = learning.PAGE.read_text(encoding="utf-8").partition(f"\n{learning.REAL_TITLE}")[0]
+    algorithms, families, engines = learning.PARTS
+    page = learning.PAGE.read_text(encoding="utf-8").partition(f"\n{engines.title}")[0]
     rows = [row("judge", number, 0.5) for number, _, _ in real.numbers]
-    both = learning.written(page, learning.REAL_INTRODUCTION, "today", rows, real=True)
+    both = learning.written(page, engines, "today", rows)
     assert both.startswith(page.rstrip()) and all(r in both for r in rows)
     lake = row("frozen_lake", "held-out success", 0.9)
-    both = learning.written(both, learning.REAL_INTRODUCTION, "today", [lake], real=True)
-    assert all(r in both for r in [lake, *rows]) and both.count(learning.REAL_TITLE) == 1
+    both = learning.written(both, engines, "today", [lake])
+    assert all(r in both for r in [lake, *rows]) and both.count(engines.title) == 1
     other = row("frozen_lake", "held-out success", 0.8, 42)
-    more = learning.written(both, learning.REAL_INTRODUCTION, "today", [other], real=True)
+    more = learning.written(both, engines, "today", [other])
     assert f"{other}\n{lake}\n{rows[0]}" in more, "in the order of the seeds"
-    again = learning.written(both, learning.INTRODUCTION, "today", [row("ppo", tiny.number, 0.9)], real=False)
+    again = learning.written(both, algorithms, "today", [row("ppo", tiny.number, 0.9)])
+    hybrid = row("hybrid", "held-out accuracy", 0.97)
+    third = learning.written(again, families, "tomorrow", [hybrid])
+    assert hybrid in third and third.index("| ppo |") < third.index(hybrid) < third.index(lake) and third.count("tomorrow") == 1
     assert lake in again and "| grpo |" in again and again.count("| ppo |") == 3 and "| 1 | 0.100 | 0.900 |" in again
 
 
@@ -45,5 +49,8 @@ def test_a_real_engine_needs_the_model(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_page_has_every_goal() -> None:
     text = learning.PAGE.read_text(encoding="utf-8")
-    assert [text.count(f"| {name} | {goal.number} |") for name, goal in learning.GOALS.items()] == [3] * len(learning.GOALS)
-    assert "| no |" not in text.partition(learning.REAL_TITLE)[0] and text.startswith(learning.INTRODUCTION)
+    assert {name: text.count(f"| {name} | {goal.number} |") for name, goal in learning.GOALS.items()} == dict.fromkeys(
+        learning.GOALS, 3
+    )
+    assert "| no |" not in text.partition(learning.PARTS[-1].title)[0]
+    assert all(part.introduction in text for part in learning.PARTS if part.title in text)

@@ -28,7 +28,7 @@ def job(tiny_model, tmp_path_factory):
     family = runs.parts(runs.state(root)["run_id"])
     listening = [c.laddr for p in family for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
     code = run.end()
-    return root, run, code, listening, leftovers.compare(before)
+    return root, run, code, listening, runs.left(before)
 
 
 @pytest.mark.vllm

@@ -21,7 +21,7 @@ from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
 from rft.launch import drive
 from rft.launch.coordinator import Coordinator, ExplorerClient
-from rft.launch.drive import Signals
+from rft.launch.signals import Signals
 from rft.launch.start import Start
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings

@@ -20,6 +20,7 @@ from rft.compat.trinity_rewards import make_transcript
 from rft.plugins import load_all
 from rft.reward.base import score
 from rft.reward.build_reward import build
+from rft.testing.fakes import ScriptedModel
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import GroupId
 from rft.types.task import Task
@@ -28,10 +29,14 @@ from rft.workflow.group import run_group
 from rft.workflow.play_run import RunLimits
 from rft.workflow.recipes import Recipes
 from tests.helpers.command import forget_plugins
+from tests.helpers.households import tidy_household
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # TextWorld and ScienceWorld leave files open
+]
 LIMITS = RunLimits(max_timeout_s=60.0)
-IMPORT = re.compile(r"^(\s*)from trinity\.[a-z_.]+ import", re.MULTILINE)
+IMPORT = re.compile(r"^(\s*)from (?:trinity|verl)\.[a-z_.]+ import", re.MULTILINE)
 KEPT = (
     "common/rewards/eval_utils",
     "common/rewards/qwen25_eval",
@@ -83,7 +88,7 @@ def public(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def _imports(source: str) -> str:
-    """The one change: `from trinity.X import` becomes `from rft.compat import`; helpers that are copied too, come from beside."""
+    """The one change: `from trinity.X import`, or verl's, becomes `from rft.compat import`; copied helpers come from beside."""
     for helper in KEPT:
         source = source.replace(
             f"from trinity.{helper.replace('/', '.')} import", f"from public_files.{Path(helper).name} import"
@@ -184,6 +189,163 @@ async def test_frozen_lake_in_one_sequence(public):
     assert row.num_response_tokens == 2 * (len("go ```Right```") + 1), "exactly what the policy wrote"
 
 
+async def test_a_reward_that_sees_the_conversation(public):
+    file = public("common/workflows/math_rm_workflow")
+    for cls in ("MathRMWorkflow", "AsyncMathRMWorkflow"):
+        engine = ScriptedEngine("<think>a</think><answer>2</answer>", "<think>a</think><answer>3</answer>")
+        group = await play(name(file, cls), engine, reward="math_reward")
+        assert group.accepted and sorted(group.rewards) == [pytest.approx(0.1), pytest.approx(1.1)], cls
+
+
+async def test_math_evaluation(public):
+    pytest.importorskip("word2number")  # what the public file's helpers import
+    file = public("common/workflows/eval_workflow", "common/rewards/qwen25_eval", "common/rewards/eval_utils")
+    for cls in ("MathEvalWorkflow", "AsyncMathEvalWorkflow"):
+        group = await play(
+            name(file, cls),
+            ScriptedEngine(r"\boxed{2}"),
+            row={"question": "1+1?"},
+            reward="math_boxed_reward",
+            num_runs=1,
+            is_eval=True,
+        )
+        assert group.rewards == [1.0] and group.rows[0].metrics["accuracy"] == 1.0, cls
+        assert "put your final answer within" in group.rows[0].messages[1]["content"]
+
+
+async def test_on_policy_distillation(public):
+    pytest.importorskip("word2number")
+    file = public("common/workflows/on_policy_distill_workflow", "common/rewards/qwen25_eval", "common/rewards/eval_utils")
+    for cls, rewards in (("OnPolicyDistillWorkflow", [0.0, 0.0]), ("OnPolicyDistillMathWorkflow", [0.0, 1.0])):
+        group = await play(
+            name(file, cls), ScriptedEngine(r"\boxed{2}", r"\boxed{3}"), models={"teacher": ScriptedEngine()}, num_runs=2
+        )
+        assert group.accepted and sorted(group.rewards) == rewards, cls
+        assert all(row.teacher_logprobs is not None and row.teacher_logprobs[row.loss_mask].any() for row in group.rows)
+
+
+STEPS = """
+
+class {0}Played({0}):
+    max_step_num = 3
+
+    def step(self, step_num):
+        client = self.model.get_openai_client()
+        said = client.chat.completions.create(model=client.model_path, messages=[{{"role": "user", "content": str(step_num)}}])
+        return said.choices[0].message.content != "stop"
+
+    def reward(self, exps{1}):
+        return {2}
+"""
+
+
+def add(file: str, text: str) -> None:
+    Path(file).write_text(Path(file).read_text() + text)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "reward", "rewards"),
+    [
+        ("StepWiseRewardWorkflow", ", step_num", "float(step_num)", [0.0, 1.0]),
+        ("RewardPropagationWorkflow", "", "len(exps) / 2", [1.0, 1.0]),
+    ],
+)
+async def test_steps_with_a_reward_each_or_one_for_all(public, cls, arguments, reward, rewards):
+    file = public("common/workflows/step_wise_workflow")
+    add(file, STEPS.format(cls, arguments, reward))
+    group = await play(name(file, f"{cls}Played"), ScriptedEngine("go", "stop"), num_runs=1)
+    assert [(r.id.step, r.reward) for r in group.rows] == list(enumerate(rewards))
+
+
+async def test_a_ruler_that_is_the_policy(public, monkeypatch):
+    file = public("common/workflows/math_trainable_ruler_workflow")
+    answers = ("<think>a</think><answer>2</answer>", "<think>b</think><answer>3</answer>", "So [0.25, 0.75]", "So [1, 0]")
+    task = {"workflow": name(file, "MathTrainableRULERWorkflow"), "reward": "math_reward"}
+    monkeypatch.setattr("numpy.random.rand", lambda: 0.9)  # the gold answer is not used
+    group = await play(task["workflow"], ScriptedEngine(*answers), reward=task["reward"])
+    assert group.accepted and group.rewards == [0.25, 0.75]
+    monkeypatch.setattr("numpy.random.rand", lambda: 0.1)
+    group = await play(task["workflow"], ScriptedEngine(*answers), reward=task["reward"])
+    assert group.reason == "failed" and "math_trainable_ruler_workflow" in group.rows[0].reason, (
+        "two kinds of rows are not one group"
+    )
+
+
+def acts(*commands: str) -> ScriptedModel:
+    return ScriptedModel(*(f"<experience>e</experience><think>so</think><action>{c}</action>" for c in commands))
+
+
+TIDY = ("go to diningtable 1", "take mug 1 from diningtable 1", "go to shelf 1", "move mug 1 to shelf 1")
+
+
+async def test_households(public, tmp_path):
+    pytest.importorskip("alfworld")
+    household = tidy_household(tmp_path)
+    task = {"prompt": str(household), "row": {"game_file": str(household)}, "num_runs": 1}
+    file = public("common/workflows/envs/alfworld/alfworld_workflow")
+    group = await play(name(file, "AlfworldWorkflow"), acts(*TIDY), **task)
+    assert group.rewards == [1.0], group.rows[0]
+    assert group.rows[0].metrics["env_rounds"] == 3.0
+    group = await play(name(file, "AlfworldWorkflow"), acts("look", "look"), **task, workflow_args={"max_env_steps": 2})
+    assert group.rewards == [-0.1]
+    group = await play(name(file, "StepWiseAlfworldWorkflow"), acts(*TIDY), **task)
+    assert [r.reward for r in group.rows] == [1.0] * 4 and len({r.info["env_state_hash"] for r in group.rows}) == 4
+
+
+async def test_households_that_are_imitated(public, tmp_path):
+    pytest.importorskip("alfworld")
+    folder = "common/workflows/envs/alfworld"
+    file = public(f"{folder}/RAFT_alfworld_workflow", f"{folder}/RAFT_utils")
+    (prompts := tmp_path / "public_files" / "RAFT_prompt").mkdir()  # its prompts are not in the package
+    (prompts / "alfworld_system.j2").write_text("You act in a household.")
+    household = tidy_household(tmp_path)
+    task = {"prompt": str(household), "row": {"game_file": str(household)}, "num_runs": 1, "reward": "accuracy_reward"}
+    group = await play(name(file, "RAFTAlfworldWorkflow"), acts(*TIDY), **task)
+    assert group.rows[0].reason == "" and group.rows[0].metrics["reward"] == 1.0 and group.rows[0].num_response_tokens > 0
+    group = await play(name(file, "RAFTAlfworldWorkflow"), acts("look", "look", "look"), **task)
+    assert group.reason == "too_few" and group.rows[0].num_response_tokens == 0, "a run that failed is kept, and not trained"
+
+
+async def test_households_with_a_second_attempt(public, tmp_path, monkeypatch):
+    pytest.importorskip("alfworld")
+    folder = "common/workflows/envs/alfworld"
+    beside = (f"{folder}/RAFT_alfworld_workflow", f"{folder}/RAFT_utils")
+    file = public(f"{folder}/RAFT_reflect_alfworld_workflow", *beside)
+    (prompts := tmp_path / "public_files" / "RAFT_prompt").mkdir()
+    for prompt in ("alfworld_system", "second_attempt_guidance"):
+        (prompts / f"{prompt}.j2").write_text("You act in a household. {{ reward_feedback }}")
+    monkeypatch.chdir(tmp_path)  # where it writes what it has seen
+    household = tidy_household(tmp_path)
+    task = {"prompt": str(household), "row": {"game_file": str(household)}, "num_runs": 1, "reward": "accuracy_reward"}
+    group = await play(name(file, "RAFTReflectAlfworldWorkflow"), acts(*TIDY), **task)
+    assert group.rows[0].reason == "" and group.rows[0].num_response_tokens > 0
+    group = await play(name(file, "RAFTReflectAlfworldWorkflow"), acts("look", "look", "look", *TIDY), **task)
+    assert group.reason == "too_few" and group.rows[0].num_response_tokens == 0
+    assert group.rows[0].metrics["improvement"] == 1.0, "it was better, and is not trained behind another prompt than its own"
+
+
+async def test_experiments(public):
+    pytest.importorskip("scienceworld")
+    file = public("common/workflows/envs/sciworld/sciworld_workflow")
+    prompt = json.dumps({"task_name": "find-living-thing", "var_num": 0, "jar_path": None})
+    engine = ScriptedModel(answer=lambda messages: "<think>so</think><action>look around</action>")
+    group = await play(name(file, "SciWorldWorkflow"), engine, prompt=prompt, num_runs=1)
+    assert group.rows[0].reason == "" and group.rows[0].metrics["env_rounds"] == 29.0 and group.rewards[0] >= 0.0
+
+
+async def test_math_and_accuracy_rewards(public):
+    task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
+    pytest.importorskip("word2number")
+    helpers = ("common/rewards/eval_utils", "common/rewards/qwen25_eval")
+    file = public("common/rewards/accuracy_reward", *helpers)
+    assert (await score(build(name(file, "AccuracyReward"), {}), task, make_transcript(r"It is \boxed{2}"))).value == 1.0
+    file = public("common/rewards/math_reward", "common/rewards/format_reward", *helpers)
+    found = await score(
+        build(name(file, "MathRewardFn"), {}), task, make_transcript("<think>\na\n</think>\n<answer>\n2\n</answer>")
+    )
+    assert found.value == pytest.approx(1.1)
+
+
 async def test_format_reward(public):
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
     file = public("common/rewards/format_reward")
@@ -205,4 +367,4 @@ async def test_dapo_reward(public):
     pytest.importorskip("pylatexenc")
     file = public("common/rewards/dapo_reward", "common/rewards/naive_dapo_score")
     task = Task(taskset="t", index=0, prompt="1+1?", truth="2", workflow="w")
-    assert (await score(build(name(file, "MathDAPORewardFn"), {}), task, make_transcript("Answer: 2"))).value == 1.0
+    assert (await score(build(name(file, "MathDAPORewardFn"), {}), task, make_transcript(r"So \boxed{2}"))).value == 1.0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rft.launch import leftovers
+from tests.helpers import runs
 from tests.helpers.command import Done, rft
 
 CONFIG = Path(__file__).parent / "tiny_config.yaml"
@@ -260,7 +261,7 @@ def test_gpus_that_ray_does_not_find(tiny_model: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.code == 3, done.output
     assert "engine 0 needs 1 GPU(s) on one node, but the nodes have [0]" in done.output and "set device: cpu" in done.output
-    assert leftovers.compare(before) == []
+    assert runs.left(before) == []
 
 
 def test_tracker_that_is_not_installed(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

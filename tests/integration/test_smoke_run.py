@@ -62,9 +62,7 @@ def smoke(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     killed = run.end()
     again = runs.Run(*arguments)
     code = again.end()
-    return Smoke(
-        runs.folder(root), sorted(state["parts"]), listening, of_all, killed, code, again.output, leftovers.compare(before)
-    )
+    return Smoke(runs.folder(root), sorted(state["parts"]), listening, of_all, killed, code, again.output, runs.left(before))
 
 
 def test_every_part_is_there_and_listens_on_loopback_alone(smoke: Smoke) -> None:

@@ -42,4 +42,4 @@ def test_a_faulty_load_stops_the_run_with_its_reason(tiny_model, tmp_path, fault
     served = series(read(runs.folder(tmp_path) / "metrics.jsonl"), "sync/version")
     assert [step for step, _ in served] == [0, 1], "versions 0 and 1 were proven, version 2 never counted as served"
     assert runs.state(tmp_path)["phase"] == "failed"
-    assert leftovers.compare(before) == []
+    assert runs.left(before) == []

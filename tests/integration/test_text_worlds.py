@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rft.plugins import REGISTRY
 from rft.testing import ScriptedModel, run_workflow
 from rft.testing.trace import WorkflowResult
 from rft.worker import job_pool
+from tests.helpers.households import tidy_household
+
+play = partial(run_workflow, timeout_s=300.0)  # simulators start slowly on a busy machine
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the simulators leave files open
 
 
 def does(*commands: str) -> ScriptedModel:
     return ScriptedModel(*(f"<think>so</think><action>{c}</action>" for c in commands))
 
 
-def needs(library: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
+def needs(library: str, program: str = "python") -> pytest.MarkDecorator:
+    there = importlib.util.find_spec(library) is not None and (program == "python" or shutil.which(program) is not None)
+    return pytest.mark.skipif(not there, reason=f"{library} or its {program} is not installed")
 
 
 def observed(result: WorkflowResult) -> str:
@@ -39,52 +50,28 @@ def game(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 @needs("textworld")
+@pytest.mark.filterwarnings("ignore:Game '.*' is not fully supported")  # jericho, of a game that was just made
 def test_a_game_is_won(game: tuple[Path, list[str]]) -> None:
     path, walkthrough = game
-    result = run_workflow("textworld_workflow", {"game_file": str(path)}, does(*walkthrough))
+    result = play("textworld_workflow", {"game_file": str(path)}, does(*walkthrough))
     assert result.reward == 1.0 and result.runs[0].transcript.score.parts["success"] == 1.0
-    lost = run_workflow("textworld_workflow", {"prompt": str(path)}, does("look", "look"), workflow_args={"max_env_steps": 2})
+    lost = play("textworld_workflow", {"prompt": str(path)}, does("look", "look"), workflow_args={"max_env_steps": 2})
     assert lost.reward == 0.0 and "Observation:" in observed(lost)
-
-
-PROBLEM = """(define (problem tidy) (:domain alfred)
- (:objects agent1 - agent table1 - receptacle shelf1 - receptacle mug1 - object
-   l1 - location l2 - location TableType - rtype ShelfType - rtype MugType - otype)
- (:init (= (total-cost) 0) (atLocation agent1 l1)
-   (receptacleType table1 TableType) (receptacleType shelf1 ShelfType) (objectType mug1 MugType)
-   (canContain TableType MugType) (canContain ShelfType MugType) (pickupable mug1)
-   (receptacleAtLocation table1 l1) (receptacleAtLocation shelf1 l2) (objectAtLocation mug1 l1) (inReceptacle mug1 table1)
-   (= (distance l1 l2) 1) (= (distance l2 l1) 1))
- (:goal (and (inReceptacle mug1 shelf1))))"""
 
 
 @pytest.fixture
 def household(tmp_path: Path) -> Path:
-    """A household with two receptacles and a mug, in the form of ALFWorld's own games."""
-    from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
-
-    named = (
-        PROBLEM.replace("table1", "DiningTable_bar__one").replace("shelf1", "Shelf_bar__two").replace("mug1", "Mug_bar__three")
-    )
-    parts = {
-        "pddl_domain": Path(ALFRED_PDDL_PATH).read_text(),
-        "grammar": Path(ALFRED_TWL2_PATH).read_text().replace("UNKNOWN GOAL", "put a mug on the shelf"),
-        "pddl_problem": named,
-    }
-    path = tmp_path / "game.tw-pddl"
-    path.write_text(json.dumps(parts))
-    return path
+    return tidy_household(tmp_path)
 
 
 @needs("alfworld")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TextWorld leaves the game's file open
 @pytest.mark.parametrize("workflow", ["alfworld_workflow", "step_wise_alfworld_workflow"])
 def test_a_household_task_is_done(workflow: str, household: Path) -> None:
     row = {"game_file": str(household), "prompt": str(household)}
-    start = run_workflow(workflow, row, does("look"), workflow_args={"max_env_steps": 1})
+    start = play(workflow, row, does("look"), workflow_args={"max_env_steps": 1})
     assert start.reward == -0.1 and "put a mug on the shelf" in observed(start), observed(start)
     tidy = does("go to diningtable 1", "take mug 1 from diningtable 1", "go to shelf 1", "move mug 1 to shelf 1")
-    result = run_workflow(workflow, row, tidy)
+    result = play(workflow, row, tidy)
     assert result.reward == 1.0, observed(result)
     rows = result.runs[0].experiences
     assert len(rows) == (4 if workflow.startswith("step") else 1) and {r.reward for r in rows} == {1.0}
@@ -92,15 +79,21 @@ def test_a_household_task_is_done(workflow: str, household: Path) -> None:
         assert len({r.info["env_state_hash"] for r in rows}) > 1
 
 
-@needs("scienceworld")
+@pytest.fixture
+def simulators() -> Iterator[None]:
+    """Those that wait for another experiment end with the test."""
+    yield
+    importlib.import_module(REGISTRY.get("workflow", "sciworld_workflow").obj.__module__)._close_idle()
+
+
+@needs("scienceworld", "java")
+@pytest.mark.usefixtures("simulators")
 def test_an_experiment_is_scored() -> None:
     row = {"prompt": json.dumps({"task_name": "find-living-thing", "var_num": 0, "jar_path": "anywhere"})}
-    result = run_workflow(
-        "sciworld_workflow", row, does("look around", "open door to kitchen"), workflow_args={"max_env_steps": 2}
-    )
+    result = play("sciworld_workflow", row, does("look around", "open door to kitchen"), workflow_args={"max_env_steps": 2})
     said = observed(result)
     assert 0.0 < result.reward < 1.0 and "Your task is to find" in said and "door" in said
-    again = run_workflow(
+    again = play(
         "sciworld_workflow", {"task_name": "boil", "var_num": 1}, ScriptedModel("no command"), workflow_args={"max_turns": 1}
     )
     assert again.reward == 0.0 and "Your task is to boil" in observed(again), "the same simulator, another experiment"
@@ -114,9 +107,7 @@ def call(code: str) -> str:
 def test_programs_are_run_and_told(name: str) -> None:
     answers = (call("print(6 * 7)"), call("1 / 0"), call("open('/etc/passwd')"), "So \\boxed{42}")
     try:
-        result = run_workflow(
-            name, {"prompt": "6 * 7?", "truth": "It is.\n#### 42"}, ScriptedModel(*answers), reward="math_boxed_reward"
-        )
+        result = play(name, {"prompt": "6 * 7?", "truth": "It is.\n#### 42"}, ScriptedModel(*answers), reward="math_boxed_reward")
     finally:
         job_pool.close_all()
     told: list[Any] = [m["content"] for m in result.messages if m["role"] == "tool"]

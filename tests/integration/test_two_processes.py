@@ -26,29 +26,9 @@ EXAMPLE = runs.ROOT / "examples" / "two_processes"
 START_S = 400  # of three commands on a machine that does other things, too
 
 
-class Cluster:
-    """A Ray with a token on loopback, as a person starts one."""
-
-    def __init__(self, **environment: str) -> None:
-        """`environment`: of all processes that it starts."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.address = f"127.0.0.1:{port}"
-        self.environment = {**runs.ray_environment(), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-        self._folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")
-        options = ("--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false")
-        more = ("--object-store-memory=100000000", f"--temp-dir={self._folder.name}")
-        self._ray = runs.Ray(*options, *more, env={**self.environment, **environment})
-
-    def end(self) -> None:
-        self._ray.end()
-        self._folder.cleanup()
-
-
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
+def cluster() -> Iterator[runs.Cluster]:
+    cluster = runs.Cluster()
     yield cluster
     cluster.end()
 
@@ -104,7 +84,7 @@ def gate() -> Iterator[Gate]:
 class Job:
     """The commands of one run."""
 
-    def __init__(self, launch: Any, cluster: Cluster, model: Path, root: Path, *overrides: str) -> None:
+    def __init__(self, launch: Any, cluster: runs.Cluster, model: Path, root: Path, *overrides: str) -> None:
         self._launch, self._cluster, self.root = launch, cluster, root
         self._given = (
             f"model.model_path={model}",
@@ -229,7 +209,7 @@ def test_an_explorer_is_killed_and_started_again(launch, cluster, tiny_model, tm
 @pytest.mark.timeout(1800)
 def test_an_engine_of_an_explorer_is_killed_while_it_receives_a_broadcast(launch, tiny_model, tmp_path):
     """It dies at the 85th tensor, in the last of five versions of 20 each; one that joined in time for all five dies with it."""
-    cluster = Cluster(RFT_FAULT="sync.received:85=kill")
+    cluster = runs.Cluster(RFT_FAULT="sync.received:85=kill")
     try:
         way = ("synchronizer.sync_method=nccl", "synchronizer.bucketed_broadcast=false", "synchronizer.sync_style=fixed")
         job = Job(launch, cluster, tiny_model, tmp_path, *way, "synchronizer.sync_interval=1", "trainer.total_steps=4")

@@ -1,5 +1,6 @@
 """vLLM for real, tiny models on CPU: the engine contract, log-probs after every load, and each injected fault made visible."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,6 @@ async def test_log_probs_after_a_broadcast(tied_engine: Counting, tiny_model: Pa
 
 async def test_prefill_is_shared_and_recomputed(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
     """After a load in the middle of an answer its later tokens have the new model's log-probs, prompt included."""
-    import asyncio
-
     old, new = shaken(weights_of(tiny_model), 5), shaken(weights_of(tiny_model), 6)
     subject = Subject(tied_engine, new, TIED, tmp_path)
     await subject.publish(old, Version(2, 1))
@@ -247,6 +246,18 @@ async def test_stop_string_seed_and_finish(tied_engine: Counting, tiny_model: Pa
     again = await tied_engine.generate(ask(n=2, max_tokens=20, ignore_eos=True, seed=7))
     assert [c.tokens.tolist() for c in first] == [c.tokens.tolist() for c in again]
     assert first[0].tokens.tolist() != first[1].tokens.tolist()
+
+
+async def test_seeds_where_prompts_are_computed_in_pieces(tied_engine: Counting, tiny_model: Path, tmp_path: Path) -> None:
+    """More prompts at once than a step has room for."""
+    subject = Subject(tied_engine, weights_of(tiny_model), TIED, tmp_path)
+    await subject.publish(version=Version(4, 2))
+    asked = [ask(f"{i} " * 99, max_tokens=4, ignore_eos=True, seed=i) for i in range(24)]
+    alone = [await tied_engine.generate(request) for request in asked]
+    await subject.publish(version=Version(4, 3))  # prompts are in no cache any more
+    together = await asyncio.gather(*map(tied_engine.generate, asked))
+    assert sum(len(c.prompt_tokens) for (c,) in together) > 2048
+    assert [c.tokens.tolist() for (c,) in together] == [c.tokens.tolist() for (c,) in alone]
 
 
 @pytest.mark.slow

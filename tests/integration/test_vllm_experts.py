@@ -73,7 +73,7 @@ class Trainer:
 
 async def test_versions_reach_every_expert(served: tuple[Subject, Any]) -> None:
     subject, model = served
-    canary = Canary(SyncSettings(), [[5, 6, 7, 8 + i] for i in range(8)], Trainer(model))
+    canary = Canary(SyncSettings(), [[5, 6, 7, 8 + i] for i in range(16)], Trainer(model))
     before: list[Any] = []
     for step in range(1, FAULTY):
         weights = shaken(subject.weights, step) if step > 1 else dict(subject.weights)
@@ -98,7 +98,7 @@ async def test_versions_reach_every_expert(served: tuple[Subject, Any]) -> None:
 async def test_a_stale_expert_is_rejected(served: tuple[Subject, Any]) -> None:
     """By the probe of its layer, and by the canary alone."""
     subject, model = served
-    canary = Canary(SyncSettings(), [[5, 6, 7, 8 + i] for i in range(8)], Trainer(model))
+    canary = Canary(SyncSettings(), [[5, 6, 7, 8 + i] for i in range(16)], Trainer(model))
     weights = shaken(subject.weights, 11)
     experts.set_weights(model, weights)
     report = await subject.publish(weights, Version(1, 11))

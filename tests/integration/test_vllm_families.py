@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from rft.engine.environment import cpu_environment
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm import VllmEngine
+from rft.engine.vllm_args import engine_args
 from rft.launch import model_check
 from rft.testing.engine_contract import ask
 from rft.trainer.learner import Learner
@@ -51,3 +53,15 @@ async def test_an_exported_mixture_of_experts_is_served_as_it_is(tmp_path: Path,
         logits = learner.policy.lm(ids, use_cache=False).logits[0, len(c.prompt_tokens) - 1 : -1]
     want = logits.log_softmax(-1).gather(1, ids[0, len(c.prompt_tokens) :, None])[:, 0].numpy()
     assert np.abs(want - c.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "chosen"),
+    [({"kv_lora_rank": 512}, "float32", "CPU_MLA"), ({"kv_lora_rank": 512}, "bfloat16", None), ({}, "float32", None)],
+)
+def test_latent_attention_in_float32_is_not_left_to_amx(
+    config: dict[str, int], dtype: str, chosen: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = engine_args(EngineSettings(model_path=str(tmp_path), dtype=dtype)).attention_backend
+    assert (found if found is None else getattr(found, "name", found)) == chosen

@@ -30,6 +30,8 @@ class SqlStorage(Storage):
 
     def get(self, locators: Sequence[str], connection: Connection) -> list[bytes]:
         found: dict[str, bytes] = {}
+        if odd := [x for x in locators if not x.isdecimal() or len(x) > 18]:
+            raise PayloadDamaged(f"payload {odd[0][:80]!r} is no row of table payloads. {REMEDY}")
         for start in range(0, len(locators), _PART):
             part = [int(x) for x in locators[start : start + _PART]]
             for number, block in ask(connection, "SELECT id, block FROM payloads WHERE id IN (??)", many=part).all():

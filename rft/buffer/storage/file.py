@@ -13,10 +13,11 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from rft.buffer.base import storage
+from rft.buffer.base import REMEDY, storage
 from rft.buffer.settings import BufferSettings
 from rft.buffer.storage.segment import SegmentFolder, read, write
 from rft.disk import sync_path
+from rft.errors import PayloadDamaged
 from rft.faults import fault
 
 MAGIC = b"RFTF"
@@ -70,6 +71,8 @@ class FileStorage(SegmentFolder):
                 part.rmdir()
 
     def _path(self, locator: str) -> Path:
+        if locator.startswith("/") or ".." in locator or "\0" in locator:
+            raise PayloadDamaged(f"payload {locator[:80]!r} is no file of this buffer. {REMEDY}")
         return self._folder / f"{locator}{SUFFIX}"
 
     def _write(self, path: Path, block: bytes) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, exists, select
 
-from rft.buffer.base import storage
+from rft.buffer.base import REMEDY, storage
 from rft.buffer.schema import groups
 from rft.buffer.settings import BufferSettings
 from rft.buffer.storage.segment import SegmentFolder, read, write
@@ -96,6 +96,8 @@ class QueueStorage(SegmentFolder):
         segment, _, offset = locator.partition(":")
         if segment == "m":
             raise PayloadDamaged(f"payload {locator} was in memory only and was lost with its process (path: none)")
+        if not (segment.isdecimal() and offset.isdecimal() and len(locator) < 40):
+            raise PayloadDamaged(f"payload {locator[:80]!r} is no place in a segment. {REMEDY}")
         return read(self._path(int(segment)), MAGIC, int(offset))
 
     def _path(self, segment: int) -> Path:

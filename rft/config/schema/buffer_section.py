@@ -279,6 +279,11 @@ class TrainerInputConfig(Section):
 
     experience_buffer: ExperienceBufferConfig = section(ExperienceBufferConfig, "The main channel from explorer to trainer.")
     auxiliary_buffers: dict[Name, AuxiliaryBufferConfig] = key({}, "Further data for the trainer, by name, e.g. sft_dataset.")
+    replay_run: str | None = key(
+        None,
+        "Folder of another run.  mode: train then trains on the rows of its steps, each step on the rows that its step of the same number "
+        "used, without engines.  With the configuration of that run and its seed the weights become the same.",
+    )
 
 
 class BufferConfig(Section):

@@ -78,7 +78,10 @@ class ServedModelConfig(Section):
     )
     block_size: int | None = safe_key(None, "Tokens of one KV-cache block.  Null: chosen for the device.", unit="tokens", ge=1)
     kv_cache_bytes: int | None = safe_key(
-        None, "KV cache of an engine on CPU.  Null: as much as max_num_seqs full sequences need.", unit="bytes", ge=1 << 20
+        None,
+        "Cache of an engine on CPU for keys, values and states of layers.  Null: 1 GiB with vllm, 2 GiB with transformers.",
+        unit="bytes",
+        ge=1 << 20,
     )
     cpu_threads: int | None = safe_key(None, "Threads of an engine on CPU.  Null: the machine's cores.", unit="threads", ge=1)
     max_model_len: int | None = key(None, "Prompt and response together.  Null: model.max_model_len.", unit="tokens", ge=2)
@@ -303,7 +306,11 @@ class ExplorerConfig(Section):
     )
     serve: ServeConfig = section(ServeConfig, "serve: who may ask, how much, and how long a session waits.")
     service_status_check_interval: float = safe_key(60.0, "serve: how often to look for new weights.", unit="s", gt=0)
-    min_running_model_num: int = safe_key(
-        1, "serve: engines that keep answering while others load new weights.", unit="engines", ge=0
+    min_running_model_num: int | None = safe_key(
+        None,
+        "serve: engines that keep answering while the others load new weights.  Null: all but one, so that weights roll one engine at a "
+        "time.  0: all load at the same time, and requests wait.  A single engine always pauses its requests; none fails.",
+        unit="engines",
+        ge=0,
     )
     db_url: str | None = safe_key(None, "serve: database of the recorded calls.  Null: in the run folder.")

@@ -14,7 +14,7 @@ from rft.config.schema.model_section import ModelConfig
 from rft.config.schema.source import Source, plain
 from rft.config.schema.synchronizer_section import SynchronizerConfig
 from rft.config.schema.trainer_section import TrainerConfig
-from rft.monitor.settings import MonitorSettings
+from rft.monitor.settings import LEVELS, Level, MonitorSettings
 from rft.trainer.settings import LearnerSettings
 from rft.types.ids import SEED
 
@@ -65,6 +65,37 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+AlarmLevel = Annotated[Level, BeforeValidator(lambda v: "off" if v is False else v.strip().lower() if isinstance(v, str) else v)]
+
+
+def _alarm(name: str, doc: str) -> Any:
+    return safe_key(LEVELS[name], doc)
+
+
+class AlarmsConfig(Section):
+    """What the run says by itself: off, warn (log, terminal, trackers, `alarm/NAME`), or stop (also ends the run; it can be resumed)."""
+
+    reward_divergence: AlarmLevel = _alarm(
+        "reward_divergence", "The training reward rose while an evaluation, or a part of the reward, fell."
+    )
+    length_drift: AlarmLevel = _alarm(
+        "length_drift", "Answers got much longer or shorter than at the start: 1.5 times where length is paid, 3 times where not."
+    )
+    entropy_collapse: AlarmLevel = _alarm(
+        "entropy_collapse", "The entropy of sampled tokens lost nine tenths and the tasks are not solved."
+    )
+    no_spread: AlarmLevel = _alarm(
+        "no_spread", "Ten steps in which all rewards inside groups were equal, and the tasks are not solved."
+    )
+    identical_answers: AlarmLevel = _alarm("identical_answers", "Half of the tasks get an answer that another task got too.")
+    judge: AlarmLevel = _alarm("judge", "A judge cannot be read, gives no verdicts, or gives everything the same score.")
+    kl_jump: AlarmLevel = _alarm("kl_jump", "A KL of the policy jumped to 5 times what it was, and above 0.1 nats.")
+    mismatch_jump: AlarmLevel = _alarm(
+        "mismatch_jump", "Engine and trainer disagree 5 times as much as before, or half of the effective samples are lost."
+    )
+    starving: AlarmLevel = _alarm("starving", "Trainer or explorer waited 95 % of the time for ten steps.")
+
+
 class MonitorConfig(Section):
     """Trackers besides metrics.jsonl, which is always written."""
 
@@ -94,9 +125,10 @@ class MonitorConfig(Section):
     )
     keep_trainer_logprobs: bool = safe_key(
         LearnerSettings.keep_trainer_logprobs,
-        "Keep the trainer's log-prob of every trained token at its first use, beside the engine's, in the ledger (`v_tokens`).  Rows "
-        "that a step does not compute, because their advantage is 0, get a forward pass.",
+        "Keep the trainer's log-prob and advantage of every trained token at its first use, beside the engine's log-prob, in the ledger "
+        "(`v_tokens`).  Rows that a step does not compute, because their advantage is 0, get a forward pass.",
     )
+    alarms: AlarmsConfig = section(AlarmsConfig, "What the run warns of by itself, or stops for.")
     enable_ray_timeline: bool = safe_key(
         False,
         "Write Ray's timeline of the run's processes (Chrome trace format) to ray_timeline.json in the run folder at the end.",

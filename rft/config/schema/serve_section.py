@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from rft.config.schema.base import Section, safe_key
+from rft.config.schema.base import Section, key, safe_key
 from rft.serve.settings import LimitSettings, ServeSettings
+from rft.sync.settings import SyncSettings
 
 
 class ServeConfig(Section):
     """mode: serve.  A session is a run whose reward is posted by whoever played it; clients open them with their keys."""
 
+    trainer_apart: bool = key(
+        False,
+        "Service and trainer are two commands on one Ray, mode: serve and mode: train; write true in the files of both.  The service is "
+        "a part of the run that may come and go, as those of mode: explore are.",
+    )
     clients_file: str | None = safe_key(
         None,
         "Keys of clients: lines of a name and the SHA-256 of its key, which `rft serve --new-key NAME` makes.  Null: the key in the "
@@ -26,6 +32,13 @@ class ServeConfig(Section):
         "first reward.",
         unit="s",
         gt=0,
+    )
+    drain_timeout: float = safe_key(
+        SyncSettings.drain_s,
+        "Before one of several engines loads new weights: how long its requests may take to end, while new ones go to the others.  "
+        "Then they are paused, and go on under the new weights.",
+        unit="s",
+        ge=0,
     )
     requests_per_minute: int = safe_key(LimitSettings.requests_per_minute, "Of each key.", unit="requests", ge=1)
     tokens_per_minute: int = safe_key(

@@ -109,7 +109,7 @@ def _kept(tx: Connection, verdict: Verdict) -> None:
     if none := set(tx.scalars(select(uses.c.experience))) - kept.keys():
         verdict.problems.append(f"{len(none)} used rows have no log-probs of the trainer, e.g. {min(none)}")
     for name, row in kept.items():
-        numbers = set(of_trainer(row.token_start, row.pairs)[row.token_start :].tolist())
+        numbers = set(of_trainer(row.token_start, row.pairs).logprobs[row.token_start :].tolist())
         if numbers != {-float(row.step)}:
             verdict.problems.append(f"{name} was used in step {row.step} and has the log-probs {numbers}")
 

@@ -60,7 +60,7 @@ async def opened(folder: Path) -> Buffer:
     return buffer
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
 async def test_an_old_ledger_goes_on(tmp_path: Path, number: int) -> None:
     path = old(tmp_path, number)
     before = contents(path)
@@ -78,6 +78,7 @@ async def test_an_old_ledger_goes_on(tmp_path: Path, number: int) -> None:
     assert ask(settings, "SELECT prompt_text, response_text, count(*) FROM v_experiences GROUP BY 1, 2") == [("a", "b", 8)]
     assert ask(settings, "SELECT count(*) FROM texts t JOIN experiences e ON e.id = t.experience") == [(8,)]
     assert ask(settings, "SELECT version_lineage, version_step, sum(num_tokens) FROM v_tokens GROUP BY 1, 2") == [(1, 0, 48)]
+    assert ask(settings, "SELECT DISTINCT trainer_logprob, advantage FROM v_tokens") == [(None, None)]
     assert ask(
         settings, "SELECT train_step, checkpoint_step, counts, count(*) FROM v_lineage WHERE counts = 1 GROUP BY 1, 2, 3"
     ) == [(1, 1, 1, 4)]
@@ -171,7 +172,7 @@ async def test_an_old_sqlite_cannot_take_columns_away(tmp_path: Path, monkeypatc
     assert contents(path) == before
 
 
-@pytest.mark.parametrize("given", ["5", "99", "x", ""])
+@pytest.mark.parametrize("given", [str(FORMAT + 1), "99", "x", ""])
 async def test_another_format_is_refused_with_what_to_do(tmp_path: Path, given: str) -> None:
     path = old(tmp_path)
     with closing(sqlite3.connect(path)) as raw:

@@ -246,7 +246,7 @@ def test_the_order_is_reward_statistics_drop() -> None:
             "reward_shaping_configs.0.op_type",
         ),
         ("datajuicer", {}, "write data_juicer, or data_juicer_filter, which drops rows"),
-        ("data_juicer", {}, "data_juicer needs operators, or config_path"),
+        ("data_juicer", {}, "Data-Juicer needs operators, or config_path"),
         ("data_juicer", {"config_path": "no.yaml"}, "the recipe no.yaml cannot be read"),
         ("data_juicer", {"operators": [3]}, "is no operator of Data-Juicer|should be a valid dictionary"),
         ("no_class", {}, "must be a class"),

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from rft.cli import show
 from rft.errors import ConfigError
 from rft.logs import safe
 from rft.testing.storage_contract import fill, group
+from rft.types.block import encode
 from tests.helpers.asked_ledger import EVIL, play, said
 
 
@@ -388,6 +390,40 @@ def test_sample_answers_who_wrote_and_who_trained_it(run_dir: Path) -> None:
     assert json.loads(said("buffer", "query", str(run_dir), sql, "-f", "json")[0]) == [
         {"train_step": 1, "checkpoint_step": 1, "oldest_step": 0, "counts": 1}
     ]
+
+
+def test_sample_says_what_an_answer_is_compared_with(tmp_path: Path) -> None:
+    said_to_it = {"gold_answer": "7", "reward_reason": "it is not 7", "note": "x"}
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}]
+    turns = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "user", "content": "c"},
+    )
+
+    async def played() -> None:
+        buffer = Buffer(BufferSettings(folder=tmp_path / "buffer"))
+        await buffer.open()
+        await buffer.start_lineage(None, None)
+        members = [
+            msgspec.structs.replace(x, info=said_to_it, messages=turns, reward=float(i == 0))
+            for i, x in enumerate(group(1, 0, 0))
+        ]
+        await buffer.writer(1).append(encode(members), accepted=True)
+        await buffer.close()
+
+    asyncio.run(played())
+    out, _, code = said("buffer", "sample", str(tmp_path), "--best", "1")
+    assert code == 0 and "group        0001.00.00000000.000000, mean reward 0.25 of 4, this one +0.75\n" in out
+    assert "gold_answer  7\n" in out and "reason       it is not 7\n" in out and 'assistant    look({"at": 3})\n' in out
+
+
+def test_times_are_dates_in_a_table_and_numbers_elsewhere(run_dir: Path) -> None:
+    for view, column in (("v_experiences", "used"), ("v_lineage", "trained"), ("v_groups", "created")):
+        asked = ("buffer", "query", str(run_dir), f"SELECT {column} FROM {view} WHERE {column} IS NOT NULL LIMIT 1")
+        when = json.loads(said(*asked, "-f", "json")[0])[0][column]
+        assert time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) in said(*asked)[0]
+    assert said("buffer", "query", str(run_dir), "SELECT 3 AS used, 2.5 AS created")[0].split() == ["used", "created", "3", "2.5"]
 
 
 def test_sample_draws_as_many_as_asked_and_no_other(run_dir: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -94,7 +95,32 @@ def test_a_configuration_that_lies_about_its_weights_is_refused(
 ) -> None:
     lines, error = report(_lie(families.make(family, tmp_path / "model"), **entries))
     assert isinstance(error, SetupError) and error.exit_code == 3 and not lines
-    assert str(tmp_path / "model") in str(error)
+    assert str(tmp_path / "model") in str(error) and ("model.layers." in str(error) or ".experts." in str(error))
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"num_attention_heads": 5}, "cannot read its config.json: StrictDataclass"),
+        ({"hidden_act": "loud"}, "cannot build it from its config.json: KeyError: 'loud'"),
+        ({"model_type": "vit"}, "cannot build it from its config.json: ValueError: Unrecognized configuration class"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are stored as fp8, which is not trained"),
+    ],
+)
+def test_a_configuration_without_a_model_is_refused(
+    entries: dict[str, Any], said: str, tmp_path: Path, report: Report, tiny_model: Path
+) -> None:
+    folder = _lie(Path(shutil.copytree(tiny_model, tmp_path / "model")), **entries)
+    lines, error = report(folder)
+    assert isinstance(error, ConfigError) and error.exit_code == 2 and not lines
+    assert said in str(error) and str(error).startswith("model.model_path: ") and len(str(error)) < 600
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["deepseek_v4", "gemma3n_text", "longcat_flash"])  # adapters; padding; routers without a call
+def test_gradients_are_exact_wherever_they_are_not_refused(family: str, tmp_path: Path) -> None:
+    report = model_check.compare(families.make(family, tmp_path / "model"), "cpu", objectives=get_args(model_check.Objective))
+    assert report.good and report.error is None, report.lines
 
 
 def test_missing_experts_are_named(tmp_path: Path, report: Report) -> None:
@@ -104,7 +130,7 @@ def test_missing_experts_are_named(tmp_path: Path, report: Report) -> None:
     assert gone
     save_file({n: w for n, w in weights.items() if n not in gone}, folder / "model.safetensors", metadata={"format": "pt"})
     _, error = report(folder)
-    assert isinstance(error, SetupError) and "experts" in str(error)
+    assert isinstance(error, SetupError) and "mlp.experts.gate_up_proj is (3, " in str(error)
 
 
 def test_what_cannot_be_a_model_is_refused(tmp_path: Path, report: Report) -> None:

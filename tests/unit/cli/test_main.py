@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from rft.cli import main as cli
@@ -50,6 +51,25 @@ def test_every_verb_can_be_asked_for_help(verb: str) -> None:
     said = CliRunner().invoke(cli.make(verb), [verb, "--help"], prog_name="rft")
     assert said.exit_code == 0, said.output
     assert f"Usage: rft {verb}" in said.output
+
+
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_every_verb_has_an_example_whose_options_there_are(verb: str) -> None:
+    example = cli.EXAMPLES[verb]
+    assert example.startswith(f"rft {verb}")
+    names = [w for w in example.split(", or")[0].split()[2:] if w.isalpha()]
+    app = typer.main.get_command(cli.make(verb)).commands[verb]  # type: ignore[attr-defined]
+    command = app.commands[names[0]] if hasattr(app, "commands") else app
+    options = {o for p in command.params for o in p.opts}
+    assert {w for w in example.split() if w.startswith("-")} <= options
+
+
+def test_a_shell_can_complete(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_RFT_COMPLETE": "complete_bash", "COMP_WORDS": "rft view --p", "COMP_CWORD": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert capsys.readouterr().out.strip() == "--port"
 
 
 def test_version() -> None:

@@ -19,6 +19,7 @@ def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for kind in SKELETONS:
         done = rft("new", kind, f"my_{kind}", "--dir", "mine")
         assert done.code == 0 and f"mine/tests/test_my_{kind}.py" in done.output and "rft run" in done.output, done.output
+        assert "rft new config" in done.output
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mine"]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -40,6 +41,22 @@ def test_a_configuration_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert listed.code == 0 and all(f"found_{kind}" in listed.output for kind in SKELETONS), listed.output
     finally:
         forget_plugins(tmp_path)
+
+
+def test_a_configuration_that_can_be_checked_at_once(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = rft("new", "config", "sums", "--model", str(tiny_model))
+    assert done.code == 0 and "rft check --config sums.yaml" in done.output
+    checked = rft("check", "--config", "sums.yaml", "explorer.rollout_model.engine_type=transformers")
+    assert (
+        checked.code == 0 and "sums.yaml is fine" in checked.output and "warning  " not in checked.output.replace("disk", "")
+    ), checked.output
+    questions = {*(tmp_path / "sums.jsonl").read_text().splitlines()}
+    assert not questions & {*(tmp_path / "sums_eval.jsonl").read_text().splitlines()} and len(questions) == 64
+    again = rft("new", "config", "sums")
+    assert again.code == 2 and "already exists" in again.output
+    other = rft("new", "config", "more")
+    assert "python -m rft.testing.tiny runs/tiny-model" in other.output
 
 
 @pytest.mark.parametrize("there", ["plugins/mine.py", "plugins/tests/test_mine.py"])

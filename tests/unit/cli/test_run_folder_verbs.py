@@ -65,6 +65,33 @@ def test_status(run_dir: Path) -> None:
     assert "the last line is cut" in out
 
 
+def test_status_tells_alarms_and_names_what_shows_more(run_dir: Path) -> None:
+    alarm = {
+        "role": "explorer",
+        "step": 9,
+        "time": 4.0,
+        "values": {"alarm/no_spread": 1.0},
+        "notes": ["alarm no_spread: all alike"],
+    }
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()[:-1]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{x}\n" for x in (*lines, json.dumps(alarm))))
+    out, code = said("status", str(run_dir))
+    assert code == 0 and "alarm        explorer 9: alarm no_spread: all alike" in out and "note" not in out
+    assert "curve        0.250 ▁█ 0.900  eval/sums/mean@8" in out
+    assert f"next         rft report {run_dir} -o report.html" in out and f"rft compare {run_dir} OTHER_RUN" in out
+
+
+def test_runs_below_a_folder(run_dir: Path) -> None:
+    broken = run_dir.parent / "other" / "run"
+    broken.mkdir(parents=True)
+    (broken / "state.json").write_text("{")
+    out, code = said("ls", str(run_dir.parent), "--json")
+    rows = {row["run"]: row for row in json.loads(out)}
+    assert code == 0 and rows[str(broken)]["phase"] == "damaged"
+    assert rows[str(run_dir)] == {"run": str(run_dir), "phase": "done", "step": 10, "reward": 0.5, "eval": 0.9}
+    assert said("ls", str(run_dir.parent / "nowhere"))[1] == 2
+
+
 def test_status_of_a_run_that_goes_on(run_dir: Path) -> None:
     claimed = RunDir.claim(run_dir)
     claimed.state("running", waiting=["the trainer waits for rows"], parts={"trainer-0": os.getpid(), "engine-0": 2**22 - 1})

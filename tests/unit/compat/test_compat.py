@@ -21,11 +21,13 @@ from rft.compat import (
     REWARD_FUNCTIONS,
     SELECTORS,
     WORKFLOWS,
+    AccuracyReward,
     AsyncRewardPropagationWorkflow,
     AsyncSimpleWorkflow,
     Experience,
     ExperienceOperator,
     ExperienceOperatorV1,
+    FormatReward,
     MathWorkflow,
     MultiTurnWorkflow,
     RewardFn,
@@ -216,6 +218,37 @@ async def test_what_comes_back_must_be_what_the_policy_wrote():
     ):
         (row,) = (await play(ScriptedEngine("abc"), returns(make))).rows
         assert row.status == "failed" and why in row.reason, make
+
+
+async def test_a_run_with_nothing_to_train_is_kept():
+    def nothing(self, x):
+        return [Experience(tokens=[0], prompt_length=0, action_mask=[False], info={"why": "lost"}, metrics={"success": 0.0})]
+
+    class Silent(Workflow):
+        def run(self):
+            return nothing(self, None)
+
+    group = await play(ScriptedEngine("4"), returns(nothing))
+    (row,) = group.rows
+    assert (row.status, row.reward, row.num_response_tokens) == ("complete", 0.0, 0) and row.info["why"] == "lost"
+    assert group.reason == "too_few" and not group.accepted and row.metrics["success"] == 0.0
+    assert "made no call, and returned nothing to train" in (await play(ScriptedEngine(), Silent)).rows[0].reason
+
+
+async def test_rows_of_two_tasks_are_not_compared():
+    def two(self, x):
+        (again,) = self.model.chat([{"role": "user", "content": "judge"}])
+        x.reward, again.reward, again.eid.task = 1.0, 1.0, f"{x.eid.task}-ruler"
+        return [x, again]
+
+    (row,) = (await play(ScriptedEngine("4", "5"), returns(two))).rows
+    assert "experiences of 2 tasks" in row.reason and "-ruler" in row.reason
+
+
+def test_rewards_made_of_rewards():
+    assert AccuracyReward(str.strip)("\\boxed{4}", "2+2?", "4") == {"accuracy": 1.0}
+    assert FormatReward(r"so .*")("so be it") == {"format_score": 0.1} and FormatReward(r"so .*")("no") == {"format_score": -0.1}
+    assert FormatReward()("<think>a</think><answer>b</answer>") == {"format": 0.1}
 
 
 async def test_a_short_answer_that_begins_a_longer_one_is_another_call():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from rft.config.check_report import Report
 from rft.config.model_folder import look, read_header
@@ -226,6 +226,29 @@ def test_weights_of_another_model(model: Path) -> None:
     assert "no lm_head.weight" in wrong(model)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "names", "told"),
+    [
+        ({"num_hidden_layers": 1}, ["layers.1.up"], "says num_hidden_layers 1, but the weights have 2 layers"),
+        ({"num_hidden_layers": 3}, ["layers.1.up"], "says num_hidden_layers 3, but the weights have 2 layers"),
+        ({"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, ["layers.2.up"], ""),
+        ({"num_hidden_layers": 1}, ["visual.blocks.5.up", "layers.0.up"], ""),
+        ({"num_experts": 3}, ["layers.0.experts.0.up", "layers.0.experts.1.up"], "says 3 experts, but the weights have 2 in"),
+        ({"num_experts": 2}, ["layers.0.experts.0.up", "layers.0.experts.2.up"], "model.layers.0.experts (number 1 is missing)"),
+        ({"num_local_experts": 2}, ["layers.0.mlp.experts.gate_up_proj"], "says 2 experts, but the weights have 4 in"),
+        ({"n_routed_experts": 4}, ["layers.0.mlp.experts.down_proj", "layers.0.mlp.shared_experts.up"], ""),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_lies_about_layers_or_experts(
+    model: Path, sizes: dict[str, int], names: list[str], told: str
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 1, **sizes}))
+    weights = load_file(model / "model.safetensors") | {f"model.{name}": np.zeros((4, 4), np.float32) for name in names}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert told in wrong(model) if told else look(str(model)).warnings == ()
+
+
 def test_sharded_weights(model: Path) -> None:
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     index = model / "model.safetensors.index.json"
@@ -288,6 +311,7 @@ def test_command_on_a_wrong_file_is_quick_and_light() -> None:
     code, out, err, _ = runs[0]
     assert code == 2
     assert "buffer.batch_sise: unknown key.  Did you mean buffer.batch_size?" in out
+    assert "error(s); plugins, data and model are looked at when the keys are right" in out
     for heavy in ("numpy", "torch", "transformers", "ray", "datasets"):
         assert f" {heavy}\n" not in err, f"{heavy} was imported"
     assert min(r[3] for r in runs) < 1.5

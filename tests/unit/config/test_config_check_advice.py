@@ -58,6 +58,13 @@ def test_schedules_without_an_end() -> None:
     assert about(run(*epochs, ratio, "algorithm.optimizer.lr_warmup_steps=3").warnings, "known only once") == []
 
 
+def test_a_long_run_whose_only_checkpoint_is_the_last() -> None:
+    long = ("trainer.total_steps=101", "buffer.total_steps=101")
+    assert len(about(run(*long).notes, "is killed before begins again")) == 1
+    assert about(run(*long, "trainer.save_interval=50").notes, "is killed before") == []
+    assert about(run("trainer.total_steps=100", "buffer.total_steps=100").notes, "is killed before") == []
+
+
 @pytest.mark.parametrize("runs", ["repeat_times: 4, rollout_args: {temperature: 0}", "rollout_args: {temperature: 0, n: 4}"])
 def test_greedy_evaluation_repeated(runs: str) -> None:
     warnings = run(EVAL % f", {runs}").warnings

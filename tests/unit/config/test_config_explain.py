@@ -31,6 +31,11 @@ def test_a_key() -> None:
     assert "actor_rollout_ref.actor.grad_clip" in d.verl and not d.asked
 
 
+def test_a_last_part_shows_the_key_of_the_policy_first() -> None:
+    assert describe("lr")[0].key == "algorithm.optimizer.lr"
+    assert describe("temperature")[0].key == "model.temperature"
+
+
 def test_a_choice_with_values_that_come_later() -> None:
     (d,) = describe("synchronizer.sync_method")
     assert d.type == "choice" and {"memory", "checkpoint"} <= set(d.allowed) and d.default in d.allowed

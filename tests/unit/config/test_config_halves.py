@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,21 @@ def test_the_process_that_trains_need_not_name_the_tasks():
     assert made.trainer.total_steps == 2 and made.explorer.total_batches == whole.explorer.total_batches
     ours, theirs = (load(FILE, (RAY, *more)).shown() for more in (alone, ("mode=explore",)))
     assert differences(ours, theirs) == []
+
+
+def test_a_service_and_its_trainer_can_be_two_processes():
+    apart = "explorer.serve.trainer_apart=true"
+    whole, service, trainer = plan("mode=serve"), plan("mode=serve", apart), plan("mode=train", apart)
+    assert (whole.joins, service.joins, trainer.joins) == (False, True, False)
+    assert (whole.trains, service.trains, trainer.trains) == (True, False, True)
+    assert service.serve == whole.serve and trainer.serve is None
+    assert trainer.sync == service.sync == whole.sync and trainer.buffer == service.buffer
+    assert (trainer.trainer.batch_groups, trainer.trainer.read_deadline_s) == (whole.trainer.batch_groups, math.inf)
+    assert trainer.cluster == service.cluster and service.cluster.ray_address == "auto"
+    ours, theirs = (load(FILE, (RAY, *more)).shown() for more in (("mode=train", apart), ("mode=serve", apart)))
+    assert differences(ours, theirs) == []
+    alone = load(FILE, (RAY, "mode=train")).shown()
+    assert [k for k, *_ in differences(alone, theirs)] == ["explorer.serve.trainer_apart"]
 
 
 @pytest.mark.parametrize(

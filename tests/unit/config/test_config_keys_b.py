@@ -84,7 +84,7 @@ KEYS = [  # key, good value, bad value, what a run does with the good one
     ("explorer.proxy_port", "9000", "70000", SAID),
     ("explorer.listen_address", "0.0.0.0", "[1]", SAID),
     ("explorer.service_status_check_interval", "5", "0", SAID),
-    ("explorer.min_running_model_num", "2", "-1", WARNS),
+    ("explorer.min_running_model_num", "2", "-1", SAID),
     ("explorer.db_url", "sqlite:///x.db", "[1]", NEVER),
     ("explorer.runner_state_report_interval", "10", "-1", RUNS),
     ("explorer.runner_per_model", "8", "0", RUNS),
@@ -182,11 +182,13 @@ def test_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         load_plan(FILE, [*model, "mode=serve"], facts=Facts(cpus=4, gpus=0))
 
 
-def test_all_of_a_section_with_one_word_is_listed_key_by_key() -> None:
+def test_a_section_that_is_refused_whole_is_one_error_for_each_of_its_names() -> None:
     names = {key for key, entry in listed() if entry.level == "refused"}
     assert {"explorer.rollout_model.external_model_config", "buffer.trainer_input.auxiliary_buffers"} <= names
-    used = messages("buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}}")
-    assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.sft.{k}" for k in ("path", "format.prompt_key")}
+    used = messages(
+        "buffer.trainer_input.auxiliary_buffers={sft: {path: a.jsonl, format: {prompt_key: q}}, dpo: {path: b.jsonl}}"
+    )
+    assert set(used) == {f"buffer.trainer_input.auxiliary_buffers.{name}" for name in ("sft", "dpo")}
 
 
 def test_keys_of_named_buffers_are_checked() -> None:
@@ -401,6 +403,22 @@ def test_what_a_service_needs_is_derived_or_refused() -> None:
     found = messages("mode=serve", "synchronizer.sync_style=fully_async", "explorer.listen_address=here")
     assert {"synchronizer.sync_style", "explorer.listen_address"} <= found.keys()
     assert any("explorer.serve.session_ttl has no effect" in w for w in plan("explorer.serve.session_ttl=5").warnings)
+
+
+@pytest.mark.parametrize(
+    ("engines", "written", "together"), [(1, "null", None), (2, "null", 1), (4, "null", 1), (4, "0", None), (4, "1", 3)]
+)
+def test_weights_of_a_service_roll(engines: int, written: str, together: int | None) -> None:
+    several = f"{ENGINE}.engine_num={engines}"
+    made = plan("mode=serve", several, f"explorer.min_running_model_num={written}", "explorer.serve.drain_timeout=3")
+    assert (made.sync.at_a_time, made.sync.drain_s) == (together, 3.0)
+    assert plan(several).sync.at_a_time is None, "of a run without a service all load together"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_must_be_left_to_load(engines: int) -> None:
+    found = messages("mode=serve", f"{ENGINE}.engine_num={engines}", f"explorer.min_running_model_num={engines}")
+    assert f"Write at most {engines - 1}" in found["explorer.min_running_model_num"]
 
 
 # ---------------------------------------------------------------- GPUs

@@ -88,7 +88,7 @@ def test_what_a_file_imports_of_its_own_folder_is_read_too(tmp_path: Path, monke
 
 
 def test_rewards_data_and_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no such name is shipped" in needed(report(tmp_path, default_reward_fn_type="rm_gallery_reward"))[0]
+    assert "no such name is shipped" in needed(report(tmp_path, default_reward_fn_type="no_such_reward"))[0]
     assert "no such file or folder" in needed(report(tmp_path, path=str(tmp_path / "other")))[0]
     assert needed(report(tmp_path, path="openai/gsm8k")) == []
     monkeypatch.setattr("rft.config.playable.importlib.util.find_spec", lambda name: None)

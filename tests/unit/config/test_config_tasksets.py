@@ -188,7 +188,10 @@ def test_operators_from_a_file(here):
     made = report(*MADE, f"{PIPE}.config_path=operators.yaml")
     assert [o.name for o in made.plan.task_pipeline.operators] == ["deduplicate", "range_filter", "pass_rate_score"], made.errors
     for text, message in (
-        ("process:\n- text_length_filter: {min_len: 1}\n", "recipe of data-juicer"),
+        (
+            "process:\n- text_length_filter: {min_len: 1}\n",
+            "recipe of Data-Juicer; write operators: .{name: data_juicer_filter, args: {config_path: operators.yaml}}",
+        ),
         ("operators: 3\n", "must hold the key operators alone"),
         ("operators:\n- name: range_filter\n", "Field required|field"),
     ):
@@ -205,7 +208,7 @@ def test_operators_from_a_file(here):
         (f"{PIPE}.inputs=[made.jsonl]", f"{PIPE}.inputs", "cannot go into one of the inputs"),
         (f"{PIPE}.inputs=[nothing.jsonl]", "taskset inputs.path", "does not exist"),
         (f"{IN}.taskset.path=made.parquet", IN, "must be a file that ends with .jsonl"),
-        (f"{PIPE}.operators=[{{name: text_length_filter}}]", f"{PIPE}.operators[0].name", "data-juicer are not offered"),
+        (f"{PIPE}.operators=[{{name: text_length_filter}}]", f"{PIPE}.operators[0].name", "data_juicer_filter"),
         (f"{PIPE}.operators=[{{name: deduplicate, args: {{feld: x}}}}]", f"{PIPE}.operators[0].args", "Known: field, normalize"),
         (f"{PIPE}.priority_weights.difficulty=0", "", ""),
         (f"{PIPE}.target_fields=[nothing]", f"{PIPE}.target_fields", "there is no column"),

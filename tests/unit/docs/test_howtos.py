@@ -16,6 +16,7 @@ PAGES = sorted((howto.ROOT / "docs" / "howto").glob("*.md"))
 @pytest.mark.e2e
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_howto(page: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")  # what is printed is compared line by line
     monkeypatch.chdir(tmp_path)
     try:
         howto.play(page, tmp_path, tiny_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from rft.engine import forwards, kvcache
+from rft.engine.rowbatch import RowBatch
 from rft.engine.settings import EngineSettings
 from rft.engine.transformers import TransformersEngine
 from rft.errors import SetupError
@@ -59,6 +61,23 @@ def test_rows_that_are_mixed_up_are_refused(tmp_path: Path, monkeypatch: pytest.
     )
     with pytest.raises(SetupError, match=r"differ by .* nats from those without one, allowed are 0\.001"):
         forwards.prove(model, "engine")
+
+
+@pytest.mark.parametrize(("family", "windows"), [("deepseek_v3", False), ("qwen3_5_text", False), ("gpt_oss", True)])
+def test_as_many_rows_fit_as_their_caches_have_bytes_for(family: str, windows: bool, tmp_path: Path) -> None:
+    """State that has no tokens, layers without keys, and keys that are wider than values, are all counted."""
+    model, rows, tokens = loaded(family, tmp_path / "m"), 3, 20
+    made = forwards.make(model, None, alone=False)
+    with torch.inference_mode():
+        made.prefill([[5] * tokens] * rows)
+    real = made.waiting_bytes()
+    state, token = made.row_bytes()
+    counted = rows * (state + tokens * token)
+    assert (state > 0) == (family != "deepseek_v3") and (counted > real if windows else counted == real)
+    for spare, fits in ((0, True), (-1, False)):
+        batch = RowBatch(model, EngineSettings(model_path="", max_num_seqs=9, kv_cache_bytes=counted + spare), {})
+        asked: Any = [SimpleNamespace(need=tokens)] * rows
+        assert batch.fits(asked) == fits
 
 
 @pytest.fixture(params=["qwen3_5_text", pytest.param("gemma3_text", marks=pytest.mark.slow)])

@@ -48,6 +48,13 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_a_wait_says_what_it_is_for() -> None:
+    """In the bar on a terminal, as a line elsewhere; it is in no file."""
+    news = MetricRecord(role="explorer", step=0, time=0.0, values={}, notes=("evaluating sums: 40 of 224 tasks, 12 s",))
+    assert shown(False, 15, news).splitlines()[-1] == "wait  evaluating sums: 40 of 224 tasks, 12 s"
+    assert "40 of 224 tasks" in shown(True, 15, news)
+
+
 def test_what_is_there_is_told_while_the_run_starts() -> None:
     out, log = io.StringIO(), logging.getLogger("rft.launch.ray_runtime")
     log.setLevel("INFO")
@@ -79,6 +86,11 @@ def test_markup_and_secrets_in_names_do_no_harm(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_commands_can_be_pasted_where_a_folder_has_a_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary(tmp_path / "a b", Version(1, 2), 3.0, None)
+    assert f"next  rft status '{tmp_path}/a b'\n" in capsys.readouterr().out
 
 
 def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

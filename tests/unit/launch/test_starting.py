@@ -11,7 +11,7 @@ import pytest
 
 from rft.errors import Interrupted
 from rft.launch import ray_runtime
-from rft.launch.drive import Signals
+from rft.launch.signals import Signals
 
 
 class Starting:
@@ -41,7 +41,7 @@ class Starting:
                     if what == "up":
                         self.up.set()
                     else:
-                        signals._arrived()
+                        signals.arrived()
                     await asyncio.sleep(0)
 
             pressing = asyncio.ensure_future(press())

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from decimal import Decimal
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import TasksetSettings
 from rft.types.completion import Score
 from rft.worker.job_pool import WorkerDied, WorkerError, WorkerPool, counts
+from rft.worker.process import WorkerProcess
 from tests.helpers.answers import make_transcript, task
 
 
@@ -191,10 +193,10 @@ async def test_hanging_worker_is_killed_at_the_deadline(worker):
     (first,) = pool.pids()
     with pytest.raises(TimeoutError, match=r"killed after 0\.2 s"):
         await pool.call({"do": "spin"}, 0.2)
-    with pytest.raises(ProcessLookupError):
-        os.kill(first, 0)
     assert pool.timeouts == 1
     assert await pool.call({"do": "again"}, 30) == "again"
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
 
 
 async def test_worker_that_dies_on_a_request_raises(worker):
@@ -237,6 +239,32 @@ def test_requests_are_mapped_in_order_over_several_workers(tmp_path, monkeypatch
 async def test_worker_that_does_not_start_raises(worker):
     with pytest.raises(WorkerDied, match="did not start"):
         await worker("raise SystemExit(1)").call({"do": "x"}, 30)
+
+
+async def test_the_deadline_is_that_of_both_attempts(worker, monkeypatch):
+    """A worker that dies just before its deadline does not get it a second time."""
+    pool, asked, clock = worker(TOY), [], iter([0.0, 4.0, 100.0, 100.0])
+
+    def dies(self, frame, timeout_s):
+        asked.append(timeout_s)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr("rft.worker.job_pool.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("rft.worker.process.WorkerProcess.ask", dies)
+    with pytest.raises(WorkerDied, match="twice"):
+        await pool.call({"do": "x"}, 5.0)
+    assert asked == [5.0, 1.0]
+
+
+async def test_a_late_answer_does_not_wait_for_its_worker_to_be_gone(worker, monkeypatch):
+    pool, waited = worker(TOY), []
+    kill = WorkerProcess.kill
+    monkeypatch.setattr("rft.worker.process.WorkerProcess.kill", lambda self: (waited.append(self.pid), kill(self)))
+    with pytest.raises(TimeoutError):
+        await pool.call({"do": "spin"}, 0.2)
+    assert not waited and pool.restarts == 1
+    assert await pool.call({"do": "x"}, 60) == "x"  # the next one does, so there are never more than `size`
+    assert len(waited) == 1 and len(pool.pids()) == 1 and waited != pool.pids()
 
 
 async def test_close_while_computing_ends_the_call(worker):

@@ -8,7 +8,7 @@ import errno
 import openai
 import pytest
 
-from rft.errors import DiskFull, EngineFailed
+from rft.errors import DiskFull, EngineFailed, RunFailed
 from rft.testing.scripted import ScriptedEngine
 from rft.types.ids import Version
 from tests.helpers.serving import HI, KEY, serving
@@ -98,6 +98,18 @@ async def test_what_waited_goes_on_after_a_restart(tmp_path, monkeypatch):
         assert (await served.buffer.audit()).ok
 
 
+async def test_a_call_under_way_when_the_service_stops_is_told_to_come_again(tmp_path, monkeypatch):
+    engine = ScriptedEngine(answer=lambda m: "a")
+    async with serving(tmp_path, monkeypatch, engine) as served:
+        session = await served.open()
+        engine.hold()
+        asked = [asyncio.ensure_future(served.ask(session, retry_key=key)) for key in ("", "k")]
+        await engine.waiting(2)
+        await served.service.stop()
+        for answer in await asyncio.gather(*asked):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stopping") and "Retry-After" in answer.headers
+
+
 @pytest.mark.parametrize(("again", "status", "code"), [(1.0, 200, "duplicate"), (0.5, 200, "replaced")])
 async def test_a_second_reward_before_the_group_closes(tmp_path, monkeypatch, again, status, code):
     async with serving(tmp_path, monkeypatch, **RATIO) as served:
@@ -170,7 +182,7 @@ async def test_commit_closes_what_can_be_trained(tmp_path, monkeypatch):
         await served.gate.wait_explored(1)
 
 
-async def test_a_full_disk_and_a_dead_engine_are_told(tmp_path, monkeypatch):
+async def test_a_full_disk_a_dead_engine_and_a_dead_buffer_are_told(tmp_path, monkeypatch):
     engine = ScriptedEngine(answer=lambda m: "a")
     async with serving(tmp_path, monkeypatch, engine) as served:
         session = await served.open()
@@ -181,9 +193,14 @@ async def test_a_full_disk_and_a_dead_engine_are_told(tmp_path, monkeypatch):
         def full():
             raise DiskFull(f"no space ({errno.ENOSPC})")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(served.buffer._reserve, "fill", full)
-            refused = await served.ask(session)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full") and "Retry-After" in refused.headers
+        def gone():
+            raise RunFailed("buffer died: a secret of Ray's")
+
+        for why, code in ((full, "disk_full"), (gone, "run_failed")):
+            with monkeypatch.context() as patched:
+                patched.setattr(served.buffer._reserve, "fill", why)
+                refused = await served.ask(session)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, code) and "Retry-After" in refused.headers
+            assert "Ray" not in refused.text
         assert (await served.ask(session)).status_code == 200
         assert (await served.buffer.audit()).waiting == 1, "what was not answered does not count"

@@ -150,7 +150,7 @@ class Trainer:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.weights: Weights = {}
-        self.calls = 0
+        self.calls = self.positions = 0
         self.before_score: Callable[[], Any] = lambda: None
 
     def stage(self, step: int, w: Weights | None = None) -> WeightManifest:
@@ -159,6 +159,9 @@ class Trainer:
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
         self.calls += 1
+        self.positions = sum(len(row.tokens) - 1 for row in rows)  # that a model reads for these rows
+        for _ in range(10):
+            await asyncio.sleep(0)  # a forward pass is long: who may begin meanwhile begins
         if (waits := self.before_score()) is not None:
             await waits
         out = []
@@ -261,6 +264,61 @@ async def test_rollouts_run_while_rows_wait_for_the_canary(world: World) -> None
     go.set()
     await asyncio.gather(publish, rows)
     assert world.sync.waiting == []
+
+
+async def test_what_a_canary_costs(transport: Transport) -> None:
+    """64 tokens of an engine, and a scoring pass over them and a quarter of the previous ones."""
+    world, each = World(transport), len(PROMPTS[0]) + SyncSettings().canary_tokens - 1
+    said = [await world.publish(0), await world.publish(1)]
+    assert [s["sync/canary_tokens"] for s in said] == [64, 64] and said[1]["sync/canary_moved"] > 0.1
+    assert world.trainer.positions == (8 + 2) * each
+
+
+async def test_probes_come_before_what_the_new_version_is_asked_else(world: World) -> None:
+    """So a batch or an evaluation that begins with it cannot hold up the canary."""
+    await world.publish(0)
+    asked, go = asyncio.Event(), asyncio.Event()
+    engine = world.engines[-1]
+    generate = engine.generate
+
+    async def slow(request: GenerateRequest) -> list[Completion]:
+        asked.set()
+        await go.wait()
+        return await generate(request)
+
+    engine.generate = slow  # type: ignore[method-assign]
+    publish, explore = await begun(world.publish(1), world.sync.may_explore(1))
+    await asked.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not explore.done() and world.trainer.calls == 1
+    go.set()
+    assert await explore == Version(1, 1)
+    said = await publish
+    assert said["sync/canary_s"] >= said["sync/canary/score_s"] > 0
+
+
+async def test_what_was_written_before_a_publish_was_cancelled_at_its_probes_never_counts(world: World) -> None:
+    await world.publish(0)
+    asked = asyncio.Event()
+    generate = world.engines[0].generate
+
+    async def never(request: GenerateRequest) -> list[Completion]:
+        if asked.is_set():  # what restores the version before
+            return await generate(request)
+        asked.set()
+        raise await asyncio.Event().wait()  # type: ignore[misc]
+
+    world.engines[0].generate = never  # type: ignore[method-assign]
+    publish, rows = await begun(world.publish(1), world.sync.wait_verified(Version(1, 1)))
+    await asked.wait()
+    publish.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publish
+    assert world.all_hold(0)
+    world.trainer.transport.release(Version(1, 1))
+    await world.publish(1)
+    assert await rows is False and world.engines[0].version == Version(1, 1, 1), "another label than the cancelled attempt's"
 
 
 async def test_batches_wait_for_the_schedule(transport: Transport) -> None:
@@ -406,15 +464,13 @@ async def test_an_unproven_roll_back_says_so(world: World) -> None:
 
 @pytest.mark.parametrize("where", ["load", "score"])
 async def test_a_hang_ends_at_the_deadline_and_names_who(transport: Transport, where: str) -> None:
-    world = World(transport, timeout_s=0.2, retries=0)
+    world = World(transport, timeout_s=1.0, retries=0)
     await world.publish(0)
     if where == "load":
         world.engines[0].trouble = lambda n, m: "hang" if m.version.step == 1 else ""
     else:
         world.trainer.before_score = asyncio.Event().wait
-    said = (
-        "engine 0 did not answer `load` within 0.2 s" if where == "load" else "the trainer did not score the canary within 0.2 s"
-    )
+    said = "engine 0 did not answer `load` within 1 s" if where == "load" else "the trainer did not score the canary within 1 s"
     with pytest.raises(WeightSyncFailed, match=said):
         await world.publish(1)
     assert world.all_hold(0)
@@ -512,8 +568,8 @@ async def test_other_lineages_and_older_versions_are_refused(world: World) -> No
 
 
 def test_too_few_probe_tokens_are_refused(transport: Transport) -> None:
-    with pytest.raises(ConfigError, match="8 prompts x 7 tokens = 56"):
-        World(transport, canary_tokens=7)
+    with pytest.raises(ConfigError, match="8 prompts x 3 tokens = 24"):
+        World(transport, canary_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,12 @@ class WrongSet(SetOperator):
 @pytest.mark.parametrize(
     ("operator", "args", "message"),
     [
-        ("text_length_filter", {}, "those of data-juicer are not offered.  Use one of these, write your own"),
-        ("llm_difficulty_score_filter", {}, "none of the operators here .*length_filter.*run data-juicer beforehand"),
+        (
+            "text_length_filter",
+            {},
+            r"A filter of Data-Juicer's is {name: data_juicer_filter, args: {operators: \[{name: text_length_filter}\]}}",
+        ),
+        ("llm_difficulty_score_filter", {}, "of Data-Juicer asks a service or a person; do so beforehand"),
         ("deduplicat", {}, "Did you mean deduplicate"),
         ("length_filter", {}, "write min, max or both"),
         ("length_filter", {"min": 3, "max": 2}, "min 3 is above max 2"),

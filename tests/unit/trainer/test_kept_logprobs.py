@@ -81,6 +81,7 @@ GROUPS = [
     [experience(0, run, float(reward)) for run, reward in enumerate((0, 3, 4))],
     [experience(1, run, 1.0) for run in range(3)],
 ]  # one is skipped
+ADVANTAGES = [np.array([-7, 2, 5]) / 39**0.5, [0.0, 0.0, 0.0]]  # GRPO's: the mean is 7/3, the unbiased deviation sqrt(13/3)
 
 
 @pytest.fixture
@@ -140,19 +141,24 @@ async def test_every_trained_token_has_the_trainers_number(
     rows = [row for group in GROUPS for row in group]
     wanted = plainly(tiny_model, rows)
     with open_run(tmp_path) as questions:
-        kept = questions.trainer_logprobs([str(row.id) for row in rows])
+        kept = questions.trainer_tokens([str(row.id) for row in rows])
         for row in rows:
-            assert np.abs(kept[str(row.id)] - wanted[str(row.id)]).max() <= 1e-5
-            sql = f"SELECT token_start, logprob, trainer_logprob, num_tokens FROM v_tokens WHERE id = '{row.id}' ORDER BY token_start"
+            assert np.abs(kept[str(row.id)].logprobs - wanted[str(row.id)]).max() <= 1e-5
+            columns = "token_start, logprob, trainer_logprob, advantage, num_tokens"
+            sql = f"SELECT {columns} FROM v_tokens WHERE id = '{row.id}' ORDER BY token_start"
             with questions.ask(sql) as answer:
                 asked = list(answer.rows)
             generated = np.concatenate([np.arange(s.start, s.end) for s in row.version_spans])
             assert [(at, n) for at, *_, n in asked] == [(at, 1) for at in generated.tolist()]
             assert np.array_equal(np.array([a[1] for a in asked], np.float32), row.logprobs[generated])
-            assert np.array_equal(np.array([a[2] for a in asked], np.float32), kept[str(row.id)][generated])
+            assert np.array_equal(np.array([a[2] for a in asked], np.float32), kept[str(row.id)].logprobs[generated])
+            taught = np.array([a[3] for a in asked], np.float32)
+            assert np.array_equal(taught, kept[str(row.id)].advantages[generated], equal_nan=True)
+            if "algorithm" not in WAYS[way]:
+                assert taught == pytest.approx(ADVANTAGES[row.id.task][row.id.run], abs=1e-4)
     if way == "shared":  # where the step computes nothing, there is a number all the same
         assert records.values[0]["experience/skipped_rows"] == 3
-        apart = max(float(np.abs(kept[str(r.id)] - r.logprobs)[r.loss_mask].max()) for r in GROUPS[0])
+        apart = max(float(np.abs(kept[str(r.id)].logprobs - r.logprobs)[r.loss_mask].max()) for r in GROUPS[0])
         assert records.values[0]["mismatch/abs_diff_max"] == pytest.approx(apart, rel=1e-5), "what the metric was made of"
     if way == "rejected tokens":
         assert 0 < records.values[0]["rollout_corr/rollout_rs_masked_fraction"] < 1

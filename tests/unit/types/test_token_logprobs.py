@@ -31,11 +31,13 @@ def two_turns(**more: Any) -> Any:
 def test_numbers_come_back_to_the_last_bit(engine: list[float], trainer: list[float]) -> None:
     x = row(NAME)
     x = msgspec.structs.replace(x, logprobs=np.array([0.0] * 6 + engine, np.float32))
-    made = token_logprobs.beside(x, np.array(trainer, np.float32))
+    taught = np.array(engine[::-1], np.float32)
+    made = token_logprobs.beside(x, np.array(trainer, np.float32), taught)
     (back,) = token_logprobs.decode(token_logprobs.encode([made]))
     assert back == made
     read = token_logprobs.of_trainer(made.token_start, made.pairs)
-    assert np.array_equal(read, np.array([0.0] * 6 + trainer, np.float32))
+    assert np.array_equal(read.logprobs, np.array([0.0] * 6 + trainer, np.float32))
+    assert np.array_equal(read.advantages[6:], taught)
     theirs = np.array([pair[0] for pair in json.loads(made.pairs)], np.float32)
     assert np.array_equal(theirs, x.logprobs[6:])
 
@@ -49,6 +51,9 @@ def test_what_was_not_trained_is_null() -> None:
 
 def test_what_is_not_known_is_null() -> None:
     made = token_logprobs.beside(two_turns(has_logprobs=False), np.array([-1, -np.inf, np.nan, -0.0], np.float32))
-    assert [p for p in json.loads(made.pairs) if p is not None] == [[None, -1], [None, None], [None, None], [None, 0]]
+    assert [p for p in json.loads(made.pairs) if p is not None] == [[None, -1, None], *[[None, None, None]] * 2, [None, 0, None]]
     read = token_logprobs.of_trainer(made.token_start, made.pairs)
-    assert np.array_equal(read, np.array([0, 0, -1, np.nan, 0, 0, 0, np.nan, 0, 0], np.float32), equal_nan=True)
+    assert np.array_equal(read.logprobs, np.array([0, 0, -1, np.nan, 0, 0, 0, np.nan, 0, 0], np.float32), equal_nan=True)
+    older = token_logprobs.of_trainer(1, "[[-1,-2],null]")  # of format 4
+    assert np.array_equal(older.logprobs, np.array([0, -2, 0]))
+    assert np.array_equal(older.advantages, np.array([0, np.nan, 0]), equal_nan=True)

@@ -78,7 +78,8 @@ async def test_an_agent_is_recorded_token_by_token():
             first = await c.chat.completions.create(model="gpt-x", messages=HI, logprobs=True, n=1)
             choice = first.choices[0]
             assert first.model == "gpt-x" and choice.finish_reason == "stop" and choice.logprobs is not None
-            assert len(choice.logprobs.content or []) == first.usage.completion_tokens
+            content = choice.logprobs.content or []
+            assert len(content) == first.usage.completion_tokens and all(c.token.startswith("token_id:") for c in content)
             more = [*HI, choice.message, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
             said, usage = "", None
             stream = await c.chat.completions.create(

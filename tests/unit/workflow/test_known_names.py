@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rft.buffer.operators.experience_pipeline import REFUSED
 from rft.errors import ConfigError
-from rft.plugins import REGISTRY, load_all
+from rft.plugins import REGISTRY, checked_args, load_all
 from rft.reward import build_reward as rewards
 from rft.reward.build_reward import build
 from rft.types.task import Task
@@ -22,7 +24,8 @@ TRINITY = {
         sciworld_workflow webshop_workflow intercode_sql_workflow sudoku_workflow math_ruler_workflow async_math_ruler_workflow
         math_trainable_ruler_workflow rubric_judge_workflow rubric_judge_openai_workflow simple_mm_workflow async_simple_mm_workflow
         on_policy_distill_workflow on_policy_distill_math_workflow harbor_workflow thinking_budget_workflow""",
-    "reward": """math_reward math_boxed_reward accuracy_reward format_reward countdown_reward math_dapo_reward""",
+    "reward": """math_reward math_boxed_reward accuracy_reward format_reward countdown_reward math_dapo_reward rlcr_reward openjudge_reward
+        trajectory_accuracy_grader_reward openjudge_trajectory_accuracy_reward openjudge_multi_grader_reward rm_gallery_reward""",
     "operator": """reward_filter reward_std_filter dapo_dynamic_sampling mask_response_truncated reward_shaping_mapper
         pass_rate_calculator invalid_reward_filter data_juicer""",
     "selector": "sequential shuffle random offline_easy2hard difficulty_based",
@@ -51,6 +54,29 @@ def test_the_reasons_are_what_a_configuration_is_told() -> None:
         with pytest.raises(ConfigError) as e:
             Recipes().of(Task(taskset="t", index=0, prompt="x", workflow=name))
         assert why in str(e.value) and len(why) > 20
-    for name in rewards.INSTEAD:
-        with pytest.raises(ConfigError, match="not offered"):
+    for name, why in rewards.INSTEAD.items():
+        with pytest.raises(ConfigError) as e:
             build(name, {})
+        assert why in str(e.value)
+
+
+KINDS: tuple[Any, ...] = (None, True, -1, 0, 1.5, 1e400, "x", "\ud800", [], [1], [{}], {}, {"x": {"y": [None]}}, [{"name": 3}])
+
+
+@pytest.mark.parametrize("kind", ["workflow", "reward"])
+def test_arguments_of_other_kinds_are_taken_or_refused_by_name(kind: str) -> None:
+    """Every argument of every shipped workflow and reward with values of other kinds: ConfigError, or it is taken; never another error."""
+    tried = refused = 0
+    for name in REGISTRY.names(kind):
+        plugin = REGISTRY.get(kind, name)
+        if plugin.args is None or (kind == "reward" and name == "weighted_reward"):  # its parts are rewards of their own
+            continue
+        for field in plugin.args.model_fields:  # type: ignore[attr-defined]
+            for value in KINDS:
+                tried += 1
+                try:
+                    checked_args(plugin, {field: value}, key="taskset.args")
+                except ConfigError as e:
+                    refused += 1
+                    assert e.key == "taskset.args" and field in e.message and len(str(e)) < 2000, (name, field, value)
+    assert tried > 500 and refused > tried / 4

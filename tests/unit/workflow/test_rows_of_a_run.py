@@ -40,6 +40,18 @@ async def play(engine, task, *, models=None):
         await recipes.close()
 
 
+async def test_a_row_keeps_the_gold_answer_that_its_reward_compared_it_with():
+    async def scores_itself(self, task, ctx):
+        await ctx.chat(task.chat())
+        return ctx.transcript(score=Score(value=1.0))
+
+    reward("test_any")(lambda task, transcript: 1.0)
+    asked = [task(reward="test_any", truth=truth) for truth in ("4", 4, "\ud800", "4" * 201, {"target": "4"})]
+    asked.append(task(workflow=custom(scores_itself)))
+    kept = [(await play(ScriptedEngine(*["4"] * 8), a)).rows[0].info for a in asked]
+    assert kept == [*({"gold_answer": x} for x in ("4", "4", "\\ud800")), {}, {}, {}]
+
+
 def custom(run):
     workflow(f"test_{run.__name__}")(type(run.__name__, (Workflow,), {"run": run}))
     return f"test_{run.__name__}"

@@ -1,0 +1,122 @@
+"""The rows of another run's steps, as leases: what `mode: train` with `replay_run` and `rft debug step` train on.
+
+Knows that run's ledger and payload, read-only; no trainer.  Invariant: step n gets the rows that step n of that run had, in their order
+and with the statistics of their groups at the time, so that a trainer that computes the same way gets the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from rft.buffer.query import Questions, open_run
+from rft.buffer.trainer_side import group_statistics
+from rft.errors import ConfigError, PayloadDamaged
+from rft.types.block import bundle
+from rft.types.ports import Consumption, EndOfData, GroupStats, Lease
+
+KEY = "buffer.trainer_input.replay_run"
+# rows of a step that was skipped or rejected count too: the same step skips or rejects them again
+_ROWS = """SELECT e.id, e.group_id, e.position, e.reward, g.locator, g.batch, g.explorer, g.task
+FROM experiences e JOIN groups g ON g.id = e.group_id
+WHERE e.id IN (SELECT l.id FROM v_lineage l WHERE l.counts = 1 AND l.train_step = {0})
+   OR e.id IN (SELECT x.id FROM v_experiences x WHERE x.explained IN ('nonfinite', 'rejected') AND x.leased_step = {0})
+ORDER BY g.batch, g.explorer, g.task, e.id"""
+_MEMBERS = (
+    "SELECT reward, run, step, num_response_tokens FROM experiences WHERE group_id = {0} AND reward IS NOT NULL ORDER BY id"
+)
+_LAST = "SELECT max(train_step) FROM v_lineage WHERE counts = 1"
+
+
+class ReplayReader:
+    """`ports.BufferReader` over the counted steps of a run that has ended or stands still.  A context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._open = ExitStack()
+        self._questions: Questions | None = None
+        self.last = 0  # step of that run
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError where there is no such run, or none whose rows were kept."""
+        try:
+            found = self._open.enter_context(open_run(self._run_dir))
+        except ConfigError as e:
+            raise ConfigError(e.message, key=KEY, given=str(self._run_dir)) from e
+        if not found.storage.durable:
+            self._open.close()
+            raise ConfigError("kept its rows in memory only (path: none)", key=KEY, given=str(self._run_dir))
+        self._questions = found
+        self.last = int(self._asked(_LAST)[0][0] or 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def go_on(self, step: int, consumption: Consumption) -> None:
+        """Raises ConfigError unless the checkpoint of `step` was trained on these rows."""
+        if consumption != self._consumed(step):
+            raise ConfigError(
+                f"its rows are not those that the checkpoint of step {step} was trained on; restore them, or choose another `name`",
+                key=KEY,
+                given=str(self._run_dir),
+            )
+
+    async def lease(
+        self,
+        step: int,
+        *,
+        groups: int | None,
+        rows: int | None,
+        deadline_s: float,
+        max_staleness: int | None,
+        until: int | None = None,
+    ) -> Lease:
+        """The rows of `step`.  Raises EndOfData after that run's last step, PayloadDamaged where rows are gone."""
+        if step > self.last:
+            raise EndOfData(f"the run in {self._run_dir} trained {self.last} steps")
+        found = self._asked(_ROWS, step)
+        if not found:
+            raise PayloadDamaged(f"the ledger of {self._run_dir} has no rows of step {step}")
+        blocks = self._blocks(list(dict.fromkeys(r[4] for r in found)))
+        stats = [self._statistics(group) for group in dict.fromkeys(r[1] for r in found)]
+        chosen = [
+            (blocks[locator], [r[2] for r in found if r[4] == locator], [r[3] for r in found if r[4] == locator])
+            for locator in dict.fromkeys(r[4] for r in found)
+        ]
+        return Lease(step=step, frame=bundle(chosen), groups=tuple(stats))
+
+    async def use(self, step: int, logprobs: bytes | None = None) -> None:
+        """Nothing to record: that run's ledger stays as it is."""
+
+    async def discard(self, step: int, reason: str) -> None:
+        """The same; the trainer's log names the step."""
+
+    async def consumption(self, step: int) -> Consumption:
+        return self._consumed(step)
+
+    def _consumed(self, step: int) -> Consumption:
+        """Uses of that run up to `step`, in the order of their ids."""
+        ids = self._asked("SELECT id FROM v_lineage WHERE counts = 1 AND train_step <= {0} ORDER BY train_step, id", step)
+        digest = hashlib.sha256("\n".join(r[0] for r in ids).encode()).hexdigest()
+        return Consumption(num_uses=len(ids), digest=digest, cursor=step)
+
+    def _statistics(self, group: str) -> GroupStats:
+        return group_statistics(group, [tuple(r) for r in self._asked(_MEMBERS, group)])
+
+    def _blocks(self, locators: list[str]) -> dict[str, bytes]:
+        with self._there.errors(KEY), self._there.reading() as tx:
+            return dict(zip(locators, self._there.storage.get(locators, tx), strict=True))
+
+    def _asked(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        mark = "?" if self._there.sqlite else "%s"
+        many = values * max(sql.count("{0}"), 1) if values else ()
+        with self._there.errors(KEY), self._there.reading() as tx:
+            return [tuple(row) for row in tx.exec_driver_sql(sql.format(mark), many)]
+
+    @property
+    def _there(self) -> Questions:
+        assert self._questions is not None, "asked before it was opened"
+        return self._questions

@@ -1,0 +1,85 @@
+"""`rft chat`: talk to a checkpoint or a model folder, in one process, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rft.errors import ConfigError
+from rft.logs import safe
+
+
+def chat(
+    source: Annotated[Path, typer.Argument(metavar="RUN | MODEL", help="folder of a run, or of a model", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="of a run: train step; default: the newest", show_default=False)] = None,
+    system: Annotated[str, typer.Option(help="system message", show_default=False)] = "",
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of one answer")] = 512,
+) -> None:
+    """Talk to the model of a checkpoint, or of a folder.  An empty line begins anew, Ctrl-D ends."""
+    from rft.cli.export_command import copy_model
+
+    if (source / "config.json").is_file() and not (source / "checkpoints").exists():
+        if step is not None:
+            raise ConfigError("is for runs; this is the folder of a model", key="--step", given=step)
+        asyncio.run(_talk(source, system, temperature, max_tokens, str(source)))
+    elif (source / "checkpoints").is_dir():
+        with tempfile.TemporaryDirectory(prefix="rft-chat-") as aside:
+            model = copy_model(source, Path(aside) / "model", step)
+            called = f"{'the newest step' if step is None else f'step {step}'} of {source}"
+            asyncio.run(_talk(model, system, temperature, max_tokens, called))
+    else:
+        raise ConfigError("holds neither checkpoints nor a model", key="RUN | MODEL", given=str(source))
+
+
+async def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called: str) -> None:
+    import torch
+
+    from rft.engine.settings import EngineSettings
+    from rft.engine.transformers import TransformersEngine
+    from rft.types.ports import GenerateRequest
+    from rft.types.task import SamplingArgs
+
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+    print(f"loading {called} on {device}", file=sys.stderr, flush=True)
+    length = _context(folder)
+    engine = await TransformersEngine.start(
+        EngineSettings(
+            engine_type="transformers", name="chat", model_path=str(folder), device=device, dtype=dtype, fixed_weights=True,
+            max_model_len=length, max_num_seqs=1, cpu_threads=torch.get_num_threads(),
+        )
+    )  # fmt: skip
+    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    said, sampling = list(opening), SamplingArgs(temperature=temperature, max_tokens=min(max_tokens, length // 2))
+    try:
+        while (line := await asyncio.to_thread(_line)) is not None:
+            if not line.strip():
+                said = list(opening)
+                continue
+            said.append({"role": "user", "content": line})
+            (answer,) = await engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling))
+            said.append(answer.message)
+            print(safe(answer.text, lines=True), flush=True)
+    finally:
+        await engine.close()
+
+
+def _line() -> str | None:
+    """What a person says; None at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _context(folder: Path) -> int:
+    """Tokens that the model was made for, at most 8,192."""
+    from transformers import AutoConfig
+
+    made_for: int = AutoConfig.from_pretrained(folder).get_text_config().to_dict().get("max_position_embeddings", 8192)
+    return min(made_for, 8192)

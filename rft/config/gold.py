@@ -1,0 +1,144 @@
+"""Whether the gold answer of a task gets full marks from its own reward, in any of the usual forms of an answer.
+
+Knows tasks and rewards; no engine and no model.  Invariant: nothing is generated, and a reward that raises is reported, not hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rft.config.context import Problems
+from rft.explorer.stored import transcript
+from rft.reward.base import THE_TRUTH, Reward, score_each
+from rft.types.task import Task
+
+REWARD_TIMEOUT_S = 30.0
+FULL = 1.0
+_FORMS = (
+    "{}",
+    "\\boxed{{{}}}",
+    "<answer>{}</answer>",
+    "<think>\n.\n</think>\n<answer>{}</answer>",
+    "<think>.</think>\\boxed{{{}}}",
+    "#### {}",
+    "Answer: {}",
+)
+
+
+@dataclass(frozen=True)
+class GoldScore:
+    """What the gold answer of a row gets.  `failed`: what the reward did where it could not be scored, with the `error` that it raised."""
+
+    index: int
+    gold: str
+    best: float | None
+    empty: float | None
+    failed: str = ""
+    error: str = ""
+    late: bool = False
+
+    def told(self, what: str) -> str:
+        """Of one that could not be scored: what the reward did on `what`."""
+        return f"{self.failed} on {what}" + (f": {self.error}" if self.error else "")
+
+    @property
+    def full(self) -> bool:
+        """Full marks, and more than an answer that says nothing."""
+        return self.best is not None and self.empty is not None and self.best >= FULL and self.best > self.empty
+
+
+def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hung: set[str]) -> float | None:
+    """The best score of the gold answer; a warning if that is not full marks.  None where it says nothing about an answer."""
+    found = scored([task], [reward], hung=hung)[0]
+    if found is None:
+        return None
+    if found.failed:
+        problems.warn(f"{key}: the reward {task.reward} {found.told(f'the gold answer of row {task.index}')}")
+    elif not found.full:
+        problems.warn(
+            f"{key}: the gold answer {found.gold[:60]!r} of row {task.index} scores {found.best:g} with {task.reward} and an empty answer "
+            f"{found.empty:g}; it should get the highest score (1).  Is format.response_key the right column, and the reward the right one?"
+        )
+    return found.best
+
+
+def scored(
+    tasks: Sequence[Task],
+    rewards: Sequence[Reward | None],
+    told: Callable[[int], None] = lambda n: None,
+    *,
+    hung: set[str] | None = None,
+) -> list[GoldScore | None]:
+    """Of each task; None where it has no reward, no gold answer, or one that is no answer.  `told` hears how many are done.
+
+    `hung`: rewards that took too long, by name; given, they are not asked again.
+    """
+    return asyncio.run(_all(tasks, rewards, told, hung))
+
+
+async def _all(
+    tasks: Sequence[Task], rewards: Sequence[Reward | None], told: Callable[[int], None], hung: set[str] | None
+) -> list[GoldScore | None]:
+    found: list[GoldScore | None] = []
+    known: tuple[int, float] | None = None  # the form that was best before, and what it got: it is tried first, and enough
+    try:
+        for task, reward in zip(tasks, rewards, strict=True):
+            one, known = await _one(task, None if task.reward in (hung or ()) else reward, known)
+            if hung is not None and one is not None and one.late:
+                hung.add(str(task.reward))
+            found.append(one)
+            told(len(found))
+        return found
+    finally:
+        for reward in {id(r): r for r in rewards if r is not None}.values():
+            await reward.close()
+
+
+async def _one(
+    task: Task, reward: Reward | None, known: tuple[int, float] | None
+) -> tuple[GoldScore | None, tuple[int, float] | None]:
+    if reward is None or task.truth is None or (solution := reward.gold_answer(task)) is None:
+        return None, known
+    # where the truth is no answer, e.g. tests of a program, there is a solution beside it
+    gold, forms = (_text(task.truth), _FORMS) if solution is THE_TRUTH else (solution, _FORMS[:1])
+    first, enough = known or (0, float("inf"))
+    order = sorted(range(len(forms)), key=lambda i: (i != first, i))
+
+    unscored = ""
+
+    async def score(text: str) -> float:
+        nonlocal unscored
+        (result,) = await asyncio.wait_for(score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S)
+        if result.value is not None:
+            return result.value
+        unscored = result.reason
+        return float("-inf")
+
+    try:
+        empty, best, which = await score(""), float("-inf"), first
+        for i in order:
+            value = await score(forms[i].format(gold))
+            if value > best:
+                best, which = value, i
+            if best >= enough:
+                break
+        if best == float("-inf"):
+            return GoldScore(task.index, gold, None, None, "gave no score", unscored), known
+        return GoldScore(task.index, gold, best, empty), (which, best) if best >= FULL else known
+    except TimeoutError:
+        return GoldScore(task.index, gold, None, None, f"took longer than {REWARD_TIMEOUT_S:g} s", late=True), known
+    except Exception as e:  # plugin code may raise anything; it is reported, not hidden
+        return GoldScore(task.index, gold, None, None, "raised", f"{type(e).__name__}: {e}"), known
+
+
+def _text(truth: Any) -> str:
+    """The gold answer as one would say it: of several, the first."""
+    while isinstance(truth, dict) and "target" in truth:
+        truth = truth["target"]
+    if isinstance(truth, list) and truth and isinstance(truth[0], str):
+        truth = truth[0]
+    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)

@@ -1,0 +1,176 @@
+"""StoredAnswer rollouts scored again with another reward, old beside new.
+
+Knows experiences, tasks and a reward; no ledger and no engine.  Invariant: nothing is changed; an answer that cannot be scored is counted
+and left out of every mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, groupby
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from rft.errors import RftError
+from rft.reward.base import Reward, score, score_group
+from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
+from rft.types.experience import Experience
+from rft.types.ports import ChatModel
+from rft.types.task import Task
+from rft.worker import job_pool
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """One run of a task, with the reward that it got: that of the ledger, which may have been edited."""
+
+    task: Task
+    group: str
+    experience: Experience
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """Old and new reward of one run; `new` None: it could not be scored, `why` says so."""
+
+    id: str
+    taskset: str
+    group: str
+    answer: str
+    old: float | None
+    new: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+    why: str = ""
+
+
+async def rescore(
+    rows: Sequence[StoredAnswer],
+    reward: Reward,
+    *,
+    models: Mapping[str, ChatModel],
+    timeout_s: float,
+    max_concurrent: int,
+    told: Callable[[int], None] = lambda n: None,
+) -> list[Rescored]:
+    """In the order of `rows`, which has the runs of a group together.  `told` hears how many are done.
+
+    Raises RftError (a model is gone, a budget is used up): what was scored until then is lost, but for what judges keep in their cache.
+    """
+    room, done = asyncio.Semaphore(max_concurrent), 0
+
+    async def one(group: list[StoredAnswer]) -> list[Rescored]:
+        nonlocal done
+        async with room:
+            found = await _scores(reward, group, timeout_s)
+        done += len(group)
+        told(done)
+        return [_beside(s, r) for s, r in zip(group, found, strict=True)]
+
+    # each answer alone, except for a reward that sees a group
+    groups = [list(g) for _, g in groupby(rows, key=lambda s: s.group)] if reward.whole_group else [[s] for s in rows]
+    try:
+        await reward.prepare(models)
+        return [r for part in await asyncio.gather(*map(one, groups)) for r in part]
+    finally:
+        await reward.close()
+        await asyncio.to_thread(job_pool.close_all)
+
+
+async def _scores(reward: Reward, group: Sequence[StoredAnswer], timeout_s: float) -> list[Score | Exception]:
+    task, said = group[0].task, [transcript_of(s.experience, s.task) for s in group]
+    try:
+        if reward.whole_group:
+            return list(await score_group(reward, task, said, timeout_s=timeout_s))
+        return [await score(reward, task, said[0], timeout_s=timeout_s)]
+    except RftError:
+        raise
+    except Exception as e:  # plugin code may raise anything; it is reported, not hidden
+        return [e] * len(group)
+
+
+def _beside(s: StoredAnswer, result: Score | Exception) -> Rescored:
+    made = Score(value=None, reason=f"{type(result).__name__}: {result}") if isinstance(result, Exception) else result
+    return Rescored(
+        id=str(s.experience.id),
+        taskset=s.task.taskset,
+        group=s.group,
+        answer=s.experience.response_text,
+        old=s.reward,
+        new=made.value,
+        parts=dict(made.parts),
+        why=made.reason,
+    )
+
+
+def transcript_of(x: Experience, task: Task) -> Transcript:
+    """A stored run as its reward saw it: a turn for each answer of the model, with its tokens where they can be told apart."""
+    messages = list(x.messages) or [*task.chat(), {"role": "assistant", "content": x.response_text}]
+    said = [i for i, m in enumerate(messages) if m.get("role") == "assistant"] or [len(messages) - 1]
+    pieces = (
+        _pieces(x) if len(_pieces(x)) == len(said) else [np.zeros(0, np.int64)] * (len(said) - 1) + [np.flatnonzero(x.loss_mask)]
+    )
+    turns = []
+    for i, where in zip(said, pieces, strict=True):
+        answer = messages[i]
+        completion = Completion(
+            prompt_tokens=x.tokens[: int(where[0])] if len(where) else np.zeros(0, np.int32),
+            tokens=x.tokens[where],
+            logprobs=x.logprobs[where],
+            text=_text(answer),
+            finish_reason="length" if x.status == "truncated" and i == said[-1] else "stop",
+            version_spans=(VersionSpan(x.version_spans[0].version, 0, len(where)),) if x.version_spans and len(where) else (),
+            sampling=task.sampling,
+            reasoning=str(answer.get("reasoning_content") or ""),
+            tool_calls=tuple(answer.get("tool_calls") or ()),
+        )
+        turns.append(Turn(messages=tuple(messages[:i]), completion=completion))
+    return Transcript(turns=tuple(turns), metrics=dict(x.metrics), info=dict(x.info))
+
+
+def _pieces(x: Experience) -> list[np.ndarray]:
+    """Places of the trained tokens, cut where others stand between them."""
+    places = np.flatnonzero(x.loss_mask)
+    return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
+def summary(rows: Sequence[Rescored]) -> dict[str, dict[str, float]]:
+    """By taskset, and for "all": {answers, unscored, old, new, changed, correlation, order_kept, groups_with_spread_old, ..._new}.
+
+    `changed`: share of the answers whose reward differs by more than 1e-6.  `order_kept`: of the pairs inside groups that the old reward
+    tells apart, the share that the new one orders alike: what advantages depend on.
+    """
+    names = list(dict.fromkeys(r.taskset for r in rows))
+    found = {name: _numbers([r for r in rows if r.taskset == name]) for name in names}
+    return found if len(names) == 1 else {**found, "all": _numbers(rows)}
+
+
+def _numbers(rows: Sequence[Rescored]) -> dict[str, float]:
+    both = [(r.group, r.old, r.new) for r in rows if r.old is not None and r.new is not None]
+    out = {"answers": float(len(rows)), "unscored": float(sum(r.new is None for r in rows))}
+    if not both:
+        return out
+    old, new = np.array([b[1] for b in both]), np.array([b[2] for b in both])
+    out |= {"old": fmean(old), "new": fmean(new), "changed": float((np.abs(old - new) > 1e-6).mean())}
+    if old.std() > 0 and new.std() > 0:
+        out["correlation"] = float(np.corrcoef(old, new)[0, 1])
+    groups = [[(a, b) for _, a, b in g] for _, g in groupby(sorted(both), key=lambda x: x[0])]
+    pairs = [(a[0] - b[0], a[1] - b[1]) for g in groups for a, b in combinations(g, 2) if a[0] != b[0]]
+    if pairs:
+        out["order_kept"] = fmean(x * y > 0 for x, y in pairs)
+    several = [g for g in groups if len(g) > 1]
+    if several:
+        out["groups_with_spread_old"] = fmean(len({a for a, _ in g}) > 1 for g in several)
+        out["groups_with_spread_new"] = fmean(len({b for _, b in g}) > 1 for g in several)
+    return out

@@ -1,0 +1,191 @@
+"""One train step of a run once more: from its nearest checkpoint, on the rows that it used, with the loss of every row.
+
+Knows the trainer and the run's ledger; no engine.  Runs in this process, on one rank.  Invariant: the run's folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rft.buffer.replay_reader import ReplayReader
+from rft.config.plan import Plan
+from rft.config.verify import load_plan
+from rft.errors import ConfigError, RunFailed
+from rft.launch import parts
+from rft.launch.start import Start, schedule
+from rft.monitor.read import read
+from rft.trainer import manifest as manifests
+from rft.trainer.manifest import Manifest
+from rft.types.ports import Lease
+
+Tell = Callable[[str], None]
+COMPARED = ("actor/loss", "actor/grad_norm", "experience/reward/mean", "experience/rows")
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """One row of the step.  `loss` is its share of the step's: they add up.  `apart`: mean of new − sampler's log-prob, nats."""
+
+    id: str
+    reward: float | None
+    advantage: float
+    tokens: int
+    loss: float
+    apart: float
+
+
+@dataclass(frozen=True)
+class StepAgain:
+    """The step, its rows in the order of the lease, and its numbers beside those that the run wrote."""
+
+    step: int
+    begun_from: str
+    rows: list[RowLoss]
+    numbers: dict[str, tuple[float, float | None]]  # now, then
+
+
+def again(run_dir: Path, step: int, overrides: Sequence[str] = (), tell: Tell = lambda text: None) -> StepAgain:
+    """Steps between the checkpoint and `step` are trained again too.
+
+    Raises ConfigError where the run has no such step, PayloadDamaged where its rows are gone.
+    """
+    with ReplayReader(run_dir) as reader, tempfile.TemporaryDirectory(prefix="rft-step-") as aside:
+        if not 1 <= step <= reader.last:
+            raise ConfigError(f"the run trained steps 1 to {reader.last}", key="STEP", given=step)
+        found = _before(run_dir, step)
+        rows, values = asyncio.run(_train(_plan(run_dir, Path(aside), overrides), reader, found, step, tell))
+    then = {k: v for r in read(run_dir / "metrics.jsonl") if r.role == "trainer" and r.step == step for k, v in r.values.items()}
+    name = found.folder.name if found else "the model that the run began with"
+    return StepAgain(step, name, rows, {k: (values[k], then.get(k)) for k in COMPARED if k in values})
+
+
+async def _train(
+    plan: Plan, reader: ReplayReader, found: Manifest | None, step: int, tell: Tell
+) -> tuple[list[RowLoss], dict[str, float]]:
+    """From the checkpoint `found` to `step`; the rows and the numbers of that one."""
+    from rft.trainer.ranks import Ranks
+
+    tell(f"loading {found.folder if found else plan.learner.model_path}")
+    part = await parts.trainer(plan, 0, None)
+    try:
+        ranks, begun = Ranks(part.learner, []), 0 if found is None else found.version.step
+        if found is not None:
+            await ranks.load(str(found.folder))
+        await ranks.remember()
+        for number in range(begun + 1, step + 1):
+            tell(f"step {number} of {step}")
+            lease = await reader.lease(number, groups=None, rows=None, deadline_s=0.0, max_staleness=None)
+            result = await _step(ranks, lease, with_rows=number == step)
+            if schedule(plan, Start(1)).must_publish(number):
+                await ranks.remember()
+        return result
+    finally:
+        await part.close()
+
+
+def _before(run_dir: Path, step: int) -> Manifest | None:
+    """The newest whole checkpoint from before `step`; None: the run's own beginning."""
+    folders = [f for f in manifests.committed(run_dir / "checkpoints") if manifests.step_of(f) < step]
+    best = max(folders, key=manifests.step_of, default=None)
+    return None if best is None else manifests.read(best)
+
+
+def _plan(run_dir: Path, aside: Path, overrides: Sequence[str]) -> Plan:
+    """The run's plan for one rank that trains on the run's own rows."""
+    file = run_dir / "config.resolved.yaml"
+    if not file.is_file():
+        raise ConfigError("has no config.resolved.yaml", key="RUN", given=str(run_dir))
+    changes = [
+        "mode=train", f"buffer.trainer_input.replay_run={run_dir.resolve()}", f"checkpoint_root_dir={aside}", "monitor.monitor_type=[]",
+        "monitor.monitor_args=null", "monitor.keep_trainer_logprobs=false", "resume_from_path=null",
+    ]  # fmt: skip
+    _, whole = load_plan(file, ["monitor.monitor_type=[]", "monitor.monitor_args=null", *overrides])
+    _, plan = load_plan(file, [*changes, f"trainer.total_steps={whole.trainer.total_steps}", *overrides, "trainer.world_size=1"])
+    return plan
+
+
+async def _step(ranks: Any, lease: Lease, *, with_rows: bool) -> tuple[list[RowLoss], dict[str, float]]:
+    """As `Trainer` does it; the rows are looked at before the update."""
+    from rft.trainer import batch_builder
+    from rft.trainer.numbers import numbers
+
+    needs = ranks.algorithm.needs
+    if needs.pairs:
+        raise ConfigError("trains on pairs, whose rows have no loss each", key="algorithm", given="pairs")
+    given = batch_builder.read(lease, samples=needs.samples)
+    computed = await ranks.prepare(given.rows)
+    batch = batch_builder.make(
+        given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=ranks.settings.seed,
+        critic_budget=ranks.critic_budget, kl_coefs=ranks.kl_coefs,
+    )  # fmt: skip
+    rows = await _losses(ranks, given, batch) if with_rows else []
+    coefs = dict(ranks.kl_coefs)
+    if not batch.tokens:
+        return rows, dict(batch.metrics)
+    report = await ranks.step(batch.shares, batch.critic)
+    if report.finite:
+        ranks.steer(batch.kl, report, batch.rows, batch.tokens)
+    return rows, {**batch.metrics, **numbers(batch, report, coefs)}
+
+
+async def _losses(ranks: Any, given: Any, batch: Any) -> list[RowLoss]:
+    """Of every row of the lease; one that the step leaves out, because its loss is exactly 0, has 0."""
+    share = batch.shares[0]
+    made = dict(zip(batch.order, (row for micro in share.micro_batches for row in micro), strict=True))
+    needs = ranks.algorithm.needs
+    what = ["old", *(["entropy"] if needs.entropy else []), *(["ref"] if needs.reference else [])]
+    now = dict(zip(made, await ranks.compute([given.rows[i] for i in made], what), strict=True)) if made else {}
+    found = []
+    for i, x in enumerate(given.experiences):
+        row, scores = made.get(i), now.get(i)
+        own = 0.0 if row is None or row.advantages is None else float(row.advantages.mean())
+        apart = 0.0 if scores is None else float((scores["old"] - x.logprobs[x.loss_mask]).mean())
+        loss = 0.0 if row is None or scores is None else _loss(ranks, share, row, scores)
+        found.append(RowLoss(str(x.id), x.reward, own, x.num_response_tokens, loss, apart))
+    return found
+
+
+def _loss(ranks: Any, share: Any, row: Any, now: Mapping[str, np.ndarray]) -> float:
+    """The policy loss of one row alone, with the denominators of the whole step."""
+    import torch
+
+    from rft.algorithm.base import Denominators, LossInputs
+
+    def tensor(values: np.ndarray | None) -> torch.Tensor | None:
+        return None if values is None else torch.from_numpy(np.ascontiguousarray(values))
+
+    s, count = ranks.settings, len(now["old"])
+    logprobs, sampled = torch.from_numpy(now["old"].copy()), torch.from_numpy(row.logprobs[row.loss_mask].copy())
+    old = sampled if s.algorithm.bypass_old_logprobs else tensor(row.old)
+    out = ranks.algorithm.loss(
+        LossInputs(
+            logprobs=logprobs,
+            old_logprobs=logprobs if old is None else old,
+            advantages=torch.zeros(count) if row.advantages is None else torch.from_numpy(row.advantages.copy()),
+            mask=torch.ones(count, dtype=torch.bool) if row.keep is None else torch.from_numpy(row.keep.copy()),
+            row=torch.zeros(count, dtype=torch.int64),
+            num_rows=1,
+            denominators=Denominators(
+                share.tokens, share.rows, s.loss_scale_factor or s.max_response_tokens, share.expert_tokens, share.expert_rows
+            ),
+            ref_logprobs=tensor(now.get("ref") if row.ref is None else row.ref),
+            entropy=tensor(now.get("entropy")),
+            rollout_logprobs=sampled,
+            weights=tensor(row.weights),
+            is_expert=torch.full((count,), row.is_expert),
+            extra={name: torch.from_numpy(values.copy()) for name, values in row.extra.items()},
+            step=share.step,
+            kl_coef=share.kl_coef,
+        )
+    )
+    value = float(out.loss)
+    if not np.isfinite(value):
+        raise RunFailed("the loss of a row is not finite; look at its log-probs with rft buffer sample --tokens")
+    return value

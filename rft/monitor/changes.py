@@ -1,0 +1,45 @@
+"""Tells that files below a folder were written, by inotify.  Knows no run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from rft.errors import SetupError
+
+
+class FolderChanges:
+    """Watches `folder` and the folders below it from now on.  Raises SetupError where the system has no inotify."""
+
+    _IN_MODIFY, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x100, 0x80
+
+    def __init__(self, *folders: Path, recursive: bool = True) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(self._libc, "inotify_init1"):
+            raise SetupError("this system cannot watch files (no inotify); use `tail -f` on the files in `logs`")
+        self._folders, self._recursive = folders, recursive
+        self._fd = int(self._libc.inotify_init1(os.O_CLOEXEC))
+        self._cover()
+
+    def fileno(self) -> int:
+        """Readable while there are changes that `wait` has not taken."""
+        return self._fd
+
+    def wait(self) -> None:
+        """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""
+        os.read(self._fd, 65536)
+        self._cover()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _cover(self) -> None:
+        """Also the folders of machines that have joined (log.group_by_node); one that is watched already stays as it is."""
+        events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
+        below = [p for f in self._folders for p in f.rglob("*") if p.is_dir()] if self._recursive else []
+        for watched in (*self._folders, *below):
+            if self._fd < 0 or self._libc.inotify_add_watch(self._fd, os.fsencode(watched), events) < 0:
+                raise SetupError(
+                    f"{watched} cannot be watched: {os.strerror(ctypes.get_errno())}; see fs.inotify.max_user_watches"
+                )

@@ -1,0 +1,153 @@
+"""Curves as text: an SVG picture of a few series, and a line of blocks for a terminal.  No library, no script, no reference to a file.
+
+Knows numbers by step; not where they come from.  Invariant: every name is escaped, and a value that is not finite leaves a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from rft.logs import safe
+from rft.monitor.pictures import GREY
+from rft.monitor.read import series
+from rft.types.metrics import MetricRecord
+
+Points = Sequence[tuple[float, float]]
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: told apart by colour-blind people
+REWARD = ("rollout/reward/mean", "experience/reward/mean")
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_LEFT, _RIGHT, _BOTTOM, _LINE = 46, 10, 22, 13  # margins and a line of text, pixels
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An SVG picture; a notebook draws it where it is the value of a cell."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str | Path) -> None:
+        """Write it to `path`, a new or existing .svg file."""
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+
+def main_curves(records: Iterable[MetricRecord]) -> dict[str, list[tuple[int, float]]]:
+    """What a person asks for first: the training reward (else the loss), and the mean of each evaluation; only what there is."""
+    records = list(records)
+    found = {name: series(records, name) for name in (*REWARD[:1], *evaluations(records))}
+    found = {name: points for name, points in found.items() if points}
+    for name in (*REWARD[1:], "actor/loss", "train/loss"):
+        if not found and (points := series(records, name)):
+            found[name] = points
+    return found
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether it is the main number of an evaluation: its mean reward, or its loss on held-out rows."""
+    return name.startswith(("eval/", "bench/")) and ("/mean@" in name or name.endswith("/loss"))
+
+
+def evaluations(records: Iterable[MetricRecord]) -> list[str]:
+    """Names of the main number of every evaluation."""
+    return [n for n in dict.fromkeys(n for r in records for n in r.values) if is_evaluation(n)]
+
+
+def reward_parts(names: Iterable[str]) -> list[str]:
+    """`rollout/<name>/mean` of each part of the reward; unlike metrics of workflows, parts have a spread."""
+    known = dict.fromkeys(names)
+    means = [n for n in known if n.startswith("rollout/") and n.endswith("/mean") and n not in REWARD]
+    return [n for n in means if f"{n.removesuffix('/mean')}/std" in known]
+
+
+def sparkline(values: Iterable[float], width: int = 40) -> str:
+    """One line of at most `width` blocks from the least to the greatest value; a column is the mean of its values."""
+    given = list(values)
+    size = max(1, math.ceil(len(given) / width))
+    columns = [_mean(given[i : i + size]) for i in range(0, len(given), size)]
+    finite = [c for c in columns if math.isfinite(c)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((c - low) * scale)] if math.isfinite(c) else " " for c in columns)
+
+
+def svg(lines: Mapping[str, Points], *, title: str = "", width: int = 510, height: int = 220) -> str:
+    """Series by name, each (x, y) in order of x, on one pair of axes; more than 400 points of a series are averaged in pairs and more."""
+    top = 9 + _LINE * max(len(lines), 1)
+    shown = {name: _thinned([p for p in points if math.isfinite(p[1])]) for name, points in lines.items()}
+    every = [p for points in shown.values() for p in points]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
+    parts = [f'{head} font-family="sans-serif" font-size="11">', f"<title>{_shown(title or ', '.join(lines))}</title>"]
+    if title:
+        parts.append(_text(_LEFT, _LINE, title, "start", "currentColor"))
+    if not every:
+        return "\n".join([*parts, _text(width / 2, height / 2, "nothing measured", "middle"), "</svg>"])
+    (x0, x1), (y0, y1) = _range([p[0] for p in every]), _range([p[1] for p in every])
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return (
+            _LEFT + (x - x0) / (x1 - x0) * (width - _LEFT - _RIGHT),
+            top + (y1 - y) / (y1 - y0) * (height - top - _BOTTOM),
+        )
+
+    for tick in ticks(y0, y1):
+        y = at(x0, tick)[1]
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" stroke-opacity="0.25"/>'
+        )
+        parts.append(_text(_LEFT - 5, y + 4, f"{tick:g}", "end"))
+    parts += [_text(at(tick, y0)[0], height - 6, f"{tick:g}", "middle") for tick in ticks(x0, x1)]
+    for i, (name, points) in enumerate(shown.items()):
+        parts += _line(name, [at(x, y) for x, y in points], points, COLORS[i % len(COLORS)])
+        if len(shown) > 1:
+            parts.append(_text(width - _RIGHT, _LINE * (i + 1), name, "end", COLORS[i % len(COLORS)]))
+    return "\n".join([*parts, "</svg>"])
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most `most` round numbers from `low` to `high`, low < high."""
+    size = 10.0 ** math.floor(math.log10((high - low) / (most - 1)))
+    step = next(s for s in (size, 2 * size, 5 * size, 10 * size, 20 * size) if (high - low) / s <= most - 1)
+    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _line(name: str, places: Sequence[tuple[float, float]], points: Points, color: str) -> list[str]:
+    way = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    out = [f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.8" stroke-linejoin="round"/>']
+    if len(points) <= 40:
+        out += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{_shown(name)}, {px:g}: {py:.5g}</title></circle>'
+            for (x, y), (px, py) in zip(places, points, strict=True)
+        ]
+    return out
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0))
+
+
+def _thinned(points: Points, most: int = 400) -> list[tuple[float, float]]:
+    size = math.ceil(len(points) / most) or 1
+    pieces = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(piece[-1][0], _mean([y for _, y in piece])) for piece in pieces]
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}">{_shown(text)}</text>'
+
+
+def _shown(text: str) -> str:
+    return escape(safe(text))

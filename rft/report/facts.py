@@ -1,0 +1,348 @@
+"""What there is to say about a run: its subject, numbers, answers, cost, alarms and versions, read from its folder.
+
+Knows no HTML and no terminal.  Invariant: what a run does not have is left out, never guessed; numbers are those of metrics.jsonl and of
+the ledger's views.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rft.buffer.inspect import Shown, look
+from rft.buffer.query import Order, Questions
+from rft.buffer.query import open_run as questions_of
+from rft.config.save import changed
+from rft.errors import ConfigError, RftError
+from rft.launch.progress import duration
+from rft.launch.rundir import RunDir
+from rft.monitor.curves import evaluations
+from rft.monitor.read import Spent, begins, series
+from rft.notebook import StoredRun
+from rft.types.metrics import MetricRecord
+
+T = TypeVar("T")
+ANSWERS = 3  # of each kind
+_Z = 1.96  # 95 %
+_AT = re.compile(r"(?P<prefix>.+)/mean@(?P<n>\d+)")
+
+
+@dataclass(frozen=True)
+class EvalPoint:
+    """One evaluation of one taskset: its mean, a 95 % interval over tasks where one can be given, and what else was counted."""
+
+    name: str
+    step: int
+    mean: float
+    low: float | None
+    high: float | None
+    tasks: int | None
+    runs: int | None
+    failed: int | None
+
+
+@dataclass(frozen=True)
+class ShownAnswer:
+    """An answer as it was stored.  `prompt` and `text` are what people read; `written_by` are weight versions."""
+
+    kind: str
+    id: str
+    task: str
+    prompt: str
+    text: str
+    reward: float | None
+    parts: dict[str, float]
+    status: str
+    written_by: str
+    trained_in: str
+
+
+@dataclass(frozen=True)
+class Raised:
+    """One alarm: what the run wrote about it, in words."""
+
+    name: str
+    role: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All of it.  Lists are empty where a run has nothing of the kind; `missing` says why."""
+
+    name: str
+    folder: str
+    phase: str
+    reason: str
+    steps: int
+    subject: list[tuple[str, str]]
+    records: list[MetricRecord]
+    evals: list[EvalPoint]
+    answers: list[ShownAnswer]
+    cost: list[tuple[str, str]]
+    alarms: list[Raised]
+    changed: list[tuple[str, str]]  # keys that are not the default
+    versions: list[tuple[str, str]]
+    repeat: list[str]  # command lines
+    missing: list[str] = field(default_factory=list)
+
+
+def collect(run: StoredRun, *, answers: bool = True) -> RunFacts:
+    """Raises ConfigError and RunFailed where what is there cannot be read at all; a part that is missing is named in `missing`."""
+    missing: list[str] = []
+    found = run.records()
+    if found.note:
+        missing.append(found.note)
+    saved = _saved(run, missing)
+    tree = saved.get("tree", {})
+
+    def told(what: str, rows: Callable[[], list[T]]) -> list[T]:
+        try:
+            return rows()
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RecursionError) as e:
+            missing.append(f"{what}: not what a run writes ({type(e).__name__}: {e})")
+            return []
+
+    try:
+        state = RunDir(run.run_dir).read_state()
+    except ConfigError as e:
+        state = {}
+        missing.append(e.message)
+    steps = max((r.step for r in found.records if r.role == "trainer"), default=0)
+    return RunFacts(
+        name=run.run_dir.resolve().name,
+        folder=str(run.run_dir),
+        phase=str(state.get("phase", "unknown")),
+        reason=str(state.get("reason", "")),
+        steps=steps,
+        subject=told("subject", lambda: _subject(tree, steps, found.records)),
+        records=found.records,
+        evals=eval_points(found.records),
+        answers=told("answers", lambda: _answers(run, missing)) if answers else [],
+        cost=told("cost", lambda: _cost(tree, found.records)),
+        alarms=alarms(found.records),
+        changed=told("settings", lambda: list(changed(tree).items())),
+        versions=told("versions", lambda: [("seed", str(tree.get("seed", "unknown"))), *saved.get("versions", {}).items()]),
+        repeat=told("command", lambda: _repeat(saved)),
+        missing=missing,
+    )
+
+
+def _saved(run: StoredRun, missing: list[str]) -> dict[str, Any]:
+    try:
+        tree = run.config()
+        return {**run.saved(), "tree": tree}
+    except ConfigError as e:
+        missing.append(f"configuration: {e.message}")
+        return {}
+
+
+def _repeat(saved: dict[str, Any]) -> list[str]:
+    import shlex
+
+    if not saved.get("path"):
+        return []
+    return [
+        f"# {saved['path']}  sha256 {saved.get('sha256')}",
+        shlex.join(["rft", "run", "--config", saved["path"], *saved.get("overrides", ())]),
+    ]
+
+
+def _subject(tree: dict[str, Any], steps: int, records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
+    """What was trained on what; a key that another version of rft did not have is left out."""
+
+    def at(path: str, default: Any = None) -> Any:
+        found: Any = tree
+        for name in path.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        return default if found is None else found
+
+    given = at("buffer.explorer_input", {})
+    train = [t for t in (given.get("taskset"), *given.get("tasksets", ())) if t]
+    lora = " with LoRA" if at("model.lora_configs") else ""
+    rate = at("algorithm.optimizer.lr")
+    rows = [
+        ("model", f"{at('model.model_path')}{lora}" if at("model.model_path") else ""),
+        ("algorithm", at("algorithm.algorithm_type", "") + ("" if rate is None else f", learning rate {rate:g}")),
+        *[("trained on", _taskset(t, given)) for t in train],
+        *[("evaluated on", _taskset(t, given)) for t in given.get("eval_tasksets", ())],
+        ("a step", f"{at('buffer.batch_size')} tasks, {at('algorithm.repeat_times', 1)} answers each" if train else ""),
+        ("mode", at("mode", "")),
+        ("steps", f"{steps} of {at('trainer.total_steps', 'as many as the data gives')}" if steps or tree else ""),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _taskset(t: dict[str, Any], given: dict[str, Any]) -> str:
+    reward = t.get("default_reward_fn_type") or given.get("default_reward_fn_type") or "the workflow's own"
+    workflow = t.get("default_workflow_type") or given.get("default_workflow_type")
+    return f"{t.get('name')}: {t.get('path')} ({t.get('split') or 'all'}), workflow {workflow}, reward {reward}"
+
+
+# ------------------------------------------------------------ numbers
+
+
+def eval_points(records: Sequence[MetricRecord]) -> list[EvalPoint]:
+    """Every evaluation by name and step; of a step that was written twice the later one."""
+    found: dict[tuple[str, int], EvalPoint] = {}
+    for name in evaluations(records):
+        at = _AT.fullmatch(name)
+        for r in (r for r in records if name in r.values):
+            beside = {k: r.values.get(f"{at['prefix']}/{k}") for k in ("tasks", "runs", "failed", f"sem@{at['n']}")} if at else {}
+            counts = {k: _count(beside.get(k)) for k in ("tasks", "runs", "failed")}
+            sem = beside.get(f"sem@{at['n']}") if at else None
+            low, high = interval(r.values[name], sem, counts["tasks"]) if at else (None, None)
+            found[name, r.step] = EvalPoint(name, r.step, r.values[name], low, high, **counts)
+    return sorted(found.values(), key=lambda p: (p.name, p.step))
+
+
+def _count(value: float | None) -> int | None:
+    return int(value) if value is not None and 0 <= value < 1 << 53 else None  # nobody counts further
+
+
+def interval(mean: float, sem: float | None, tasks: int | None) -> tuple[float | None, float | None]:
+    """95 % interval of a mean over tasks: mean ± 1.96 standard errors.
+
+    Without a standard error, or where it is 0 because all tasks came out alike, Wilson's for a share of `tasks` (Wilson 1927), if the mean
+    can be one: then it is wide rather than narrow.
+    """
+    if sem:
+        return mean - _Z * sem, mean + _Z * sem
+    if not tasks or not 0 <= mean <= 1:
+        return None, None
+    scale, middle = 1 + _Z**2 / tasks, mean + _Z**2 / (2 * tasks)
+    half = _Z * math.sqrt(mean * (1 - mean) / tasks + _Z**2 / (4 * tasks**2))
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def alarms(records: Sequence[MetricRecord]) -> list[Raised]:
+    """Everything that was raised, in order."""
+    return [
+        Raised(name.removeprefix("alarm/"), r.role, r.step, " ".join(r.notes))
+        for r in records
+        for name in r.values
+        if name.startswith("alarm/")
+    ]
+
+
+def stretches(records: Sequence[MetricRecord]) -> Iterator[list[MetricRecord]]:
+    """The records of each process of the run, one after the other."""
+    firsts = [0, *(i for i, r in enumerate(records) if i and begins(r))]
+    for begin, end in zip(firsts, [*firsts[1:], len(records)], strict=True):
+        if end > begin:
+            yield list(records[begin:end])
+
+
+def _cost(tree: dict[str, Any], records: Sequence[MetricRecord]) -> list[tuple[str, str]]:
+    """Hours, tokens and dollars."""
+    if not records:
+        return []
+    seconds = sum(s[-1].time - s[0].time + s[0].values.get("perf/step_s", 0.0) for s in stretches(records))
+    spent = Spent()
+    for record in records:
+        spent.take(record)
+
+    def total(name: str) -> float:
+        return sum(r.values.get(name, 0.0) for r in records)
+
+    busy = total("perf/step_s") - total("time/wait_s")
+    ranks = tree.get("trainer", {}).get("world_size") or 1
+    engines = (tree.get("explorer", {}).get("rollout_model") or {}).get("engine_num") or 1
+    explored = any(r.role == "explorer" for r in records)
+    generated = total("engine/generated_tokens")
+    rows = [
+        ("duration", f"{duration(seconds)} between the first and the last record"),
+        ("trainer", f"{ranks} rank(s): {duration(ranks * seconds)} held, {duration(ranks * busy)} at work"),
+        ("engines", f"{engines} engine(s): {duration(engines * seconds)} held" if explored else ""),
+        ("tokens generated", f"{generated:,.0f}" if generated else ""),
+        ("tokens trained", f"{total('experience/response_tokens'):,.0f}" if total("experience/response_tokens") else ""),
+        ("judges and servers", f"{spent.usd:.4f} USD" if spent.usd else "0 USD, or without prices in the configuration"),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def first_and_last(points: Sequence[EvalPoint]) -> list[tuple[EvalPoint, EvalPoint]]:
+    """Of each evaluation."""
+    names = dict.fromkeys(p.name for p in points)
+    mine = [[p for p in points if p.name == name] for name in names]
+    return [(m[0], m[-1]) for m in mine]
+
+
+def newest(records: Sequence[MetricRecord], name: str) -> float | None:
+    """The value of the last step that has one."""
+    points = series(records, name)
+    return points[-1][1] if points else None
+
+
+# ------------------------------------------------------------ answers
+
+
+def _answers(run: StoredRun, missing: list[str]) -> list[ShownAnswer]:
+    """The best, worst and most usual answers of the last quarter of what was trained; where nothing was yet, of all there is."""
+    if not (run.run_dir / "buffer").is_dir():
+        missing.append("answers: the run has no buffer of rollouts")
+        return []
+    try:
+        with questions_of(run.run_dir) as questions:
+            with questions.ask("SELECT max(used_step) AS last FROM v_experiences") as answer:
+                last = next(iter(answer.rows))[0]
+            where = f"used_step > {last * 3 // 4}" if last else ""
+            found, told = [], set[str]()
+            for kind, order, within in _kinds(where, _typical(questions, where)):
+                for id in _of_different_tasks(questions, within, order, told) if within is not None else ():
+                    told.add(id)
+                    found.append(_answer(kind, look(questions, id=id)[0]))
+    except RftError as e:
+        missing.append(f"answers: {e.message if isinstance(e, ConfigError) else e}")
+        return []
+    if not found:
+        missing.append("answers: nothing has been scored yet")
+    return found
+
+
+def _of_different_tasks(questions: Questions, where: str, order: Order, told: set[str]) -> list[str]:
+    """Ids of the first `ANSWERS` rows in this order, one of a group each, without those that were shown before."""
+    found: dict[str, str] = {}
+    for row in questions.draw(where, 40 * ANSWERS, order=order):
+        if row["id"] not in told:
+            found.setdefault(row["group_id"], row["id"])
+    return list(found.values())[:ANSWERS]
+
+
+def _kinds(where: str, typical: str | None) -> list[tuple[str, Order, str | None]]:
+    """Each kind, the order of its rows and the condition that they fulfil; nothing is drawn at random, so a report can be repeated."""
+    return [("best", "best", where), ("worst", "worst", where), ("typical", "best", typical)]
+
+
+def _typical(questions: Questions, where: str) -> str | None:
+    """A condition: the reward is the median, as far as a value that occurs can be."""
+    scored = f"{where + ' AND ' if where else ''}reward IS NOT NULL"
+    count = f"SELECT count(*) FROM v_experiences WHERE {scored}"
+    with questions.ask(f"SELECT reward FROM v_experiences WHERE {scored} ORDER BY reward LIMIT 1 OFFSET ({count}) / 2") as answer:
+        row = next(iter(answer.rows), None)
+    return None if row is None else f"{scored} AND reward = {float(row[0])!r}"
+
+
+def _answer(kind: str, x: Shown) -> ShownAnswer:
+    row = x.row
+    task = f"{row['taskset']}[{row['task_index']}], run {row['run']}"
+    versions = f"{row['oldest_lineage']}:{row['oldest_step']}" if row["oldest_step"] is not None else "unknown"
+    if (row["newest_lineage"], row["newest_step"]) != (row["oldest_lineage"], row["oldest_step"]):
+        versions += f" to {row['newest_lineage']}:{row['newest_step']}"
+    return ShownAnswer(
+        kind=kind,
+        id=row["id"],
+        task=task,
+        prompt=row["prompt_text"] or "",
+        text=row["response_text"] or "",
+        reward=row["reward"],
+        parts=json.loads(row["reward_parts"] or "{}"),
+        status=row["status"],
+        written_by=versions,
+        trained_in=", ".join(f"step {u.version.step}" for u in x.uses if u.counts) or "no step",
+    )

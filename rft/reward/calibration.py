@@ -1,0 +1,95 @@
+"""Calibration: an answer also states how sure it is, and is scored for how well that fits (RLCR, arXiv:2507.16806)."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rft.reward.base import reward
+from rft.reward.math import same
+from rft.types.completion import Score, Transcript
+from rft.types.task import Task
+
+_TAG = re.compile(r"</?(?:think|answer|analysis|confidence)>")
+_SHAPE = [f"<{mark}{name}>" for name in ("think", "answer", "analysis", "confidence") for mark in ("", "/")]
+_SURE = 0.01  # a confidence nearer to 0 or 1 than this counts as certain
+
+
+class RlcrWeights(BaseModel):
+    """What each part counts.  The last two are there to be watched; Trinity-RFT's defaults keep them out of the way."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    format: float = 0.5
+    accuracy: float = 0.5
+    brier: float = 0.5
+    mean_confidence: float = 1e-5
+    confidence_one_or_zero: float = 1e-5
+
+
+class RlcrArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    weights: RlcrWeights = Field(default_factory=RlcrWeights)
+    timeout_s: float = 10.0
+
+
+@reward("rlcr_reward", args=RlcrArgs)
+async def rlcr_reward(
+    task: Task, transcript: Transcript, *, weights: RlcrWeights | None = None, timeout_s: float = 10.0
+) -> Score:
+    """sum of weight x part over format, accuracy, brier, mean_confidence and confidence_one_or_zero.
+
+    format is 1 for an answer that ends with <think>, <answer>, <analysis> and <confidence> blocks, q in [0, 1] in the last one, and
+    nothing but white space between and after them; else accuracy and brier are 0.  brier = 1 - (accuracy - q)^2: a proper scoring rule,
+    which is highest where q is the probability of being right.  The parts are logged without their weights.
+
+    Example: a right answer with q = 0.8 has format 1, accuracy 1, brier 0.96: 1.480008 with the default weights.
+    """
+    found = _read(transcript.answer)
+    stated = _confidence(transcript.answer) if found is None else found[1]
+    parts = {
+        "format": float(found is not None),
+        "accuracy": 0.0,
+        "brier": 0.0,
+        "mean_confidence": stated or 0.0,
+        "confidence_one_or_zero": float(stated is not None and not _SURE <= stated <= 1 - _SURE),
+    }
+    if found is not None:
+        answer, stated = found
+        parts["accuracy"] = await same(answer, task, timeout_s)
+        parts["brier"] = 1.0 - (parts["accuracy"] - stated) ** 2
+    each = (weights or RlcrWeights()).model_dump()
+    return Score(value=math.fsum(each[name] * part for name, part in parts.items()), parts=parts)
+
+
+def _read(text: str) -> tuple[str, float] | None:
+    """The answer and the confidence of a text of the right shape: no tag stands inside another, and the last eight are its end."""
+    tags = list(_TAG.finditer(text))
+    opened, closed = tags[::2], tags[1::2]
+    if len(opened) != len(closed) or any(c[0] != f"</{o[0][1:]}" for o, c in zip(opened, closed, strict=True)):
+        return None
+    last = tags[-len(_SHAPE) :]
+    between = [text[a.end() : b.start()] for a, b in zip(last[1::2], last[2::2], strict=False)]
+    if [tag[0] for tag in last] != _SHAPE or "".join([*between, text[last[-1].end() :]]).strip():
+        return None
+    q = _number(text[last[6].end() : last[7].start()])
+    return None if q is None else (text[last[2].end() : last[3].start()], q)
+
+
+def _confidence(text: str) -> float | None:
+    """The last confidence that is stated, also where the shape is wrong."""
+    _, opened, behind = text.rpartition("<confidence>")
+    q, closed, _ = behind.partition("</confidence>")
+    return _number(q) if opened and closed else None
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    if len(text) > 40:
+        return None
+    try:
+        q = float(text)
+    except ValueError:
+        return None
+    return q if 0.0 <= q <= 1.0 else None

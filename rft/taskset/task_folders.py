@@ -1,0 +1,91 @@
+"""Tasks that are folders, as Harbor lays them out: path `rft.taskset.task_folders:task_folders`, args `{folder: ...}`.
+
+    TASK/instruction.md          what the agent is told
+    TASK/environment/            files of the project that it sees and changes; a Dockerfile there makes the image
+    TASK/tests/                  hidden: copied beside the project when it is judged, never shown
+    TASK/task.toml               optional: [environment] docker_image; [metadata] split (train where it is not written)
+
+Invariant: nothing under tests/ is in a prompt, and a task has no file of elsewhere: links are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rft.disk import read_regular
+
+MOST_BYTES = 1 << 20  # of all files of a task's folder
+MOST_FILES = 1000
+
+
+def task_folders(*, split: str, folder: str) -> list[dict[str, Any]]:
+    """Rows {prompt, name, files, tests, image, dockerfile} in the order of the folders' names; `files` and `tests` are texts by path.
+
+    Raises ValueError for a folder that is no task, OSError where it cannot be read.
+    """
+    rows = []
+    for task in sorted(p for p in Path(folder).iterdir() if p.is_dir()):
+        if task.is_symlink():
+            raise ValueError(f"{task} is a link; a task is a folder of its own")
+        parts, image = _told(task / "task.toml")
+        if parts != split:
+            continue
+        files, tests = _texts(task / "environment"), _texts(task / "tests")
+        dockerfile = files.pop("Dockerfile", "")
+        if not (task / "instruction.md").is_file() or not files or not tests:
+            raise ValueError(f"{task} is no task: it needs instruction.md, and files under environment/ and tests/")
+        row = {"prompt": _text(task / "instruction.md").strip(), "name": task.name, "files": files, "tests": tests}
+        rows.append({**row, "image": image, "dockerfile": dockerfile})
+    if not rows:
+        raise ValueError(f"{folder} has no task of split {split!r}")
+    return rows
+
+
+def _told(file: Path) -> tuple[str, str]:
+    """Split and image."""
+    if not file.exists() and not file.is_symlink():
+        return "train", ""
+    try:
+        told = tomllib.loads(_text(file))
+        found = told.get("metadata", {}).get("split", "train"), told.get("environment", {}).get("docker_image", "")
+    except (tomllib.TOMLDecodeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{file} cannot be read: {e}") from None
+    if not all(isinstance(x, str) for x in found):
+        raise ValueError(f"{file}: metadata.split and environment.docker_image are texts; given {found!r}")
+    return found
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    found, size = {}, 0
+    for path in _files(folder):
+        text = found[str(path.relative_to(folder))] = _text(path)
+        size += len(text)
+        if size > MOST_BYTES or len(found) > MOST_FILES:
+            raise ValueError(f"{folder} is too large; at most {MOST_BYTES} bytes in {MOST_FILES} files are taken")
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """In the order of their names.  Raises ValueError for a link."""
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link; a task has its files in its own folder")
+    for entry in sorted(os.scandir(folder), key=lambda e: e.name) if folder.is_dir() else ():
+        if entry.is_symlink():
+            raise ValueError(f"{entry.path} is a link; a task has its files in its own folder")
+        if entry.is_dir() and entry.name != "__pycache__":
+            yield from _files(Path(entry.path))
+        elif entry.is_file():
+            yield Path(entry.path)
+
+
+def _text(file: Path) -> str:
+    if file.is_symlink():
+        raise ValueError(f"{file} is a link; a task has its files in its own folder")
+    try:
+        return read_regular(file, MOST_BYTES).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{file} is no UTF-8: {e.reason} at byte {e.start}") from None

@@ -1,0 +1,159 @@
+"""Answers to SQL questions of people: a limited table for the page, CSV or Parquet whole.
+
+Knows `Questions.ask`, which only reads.  Invariant: a question has a connection and a thread of its own, so it holds up no page; a long
+answer is sent as it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rft.buffer.query import open_run
+from rft.errors import ConfigError
+
+KINDS = {"csv": "text/csv; charset=utf-8", "parquet": "application/vnd.apache.parquet"}
+SHOWN_ROWS = 1000
+TIMEOUT_S = 60.0
+_FILE_TIMEOUT_S = 600.0
+_PORTION = 1000  # rows that are sent at once
+_AT_ONCE = asyncio.Semaphore(2)
+EXAMPLES = {
+    "How is each batch doing?": """SELECT batch, count(*) AS runs, avg(reward) AS reward, avg(num_response_tokens) AS length,
+  sum(CASE WHEN status = 'truncated' THEN 1 ELSE 0 END) AS truncated
+FROM v_experiences WHERE status <> 'failed' GROUP BY batch ORDER BY batch""",
+    "The worst answers of step 10": """SELECT id, reward, response_text FROM v_experiences
+WHERE used_step = 10 AND reward IS NOT NULL ORDER BY reward LIMIT 10""",
+    "Why was something not trained?": """SELECT explained, reason, count(*) AS runs, max(batch) AS last_batch FROM v_experiences
+WHERE state = 'explained' OR status = 'failed' GROUP BY explained, reason ORDER BY runs DESC""",
+    "Tasks whose runs all got the same reward": """SELECT taskset, task_index, reward_mean, num_scored FROM v_groups
+WHERE reward_min = reward_max ORDER BY reward_mean LIMIT 20""",
+    "How stale was each step?": """SELECT train_step, avg(staleness) AS mean, max(staleness) AS largest, count(*) AS experiences
+FROM v_lineage WHERE counts = 1 GROUP BY train_step ORDER BY train_step""",
+    "Tokens by weight version": """SELECT version_lineage, version_step, count(DISTINCT id) AS experiences, sum(num_tokens) AS tokens
+FROM v_tokens GROUP BY version_lineage, version_step ORDER BY version_lineage, version_step""",
+    "Tokens with the largest advantages (kept)": """SELECT id, token_start, advantage FROM v_tokens
+WHERE advantage IS NOT NULL ORDER BY abs(advantage) DESC LIMIT 20""",
+    "Engine and trainer apart (kept log-probs)": """SELECT id, token_start, logprob, trainer_logprob FROM v_tokens
+WHERE trainer_logprob IS NOT NULL ORDER BY abs(trainer_logprob - logprob) DESC LIMIT 20""",
+}
+
+
+@dataclass(frozen=True)
+class SqlAnswer:
+    """What the page shows; `more`: there are more rows than these."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    more: bool
+
+
+async def answer(run_dir: Path, sql: str) -> SqlAnswer:
+    """The first rows.  Raises ConfigError that says what is wrong with the question."""
+
+    def read() -> SqlAnswer:
+        with open_run(run_dir) as questions, questions.ask(sql, timeout_s=TIMEOUT_S) as found:
+            rows = list(islice(found.rows, SHOWN_ROWS + 1))
+            return SqlAnswer(found.columns, rows[:SHOWN_ROWS], len(rows) > SHOWN_ROWS)
+
+    async with _AT_ONCE:
+        return await asyncio.to_thread(read)
+
+
+async def chunks(run_dir: Path, sql: str, kind: str) -> AsyncIterator[bytes]:
+    """All rows as a file of `kind`, piece by piece.  Raises ConfigError."""
+    write: Callable[[tuple[str, ...], Iterator[Sequence[Any]]], Iterator[bytes]] = _csv if kind == "csv" else _parquet
+
+    def pieces() -> Generator[bytes, None, None]:
+        with open_run(run_dir) as questions, questions.ask(sql, timeout_s=_FILE_TIMEOUT_S) as found:
+            yield from write(found.columns, found.rows)
+
+    made = pieces()
+    async with _AT_ONCE:
+        try:
+            while (piece := await asyncio.to_thread(next, made, None)) is not None:
+                yield piece
+        finally:
+            await asyncio.to_thread(made.close)
+
+
+def _csv(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterator[bytes]:
+    """As `rft buffer query -f csv` writes into a file."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    while True:
+        part = list(islice(rows, _PORTION))
+        writer.writerows([[_plain(v) for v in row] for row in part])
+        yield text.getvalue().encode("utf-8", "backslashreplace")
+        text.seek(0)
+        text.truncate()
+        if len(part) < _PORTION:
+            return
+
+
+def _parquet(columns: tuple[str, ...], rows: Iterator[Sequence[Any]]) -> Iterator[bytes]:
+    """Types are those of the first portion; a column whose values change their type later is refused."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if len(set(columns)) < len(columns):
+        raise ConfigError("has two columns of one name, which Parquet does not allow; name them with AS", key="SQL")
+    sink = _Sink()
+    writer = None
+    try:
+        while True:
+            part = list(islice(rows, _PORTION))
+            columns_of = {c: [_plain(v) for v in values] for c, values in zip(columns, zip(*part, strict=True), strict=False)}
+            for c in columns:
+                columns_of.setdefault(c, [])
+            table = pa.table(columns_of, schema=None if writer is None else writer.schema)
+            if writer is None:
+                types = [pa.field(f.name, pa.string() if pa.types.is_null(f.type) else f.type) for f in table.schema]
+                writer = pq.ParquetWriter(sink, pa.schema(types))
+            writer.write_table(table.cast(writer.schema))
+            if len(part) < _PORTION:
+                break
+            yield sink.take()
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as e:
+        raise ConfigError(
+            f"has a column of several types, which Parquet does not allow: {e}; CAST it, or take CSV", key="SQL"
+        ) from e
+    finally:
+        if writer is not None:
+            writer.close()
+    yield sink.take()
+
+
+class _Sink:
+    """A file that is sent while it is written: it knows how long it is, and holds what was not taken yet."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        self._held.append(bytes(data))
+        self._size += len(self._held[-1])
+        return len(self._held[-1])
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None: ...
+
+    def take(self) -> bytes:
+        data, self._held = b"".join(self._held), []
+        return data
+
+
+def _plain(value: Any) -> Any:
+    return bytes(value) if isinstance(value, memoryview) else value

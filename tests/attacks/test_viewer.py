@@ -1,0 +1,161 @@
+"""Pages of `rft view` that others want to read, or to write into: who has no token gets nothing, and texts of a run stay texts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from rft.logs import safe
+from tests.attacks.table import attack
+from tests.helpers.viewed import INJECTIONS, TAGS, Page, hostile, viewing
+
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """A hostile run; `ids` has three rows for each injection."""
+
+    folder: Path
+    ids: list[str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewed]:
+    folder = tmp_path_factory.mktemp("viewed") / "run"
+    yield Viewed(folder, asyncio.run(hostile(folder)))
+
+
+async def read(session: aiohttp.ClientSession, url: str, status: int = 200) -> str:
+    async with session.get(URL(url, encoded=True)) as answer:
+        text = await answer.text()
+        assert answer.status == status, text
+        return text
+
+
+def tame(text: str, token: str) -> None:
+    """A page holds our tags alone, no handler, no style, no link to elsewhere, and nothing that hides or turns text."""
+    page = Page(text)
+    assert set(page.tags) <= TAGS
+    assert page.tags.count("script") == 2
+    assert not [a for a in page.attributes if a[0].startswith("on") or a[0] in ("style", "srcdoc", "formaction", "http-equiv")]
+    assert not [link for link in page.links if not link.startswith((f"/{token}/", "#")) and link]
+    assert not HIDDEN.search(text)
+
+
+@attack(
+    "–",
+    "HTML, scripts, terminal codes, turned text, templates, SQL in all texts of a run and fields of a page",
+    "shown as text",
+)
+@pytest.mark.parametrize("number", range(len(INJECTIONS)))
+async def test_texts_stay_texts(run: Viewed, number: int) -> None:
+    ids = run.ids[3 * number : 3 * number + 3]
+    evil = INJECTIONS[number].encode("utf-8", "replace").decode()
+    asked = quote(evil, safe="")
+    async with viewing(run.folder) as (server, session):
+        base = f"{server.address}run/run/"
+        pages = [
+            "",
+            "rollouts",
+            f"group/{ids[0][:27]}",
+            *(f"rollout/{id}" for id in ids),
+            f"sql?q={asked}",
+            f"task?taskset={asked}&task={number}",
+        ]
+        pages += [f"rollouts?text={asked}", f"rollouts?taskset={asked}&reason={asked}", "sql?q=SELECT+*+FROM+v_experiences"]
+        for path in pages:
+            tame(await read(session, base + path), server.token)
+        for path in (f"rollout/{asked}", f"rollouts?order={asked}", f"rollouts?step={asked}"):
+            async with session.get(URL(base + path, encoded=True)) as answer:
+                assert answer.status in (404, 422)
+                tame(await answer.text(), server.token)
+        shown = Page(await read(session, base + f"rollout/{ids[0]}")).text
+        assert shown.count(safe(evil, lines=True)) >= 6  # prompt, answer, call, question, reply, reason
+        picture = await read(session, base + "timeline.svg")
+        assert "<script" not in picture
+        found = json.loads(await read(session, base + "curves.json?name=" + quote(f"alarm/{evil}", safe="")))
+        if evil == INJECTIONS[number]:
+            assert found["charts"][0]["title"] == f"alarm/{evil}"
+
+
+@attack("–", "an address without the token, with a part of it, or with it elsewhere", "403, and no word of the run")
+@pytest.mark.parametrize(
+    "path",
+    ["", "wrong/", "{short}/", "{token}x/", "wrong/{token}/", "?{token}", "run/run/", "%C3%A9/", "{upper}/", "static/view.js"],
+)
+async def test_the_whole_token_is_needed(run: Viewed, path: str) -> None:
+    async with viewing(run.folder) as (server, session):
+        token = server.token
+        base = server.address.removesuffix(f"{token}/")
+        made = path.format(token=token, short=token[:-1], upper=token.swapcase())
+        assert token not in await read(session, base + made, 403)
+
+
+@attack("–", "a name of another site that leads to this machine (DNS rebinding), with the token", "403")
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7373", "127.0.0.1.evil.example", "localhost.evil:1", "[::2]:7373", ""]
+)
+async def test_another_host_name_is_refused(run: Viewed, host: str) -> None:
+    async with viewing(run.folder) as (server, session), session.get(server.address, headers={"Host": host}) as answer:
+        assert answer.status == 403
+
+
+@attack("–", "methods that change something", "405")
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+async def test_nothing_can_be_changed(run: Viewed, method: str) -> None:
+    async with (
+        viewing(run.folder) as (server, session),
+        session.request(method, f"{server.address}run/run/sql?q=SELECT+1") as answer,
+    ):
+        assert answer.status == 405
+
+
+@attack("–", "paths that lead out of the viewer's folder or out of the runs", "403 or 404")
+@pytest.mark.parametrize(
+    "path",
+    [
+        "static/../../view_server.py",
+        "static/%2e%2e/view_server.py",
+        "static//etc/passwd",
+        "static/",
+        "run/..%2f..%2fetc/",
+        "run/%2fetc/",
+        "run/~~/",
+        "run/./",
+    ],
+)
+async def test_no_path_leads_out(run: Viewed, path: str) -> None:
+    async with viewing(run.folder) as (server, session), session.get(URL(server.address + path, encoded=True)) as answer:
+        assert answer.status in (403, 404)
+
+
+@attack("–", "SQL that writes, attaches another file, loads a library, or asks for too much", "refused with what is allowed")
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM experiences",
+        "WITH x AS (SELECT 1) INSERT INTO meta VALUES ('a', 'b')",
+        "ATTACH 'other.db' AS o",
+        "PRAGMA writable_schema = 1",
+        "SELECT load_extension('x')",
+        "SELECT 1; DROP TABLE experiences",
+        "VACUUM INTO 'copy.db'",
+        "SELECT writefile('x', 'y')",
+        "SELECT length(zeroblob(2000000000))",
+    ],
+)
+async def test_sql_only_reads(run: Viewed, sql: str) -> None:
+    async with viewing(run.folder) as (server, session):
+        for page in ("sql", "sql.csv", "sql.parquet"):
+            text = await read(session, f"{server.address}run/run/{page}?q={quote(sql)}", 200 if page == "sql" else 422)
+            assert 'role="alert"' in text

@@ -1,0 +1,80 @@
+"""An image with this machine's Python for tests of containers, made without a registry."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from rft.sandbox.container import COMMAND
+
+NAME = "rft-test-python:1"
+PODMAN = (
+    "podman --storage-driver=vfs --cgroup-manager=cgroupfs --runtime runc"  # what works inside containers and old kernels too
+)
+REQUIRED = "RFT_REQUIRE_CONTAINERS"  # in the environment where containers must not be skipped
+_LEFT_OUT = {
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+    "tkinter",
+    "turtledemo",
+    "dist-packages",
+    "site-packages",
+}
+
+
+def command(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """How containers are started here; skips without Podman."""
+    if not os.environ.get(COMMAND):
+        if shutil.which("podman") is None:
+            assert not os.environ.get(REQUIRED), "Podman must be installed here"
+            pytest.skip("Podman is not installed")
+        monkeypatch.setenv(COMMAND, PODMAN)
+    return tuple(os.environ[COMMAND].split())
+
+
+def image(started: tuple[str, ...], folder: Path) -> str:
+    """Name of the image, which is made where it is not there yet."""
+    if subprocess.run([*started, "image", "inspect", NAME], capture_output=True, check=False).returncode:
+        archive = folder / "image.tar"
+        _pack(archive)
+        done = subprocess.run([*started, "import", str(archive), NAME], capture_output=True, text=True, check=False)
+        if done.returncode:
+            assert not os.environ.get(REQUIRED), done.stderr
+            pytest.skip(f"this account has no containers: {done.stderr.strip()[-200:]}")
+    return NAME
+
+
+def _pack(archive: Path) -> None:
+    python = Path(shutil.which("python3", path="/usr/bin") or sys.executable).resolve()
+    version = re.fullmatch(r"python(3\.\d+)", python.name)
+    assert version, f"{python} is no system Python"
+    told = subprocess.run(["ldd", str(python)], check=True, capture_output=True, text=True).stdout
+    with tarfile.open(archive, "w") as made:
+        made.add(python, "usr/bin/python3")
+        for library in sorted(set(re.findall(r"/\S+\.so\S*", told))):
+            made.add(Path(library).resolve(), library.lstrip("/"))
+        made.add(python.parents[1] / "lib" / f"python{version[1]}", f"usr/lib/python{version[1]}", filter=_kept)
+        for name in ("tmp", "proc", "dev", "sys", "etc"):
+            made.addfile(_folder(name), io.BytesIO())
+
+
+def _folder(name: str) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
+    return made
+
+
+def _kept(file: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if _LEFT_OUT & set(Path(file.name).parts) or "config-" in file.name else file

@@ -1,0 +1,131 @@
+"""What a run has stored is enough to do it again: its steps from its rows, one step with the loss of every row, its rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+import rft
+from rft.buffer.replay_reader import ReplayReader
+from rft.errors import ConfigError, ConfigErrors
+from rft.launch.execute import execute
+from rft.launch.step_again import again
+from rft.types.ports import EndOfData
+from tests.helpers.asked_ledger import said
+from tests.helpers.runs import TINY
+
+STEPS = ("trainer.total_steps=4", "trainer.save_interval=2", "trainer.max_checkpoints_to_keep=0", "buffer.batch_size=8")
+QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=1000")
+
+
+def given(model: Path, root: Path, name: str, *more: str) -> list[str]:
+    return [f"model.model_path={model}", f"checkpoint_root_dir={root}", f"name={name}", *STEPS, *QUIET, *more]
+
+
+def hashes(run: Path) -> dict[str, str]:
+    """Of weights and optimizer state of every checkpoint."""
+    files = sorted(run.glob("checkpoints/*/trainer/*.safetensors"))
+    assert len(files) == 4
+    return {str(f.relative_to(run)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+@pytest.fixture(scope="module")
+def original(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    return execute(TINY, given(tiny_model, root, "original", "algorithm.kl_loss_fn=k2"), in_process=True).run_dir
+
+
+def replayed(original: Path, model: Path, name: str, *more: str) -> Path:
+    key = f"buffer.trainer_input.replay_run={original}"
+    return execute(
+        TINY, given(model, original.parents[2], name, "algorithm.kl_loss_fn=k2", "mode=train", key, *more), in_process=True
+    ).run_dir
+
+
+def test_the_same_rows_give_the_same_weights(original: Path, tiny_model: Path) -> None:
+    """Bit for bit, weights and optimizer; also where the run is stopped and goes on."""
+    assert hashes(replayed(original, tiny_model, "again")) == hashes(original)
+    replayed(original, tiny_model, "resumed", "trainer.total_steps=2", "algorithm.optimizer.lr_scheduler_type=constant")
+    resumed = replayed(original, tiny_model, "resumed", "algorithm.optimizer.lr_scheduler_type=constant")
+    assert hashes(resumed) == hashes(original)
+    rewards = [
+        rft.open_run(run).metrics().query("role == 'trainer'")["experience/reward/mean"].tolist() for run in (original, resumed)
+    ]
+    assert rewards[0] == rewards[1]
+
+
+def test_it_ends_where_the_rows_end(original: Path, tiny_model: Path) -> None:
+    longer = replayed(original, tiny_model, "longer", "trainer.total_steps=9", "algorithm.optimizer.lr_scheduler_type=constant")
+    assert rft.open_run(longer).version is not None and rft.open_run(longer).version.step == 4  # type: ignore[union-attr]
+
+
+def test_one_step_again(original: Path) -> None:
+    found = again(original, 4)
+    assert found.begun_from == "global_step_2" and len(found.rows) == 64
+    rows = rft.open_run(original).rollouts(step=4)
+    assert {r.id: r.reward for r in found.rows} == dict(zip(rows["id"], rows["reward"], strict=True))
+    for name in ("actor/loss", "actor/grad_norm", "experience/rows"):
+        now, then = found.numbers[name]
+        assert now == then, name
+    assert sum(r.loss for r in found.rows) == pytest.approx(found.numbers["actor/loss"][0], abs=1e-6)
+    assert max(abs(r.apart) for r in found.rows) < 1e-4
+    before = hashes(original)
+    out, _, code = said("debug", "step", str(original), "1", "--json")
+    assert code == 0 and json.loads(out)["begun_from"] == "the model that the run began with" and hashes(original) == before
+    with pytest.raises(ConfigError, match="the run trained steps 1 to 4"):
+        again(original, 5)
+
+
+def test_rewards_again(original: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def digit(task, transcript):\n    size = len(transcript.turns[-1].completion.tokens)\n"
+        "    return {'digit': float(transcript.answer[:1].isdigit()), 'tokens': float(size)}\n"
+    )
+    to = tmp_path / "answers.jsonl"
+    out, err, code = said("replay", str(original), "--reward", f"{tmp_path}/r.py:digit", "--step", "2", "--to", str(to), "--json")
+    assert code == 0, err
+    told = json.loads(out)["tasksets"]["copy"]
+    rows = [json.loads(line) for line in to.read_text().splitlines()]
+    stored = rft.open_run(original).rollouts(step=2)
+    assert told["answers"] == 64 == len(rows) and {r["id"]: r["old"] for r in rows} == dict(
+        zip(stored["id"], stored["reward"], strict=True)
+    )
+    assert all(r["parts"]["tokens"] == 1.0 and r["new"] == r["parts"]["digit"] + 1 for r in rows)
+    out, _, code = said("replay", str(original), "--reward", "exact_answer", "-n", "3")
+    assert code == 0 and " 24 " in out and "furthest apart" not in out, "the run's own reward says the same again"
+    assert said("replay", str(original), "--reward", "exact_answer", "--to", str(to))[2] == 2
+    assert said("replay", str(original), "--reward", "exact_answer", "--where", "reward > 7")[2] == 2
+    assert said("replay", str(original), "--reward", "no_such_reward")[2] == 2
+
+
+async def test_the_reader_alone(original: Path, tmp_path: Path) -> None:
+    with ReplayReader(original) as reader:
+        assert reader.last == 4
+        lease = await reader.lease(3, groups=None, rows=None, deadline_s=0, max_staleness=None)
+        assert lease.step == 3 and len(lease.groups) == 8 and all(len(g.rewards) == 8 for g in lease.groups)
+        with pytest.raises(EndOfData, match="trained 4 steps"):
+            await reader.lease(5, groups=None, rows=None, deadline_s=0, max_staleness=None)
+    with pytest.raises(ConfigError, match=r"replay_run: .*must hold one buffer"), ReplayReader(tmp_path):
+        pass
+
+
+def test_what_contradicts_it_is_refused(original: Path, tiny_model: Path) -> None:
+    root = original.parents[2]
+    key = f"buffer.trainer_input.replay_run={original}"
+    cases = {
+        "is for mode: train, and mode is both": ("refused", key),
+        "trainer.total_steps: is required with": ("refused", key, "mode=train", "trainer.total_steps=null"),
+        "is the folder of this run itself": ("original", key, "mode=train"),
+        "monitor.keep_trainer_logprobs: is kept in the ledger": (
+            "refused",
+            key,
+            "mode=train",
+            "monitor.keep_trainer_logprobs=true",
+        ),
+    }
+    for text, (name, *more) in cases.items():
+        with pytest.raises(ConfigErrors, match=text):
+            execute(TINY, given(tiny_model, root, name, *more), in_process=True)

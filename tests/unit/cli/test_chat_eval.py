@@ -1,0 +1,53 @@
+"""`rft chat` and `rft eval`: a model without a configuration file."""
+
+from __future__ import annotations
+
+import builtins
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.asked_ledger import said
+
+
+@pytest.mark.e2e
+def test_a_chat_answers_each_line_and_begins_anew(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["hello", "again", "", "new"])
+
+    def spoken(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", spoken)
+    out, err, code = said("chat", str(tiny_model), "--max-tokens", "3", "--system", "be brief", "--temperature", "0")
+    assert code == 0 and len(out.splitlines()) >= 3 and "\x1b" not in out
+    assert "loading" in err
+
+
+def test_what_cannot_be_talked_to_is_named(tmp_path: Path, tiny_model: Path) -> None:
+    _, err, code = said("chat", str(tmp_path))
+    assert code == 2 and "holds neither checkpoints nor a model" in err
+    assert said("chat", str(tiny_model), "--step", "3")[2] == 2
+
+
+@pytest.mark.e2e
+def test_a_model_is_evaluated(tmp_path: Path, tiny_model: Path) -> None:
+    lengths = ["--max-prompt-tokens", "60", "--max-response-tokens", "1"]
+    given = ["rft.testing.tiny:copy_tasks", "--split", "eval", "--rows", "4", "--runs", "2", *lengths]
+    out, _, code = said("eval", str(tiny_model), *given, "-o", str(tmp_path))
+    assert code == 0 and "tasks/mean@2" in out
+    (metrics,) = tmp_path.glob("rft/eval/*/metrics.jsonl")
+    assert "bench/tasks/mean@2" in metrics.read_text()
+    assert said("eval", str(tiny_model), "x.jsonl", "--engine", "none")[2] == 2
+
+
+@pytest.mark.e2e
+def test_no_bars_where_nobody_watches(tiny_model: Path) -> None:
+    """A bar of tqdm whose reader has gone (`rft chat RUN 2>&1 | head -1`) waits for ever."""
+    command = [sys.executable, "-m", "rft.cli.main", "chat", str(tiny_model), "--max-tokens", "3"]
+    done = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stderr.splitlines() == [f"loading {tiny_model} on cpu"]

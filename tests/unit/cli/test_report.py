@@ -1,0 +1,210 @@
+"""`rft report` and `rft compare`: one file without scripts, equal to what other commands say; runs beside each other."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from contextlib import closing
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rft
+from rft.errors import ConfigError
+from rft.monitor.read import read
+from rft.report.facts import collect, eval_points, interval, stretches
+from rft.report.page import MAX_BYTES, page
+from rft.types.metrics import MetricRecord
+from tests.helpers.asked_ledger import EVIL, play, said
+
+INJECTIONS = (
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg onload=alert(1)>", "<svg><script>alert(1)</script></svg>",
+    "</pre><script>alert(1)</script>", "</style><script>alert(1)</script>", "</title><script>alert(1)</script>", '"><b onclick=alert(1)>',
+    "' onmouseover='alert(1)", "<iframe src=javascript:alert(1)>", "<a href=javascript:alert(1)>x</a>", "<object data=x>", "<embed src=x>",
+    "<link rel=stylesheet href=//x>", "<meta http-equiv=refresh content=0;url=//x>", "<base href=//x>", "<form action=//x><input>",
+    "<body onload=alert(1)>", "<details open ontoggle=alert(1)>", "<math><mi//xlink:href=javascript:alert(1)>",
+    "<!--><script>alert(1)</script>",
+    "<![CDATA[<script>alert(1)</script>]]>", "{{ 7 * 7 }}", "{% raw %}x", "${7*7}", "<style>*{display:none}</style>", "&lt;script&gt;",
+    "<video><source onerror=alert(1)>", "<x\x00script>", "\u202e<script>\u2066", "\ud800<b>", "<plaintext>", "<template><script>", EVIL,
+)  # fmt: skip
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {}
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def write(folder: Path, records: list[dict[str, Any]], **files: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def curve(last: float, *, alarm: bool = False) -> list[dict[str, Any]]:
+    found = [{"role": "explorer", "step": s, "time": float(s), "values": {"rollout/reward/mean": s / 10}} for s in (1, 2, 3)]
+    found.append({"role": "eval", "step": 0, "time": 0.5, "values": {"eval/sums/mean@8": 0.25, "eval/sums/tasks": 100}})
+    values = {
+        "eval/sums/mean@8": last,
+        "eval/sums/sem@8": 0.01,
+        "eval/sums/tasks": 100,
+        "eval/sums/runs": 800,
+        "eval/sums/failed": 2,
+    }
+    found.append({"role": "eval", "step": 3, "time": 9.0, "values": values})
+    if alarm:
+        found.append(
+            {"role": "explorer", "step": 3, "time": 9.0, "values": {"alarm/length_drift": 1.0}, "notes": ["answers grew"]}
+        )
+    return found
+
+
+def planted(run: Path, evil: str) -> None:
+    """Prompts, answers, reward parts, a reason, notes, names of metrics, the configuration: all of them say `evil`."""
+    with closing(sqlite3.connect(run / "buffer" / "experience_buffer.db")) as ledger:
+        text = evil.encode("utf-8", "surrogatepass")
+        ledger.execute("UPDATE texts SET prompt_text = CAST(? AS TEXT), response_text = CAST(? AS TEXT)", (text, text))
+        ledger.execute(
+            "UPDATE experiences SET reward_parts = ?, taskset = ?",
+            (json.dumps({evil: 1.0}), evil.encode("utf-8", "replace").decode()),
+        )
+        ledger.commit()
+    records = curve(0.9, alarm=True)
+    if "\ud800" not in evil:  # no part of a run can write half a character into metrics.jsonl
+        records[-1]["notes"] = [evil]
+        records[0]["values"][f"rollout/{evil}/mean"] = records[1]["values"][f"rollout/{evil}/mean"] = 1.0
+    tree = {"tree": {"seed": evil}, "path": evil, "sha256": "x", "overrides": [evil], "versions": {evil: evil}}
+    write(run, records, state={"phase": "failed", "reason": evil, "time": 1.0}, config=tree)
+
+
+async def test_thirty_injections_are_shown_and_never_executed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    await play(run)
+    planted(run, "plain")
+    plain = Tags(page(collect(rft.open_run(run))))
+    assert len(INJECTIONS) >= 30 and plain.text.count("plain") > 20
+    for evil in INJECTIONS:
+        planted(run, evil)
+        text = page(collect(rft.open_run(run)))
+        found = Tags(text)
+        assert set(found.seen) <= {*plain.seen, "ul", "li"} and found.attributes <= plain.attributes, evil
+        assert all(found.seen[tag] == plain.seen[tag] for tag in ("meta", "style", "body", "pre"))
+        assert not set(map(chr, (*range(9), *range(11, 32), 0x9B, 0x202E, 0x2066, 0xD800))) & set(text), evil
+        assert found.text.count(evil) > 20 or not evil.isprintable() or "\ud800" in evil, "it is shown as it is"
+    head = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
+    assert head and unescape(head[1]).startswith("default-src 'none'; style-src 'sha256-")
+
+
+async def test_answers_equal_the_ledgers(tmp_path: Path) -> None:
+    await play(tmp_path / "run")
+    write(tmp_path / "run", curve(0.9), state={"phase": "running"})
+    answers = collect(rft.open_run(tmp_path / "run")).answers
+    for kind in ("best", "worst"):
+        told = json.loads(said("buffer", "sample", str(tmp_path / "run"), "--step", "1", f"--{kind}", "3", "--json")[0])
+        mine = [(a.id, a.reward, a.text) for a in answers if a.kind == kind]
+        assert mine[0] == (told[0]["id"], told[0]["reward"], told[0]["response_text"])
+        assert len({id[:-13] for id, *_ in mine}) == len(mine) == 2, "one of each group"
+
+
+def test_the_page_has_what_the_run_has(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", curve(0.9, alarm=True), state={"phase": "done"})
+    out, _, code = said("report", str(run), "-o", str(tmp_path / "new" / "r.html"))
+    text = (tmp_path / "new" / "r.html").read_text()
+    assert code == 0 and "r.html" in out and "configuration:" in out and "answers: the run has no buffer" in out
+    tags = Tags(text)
+    assert tags.seen["svg"] == 1 and "0.25 → 0.9" in tags.text and "length_drift" in tags.text and "answers grew" in tags.text
+    assert "0.8804 to 0.9196" in tags.text and "Not in this report" in tags.text
+    assert said("report", str(run), "-o", str(tmp_path / "r.pdf"))[2] == 2
+    assert said("report", str(tmp_path / "nowhere"))[2] == 2
+
+
+async def test_half_a_ledger_and_a_cut_line_are_named(tmp_path: Path) -> None:
+    await play(tmp_path / "run")
+    (tmp_path / "run" / "buffer" / "experience_buffer.db").write_bytes(b"SQLite format 3\x00" + b"\x07" * 4000)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"role": "trainer", "st')
+    found = collect(rft.open_run(tmp_path / "run"))
+    assert [m for m in found.missing if "the last line is cut" in m] and [
+        m for m in found.missing if "damaged or not a ledger" in m
+    ]
+    assert "nothing has" not in page(found) and found.answers == []
+
+
+def test_the_file_stays_small(tmp_path: Path) -> None:
+    """300,000 records, each with many names; texts are cut where answers are shown."""
+    many = [
+        {"role": "trainer", "step": s, "time": float(s), "values": {"actor/loss": s * 0.1, "perf/step_s": 1.0}}
+        for s in range(100_000)
+    ]
+    run = write(tmp_path / "run", many + curve(0.5), state={"phase": "done", "reason": "x" * 10_000_000})
+    text = page(collect(rft.open_run(run)))
+    assert len(text.encode()) < MAX_BYTES / 10 and "more characters" in text
+
+
+def test_an_interval_over_tasks() -> None:
+    assert interval(0.5, 0.1, 20) == (pytest.approx(0.304), pytest.approx(0.696))
+    low, high = interval(1.0, 0.0, 100)
+    assert (low, high) == (pytest.approx(0.963, abs=1e-3), pytest.approx(1.0)), "all tasks alike: Wilson's, which is never empty"
+    assert interval(0.1, None, 50) == (pytest.approx(0.0435, abs=1e-4), pytest.approx(0.2136, abs=1e-4))
+    assert interval(3.5, None, 50) == (None, None) == interval(0.5, None, None)
+
+
+def test_costs_of_processes_are_added(tmp_path: Path) -> None:
+    def record(role: str, time: float, **values: float) -> MetricRecord:
+        return MetricRecord(role=role, step=1, time=time, values={k.replace("__", "/"): v for k, v in values.items()})  # type: ignore[arg-type]
+
+    records = [
+        record("synchronizer", 0, sync__version=0.0),
+        record("explorer", 100, judge__j__cost_usd=0.25),
+        record("explorer", 200, judge__j__cost_usd=0.5),
+        record("synchronizer", 1000, sync__version=0.0),  # the run was stopped and went on
+        record("explorer", 1100, judge__j__cost_usd=0.125),
+    ]
+    assert [len(s) for s in stretches(records)] == [3, 2]
+    from rft.report.facts import _cost
+
+    assert dict(_cost({}, records)) | {"trainer": ""} == {
+        "duration": "5m00s between the first and the last record",
+        "trainer": "",
+        "engines": "1 engine(s): 5m00s held",
+        "judges and servers": "0.6250 USD",
+    }
+
+
+def test_runs_beside_each_other(tmp_path: Path) -> None:
+    tree = {"tree": {"seed": 42, "algorithm": {"repeat_times": 8}}, "versions": {"torch": "2.13"}}
+    a = write(tmp_path / "a", curve(0.9), state={"phase": "done"}, config=tree)
+    b = write(
+        tmp_path / "b", curve(0.4, alarm=True), state={"phase": "done"}, config={**tree, "tree": {"seed": 7, "algorithm": {}}}
+    )
+    out, _, code = said("compare", str(a), str(b), "-o", str(tmp_path / "c.svg"))
+    assert code == 0 and "0.250 → 0.900 (0.880 to 0.920), step 3" in out and "since step 3" in out
+    assert re.search(r"algorithm.repeat_times +8 +default", out) and re.search(r"seed +42 +7", out) and "torch" not in out
+    assert "a: rollout/reward/mean" in (tmp_path / "c.svg").read_text()
+    told = json.loads(said("compare", str(a), str(b), "--json")[0])
+    assert told["newest"]["rollout/reward/mean"] == {"a": 0.3, "b": 0.3}
+    assert said("compare", str(a))[2] == 2
+
+
+def test_points_are_those_of_the_file(tmp_path: Path) -> None:
+    run = write(tmp_path, [*curve(0.9), curve(0.8)[-1]])
+    (first, last) = eval_points(read(run / "metrics.jsonl"))
+    assert (first.step, first.mean, first.low) == (0, 0.25, pytest.approx(0.1755, abs=1e-3))
+    assert (last.step, last.mean, last.failed) == (3, 0.8, 2), "of a step that was written twice the later value"
+    with pytest.raises(ConfigError):
+        collect(rft.open_run(tmp_path / "nothing"))

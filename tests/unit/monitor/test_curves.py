@@ -1,0 +1,59 @@
+"""Curves as SVG text and as a line of blocks."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from rft.monitor.curves import evaluations, main_curves, sparkline, svg, ticks
+from rft.types.metrics import MetricRecord
+
+
+def test_a_line_of_blocks() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3, 3, 3]) == "▁▁▁" and sparkline([]) == "" and sparkline([math.nan]) == ""
+    assert sparkline([0, math.nan, 7]) == "▁ █"
+    assert sparkline(range(1000), width=8) == "▁▂▃▄▅▆▇█"
+    assert len(sparkline(range(41), width=40)) <= 40
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.2, 7.9), (0, 1e-9), (1e6, 1e6 + 1), (0.1, 0.2), (-5, -4), (0, 80)])
+def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 6 and all(low - 1e-9 <= t <= high + 1e-9 for t in found)
+    sizes = {round((b - a) / 10 ** math.floor(math.log10(b - a) + 1e-6), 3) for a, b in pairwise(found)}
+    assert sizes <= {1.0, 2.0, 5.0}
+
+
+def test_a_picture_is_well_formed_whatever_its_names_say() -> None:
+    evil = '"><script>alert(1)</script>&'
+    tree = ElementTree.fromstring(svg({evil: [(1, 0.5), (2, math.inf), (3, 0.7)], "b": [(1, 1.0)]}, title=evil))
+    assert not list(tree.iter("{http://www.w3.org/2000/svg}script"))
+    assert evil in [t.text for t in tree.iter("{http://www.w3.org/2000/svg}text")]
+    lines = [p.get("points", "") for p in tree.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [len(x.split()) for x in lines] == [2, 1], "what is not finite leaves a gap"
+
+
+def test_many_points_are_averaged() -> None:
+    tree = ElementTree.fromstring(svg({"a": [(i, i % 2) for i in range(100_000)]}))
+    (line,) = tree.iter("{http://www.w3.org/2000/svg}polyline")
+    assert len(line.get("points", "").split()) <= 400
+
+
+def record(role: str, step: int, **values: float) -> MetricRecord:
+    return MetricRecord(role=role, step=step, time=0.0, values=values)  # type: ignore[arg-type]
+
+
+def test_what_is_drawn_first() -> None:
+    reward, loss = {"rollout/reward/mean": 0.5}, {"actor/loss": 2.0}
+    found = [
+        record("eval", 0, **{"eval/a/mean@4": 0.1, "eval/a/best@4": 0.2}),
+        record("explorer", 1, **reward),
+        record("trainer", 1, **loss),
+    ]
+    assert main_curves(found) == {"rollout/reward/mean": [(1, 0.5)], "eval/a/mean@4": [(0, 0.1)]}
+    assert main_curves([record("trainer", 1, **loss)]) == {"actor/loss": [(1, 2.0)]}
+    assert evaluations([record("eval", 3, **{"eval/x/loss": 1.0, "eval/x/accuracy": 1.0})]) == ["eval/x/loss"]

@@ -1,0 +1,139 @@
+"""The small form of `scripts/bench_growth.py`: the laws of docs/benchmarks.md, in operations counted and not in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import bench_explorer
+import bench_growth
+import numpy as np
+import pytest
+import sqlalchemy
+from torch.utils.flop_counter import FlopCounterMode
+
+from rft.buffer.audit import audit_run
+from rft.buffer.buffer import Buffer
+from rft.buffer.settings import BufferSettings
+from rft.testing.storage_contract import fill, take
+from rft.trainer.pack import RankBatch
+
+PER_TICK = 50  # instructions of SQLite's machine
+
+
+@pytest.mark.e2e
+def test_a_run_costs_the_same_however_many_are_in_flight() -> None:
+    """Calls of functions, for each of 512 runs."""
+
+    def calls(in_flight: int) -> float:
+        count = 0
+
+        def called(frame: Any, event: str, arg: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        writer, before = bench_explorer.Writer(), sys.getprofile()
+        sys.setprofile(called)
+        try:
+            bench_explorer.play(512, seed=0, writer=writer, loop=bench_explorer.NoTimeForWork, in_flight=in_flight)
+        finally:
+            sys.setprofile(before)
+        assert writer.runs == 512
+        return count / writer.runs
+
+    calls(64)  # imports and caches
+    few, many = calls(32), calls(512)
+    assert many < 1.25 * few, (few, many)
+
+
+@contextmanager
+def instructions() -> Iterator[Counter[str]]:
+    """Counts what SQLite's machine does in connections that are opened meanwhile, in PER_TICK instructions."""
+    found: Counter[str] = Counter()
+
+    def tick() -> int:
+        found["ticks"] += 1
+        return 0
+
+    def opened(connection: Any, record: Any) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.set_progress_handler(tick, PER_TICK)
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "connect", opened)
+    try:
+        yield found
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "connect", opened)
+
+
+async def test_a_row_costs_the_same_however_many_are_stored(tmp_path: Path) -> None:
+    """Instructions of the database: for each row to append, lease, open again and audit."""
+
+    async def costs(batches: int) -> dict[str, float]:
+        folder, per_row = tmp_path / str(batches), {}
+        with instructions() as found:
+
+            def since() -> int:
+                ticks, found["ticks"] = found["ticks"], 0
+                return ticks
+
+            async def opened() -> Buffer:
+                made = Buffer(BufferSettings(folder=folder / "buffer"))
+                await made.open()
+                return made
+
+            ledger = await opened()
+            await ledger.start_lineage(None, None)
+            for batch in range(batches - 10):
+                await fill(ledger, 1, batch)
+            since()
+            for batch in range(batches - 10, batches):
+                await fill(ledger, 1, batch)
+            per_row["append"] = since() / 80
+            for step in range(1, 11):
+                await take(ledger, 1, step)
+                await ledger.reader(1).use(step)
+            per_row["lease"] = since() / 80
+            await ledger.close()
+            since()
+            again = await opened()
+            per_row["open"] = since() / (8 * batches)
+            await again.close()
+            since()
+            audit = audit_run(folder)
+            per_row["audit"] = since() / (8 * batches)
+        assert audit.balanced and audit.acked == 8 * batches and not audit.problems
+        return per_row
+
+    few, many = await costs(12), await costs(96)
+    assert few["append"] > 0 and few["lease"] > 0 and few["audit"] > 0
+    assert {name: many[name] <= 1.5 * few[name] + 0.1 for name in many} == dict.fromkeys(many, True), (few, many)
+
+
+def test_a_sync_asks_each_engine_the_same_and_the_trainer_once() -> None:
+    one, eight = (asyncio.run(bench_growth.synced(n, versions=3)) for n in (1, 8))
+    assert one.asked_of_each == eight.asked_of_each > 0
+    assert one.scorer_calls == eight.scorer_calls == 3
+    assert one.positions == eight.positions > 0, "engines that draw the same are scored once"
+
+
+@pytest.mark.e2e
+def test_a_token_costs_a_constant_and_a_part_linear_in_its_context() -> None:
+    """Floating point operations of a train step on 512 tokens."""
+    with bench_growth.tiny_learner(512) as learner:
+
+        def flops(length: int) -> int:
+            rows = bench_growth.rows(512 // length, length, np.random.default_rng(0))
+            counter = FlopCounterMode(display=False)
+            with counter:
+                learner.step(RankBatch(step=1, micro_batches=(rows,), tokens=256, rows=len(rows)), None)
+            return counter.get_total_flops()
+
+        short, middle, long = (flops(length) for length in (64, 128, 256))
+    assert short < 1.3 * (2 * short - middle) and abs((long - middle) / 2 - (middle - short)) < 0.05 * short
