@@ -20,11 +20,14 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFL
 os.environ.update(
     WANDB_MODE="offline", HF_HUB_DISABLE_TELEMETRY="1", RAY_USAGE_STATS_ENABLED="0", DO_NOT_TRACK="1", MPLBACKEND="Agg"
 )
-if "RFT_TESTS_TMP" not in os.environ:  # what libraries and killed processes leave in the temporary folder goes with the session
+if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith(os.environ.get("PYTEST_XDIST_WORKER", "")):
+    # what libraries and killed processes leave in the temporary folder goes with it; each worker has its own, so what another makes does
+    # not look left behind; a short name, because sockets are made in it
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` of the last sessions is kept where it was
-    own = tempfile.mkdtemp(prefix="tests-")  # a short name, because sockets are made in it
-    Path(own).chmod(0o755)  # a PostgreSQL server runs as another user
-    tempfile.tempdir = os.environ["TMPDIR"] = os.environ["RFT_TESTS_TMP"] = own
+    own = Path(os.environ.get("RFT_TESTS_TMP") or tempfile.mkdtemp(prefix="tests-"), os.environ.get("PYTEST_XDIST_WORKER", ""))
+    own.mkdir(exist_ok=True)
+    own.chmod(0o755)  # a PostgreSQL server runs as another user
+    tempfile.tempdir = os.environ["TMPDIR"] = os.environ["RFT_TESTS_TMP"] = str(own)
     atexit.register(shutil.rmtree, own, ignore_errors=True)
 
 import pytest

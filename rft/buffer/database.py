@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import Engine, Row
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from rft.buffer.location import OwnerLock, connect, leave_pointer, ledger_location, make_folder, refuse_foreign, refuse_network
 from rft.buffer.schema import put_meta
@@ -259,6 +259,7 @@ class Database:
         connection, self._connection = self._connection, None
         if connection is not None:
             try:
+                connection.invalidate()
                 connection.close()
             except SQLAlchemyError as e:  # it was lost; nothing hangs on it any more
                 log.info("buffer %s: closing a lost connection: %s", self.location, cause(e))
@@ -320,9 +321,13 @@ class Database:
         return mark
 
     def _lost(self, error: BaseException) -> bool:
-        """Whether the connection is gone, or could not be made."""
-        gone = isinstance(error, DBAPIError) and (error.connection_invalidated or self._connection is None)
-        return gone and self.location.url is not None  # a file that cannot be opened stays so
+        """Whether the connection is gone, could not be made, or cannot be used any more."""
+        if self.location.url is None or not isinstance(error, DBAPIError):  # a file that cannot be opened stays so
+            return False
+        unanswered = (
+            isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) is None
+        )  # the driver's, not the server's
+        return error.connection_invalidated or self._connection is None or unanswered
 
     def _passing(self, error: BaseException) -> bool:
         original = getattr(error, "orig", None)

@@ -93,6 +93,28 @@ async def test_a_lost_connection_costs_nothing(
     await buffer.close()
 
 
+async def test_a_connection_that_its_driver_cannot_use_is_left(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """psycopg stays in pipeline mode where the server dies in the middle of many rows; it takes no statement then, not even ROLLBACK."""
+    real, broken = psycopg.Cursor.executemany, []
+
+    def executemany(cursor: Any, *args: Any, **kwargs: Any) -> None:
+        if not broken:
+            broken.append(cursor.connection)
+            cursor.connection.pgconn.enter_pipeline_mode()
+            raise psycopg.OperationalError("cannot exit pipeline mode while busy")
+        real(cursor, *args, **kwargs)
+
+    seen: list[tuple[int, int, int]] = []
+    buffer = await opened(settings(postgres, tmp_path))
+    await buffer.start_lineage(None, None)
+    monkeypatch.setattr(psycopg.Cursor, "executemany", executemany)
+    await play(buffer, 1, range(1, 3), seen)
+    assert broken[0].closed and seen == expected(2) and (await buffer.audit()).ok
+    await buffer.close()
+
+
 def schema(buffer: Buffer) -> str:
     return f'"{buffer._ledger.location.schema}"'
 

@@ -1,8 +1,8 @@
 """pytest plugin: a test session that leaves a process, shared memory, a temporary folder or an open listener behind fails.
 
 Everything the session starts inherits a mark, so what other people run on the machine meanwhile does not count.  With several workers
-(pytest-xdist) each has its own mark and tells the session which processes and listeners it left; files, which bear no mark, are looked
-for once, after all of them.
+(pytest-xdist) each has its own mark and its own temporary folder, and tells the session what it left there; shared memory, which bears no
+mark, is looked for once, after all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rft.launch import leftovers
 
 _BEFORE = pytest.StashKey[leftovers.Snapshot]()
 _LEFT = pytest.StashKey[list[str]]()
-_MARKED = ("process", "listener")
+_MARKED = ("process", "listener", "temporary folder")
 
 
 @pytest.hookimpl(tryfirst=True)

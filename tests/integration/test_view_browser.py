@@ -94,6 +94,24 @@ def test_every_page_can_be_walked_through(address: str, live: Run, run: str, siz
         walk.keys(address, run)
 
 
+_HAIR = """
+  const ask = window.fetch, curve = (x) => ({ title: String(x), curves: [{ label: "a", x: x, y: x.map(() => 1) }] });
+  const charts = [[1, 2, 3], [1], [], [1, 1 + 2 ** -52], [9, 9 + 2 ** -49], [50000, 50000 + 2 ** -37], [0, 1e-300]].map(curve);
+  window.fetch = (at, ...more) => String(at).includes("x=") ? Promise.resolve(Response.json({ x: "step", charts })) : ask(at, ...more);
+"""
+
+
+def test_a_chart_that_is_a_hair_wide_is_drawn(address: str) -> None:
+    """Two points that floating point can hardly tell apart; uPlot's own axis never ends there."""
+    with browser() as window:
+        window.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _HAIR})
+        walk = Walk(window)
+        walk.open(address)
+        walk.click("a[href$='p~g~stored/']")
+        until(window, "document.querySelector('#charts').dataset.drawn === '7'")
+        walk.fits()
+
+
 def test_a_newcomers_minute(address: str) -> None:
     """The clicks that docs/howto/view.md writes down: the worst answer of step 10, why it got its reward, which weights wrote it."""
     with browser() as window:

@@ -43,11 +43,13 @@
     const style = getComputedStyle(document.body), ink = style.getPropertyValue("--dim"), line = style.getPropertyValue("--line");
     const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line } };
     const colour = (c, i) => PALETTE[(c.group === undefined ? i : c.group) % PALETTE.length];
+    // uPlot's own would not end where the range is a hair wide
+    const splits = (u, at, min, max, by) => Array.from({ length: by > 0 ? Math.min(100, Math.floor(max / by) - Math.ceil(min / by) + 1) : 0 }, (_, i) => +((Math.ceil(min / by) + i) * by).toPrecision(12));
     const compact = (u, values) => values.map((v) => (v === null ? "" : Math.abs(v) >= 1e4 || (v && Math.abs(v) < 1e-3) ? v.toExponential(1) : +v.toPrecision(6)));
     const plot = new uPlot({
       width: box.clientWidth - 14, height: 190, scales: { x: { time: false } },
       cursor: { sync: { key: "all" }, drag: { x: true, y: false } },
-      axes: [{ ...axis, values: compact }, { ...axis, size: 62, values: compact }],
+      axes: [{ ...axis, splits, values: compact }, { ...axis, splits, size: 62, values: compact }],
       series: [{ label: told.x, value: (u, v) => (v === null ? "–" : String(+v.toPrecision(8))) },
         ...about.curves.map((c, i) => ({
           label: c.label, stroke: colour(c, i), width: 1.6, dash: DASHES[(c.group === undefined ? Math.floor(i / PALETTE.length) : c.dash) % 4], spanGaps: true,
@@ -61,7 +63,7 @@
 
   let zooming = false;
   function zoomed(from) { // all charts show the same part
-    if (zooming) return;
+    if (zooming || !plots.includes(from)) return;
     const { min, max } = from.scales.x, whole = from.data[0];
     zoom = min < max && whole.length && (min > whole[0] || max < whole[whole.length - 1]) ? { min, max } : null;
     zooming = true;
@@ -105,14 +107,18 @@
     place.dataset.drawn = String(plots.length);
   }
 
+  let asked = 0;
   async function read() {
     if (!place) return;
+    const mine = ++asked;
     const url = new URL(place.dataset.points, location.href);
     url.searchParams.set("x", options.elements.x.value);
     if (options.elements.name && options.elements.name.value) url.searchParams.set("name", options.elements.name.value);
     const answer = await fetch(url);
     if (!answer.ok) return;
-    told = await answer.json();
+    const points = await answer.json();
+    if (mine !== asked) return; // a later question has been asked
+    told = points;
     draw();
   }
 
