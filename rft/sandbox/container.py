@@ -23,9 +23,7 @@ from rft.sandbox.jobs import Ran
 from rft.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
 from rft.worker.job_pool import JobPool
 
-COMMAND = (
-    "RFT_CONTAINER_COMMAND"  # environment: the engine's command with its own options, where `podman` or `docker` is not enough
-)
+COMMAND = "RFT_CONTAINER_COMMAND"  # environment: the container engine's command, where `podman` or `docker` is not enough
 CLOSE_S = 5.0  # that `close` leaves to programs under way
 _START_S, _REMOVE_S = 60.0, 30.0
 _STARTS = 3  # attempts: runc now and then loses a container between creating and starting it
