@@ -43,6 +43,19 @@ def in_colour() -> bool:
     return on_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def progress() -> Callable[[str], None]:
+    """Tells people what is under way, every two seconds at most; on a terminal in one line."""
+    last, end = time.monotonic(), "\r" if sys.stderr.isatty() else "\n"
+
+    def told(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 2:
+            last = time.monotonic()
+            print(f"{text:70}", end=end, file=sys.stderr, flush=True)
+
+    return told
+
+
 def as_json(value: Any, *, indent: int | None = 1) -> str:
     """JSON without characters that could drive a terminal."""
     text = json.dumps(value, indent=indent, default=plain_value, ensure_ascii=False)
