@@ -94,9 +94,8 @@ class Quota:
         self._tokens = TokenBucket(limits.tokens_per_minute, limits.tokens_per_minute, now)
         self._under_way = 0
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """While one request is under way.  Raises TooMuch."""
+    def check(self) -> None:
+        """Raises TooMuch where one more request is too many."""
         now, limits = self.clock(), self._limits
         self._requests.fill(now)
         self._tokens.fill(now)
@@ -106,6 +105,10 @@ class Quota:
             raise TooMuch(f"{limits.requests_per_minute} requests a minute are the limit of this key", wait)
         if wait := self._tokens.wait_s(1):
             raise TooMuch(f"{limits.tokens_per_minute} tokens a minute are the limit of this key", wait)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While one request is under way, which was checked."""
         self._requests.left -= 1
         self._under_way += 1
         try:

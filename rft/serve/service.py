@@ -203,9 +203,8 @@ class Service:
             reason, bad = "orphaned", [ids[ExperienceId.parse(text.split()[0]).run]]
         await self.book.explain([i for i in bad if i in waiting], reason)
         for id in waiting:
-            if id not in bad:
-                stored = self.book.sessions[id].stored
-                self.book.groups.add(stored.task_id, id, stored.rewarded or stored.created)
+            if id not in bad and (session := self.book.sessions.get(id)) is not None:
+                self.book.groups.add(session.stored.task_id, id, session.stored.rewarded or session.stored.created)
 
     async def _stored(self, group: PlayedGroup, ids: list[str]) -> None:
         while True:
