@@ -58,11 +58,9 @@ def replay(
     except ValueError as e:
         raise ConfigError(f"is no JSON: {e}", key="--reward-args", given=reward_args) from None
     made = build(reward, args, key="--reward-args")
-    stored = _stored(run, plan, where, step, limit)
+    stored, tell = _stored(run, plan, where, step, limit), progress()
     if not stored:
         raise ConfigError("no rollout matches", key="--where" if where or step else "RUN")
-
-    tell = progress()
 
     async def score() -> list[Rescored]:
         from rft.cli.judge_command import auxiliary_models

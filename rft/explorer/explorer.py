@@ -23,7 +23,7 @@ from rft.explorer.evaluate import Evaluator
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Slots
-from rft.explorer.stoppable import Stoppable
+from rft.explorer.stoppable import StoppableWork
 from rft.plugins import load_all
 from rft.reward import judge_metrics
 from rft.taskset.base import Taskset
@@ -86,7 +86,7 @@ class Explorer:
         self._engines = engine_metrics(model, models)
         self._earlier: dict[int, TaskOrder] = {}  # where a selector learns: of batches assigned again that are behind `order`
         self._batches: dict[int, Batch] = {}  # under way
-        self._main = Stoppable()
+        self._main = StoppableWork()
 
     async def run(self) -> None:
         """Explores until the tasks are used up or the trainer is finished, then evaluates the final weights.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-class Stoppable:
+class StoppableWork:
     """One piece of work, begun at most once."""
 
     def __init__(self) -> None:

@@ -30,7 +30,6 @@ _STARTS = 3  # attempts: runc now and then loses a container between creating an
 _THREADS = 16  # tasks a container may have at least: runc's own threads count while it starts
 _KILLED = 137
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # never an option of the engine
-_BROKEN = (125, 126, 127)  # the engine's own failures, an entry that cannot be run, one that is not there
 _BOOT = (
     "import sys; print(end='\\0', flush=True); read = sys.stdin.buffer.read; n = int.from_bytes(read(8), 'big'); "
     "exec(compile(read(n), '<program>', 'exec'), {'__name__': '__main__'})"
@@ -92,8 +91,7 @@ class ContainerSandbox(JobPool):
             given = len(program).to_bytes(8, "big") + program + stdin
             output, errors, stopped = jobs.talk(process, given, deadline, limits)
             if stopped:
-                why = f"more than {limits.output_kb} KB" if stopped == "output" else f"no end after {limits.timeout_s:g} s"
-                return Ran(stopped, why, b"")
+                return jobs.was_stopped(stopped, limits)
             status = process.engine.wait()
         if status == 0:
             return Ran("", "", output)

@@ -23,7 +23,7 @@ from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
 from rft.disk import write_whole
 from rft.errors import DiskFull, FrameRejected
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
-from rft.explorer.stoppable import Stoppable
+from rft.explorer.stoppable import StoppableWork
 from rft.serve.access import clients
 from rft.serve.book import WORKFLOW, SessionBook, task_of
 from rft.serve.gateway import Gateway
@@ -103,7 +103,7 @@ class Service:
         self.book = SessionBook(settings, model, buffer, self.gateway.add, self.gateway.remove)
         self._engines = engine_metrics(model, models)
         self._verified: set[Version] = set()
-        self._main = Stoppable()
+        self._main = StoppableWork()
 
     async def run(self) -> None:
         """Serves until the trainer is finished.  Raises SetupError for a port that is taken, and what buffer and gate raise."""
