@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import secrets
+import select
 import shutil
 import subprocess
 import tempfile
@@ -165,8 +166,6 @@ class ContainerSandbox(JobPool):
 
     def _await_start(self, process: _Started) -> None:
         """Until Python runs in it: what the engine takes for that is not the program's time."""
-        import select
-
         ready, _, _ = select.select([process.fds["stdout"]], [], [], _START_S)
         if ready and os.read(process.fds["stdout"], 1) == b"\0":
             return

@@ -6,7 +6,6 @@ GET and HEAD are answered; a page may load nothing from elsewhere and runs no sc
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hmac
 import logging
@@ -96,8 +95,6 @@ class ViewServer:
                 return web.Response(status=e.status, text=e.reason)
             except RftError as e:
                 return self.pages.problem(str(e), 422)
-            except asyncio.CancelledError:
-                raise
             except ConnectionResetError:
                 raise  # the reader has gone
             except Exception:
