@@ -212,7 +212,10 @@ class ViewPages:
         if by not in COLOURS:
             raise ConfigError(f"{by!r} is none of {', '.join(COLOURS)}", key="colour", given=by)
         most = 1 << 30 if request.query.get("tokens") == "all" else _TOKENS
-        words = run.words = run.words or await asyncio.to_thread(TokenTexts, run.run_dir)
+        if run.words is None:
+            read_now = await asyncio.to_thread(TokenTexts, run.run_dir)
+            run.words = read_now
+        words = run.words
 
         def read(q: Questions) -> dict[str, Any]:
             found = rollout_pages.rollout(q, id)
