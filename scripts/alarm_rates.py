@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pages
+from bench_harness import machine
 from planted_faults import BROKEN_TEMPLATE, LAST_STEP, MOST_TOKENS
 
 from rft.errors import ConfigError
@@ -323,14 +325,10 @@ def main(say: Callable[[str], None] = print) -> int:
         if both or asked.planted:
             texts["planted"], good = planted_table(planted_runs(Path(root)))
     for name, text in texts.items():
-        machine = f"2 cores of an AMD EPYC, 24 GiB, no GPU, {datetime.date.today()}"
-        head = f"Written by `python scripts/alarm_rates.py --{name} --write` on {machine}."
+        head = f"Written by `python scripts/alarm_rates.py --{name} --write` on {machine()}, {datetime.date.today()}."
         say(f"{head}\n\n{text}\n")
         if asked.write:
-            page = PAGE.read_text(encoding="utf-8")
-            before, _, rest = page.partition(f"<!-- {name} -->\n")
-            after = rest.partition("<!-- end -->")[2]
-            PAGE.write_text(f"{before}<!-- {name} -->\n{head}\n\n{text}\n<!-- end -->{after}", encoding="utf-8")
+            pages.put(PAGE, f"<!-- {name} -->", "<!-- end -->", f"{head}\n\n{text}")
     return 0 if good else 1
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pages
+
 from rft.testing.postgres import PostgresServer, programs
 
 ROOT = Path(__file__).parents[1]
@@ -80,9 +82,7 @@ def main() -> int:
     table = summary(list(lines.values()), options.seeds, time.monotonic() - began)
     print(table)
     if options.write:
-        text = PAGE.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        pages.put(PAGE, BEGIN, END, table)
     return int(any(line.failed for line in lines.values()))
 
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import bench_harness
+import pages
 from learning import REAL_SEEDS, pretrained
 
 from rft.monitor.read import read
@@ -207,8 +208,7 @@ def main() -> int:
     print(made)
     if options.write:
         picture(curves)
-        head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        pages.put(PAGE, BEGIN, END, made)
     return int(any(curve[-1][1] < GOAL for curve in curves.values()))
 
 

@@ -18,6 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pages
+
 from rft.config.cluster_file import load
 from rft.config.forecast import Simulated, simulated
 from rft.config.verify import check
@@ -114,13 +116,6 @@ def validation_table(found: list[tuple[str, float, float]]) -> str:
     return "\n".join([*lines, "", f"{where}; {STEPS} steps each, the first {WARM_UP} left out."])
 
 
-def put(name: str, text: str) -> None:
-    """Between the marks of `name` in the page."""
-    page, marks = PAGE.read_text(), (f"<!-- {name} -->\n", f"<!-- end of {name} -->")
-    before, rest = page.split(marks[0])
-    PAGE.write_text(f"{before}{marks[0]}\n{text.strip()}\n\n{marks[1]}{rest.split(marks[1])[1]}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "simulation")
@@ -134,7 +129,7 @@ def main() -> int:
     for name, text in texts.items():
         print(text)
         if given.write:
-            put(name, text)
+            pages.put(PAGE, f"<!-- {name} -->", f"<!-- end of {name} -->", text)
     return int(any(abs(f / m - 1) > MOST_OFF for _, m, f in found))
 
 

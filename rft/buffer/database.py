@@ -306,9 +306,8 @@ class Database:
 
     def _make_schema(self, tx: Connection) -> None:
         there = text("SELECT 1 FROM pg_namespace WHERE nspname = :schema")
-        if (
-            tx.scalar(there, {"schema": self.location.schema}) is None
-        ):  # IF NOT EXISTS asks for the right to create it all the same
+        # IF NOT EXISTS asks for the right to create it all the same
+        if tx.scalar(there, {"schema": self.location.schema}) is None:
             tx.execute(text(f'CREATE SCHEMA "{self.location.schema}"'))
 
     def _mark(self, tx: Connection) -> str:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from rft.buffer.given_rows import GivenRows
 from rft.buffer.query import Questions, open_run
 from rft.buffer.trainer_side import group_statistics
 from rft.errors import ConfigError, PayloadDamaged
@@ -30,10 +31,13 @@ _MEMBERS = (
 _LAST = "SELECT max(train_step) FROM v_lineage WHERE counts = 1"
 
 
-class ReplayReader:
+class ReplayReader(GivenRows):
     """`ports.BufferReader` over the counted steps of a run that has ended or stands still.  A context manager."""
 
+    key = KEY
+
     def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
         self._run_dir = run_dir
         self._open = ExitStack()
         self._questions: Questions | None = None
@@ -54,15 +58,6 @@ class ReplayReader:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-
-    def go_on(self, step: int, consumption: Consumption) -> None:
-        """Raises ConfigError unless the checkpoint of `step` was trained on these rows."""
-        if consumption != self._consumed(step):
-            raise ConfigError(
-                f"its rows are not those that the checkpoint of step {step} was trained on; restore them, or choose another `name`",
-                key=KEY,
-                given=str(self._run_dir),
-            )
 
     async def lease(
         self,
@@ -88,16 +83,7 @@ class ReplayReader:
         ]
         return Lease(step=step, frame=bundle(chosen), groups=tuple(stats))
 
-    async def use(self, step: int, logprobs: bytes | None = None) -> None:
-        """Nothing to record: that run's ledger stays as it is."""
-
-    async def discard(self, step: int, reason: str) -> None:
-        """The same; the trainer's log names the step."""
-
-    async def consumption(self, step: int) -> Consumption:
-        return self._consumed(step)
-
-    def _consumed(self, step: int) -> Consumption:
+    def consumed(self, step: int) -> Consumption:
         """Uses of that run up to `step`, in the order of their ids."""
         ids = self._asked("SELECT id FROM v_lineage WHERE counts = 1 AND train_step <= {0} ORDER BY train_step, id", step)
         digest = hashlib.sha256("\n".join(r[0] for r in ids).encode()).hexdigest()

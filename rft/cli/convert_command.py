@@ -80,7 +80,7 @@ def verl(
     text = reports.yaml_text(done.values, reports.head(done)) if done.values else ""
     if text and not stopped and out is not None:
         _write(out, text)
-    _show(done, script, out, report, stopped)
+    _show(done, out, report, stopped)
     if text and not stopped and out is None:
         print(text, end="")
     if stopped:
@@ -107,7 +107,7 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"cannot be written: {e.strerror}", key=str(path)) from None
 
 
-def _show(done: Conversion, script: Path, out: Path | None, report: Path | None, stopped: bool) -> None:
+def _show(done: Conversion, out: Path | None, report: Path | None, stopped: bool) -> None:
     """One short table per outcome, then what to know and what to do.  On stderr where the YAML itself goes to stdout."""
     from rich.console import Console
     from rich.markup import escape

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +12,7 @@ from rft.cli.options import Config, Json, Overrides, PluginDirs
 from rft.errors import ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
-    from rft.config.data_audit import AuditFinding, TasksetAudit, Told
+    from rft.config.data_audit import AuditFinding, TasksetAudit
     from rft.config.plan import Plan
     from rft.taskset.base import Taskset
 
@@ -37,6 +35,7 @@ def audit(
 ) -> None:
     """Read every row: gold answers, duplicates, lengths, templates, kinds of tasks.  Exit code 4 if something is wrong."""
     from rft.cli.options import planned
+    from rft.cli.show import progress
     from rft.config import data_audit, model_folder
     from rft.logs import learn_environment
 
@@ -46,7 +45,7 @@ def audit(
     if plan.engines[0].external is None:
         model = model_folder.look(plan.learner.model_path, plan.learner.tokenizer_path)
     opened = _opened(plan)
-    found, between = data_audit.audit(plan, opened, model, most=rows, told=_progress())
+    found, between = data_audit.audit(plan, opened, model, most=rows, told=progress())
     wrong = any(f.error for f in (*between, *(f for t in found for f in t.findings)))
     if as_json:
         print(
@@ -77,19 +76,6 @@ def _opened(plan: Plan) -> list[Taskset]:
     if errors:
         raise ConfigErrors(errors)
     return opened
-
-
-def _progress() -> Told:
-    """Tells what is under way once it has taken two seconds; on a terminal in one line."""
-    last, end = time.monotonic(), "\r" if sys.stderr.isatty() else "\n"
-
-    def told(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 2:
-            last = time.monotonic()
-            print(f"{text:70}", end=end, file=sys.stderr, flush=True)
-
-    return told
 
 
 def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -42,6 +40,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Score stored rollouts with another reward, and show old against new."""
+    from rft.cli.show import progress
     from rft.disk import write_whole
     from rft.explorer.rescore import rescore, summary
     from rft.logs import learn_environment
@@ -59,7 +58,7 @@ def replay(
     except ValueError as e:
         raise ConfigError(f"is no JSON: {e}", key="--reward-args", given=reward_args) from None
     made = build(reward, args, key="--reward-args")
-    stored = _stored(run, plan, where, step, limit)
+    stored, tell = _stored(run, plan, where, step, limit), progress()
     if not stored:
         raise ConfigError("no rollout matches", key="--where" if where or step else "RUN")
 
@@ -69,7 +68,7 @@ def replay(
         async with auxiliary_models(plan) as models:
             return await rescore(
                 stored, made, models=models, timeout_s=plan.explorer.max_timeout_s, max_concurrent=plan.explorer.max_concurrent_runs,
-                told=_progress(len(stored)),
+                told=lambda n: tell(f"scored {n} of {len(stored)}"),
             )  # fmt: skip
 
     found = asyncio.run(score())
@@ -110,18 +109,6 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
             payload = questions.payload([r[0] for r in page])
             found += [StoredAnswer(known[name].task(index), group, payload[id], old) for id, group, name, index, old in page]
     return found
-
-
-def _progress(total: int) -> Any:
-    last, end = time.monotonic(), "\r" if sys.stderr.isatty() else "\n"
-
-    def told(done: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 2:
-            last = time.monotonic()
-            print(f"scored {done} of {total}", end=end, file=sys.stderr, flush=True)
-
-    return told
 
 
 def _show(found: Sequence[Rescored], told: dict[str, dict[str, float]], to: Path | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,27 +47,29 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show runs beside each other: evaluations with intervals, newest numbers, cost, and every key that differs."""
-    from rft.cli.show import table
+    from rft.cli import show
+    from rft.disk import write_whole
     from rft.notebook import open_run
     from rft.report import comparison
     from rft.report.facts import collect
 
     if len(runs) < 2:
         raise ConfigError("give the folders of two runs or more", key="RUNS", given=" ".join(map(str, runs)))
+    if out is not None and out.suffix != ".svg":
+        raise ConfigError("must end in .svg", key="-o", given=str(out))
     found = [collect(open_run(r), answers=False) for r in runs]
     names = comparison.short_names(found)
     told = comparison.compared(found, names, KEYS)
     if out is not None:
-        if out.suffix != ".svg":
-            raise ConfigError("must end in .svg", key="-o", given=str(out))
-        out.write_text(comparison.picture(found, names), encoding="utf-8")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, comparison.picture(found, names).encode(), mode=0o644)
     if as_json:
-        print(json.dumps(told, indent=1, default=str))
+        print(show.as_json(told))
         return
     for title, rows in told.items():
         if rows:
             cells = [[str(name), *(_cell(row.get(n)) for n in names)] for name, row in rows.items()]
-            print("\n".join(table((title, *names), cells)) + "\n")
+            print("\n".join(show.table((title, *names), cells)) + "\n")
     if out is not None:
         print(f"picture  {out}")
 

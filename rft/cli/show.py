@@ -43,10 +43,31 @@ def in_colour() -> bool:
     return on_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def progress() -> Callable[[str], None]:
+    """Tells people what is under way, every two seconds at most; on a terminal in one line."""
+    last, end = time.monotonic(), "\r" if sys.stderr.isatty() else "\n"
+
+    def told(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 2:
+            last = time.monotonic()
+            print(f"{text:70}", end=end, file=sys.stderr, flush=True)
+
+    return told
+
+
 def as_json(value: Any, *, indent: int | None = 1) -> str:
-    """JSON without characters that could drive a terminal."""
-    text = json.dumps(value, indent=indent, default=plain_value, ensure_ascii=False)
+    """JSON without characters that could drive a terminal; numbers that JSON cannot hold are null."""
+    text = json.dumps(_finite(value), indent=indent, default=plain_value, ensure_ascii=False)
     return _HIDDEN.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def plain_value(value: Any) -> Any:

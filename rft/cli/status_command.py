@@ -6,7 +6,6 @@ From its files alone; the run need not be alive, or on this machine, and may sti
 from __future__ import annotations
 
 import heapq
-import json
 import os
 import re
 import time
@@ -34,9 +33,11 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show what a run is doing or how it ended, read from its files."""
+    from rft.cli import show
+
     facts = collect(run_dir)
     if as_json:
-        print(json.dumps(facts, indent=1, default=str))
+        print(show.as_json(facts))
         return
     for line in lines(facts):
         print(line)
@@ -47,7 +48,7 @@ def ls(
     as_json: JsonArray = False,
 ) -> None:
     """List the runs below a folder: phase, steps, newest reward and evaluation; the one that changed last first."""
-    from rft.cli.show import table
+    from rft.cli import show
     from rft.view.found_runs import FoundRuns
 
     if not folder.is_dir():
@@ -58,13 +59,13 @@ def ls(
         for run in FoundRuns(folder).lines()
     ]  # fmt: skip
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print(show.as_json(rows))
         return
     shown = [
         [str(r["run"]), str(r["phase"]), *("" if (v := r[n]) is None else f"{v:.4g}" for n in ("step", "reward", "eval"))]
         for r in rows
     ]
-    print("\n".join(table(("run", "phase", "step", "reward", "evaluation"), shown, (False, False, True, True, True))))
+    print("\n".join(show.table(("run", "phase", "step", "reward", "evaluation"), shown, (False, False, True, True, True))))
 
 
 def collect(run_dir: Path) -> dict[str, Any]:

@@ -169,9 +169,8 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
                 ([1.0, decode_steps(texts, concurrent(plan), mean, longest), texts * mean, prompts], v["rollout/time/batch"])
             )
             lengths.append((mean, longest, prompt))
-        for v in (
-            r.values for r in records if r.role == "trainer" and r.step > 1 and "time/train_s" in r.values
-        ):  # the first compiles
+        later = [r.values for r in records if r.role == "trainer" and r.step > 1]  # the first step compiles
+        for v in (v for v in later if "time/train_s" in v):
             tokens = v["experience/response_tokens"] + prompts_of(plan) * v["experience/prompt_length/mean"]
             steps.append(([1.0, tokens / plan.learner.world_size], v["time/train_s"]))
             syncs += [v["time/sync_s"]] if "time/sync_s" in v else []

@@ -14,6 +14,7 @@ from typing import Any
 from rft.config.context import Problems
 from rft.explorer.stored import transcript
 from rft.reward.base import THE_TRUTH, Reward, score_each
+from rft.types.completion import Score
 from rft.types.task import Task
 
 REWARD_TIMEOUT_S = 30.0
@@ -108,31 +109,29 @@ async def _one(
     first, enough = known or (0, float("inf"))
     order = sorted(range(len(forms)), key=lambda i: (i != first, i))
 
-    unscored = ""
-
-    async def score(text: str) -> float:
-        nonlocal unscored
+    async def score(text: str) -> Score:
         (result,) = await asyncio.wait_for(score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S)
-        if result.value is not None:
-            return result.value
-        unscored = result.reason
-        return float("-inf")
+        return result
 
     try:
-        empty, best, which = await score(""), float("-inf"), first
+        empty, found = await score(""), dict[int, Score]()
         for i in order:
-            value = await score(forms[i].format(gold))
-            if value > best:
-                best, which = value, i
-            if best >= enough:
+            found[i] = await score(forms[i].format(gold))
+            if _value(found[i]) >= enough:
                 break
-        if best == float("-inf"):
-            return GoldScore(task.index, gold, None, None, "gave no score", unscored), known
-        return GoldScore(task.index, gold, best, empty), (which, best) if best >= FULL else known
+        which = max(found, key=lambda i: _value(found[i]))
+        best = found[which].value
+        if best is None:
+            return GoldScore(task.index, gold, None, None, "gave no score", found[which].reason), known
+        return GoldScore(task.index, gold, best, _value(empty)), (which, best) if best >= FULL else known
     except TimeoutError:
         return GoldScore(task.index, gold, None, None, f"took longer than {REWARD_TIMEOUT_S:g} s", late=True), known
     except Exception as e:  # plugin code may raise anything; it is reported, not hidden
         return GoldScore(task.index, gold, None, None, "raised", f"{type(e).__name__}: {e}"), known
+
+
+def _value(score: Score) -> float:
+    return float("-inf") if score.value is None else score.value
 
 
 def _text(truth: Any) -> str:

@@ -41,9 +41,8 @@ def learner(
         ctx.error("trainer.grad_clip", f"is {t.grad_clip}, but algorithm.optimizer.clip_grad is {o.clip_grad}; write one of them")
     why = "algorithm.optimizer.clip_grad" if o.clip_grad else "default"
     clip = ctx.chosen("trainer.grad_clip", t.grad_clip, o.clip_grad or 1.0, why)
-    longest = -(
-        -lengths[0] // t.ulysses_sequence_parallel_size
-    )  # tokens of an experience on one rank: the ranks' budgets are added
+    # tokens of an experience on one rank: the ranks' budgets are added
+    longest = -(-lengths[0] // t.ulysses_sequence_parallel_size)
     key = "trainer.max_token_len_per_gpu"
     budget = ctx.chosen(key, t.max_token_len_per_gpu, max(2048, 2 * lengths[0]), "2 x max_model_len, at least 2048")
     if t.use_dynamic_bsz:

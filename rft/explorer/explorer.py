@@ -23,6 +23,7 @@ from rft.explorer.evaluate import Evaluator
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
 from rft.explorer.settings import ExplorerSettings
 from rft.explorer.state import Batch, Slots
+from rft.explorer.stoppable import StoppableWork
 from rft.plugins import load_all
 from rft.reward import judge_metrics
 from rft.taskset.base import Taskset
@@ -85,33 +86,21 @@ class Explorer:
         self._engines = engine_metrics(model, models)
         self._earlier: dict[int, TaskOrder] = {}  # where a selector learns: of batches assigned again that are behind `order`
         self._batches: dict[int, Batch] = {}  # under way
-        self._main: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._main = StoppableWork()
 
     async def run(self) -> None:
         """Explores until the tasks are used up or the trainer is finished, then evaluates the final weights.
 
         Raises RunFailed (breaker, short batch, all of an evaluation failed) and what engine, gate and buffer raise.
         """
-        if self._stopping:
-            return
-        self._main = asyncio.ensure_future(self._run())
         try:
-            await asyncio.shield(self._main)
-        except asyncio.CancelledError:
-            if not self._stopping:
-                self._main.cancel()
-                await asyncio.gather(self._main, return_exceptions=True)  # nobody is there to hear what else went wrong
-                raise
+            await self._main.run(self._run)
         finally:
             await asyncio.to_thread(job_pool.close_all)
 
     async def stop(self) -> None:
         """Ends `run` early.  Groups in flight are given up; they are not in the buffer, so a resumed run plays them again."""
-        self._stopping = True
-        if self._main is not None:
-            self._main.cancel()
-            await asyncio.wait({self._main})
+        await self._main.stop()
 
     async def _run(self) -> None:
         try:

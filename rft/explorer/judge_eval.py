@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from rft.errors import ConfigError
-from rft.explorer.stored import scored_or_not
+from rft.explorer.stored import scored_or_not, transcript
 from rft.reward.base import Reward
 from rft.reward.judge_base import REPEAT
 from rft.types.completion import Score
@@ -63,7 +63,7 @@ async def scores(
         REPEAT.set(repeat)  # this task's own context
         task = group[0][0]
         async with room:
-            found = await scored_or_not(reward, task, [text for _, text in group], timeout_s)
+            found = await scored_or_not(reward, task, [transcript(task, text) for _, text in group], timeout_s)
         if (e := next((s for s in found if isinstance(s, Exception)), None)) is not None:
             log.warning("row %d of %s is unscored: %s: %s", task.index, task.taskset, type(e).__name__, e)
         return [s.value if isinstance(s, Score) else None for s in found]

@@ -1,4 +1,4 @@
-"""StoredAnswer rollouts scored again with another reward, old beside new.
+"""Stored rollouts scored again with another reward, old beside new.
 
 Knows experiences, tasks and a reward; no ledger and no engine.  Invariant: nothing is changed; an answer that cannot be scored is counted
 and left out of every mean.
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rft.errors import RftError
-from rft.reward.base import Reward, score, score_group
+from rft.explorer.stored import scored_or_not
+from rft.reward.base import Reward
 from rft.types.completion import Completion, Score, Transcript, Turn, VersionSpan
 from rft.types.experience import Experience
 from rft.types.ports import ChatModel
@@ -66,7 +66,8 @@ async def rescore(
     async def one(group: list[StoredAnswer]) -> list[Rescored]:
         nonlocal done
         async with room:
-            found = await _scores(reward, group, timeout_s)
+            said = [transcript_of(s.experience, s.task) for s in group]
+            found = await scored_or_not(reward, group[0].task, said, timeout_s)
         done += len(group)
         told(done)
         return [_beside(s, r) for s, r in zip(group, found, strict=True)]
@@ -79,18 +80,6 @@ async def rescore(
     finally:
         await reward.close()
         await asyncio.to_thread(job_pool.close_all)
-
-
-async def _scores(reward: Reward, group: Sequence[StoredAnswer], timeout_s: float) -> list[Score | Exception]:
-    task, said = group[0].task, [transcript_of(s.experience, s.task) for s in group]
-    try:
-        if reward.whole_group:
-            return list(await score_group(reward, task, said, timeout_s=timeout_s))
-        return [await score(reward, task, said[0], timeout_s=timeout_s)]
-    except RftError:
-        raise
-    except Exception as e:  # plugin code may raise anything; it is reported, not hidden
-        return [e] * len(group)
 
 
 def _beside(s: StoredAnswer, result: Score | Exception) -> Rescored:
@@ -111,9 +100,9 @@ def transcript_of(x: Experience, task: Task) -> Transcript:
     """A stored run as its reward saw it: a turn for each answer of the model, with its tokens where they can be told apart."""
     messages = list(x.messages) or [*task.chat(), {"role": "assistant", "content": x.response_text}]
     said = [i for i, m in enumerate(messages) if m.get("role") == "assistant"] or [len(messages) - 1]
-    pieces = (
-        _pieces(x) if len(_pieces(x)) == len(said) else [np.zeros(0, np.int64)] * (len(said) - 1) + [np.flatnonzero(x.loss_mask)]
-    )
+    pieces = _pieces(x)
+    if len(pieces) != len(said):
+        pieces = [np.zeros(0, np.int64)] * (len(said) - 1) + [np.flatnonzero(x.loss_mask)]
     turns = []
     for i, where in zip(said, pieces, strict=True):
         answer = messages[i]

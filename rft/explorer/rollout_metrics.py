@@ -86,14 +86,16 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         by_taskset[g.task.taskset] += g.rewards
     out |= {f"rollout/{name}/reward/mean": fmean(rewards) for name, rewards in by_taskset.items() if rewards}
     parts = {name for r in whole for name in r.reward_parts}
+    named: dict[str, float] = {}
     for name, values in _named(whole).items():
-        out[f"rollout/{name}/mean"] = fmean(values)
+        named[f"rollout/{name}/mean"] = fmean(values)
         if name in parts:
-            out[f"rollout/{name}/std"] = pstdev(values)
+            named[f"rollout/{name}/std"] = pstdev(values)
     if whole:
         out |= lengths("rollout", whole) | collapse_metrics(groups)
         out["rollout/tokens_per_s"] = sum(r.num_response_tokens for r in whole) / max(wall_s, 1e-9)
-        out["rollout/model_version"] = fmean(r.oldest_version.step for r in whole if r.oldest_version is not None)
+        if steps := [r.oldest_version.step for r in whole if r.oldest_version is not None]:
+            out["rollout/model_version"] = fmean(steps)
         out["rollout/clipped_logprobs"] = float(sum(r.clipped_logprobs for r in whole))
     if percentiles:
         responses = [r.num_response_tokens for r in whole]
@@ -103,7 +105,7 @@ def rollout_metrics(groups: Sequence[PlayedGroup], wall_s: float, percentiles: b
         out |= _percentiles("rollout/time/run", [run.run_s for run in runs])
     if several := [g.rewards for g in groups if len(g.rewards) > 1]:
         out["frac_reward_zero_std"] = fmean(len(set(rewards)) == 1 for rewards in several)
-    return out
+    return named | out  # a part that is called "reward" does not hide the reward
 
 
 def pipeline_metrics(metrics: Sequence[Metric]) -> dict[str, float]:

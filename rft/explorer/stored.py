@@ -71,15 +71,14 @@ async def _row(task: Task, recipe: Recipe, answers: Sequence[str], source: str, 
         raise ConfigError(
             "names no reward; write default_reward_fn_type for it, or --reward-fn", key=f"taskset {task.taskset}.reward_fn"
         )
-    results = await scored_or_not(reward, task, answers, timeout_s)
+    results = await scored_or_not(reward, task, [transcript(task, a) for a in answers], timeout_s)
     first = next((r for r in results if isinstance(r, Exception)), None)
     why = "" if first is None else f"row {task.index}: {type(first).__name__}: {first}"
     return Scored(source, tuple(r.value if isinstance(r, Score) else None for r in results), why)
 
 
-async def scored_or_not(reward: Reward, task: Task, answers: Sequence[str], timeout_s: float) -> list[Score | Exception]:
-    """For each answer its score, or why it has none.  Raises RftError (a model is gone, a budget is used up)."""
-    said = [transcript(task, text) for text in answers]
+async def scored_or_not(reward: Reward, task: Task, said: Sequence[Transcript], timeout_s: float) -> list[Score | Exception]:
+    """For each run its score, or why it has none.  Raises RftError (a model is gone, a budget is used up)."""
     results: Sequence[Score | BaseException]
     if reward.whole_group:
         (whole,) = await asyncio.gather(score_group(reward, task, said, timeout_s=timeout_s), return_exceptions=True)

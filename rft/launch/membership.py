@@ -192,9 +192,8 @@ _TASKS = "buffer.explorer_input"
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     """(key, the joining side's value, sentence) of each key of `SHARED` that differs."""
     found = []
-    named = any(
-        _at(ours, f"{_TASKS}.{key}") for key in ("taskset", "tasksets")
-    )  # the process that trains need not name the tasks
+    # the process that trains need not name the tasks
+    named = any(_at(ours, f"{_TASKS}.{key}") for key in ("taskset", "tasksets"))
     for key in SHARED if named else [k for k in SHARED if k != _TASKS]:
         for at, a, b in compare(_at(ours, key), _at(theirs, key), undotted(key)):
             if not (name := dotted(at)).startswith(_OWN):

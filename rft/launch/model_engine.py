@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
 import sys
 from pathlib import Path
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.json"
 _PROMPTS, _TOKENS = (4, 9, 17), 16
-_PROBES, _PROBE_TOKENS = 16, 4
 _SHAKEN = 0.02  # by how much of its size a weight changes from one version to the next
 _TIMEOUT_S = 120.0
 
@@ -86,19 +84,14 @@ async def _served(kind: str, device: str, model: str, folder: Path) -> Served:
     transport = MemoryTransport(folder)
     try:
         learner = Learner(LearnerSettings(model_path=model, device=device, row_layout="padded"))
-        return await _synced(engine, Ranks(learner), learner, transport, _size(model))
+        return await _synced(engine, Ranks(learner), learner, transport, model)
     finally:
         await engine.close()
         transport.close()
 
 
-def _size(model: str) -> int:
-    """Of the vocabulary."""
-    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("text_config", config)["vocab_size"])
-
-
-async def _synced(engine: Any, ranks: Any, learner: Learner, transport: Any, size: int) -> Served:
+async def _synced(engine: Any, ranks: Any, learner: Learner, transport: Any, model: str) -> Served:
+    from rft.launch.start import probe_prompts, vocab_size
     from rft.sync.canary import Canary
     from rft.sync.engines import EngineSet
     from rft.sync.settings import SyncSettings
@@ -106,10 +99,10 @@ async def _synced(engine: Any, ranks: Any, learner: Learner, transport: Any, siz
     from rft.sync.waits import Waits
     from rft.types.ids import Version
 
-    draw = np.random.default_rng(2)
+    draw, size = np.random.default_rng(2), vocab_size(model)
     settings = SyncSettings(timeout_s=_TIMEOUT_S)
     engines = EngineSet(engine, (), Waits(_TIMEOUT_S), _TIMEOUT_S, None, lambda owner, why: None)
-    canary = Canary(settings, draw.integers(size, size=(_PROBES, _PROBE_TOKENS)).tolist(), ranks)
+    canary = Canary(settings, probe_prompts(model, settings.canary_prompts, 0), ranks)
     updates = WeightUpdates(settings, engines, canary, Rounds(None, _TIMEOUT_S))
     first = await updates.run(await ranks.stage(Version(1, 0), transport), _nothing)
     sampled = [await _answer(engine, draw.integers(size, size=length).tolist()) for length in _PROMPTS]

@@ -7,7 +7,6 @@ delays anything; all it knows is in metrics.jsonl and the logs too.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import shlex
 import sys
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rft.logs import redact
-from rft.monitor.curves import main_curves, sparkline
+from rft.monitor.curves import main_values, sparkline
 from rft.monitor.read import scan
 from rft.types.ids import Version
 from rft.types.metrics import MetricRecord
@@ -153,10 +152,8 @@ def next_steps(run_dir: Path | str) -> list[str]:
 
 def curve_lines(records: Sequence[MetricRecord]) -> list[str]:
     """The reward and every evaluation as one line each: from, a line of blocks, to."""
-    found = {name: [v for _, v in points if math.isfinite(v)] for name, points in main_curves(records).items()}
-    return [
-        f"{values[0]:.3f} {sparkline(values, 32)} {values[-1]:.3f}  {name}" for name, values in found.items() if len(values) > 1
-    ]
+    found = main_values(records)
+    return [f"{values[0]:.3f} {sparkline(values, 32)} {values[-1]:.3f}  {name}" for name, values in found.items()]
 
 
 def step_facts(values: dict[str, float], seconds: float) -> str:

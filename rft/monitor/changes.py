@@ -20,7 +20,11 @@ class FolderChanges:
             raise SetupError("this system cannot watch files (no inotify); use `tail -f` on the files in `logs`")
         self._folders, self._recursive = folders, recursive
         self._fd = int(self._libc.inotify_init1(os.O_CLOEXEC))
-        self._cover()
+        try:
+            self._cover()
+        except BaseException:
+            self.close()
+            raise
 
     def fileno(self) -> int:
         """Readable while there are changes that `wait` has not taken."""
@@ -29,10 +33,12 @@ class FolderChanges:
     def wait(self) -> None:
         """Until something has changed since the last call; Ctrl-C raises KeyboardInterrupt."""
         os.read(self._fd, 65536)
-        self._cover()
+        if self._recursive:
+            self._cover()
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def _cover(self) -> None:
         """Also the folders of machines that have joined (log.group_by_node); one that is watched already stays as it is."""

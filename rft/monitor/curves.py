@@ -48,6 +48,12 @@ def main_curves(records: Iterable[MetricRecord]) -> dict[str, list[tuple[int, fl
     return found
 
 
+def main_values(records: Iterable[MetricRecord]) -> dict[str, list[float]]:
+    """The finite values of each main curve that has two or more."""
+    found = {name: [v for _, v in points if math.isfinite(v)] for name, points in main_curves(records).items()}
+    return {name: values for name, values in found.items() if len(values) > 1}
+
+
 def is_evaluation(name: str) -> bool:
     """Whether it is the main number of an evaluation: its mean reward, or its loss on held-out rows."""
     return name.startswith(("eval/", "bench/")) and ("/mean@" in name or name.endswith("/loss"))

@@ -5,14 +5,12 @@ Knows `RunFacts` of each run.  Invariant: a row is there where any of the runs h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rft.config.save import differing
-from rft.monitor.curves import Points, main_curves, sparkline, svg
-from rft.monitor.read import series
+from rft.monitor.curves import Points, main_curves, main_values, sparkline, svg
 from rft.report.facts import RunFacts, first_and_last, newest
 
 Rows = dict[str, dict[str, Any]]  # name → run → value
@@ -35,7 +33,7 @@ def compared(found: Sequence[RunFacts], names: Sequence[str], keys: Sequence[str
     return {
         "evaluation": _by({n: {p.name: _told(p, q) for p, q in first_and_last(f.evals)} for n, f in run.items()}),
         "newest": _by({n: {k: v for k in keys if (v := newest(f.records, k)) is not None} for n, f in run.items()}),
-        "curve": _by({n: _sparklines(f) for n, f in run.items()}),
+        "curve": _by({n: {k: sparkline(v, 24) for k, v in main_values(f.records).items()} for n, f in run.items()}),
         "cost": _by({n: {"steps": f.steps, **dict(f.cost)} for n, f in run.items()}),
         "alarm": _by({n: {a.name: f"since step {a.step}" for a in reversed(f.alarms)} for n, f in run.items()}),
         "configuration": _apart({n: dict(f.changed) for n, f in run.items()}),
@@ -54,14 +52,6 @@ def picture(found: Sequence[RunFacts], names: Sequence[str]) -> str:
 def _told(first: Any, last: Any) -> str:
     within = "" if last.low is None else f" ({last.low:.3f} to {last.high:.3f})"
     return f"{first.mean:.3f} → {last.mean:.3f}{within}, step {last.step}"
-
-
-def _sparklines(f: RunFacts) -> dict[str, str]:
-    return {
-        name: sparkline([v for _, v in points if math.isfinite(v)], 24)
-        for name in main_curves(f.records)
-        if len(points := series(f.records, name)) > 1
-    }
 
 
 def _apart(columns: dict[str, dict[str, str]]) -> Rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -143,8 +144,6 @@ def _saved(run: StoredRun, missing: list[str]) -> dict[str, Any]:
 
 
 def _repeat(saved: dict[str, Any]) -> list[str]:
-    import shlex
-
     if not saved.get("path"):
         return []
     return [

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import secrets
+import select
 import shutil
 import subprocess
 import tempfile
@@ -23,16 +24,13 @@ from rft.sandbox.jobs import Ran
 from rft.sandbox.processes import ProgramLimits, SandboxError, SandboxUnavailable
 from rft.worker.job_pool import JobPool
 
-COMMAND = (
-    "RFT_CONTAINER_COMMAND"  # environment: the engine's command with its own options, where `podman` or `docker` is not enough
-)
+COMMAND = "RFT_CONTAINER_COMMAND"  # environment: the container engine's command, where `podman` or `docker` is not enough
 CLOSE_S = 5.0  # that `close` leaves to programs under way
 _START_S, _REMOVE_S = 60.0, 30.0
 _STARTS = 3  # attempts: runc now and then loses a container between creating and starting it
 _THREADS = 16  # tasks a container may have at least: runc's own threads count while it starts
 _KILLED = 137
 _IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,254}", re.ASCII)  # never an option of the engine
-_BROKEN = (125, 126, 127)  # the engine's own failures, an entry that cannot be run, one that is not there
 _BOOT = (
     "import sys; print(end='\\0', flush=True); read = sys.stdin.buffer.read; n = int.from_bytes(read(8), 'big'); "
     "exec(compile(read(n), '<program>', 'exec'), {'__name__': '__main__'})"
@@ -94,8 +92,7 @@ class ContainerSandbox(JobPool):
             given = len(program).to_bytes(8, "big") + program + stdin
             output, errors, stopped = jobs.talk(process, given, deadline, limits)
             if stopped:
-                why = f"more than {limits.output_kb} KB" if stopped == "output" else f"no end after {limits.timeout_s:g} s"
-                return Ran(stopped, why, b"")
+                return jobs.was_stopped(stopped, limits)
             status = process.engine.wait()
         if status == 0:
             return Ran("", "", output)
@@ -169,8 +166,6 @@ class ContainerSandbox(JobPool):
 
     def _await_start(self, process: _Started) -> None:
         """Until Python runs in it: what the engine takes for that is not the program's time."""
-        import select
-
         ready, _, _ = select.select([process.fds["stdout"]], [], [], _START_S)
         if ready and os.read(process.fds["stdout"], 1) == b"\0":
             return

@@ -212,10 +212,8 @@ def _descriptors(fds: dict[str, int]) -> tuple[socket.socket, socket.socket | No
 
 def _limit(order: dict[str, Any], level: str) -> None:
     memory, file = (order["memory_mb"] << 20) + _preloaded_bytes, order["file_mb"] << 20
-    own_user, own_space = (
-        os.geteuid() == 0,
-        level == "namespaces",
-    )  # else the account's other processes count, and none may be started
+    # else RLIMIT_NPROC would count the account's other processes, and the program may start none anyway
+    own_user, own_space = os.geteuid() == 0, level == "namespaces"
     tasks = 64 + order["processes"] if own_user else 512 if own_space else resource.RLIM_INFINITY
     for what, most in (
         (resource.RLIMIT_CPU, order["cpu_s"]),

@@ -156,11 +156,7 @@ def run(server: ForkServer, program: str, stdin: bytes, limits: ProgramLimits) -
         output, errors, stopped = talk(process, stdin, deadline, limits)
         status = process.end()
         if stopped:
-            return Ran(
-                stopped,
-                f"more than {limits.output_kb} KB" if stopped == "output" else f"no end after {limits.timeout_s:g} s",
-                b"",
-            )
+            return was_stopped(stopped, limits)
     if status == 0:
         return Ran("", "", output)
     return how_ended(status, last_line(errors), limits)
@@ -280,6 +276,11 @@ def _feed(fd: int, data: bytes, sent: int) -> int:
         return sent + os.write(fd, data[sent : sent + (1 << 16)])
     except BrokenPipeError:  # it does not read to the end
         return len(data)
+
+
+def was_stopped(why: str, limits: ProgramLimits) -> Ran:
+    """Of a program that `talk` had to stop: timeout or output."""
+    return Ran(why, f"more than {limits.output_kb} KB" if why == "output" else f"no end after {limits.timeout_s:g} s", b"")
 
 
 def how_ended(status: int, detail: str, limits: ProgramLimits) -> Ran:

@@ -33,14 +33,14 @@ def clients(settings: ServeSettings) -> dict[str, str]:
         except (OSError, UnicodeDecodeError) as e:
             raise SetupError(f"explorer.serve.clients_file {settings.clients_file} cannot be read: {e}") from e
         for number, line in enumerate(lines, 1):
-            text = line.partition("#")[0].strip()
-            if text and (match := _LINE.fullmatch(text)) is None:
+            if not (text := line.partition("#")[0].strip()):
+                continue
+            if (match := _LINE.fullmatch(text)) is None:
                 raise SetupError(
                     f"{settings.clients_file}, line {number}: write NAME and the SHA-256 of its key as 64 hex digits; `rft serve --new-key "
                     "NAME` makes both"
                 )
-            if text and match is not None:
-                found[match["hash"]] = match["name"]
+            found[match["hash"]] = match["name"]
     if key := os.environ.get(ENVIRONMENT):
         if len(key) < LEAST_KEY:
             raise SetupError(f"the key in {ENVIRONMENT} has {len(key)} characters; use a random one of at least {LEAST_KEY}")
@@ -94,9 +94,8 @@ class Quota:
         self._tokens = TokenBucket(limits.tokens_per_minute, limits.tokens_per_minute, now)
         self._under_way = 0
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """While one request is under way.  Raises TooMuch."""
+    def check(self) -> None:
+        """Raises TooMuch where one more request is too many."""
         now, limits = self.clock(), self._limits
         self._requests.fill(now)
         self._tokens.fill(now)
@@ -106,6 +105,10 @@ class Quota:
             raise TooMuch(f"{limits.requests_per_minute} requests a minute are the limit of this key", wait)
         if wait := self._tokens.wait_s(1):
             raise TooMuch(f"{limits.tokens_per_minute} tokens a minute are the limit of this key", wait)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While one request is under way, which was checked."""
         self._requests.left -= 1
         self._under_way += 1
         try:

@@ -45,7 +45,8 @@ class SessionBook:
         self._settings, self._model, self._store, self.clock = settings, model, store, clock
         self._on_open, self.on_over = on_open, on_over
         self.sessions: dict[str, LiveSession] = {}
-        self.alone: dict[tuple[str, str], LiveSession] = {}  # of one call each, by client and the call's retry key
+        self._alone: dict[tuple[str, str], LiveSession] = {}  # of one call that may be sent again, by client and retry key
+        self._opening: dict[tuple[str, str], asyncio.Future[LiveSession]] = {}
         self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
         self.changed = asyncio.Event()  # a group closed, or a deadline is earlier than the ones before
         self.counts: Counter[str] = Counter()  # of what became of sessions, since this process began
@@ -84,14 +85,26 @@ class SessionBook:
         self.counts["opened"] += 1
         return self._enter(stored, fresh=True, key=key)
 
+    async def alone(self, client: str, retry_key: str) -> LiveSession:
+        """A session for one call of a client.  The same call, sent again, has the same one."""
+        if not retry_key:
+            return await self.open(client, "", {}, own_key=False)
+        key = client, retry_key
+        if (session := self._alone.get(key)) is not None:
+            return session
+        if key not in self._opening:
+            self._opening[key] = asyncio.ensure_future(self.open(client, "", {"retry_key": retry_key}, own_key=False))
+            self._opening[key].add_done_callback(lambda _: self._opening.pop(key))
+        return await asyncio.shield(self._opening[key])
+
     def _enter(self, stored: StoredSession, *, fresh: bool, key: str = "") -> LiveSession:
         task = task_of(self._settings, stored.task_id)
         ctx = RunContext(self._model, task, run=0, request_id=stored.id)
         session = LiveSession(stored, ctx, task, self._store, fresh=fresh, key=key)
         self.sessions[stored.id] = session
         self._per_client[stored.client] += 1
-        if not stored.key_hash:
-            self.alone[stored.client, stored.metadata.get("retry_key", "")] = session
+        if (of_call := _of_call(stored)) is not None:
+            self._alone[of_call] = session
         heapq.heappush(self._expiries, (stored.expires, stored.id))
         if self._expiries[0][1] == stored.id:
             self.changed.set()
@@ -125,7 +138,7 @@ class SessionBook:
             session.stored = msgspec.structs.replace(session.stored, score=score)
         else:
             session.scores[call] = score
-        if completes:
+        if completes and session.stored.state == "open":  # another reward may have completed it meanwhile
             session.stored = msgspec.structs.replace(session.stored, state="rewarded", rewarded=now)
             self.groups.add(session.stored.task_id, session.id, now)
             self.counts["rewarded"] += 1
@@ -162,8 +175,8 @@ class SessionBook:
     def _leave(self, session: LiveSession) -> None:
         del self.sessions[session.id]
         self._per_client[session.stored.client] -= 1
-        if not session.stored.key_hash:
-            self.alone.pop((session.stored.client, session.stored.metadata.get("retry_key", "")), None)
+        if (of_call := _of_call(session.stored)) is not None:
+            self._alone.pop(of_call, None)
         self.on_over(session)
 
     # ------------------------------------------------------------ deadlines
@@ -212,6 +225,12 @@ class SessionBook:
             return session
         stored = await self._store.find_session(id)
         return None if stored is None else self.sessions.get(stored.id, stored)
+
+
+def _of_call(stored: StoredSession) -> tuple[str, str] | None:
+    """Client and retry key of a session of one call that may be sent again."""
+    retry_key = "" if stored.key_hash else stored.metadata.get("retry_key", "")
+    return (stored.client, retry_key) if retry_key else None
 
 
 def task_of(settings: ServeSettings, task_id: str) -> Task:

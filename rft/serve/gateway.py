@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rft.serve import bodies
@@ -87,49 +87,44 @@ class Gateway(Endpoint):
         return name
 
     async def respond(self, request: web.Request, asked: ApiRequest, retry_key: str) -> tuple[Session, ApiAnswer]:
-        key = key_of(request)
-        name = None if "run" in request.match_info else self._clients.get(key)
-        if name is None:
-            session = self._session(request)
-            assert isinstance(session, LiveSession), "this server has no other ones"
+        name = None if "run" in request.match_info else self._clients.get(key_of(request))
+        if name is not None:
+            quotas = [self.quotas[name]]
+            with self._limited(quotas):  # before there is a session: what is refused leaves none behind
+                session = await self.book.alone(name, retry_key)
+                try:
+                    answer = await session.answer(asked, retry_key)
+                except BaseException:
+                    if not session.calls and not session.under_way:
+                        await self.book.explain([session.id], "failed")
+                    raise
         else:
-            session = await self._alone(name, retry_key)
-        async with self._limited(session, key) as quotas:
-            try:
+            found = self._session(request)
+            assert isinstance(found, LiveSession), "this server has no other ones"
+            session = found
+            quotas = [self._of_sessions.setdefault(session.id, Quota(self._settings.limits))]
+            quotas += [q for q in (self.quotas.get(session.stored.client),) if q is not None]  # a client may have been removed
+            with self._limited(quotas):
                 answer = await session.answer(asked, retry_key)
-            except BaseException:
-                if name is not None and not session.calls and not session.under_way:
-                    await self.book.explain([session.id], "failed")
-                raise
-            used = usage(answer.completions, asked.n)
-            self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
-            for quota in quotas:
-                quota.spend(used["total_tokens"])
+        used = usage(answer.completions, asked.n)
+        self.counts.update(calls=1, prompt_tokens=used["prompt_tokens"], completion_tokens=used["completion_tokens"])
+        for quota in quotas:
+            quota.spend(used["total_tokens"])
         return session, answer
 
-    async def _alone(self, client: str, retry_key: str) -> LiveSession:
-        """A session for one call of a client.  The same call, sent again, has the same one."""
-        if retry_key and (session := self.book.alone.get((client, retry_key))) is not None:
-            return session
-        metadata = {"retry_key": retry_key} if retry_key else {}
-        return await self.book.open(client, "", metadata, own_key=False)
-
-    @asynccontextmanager
-    async def _limited(self, session: LiveSession, key: str) -> AsyncIterator[list[Quota]]:
-        """The quotas of the session and of its client, while a request is under way."""
-        client = self.quotas.get(session.stored.client)
-        own = None if key in self._clients else self._of_sessions.setdefault(session.id, Quota(self._settings.limits))
-        quotas = [q for q in (own, client) if q is not None]
+    @contextmanager
+    def _limited(self, quotas: Sequence[Quota]) -> Iterator[None]:
+        """While a request is under way that counts for all of them.  Raises ApiError 429, which has taken nothing."""
         try:
-            if len(quotas) == 2:
-                with quotas[0].request(), quotas[1].request():
-                    yield quotas
-            else:
-                with quotas[0].request():
-                    yield quotas
+            for quota in quotas:
+                quota.check()
         except TooMuch as e:
             self.counts["limited"] += 1
             raise ApiError(429, str(e), code="rate_limit_exceeded", retry_s=e.retry_s) from None
+        with ExitStack() as stack:
+            for quota in quotas:
+                stack.enter_context(quota.request())
+            yield
 
     async def _mine(self, request: web.Request) -> LiveSession | StoredSession:
         """The session of the address, for its own key or its client's.  Others learn nothing, not even whether it is there."""
@@ -251,7 +246,7 @@ class Gateway(Endpoint):
         }
         if isinstance(self._model, Measured):
             values |= {m.name: m.value for m in await self._model.metrics()}
-        lines = [f"rft_{_prometheus(name)} {value:g}" for name, value in sorted(values.items())]
+        lines = [f"rft_{_prometheus(name)} {value:.15g}" for name, value in sorted(values.items())]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
 
 

@@ -23,6 +23,7 @@ from rft.buffer.settings import ROLLOUT_MODEL, PipelineSettings
 from rft.disk import write_whole
 from rft.errors import DiskFull, FrameRejected
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
+from rft.explorer.stoppable import StoppableWork
 from rft.serve.access import clients
 from rft.serve.book import WORKFLOW, SessionBook, task_of
 from rft.serve.gateway import Gateway
@@ -94,42 +95,23 @@ class Service:
     ) -> None:
         """`folder` gets serve.json, with the address.  Raises SetupError where no client has a key."""
         self.settings = settings
-        self._model, self._buffer, self._gate, self._sink, self._lineage, self._models = (
-            model,
-            buffer,
-            gate,
-            sink,
-            lineage,
-            models,
-        )
+        self._model, self._buffer, self._gate, self._sink = model, buffer, gate, sink
+        self._lineage, self._models = lineage, models
         self._folder, self._on_listening = folder, on_listening
         self._pipeline = ExperiencePipeline(pipeline, judge, 60.0)
         self.gateway = Gateway(settings, clients(settings) if settings.clients is None else settings.clients, model)
         self.book = SessionBook(settings, model, buffer, self.gateway.add, self.gateway.remove)
         self._engines = engine_metrics(model, models)
         self._verified: set[Version] = set()
-        self._main: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._main = StoppableWork()
 
     async def run(self) -> None:
         """Serves until the trainer is finished.  Raises SetupError for a port that is taken, and what buffer and gate raise."""
-        if self._stopping:
-            return
-        self._main = asyncio.ensure_future(self._run())
-        try:
-            await asyncio.shield(self._main)
-        except asyncio.CancelledError:
-            if not self._stopping:
-                self._main.cancel()
-                await asyncio.gather(self._main, return_exceptions=True)
-                raise
+        await self._main.run(self._run)
 
     async def stop(self) -> None:
         """Ends `run` early.  What waits, waits in the buffer for the next start."""
-        self._stopping = True
-        if self._main is not None:
-            self._main.cancel()
-            await asyncio.wait({self._main})
+        await self._main.stop()
 
     async def _run(self) -> None:
         await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
@@ -221,9 +203,8 @@ class Service:
             reason, bad = "orphaned", [ids[ExperienceId.parse(text.split()[0]).run]]
         await self.book.explain([i for i in bad if i in waiting], reason)
         for id in waiting:
-            if id not in bad:
-                stored = self.book.sessions[id].stored
-                self.book.groups.add(stored.task_id, id, stored.rewarded or stored.created)
+            if id not in bad and (session := self.book.sessions.get(id)) is not None:
+                self.book.groups.add(session.stored.task_id, id, session.stored.rewarded or session.stored.created)
 
     async def _stored(self, group: PlayedGroup, ids: list[str]) -> None:
         while True:

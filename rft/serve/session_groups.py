@@ -26,13 +26,18 @@ class SessionGroups:
         self.num_runs, self._deadline_s = num_runs, deadline_s
         self.needed = min(2, num_runs)
         self._open: dict[str, SessionGroup] = {}  # by task, the one that closes first before the others
+        self._last = 0.0  # when the newest group was begun
         self._of: dict[str, tuple[str, SessionGroup]] = {}  # session: key and group, open or closed
         self.closed: deque[SessionGroup] = deque()
 
     def add(self, task_id: str, session: str, at: float) -> None:
         """`session` was rewarded at `at`."""
         key = task_id if self.num_runs > 1 else session
-        group = self._open.setdefault(key, SessionGroup(task_id, at + self._deadline_s))
+        if (group := self._open.get(key)) is None:
+            group = self._open[key] = SessionGroup(task_id, at + self._deadline_s)
+            if at < self._last:  # it was in a group that was refused
+                self._open = dict(sorted(self._open.items(), key=lambda item: item[1].closes))
+            self._last = max(at, self._last)
         group.sessions.append(session)
         self._of[session] = key, group
         if len(group.sessions) == self.num_runs:
@@ -68,7 +73,7 @@ class SessionGroups:
 
     @property
     def next_deadline(self) -> float | None:
-        return next((g.closes for g in self._open.values()), None)  # rewards come in the order of time
+        return next((g.closes for g in self._open.values()), None)
 
     @property
     def waiting(self) -> int:

@@ -174,9 +174,7 @@ class WeightUpdates:
         loaded = time.perf_counter()
         await self._engines.ask_all("resume", lambda e: e.resume(), numbers, generated=True)
         at = time.perf_counter()
-        if (
-            self.manifest is not None
-        ):  # without a version to go back to, nothing was under way and nothing starts before the canary
+        if self.manifest is not None:  # else nothing was under way, and nothing starts before the canary
             self.provisional = manifest.version
         probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers, generated=True)
         if self.manifest is not None and resumed is not None:

@@ -49,13 +49,9 @@ class StepBatch:
     staleness: list[int]  # of each row, in train steps
     critic: list[RankBatch] | None = None  # what the critic learns
     kl: float | None = None  # of the KL in the reward, before this step
-    order: list[int] = field(
-        default_factory=list
-    )  # rows of the lease that `shares` hold, micro-batch by micro-batch, rank by rank
+    order: list[int] = field(default_factory=list)  # rows of the lease in `shares`, micro-batch by micro-batch, rank by rank
     metrics: dict[str, float] = field(default_factory=dict)
-    advantages: dict[int, np.ndarray] = field(
-        default_factory=dict
-    )  # float32 [L] by row of the lease; not of rows that were not drawn
+    advantages: dict[int, np.ndarray] = field(default_factory=dict)  # float32 [L] by row of the lease, of those that were drawn
 
 
 def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> DecodedLease:

@@ -11,7 +11,8 @@ import torch
 
 from rft.algorithm.args import Computed
 from rft.algorithm.base import Denominators, LossInputs
-from rft.errors import ConfigError, RunFailed
+from rft.buffer.given_rows import GivenRows
+from rft.errors import RunFailed
 from rft.taskset.offline_data import OfflineData, sides
 from rft.trainer import batch_builder
 from rft.trainer.pack import TrainRow
@@ -24,21 +25,14 @@ from rft.types.ports import Consumption, EndOfData, GroupStats, Lease
 _THE_LOSS = ("pg_loss", "sft_loss", "dpo_loss")  # `loss` less KL and entropy terms
 
 
-class OfflineReader:
+class OfflineReader(GivenRows):
     """`ports.BufferReader` over a data set: step n always gets the same rows.  There is no store: nothing waits and nothing is lost."""
 
-    def __init__(self, data: OfflineData, *, size: int, seed: int, lineage: int, total_steps: int) -> None:
-        self._data, self._size, self._seed, self._lineage, self._steps = data, size, seed, lineage, total_steps
+    key = "buffer.trainer_input.experience_buffer.path"
 
-    def go_on(self, step: int, consumption: Consumption) -> None:
-        """Raises ConfigError unless the checkpoint of `step` was trained on these rows in this order."""
-        if consumption != self._consumed(step):
-            raise ConfigError(
-                f"its rows, their order or buffer.train_batch_size are not what the checkpoint of step {step} was trained with, so the run "
-                "cannot go on where it was.  Restore them, or choose another `name`, with resume_from_path to begin with its weights",
-                key="buffer.trainer_input.experience_buffer.path",
-                given=self._data.settings.rows.path,
-            )
+    def __init__(self, data: OfflineData, *, size: int, seed: int, lineage: int, total_steps: int) -> None:
+        super().__init__(data.settings.rows.path)
+        self._data, self._size, self._seed, self._lineage, self._steps = data, size, seed, lineage, total_steps
 
     async def lease(
         self,
@@ -61,17 +55,7 @@ class OfflineReader:
         stats = tuple(GroupStats(group=str(m[0].group), rewards=(), mean=0.0, std=0.0) for m in made)
         return Lease(step=step, frame=encode([x for m in made for x in m]), groups=stats)
 
-    async def use(self, step: int, logprobs: bytes | None = None) -> None:
-        """Nothing to record: the step says it."""
-
-    async def discard(self, step: int, reason: str) -> None:
-        """The same; the trainer's log names the step."""
-
-    async def consumption(self, step: int) -> Consumption:
-        return self._consumed(step)
-
-    def _consumed(self, step: int) -> Consumption:
-        """Rows of all steps so far, those of a step that was skipped included."""
+    def consumed(self, step: int) -> Consumption:
         return Consumption(num_uses=step * self._size, digest=self._data.place(step, self._size, self._seed), cursor=step)
 
 

@@ -21,10 +21,9 @@ def _unpaid() -> None:
     """The caller counts no costs."""
 
 
-THROTTLED: ContextVar[Callable[[float], None]] = ContextVar(
-    "held", default=_nobody
-)  # is told for how many seconds, before they pass
-RESENT: ContextVar[Callable[[], Awaitable[None]]] = ContextVar(
-    "resent", default=_free
-)  # is awaited before; what it raises ends the call
-UNPAID: ContextVar[Callable[[], None]] = ContextVar("unpaid", default=_unpaid)  # is told before the error is raised
+# is told for how many seconds, before they pass
+THROTTLED: ContextVar[Callable[[float], None]] = ContextVar("held", default=_nobody)
+# is awaited before; what it raises ends the call
+RESENT: ContextVar[Callable[[], Awaitable[None]]] = ContextVar("resent", default=_free)
+# is told before the error is raised
+UNPAID: ContextVar[Callable[[], None]] = ContextVar("unpaid", default=_unpaid)

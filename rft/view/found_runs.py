@@ -64,7 +64,8 @@ class FoundRuns:
             )
         self.found = {}
         for path in sorted(paths):
-            key = "~".join(path.relative_to(self.folder).parts) or path.name or "run"
+            name = "~".join(path.relative_to(self.folder).parts) or path.name or "run"
+            key = name.encode("utf-8", "replace").decode()  # a name that is no text cannot be part of an address
             while key in self.found:
                 key += "~"
             self.found[key] = path

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rft.buffer.query import Questions, locate
+from rft.buffer.token_texts import TokenTexts
 from rft.errors import ConfigError, RftError
 from rft.launch.rundir import RunDir
 from rft.types.ids import GroupId
@@ -35,6 +36,8 @@ class OpenedRun:
         self.run_dir = run_dir
         self._curves = Curves(run_dir)
         self.index = RolloutIndex()
+        self.users = 0  # requests under way
+        self.words: TokenTexts | None = None  # once a rollout was shown
         self.views: dict[str, tuple[str, ...]] = {}  # columns of the documented views, once they are known
         self._metrics_lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -66,7 +66,7 @@ async def answer(run_dir: Path, sql: str) -> SqlAnswer:
         return await asyncio.to_thread(read)
 
 
-async def chunks(run_dir: Path, sql: str, kind: str) -> AsyncIterator[bytes]:
+async def chunks(run_dir: Path, sql: str, kind: str) -> AsyncGenerator[bytes]:
     """All rows as a file of `kind`, piece by piece.  Raises ConfigError."""
     write: Callable[[tuple[str, ...], Iterator[Sequence[Any]]], Iterator[bytes]] = _csv if kind == "csv" else _parquet
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import msgspec
 from aiohttp import web
@@ -32,10 +35,14 @@ from rft.view.metric_curves import AXES, Axis, Curves
 from rft.view.opened_run import OpenedRun, group_of
 from rft.view.token_colours import COLOURS, shown_tokens
 
-_MOST_OPEN = 3  # runs whose ledger and metrics are held open
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RunHandler = Callable[[web.Request, OpenedRun], Awaitable[web.StreamResponse]]
+_MOST_OPEN = 3  # runs whose ledger and metrics are held open while nobody asks
 _TIMELINE_STEPS = 30
 _TOKENS = 2000  # that are shown at first
 _COMPARED = 6
+_PLACE_DIGITS = 15
 _PATIENCE_S = 0.3  # a page does not wait longer for metrics that were never read
 
 
@@ -47,7 +54,6 @@ class ViewPages:
         self.runs.look()
         self.closing = asyncio.Event()
         self._opened: OrderedDict[Path, OpenedRun] = OrderedDict()
-        self._words: dict[Path, TokenTexts] = {}
         self._html = environment()
         self._base = ""
 
@@ -62,9 +68,10 @@ class ViewPages:
         for name, handler in {
             "": self._overview, "facts": self._facts, "curves.json": self._points, "timeline.svg": self._timeline,
             "rollouts": self._rollouts, "rollout/{id}": self._rollout, "group/{id}": self._group, "task": self._task,
-            "sql": self._sql, "sql.{kind}": self._download, "events": self._events,
+            "sql": self._sql, "sql.{kind}": self._download,
         }.items():  # fmt: skip
-            router.add_get(f"{run}/{name}", handler)
+            router.add_get(f"{run}/{name}", self._using(handler))
+        router.add_get(f"{run}/events", self._events)
 
     async def close(self) -> None:
         while self._opened:
@@ -84,19 +91,37 @@ class ViewPages:
 
     def _run_page(self, request: web.Request, page: str, values: Mapping[str, Any]) -> web.Response:
         key = request.match_info["run"]
-        where = {"key": key, "name": key.replace("~", "/"), "here": f"{self._base}/run/{key}", "page": page}
+        where = {"key": key, "name": key.replace("~", "/"), "here": f"{self._base}/run/{quote(key)}", "page": page}
         return self._page(f"{page}.html", {**where, **values})
 
-    async def _run(self, request: web.Request) -> OpenedRun:
+    def _run(self, request: web.Request) -> OpenedRun:
+        """The run that the address names."""
         path = self.runs.path(request.match_info["run"])
         if path is None:
             raise web.HTTPNotFound
-        if (found := self._opened.get(path)) is None:
-            found = self._opened[path] = OpenedRun(path)
-            if len(self._opened) > _MOST_OPEN:
-                await self._opened.popitem(last=False)[1].close()
+        if path not in self._opened:
+            self._opened[path] = OpenedRun(path)
         self._opened.move_to_end(path)
-        return found
+        return self._opened[path]
+
+    def _using(self, handler: RunHandler) -> Handler:
+        """`handler` gets the run that the address names, which stays open until it has answered."""
+
+        async def answered(request: web.Request) -> web.StreamResponse:
+            run = self._run(request)
+            run.users += 1
+            try:
+                return await handler(request, run)
+            finally:
+                run.users -= 1
+                await self._close_idle()
+
+        return answered
+
+    async def _close_idle(self) -> None:
+        idle = [path for path, run in self._opened.items() if not run.users]
+        for path in idle[: max(0, len(self._opened) - _MOST_OPEN)]:
+            await self._opened.pop(path).close()
 
     # ------------------------------------------------------------ runs
 
@@ -116,7 +141,7 @@ class ViewPages:
     async def _compare(self, request: web.Request) -> web.Response:
         paths = self._compared(request)
         found = await asyncio.to_thread(differences, list(paths.values()))
-        query = "&".join(f"run={k}" for k in paths)
+        query = urlencode([("run", k) for k in paths])
         return self._page(
             "compare.html",
             {"runs": list(paths), "differences": found, "axes": AXES, "points": f"{self._base}/compare.json?{query}"},
@@ -134,13 +159,12 @@ class ViewPages:
 
     # ------------------------------------------------------------ overview
 
-    async def _overview(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
+    async def _overview(self, request: web.Request, run: OpenedRun) -> web.Response:
         run.begin_index()
         return self._run_page(request, "overview", {**await self._about(run, _PATIENCE_S), "axes": AXES})
 
-    async def _facts(self, request: web.Request) -> web.Response:
-        return self._run_page(request, "facts", await self._about(await self._run(request)))
+    async def _facts(self, request: web.Request, run: OpenedRun) -> web.Response:
+        return self._run_page(request, "facts", await self._about(run))
 
     async def _about(self, run: OpenedRun, patience_s: float | None = None) -> dict[str, Any]:
         """After `patience_s` without the metrics: the page asks for them again."""
@@ -151,12 +175,11 @@ class ViewPages:
         numbers = reading.result() if ready else charts.numbers(Curves(run.run_dir))
         return {**run.state(), **numbers, "reading": not ready, "folder": run.run_dir, "checkpoints": checkpoints}
 
-    async def _points(self, request: web.Request) -> web.Response:
-        run, axis, name = await self._run(request), _axis(request), request.query.get("name", "")
+    async def _points(self, request: web.Request, run: OpenedRun) -> web.Response:
+        axis, name = _axis(request), request.query.get("name", "")
         return _json(await run.metrics(lambda curves: charts.of_run(curves, axis, name)))
 
-    async def _timeline(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
+    async def _timeline(self, request: web.Request, run: OpenedRun) -> web.Response:
         try:
             drawn = svg(*await run.metrics(lambda curves: curves.timeline(_TIMELINE_STEPS)))
         except RunFailed as e:
@@ -164,15 +187,14 @@ class ViewPages:
         return web.Response(text=drawn, content_type="image/svg+xml")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        run = await self._run(request)
+        run = self._run(request)
         return await live(request, run.run_dir, lambda: str(run.state()["phase"]), self.closing)
 
     # ------------------------------------------------------------ rollouts
 
-    async def _rollouts(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
+    async def _rollouts(self, request: web.Request, run: OpenedRun) -> web.Response:
         f, after = Filters.read(request.query), request.query.get("after", "")
-        if after and not after.isdecimal():
+        if after and not (after.isdecimal() and len(after) <= _PLACE_DIGITS):
             raise ConfigError(f"{after!r} is no place in the table", key="after", given=after)
         run.begin_index()
         if f == Filters() and not after and not run.index.ready:
@@ -184,15 +206,16 @@ class ViewPages:
         values = {"f": f, "page_of": page, "tasksets": tasksets, "orders": list(ORDERS), "statuses": STATUS, "states": STATES}
         return self._run_page(request, "rollouts", {**values, "read": run.progress})
 
-    async def _rollout(self, request: web.Request) -> web.Response:
-        run, id = await self._run(request), request.match_info["id"]
+    async def _rollout(self, request: web.Request, run: OpenedRun) -> web.Response:
+        id = request.match_info["id"]
         by = request.query.get("colour", "logprob")
         if by not in COLOURS:
             raise ConfigError(f"{by!r} is none of {', '.join(COLOURS)}", key="colour", given=by)
         most = 1 << 30 if request.query.get("tokens") == "all" else _TOKENS
-        if run.run_dir not in self._words:
-            self._words[run.run_dir] = await asyncio.to_thread(TokenTexts, run.run_dir)
-        words = self._words[run.run_dir]
+        if run.words is None:
+            read_now = await asyncio.to_thread(TokenTexts, run.run_dir)
+            run.words = read_now
+        words = run.words
 
         def read(q: Questions) -> dict[str, Any]:
             found = rollout_pages.rollout(q, id)
@@ -221,8 +244,7 @@ class ViewPages:
             },
         )
 
-    async def _group(self, request: web.Request) -> web.Response:
-        run = await self._run(request)
+    async def _group(self, request: web.Request, run: OpenedRun) -> web.Response:
         try:
             id = group_of(request.match_info["id"])
         except ValueError as e:
@@ -239,8 +261,8 @@ class ViewPages:
             raise ConfigError(f"{id} is no group of this run", key="group", given=id)
         return self._run_page(request, "group", values)
 
-    async def _task(self, request: web.Request) -> web.Response:
-        run, f = await self._run(request), Filters.read(request.query)
+    async def _task(self, request: web.Request, run: OpenedRun) -> web.Response:
+        f = Filters.read(request.query)
         if not f.taskset or f.task is None:
             raise ConfigError("needs taskset and task", key="task")
         index = await run.indexed()
@@ -249,8 +271,8 @@ class ViewPages:
 
     # ------------------------------------------------------------ SQL
 
-    async def _sql(self, request: web.Request) -> web.Response:
-        run, text = await self._run(request), request.query.get("q", "")
+    async def _sql(self, request: web.Request, run: OpenedRun) -> web.Response:
+        text = request.query.get("q", "")
         values: dict[str, Any] = {"q": text, "answer": None, "message": "", "examples": sql_answers.EXAMPLES, "views": {}}
         try:
             values["views"] = run.views = run.views or await run.ask(lambda q: {v: q.columns(v) for v in VIEWS})
@@ -260,18 +282,23 @@ class ViewPages:
             values["message"] = str(e)
         return self._run_page(request, "sql", values)
 
-    async def _download(self, request: web.Request) -> web.StreamResponse:
-        run, text, kind = await self._run(request), request.query.get("q", ""), request.match_info["kind"]
+    async def _download(self, request: web.Request, run: OpenedRun) -> web.StreamResponse:
+        text, kind = request.query.get("q", ""), request.match_info["kind"]
         if kind not in sql_answers.KINDS:
             raise web.HTTPNotFound
         headers = {CONTENT_DISPOSITION: f'attachment; filename="answer.{kind}"', "Content-Type": sql_answers.KINDS[kind]}
         response = web.StreamResponse(headers=headers)
-        chunks = sql_answers.chunks(run.run_dir, text, kind)
-        first = await anext(chunks, b"")  # what is wrong with the query is told before anything is sent
-        await response.prepare(request)
-        await response.write(first)
-        async for chunk in chunks:
-            await response.write(chunk)
+        async with aclosing(sql_answers.chunks(run.run_dir, text, kind)) as chunks:
+            first = await anext(chunks, b"")  # what is wrong with the query is told before anything is sent
+            await response.prepare(request)
+            await response.write(first)
+            try:
+                async for chunk in chunks:
+                    await response.write(chunk)
+            except RftError as e:
+                log.warning("a download broke off: %s", e)
+                assert request.transport is not None, "something was just sent"
+                request.transport.abort()  # the reader must not take a part for the whole
         return response
 
 

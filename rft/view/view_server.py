@@ -6,7 +6,6 @@ GET and HEAD are answered; a page may load nothing from elsewhere and runs no sc
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hmac
 import logging
@@ -96,8 +95,6 @@ class ViewServer:
                 return web.Response(status=e.status, text=e.reason)
             except RftError as e:
                 return self.pages.problem(str(e), 422)
-            except asyncio.CancelledError:
-                raise
             except ConnectionResetError:
                 raise  # the reader has gone
             except Exception:
@@ -113,7 +110,7 @@ class ViewServer:
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name.lower() not in _NAMES:
             return web.Response(status=403, text="this server answers to 127.0.0.1 and localhost alone")
-        given = request.path.split("/")[1]
+        given = request.path.removeprefix("/").partition("/")[0]
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode()):
             return web.Response(status=403, text="the address lacks its token; open the one that `rft view` has printed")
         if request.method not in ("GET", "HEAD"):

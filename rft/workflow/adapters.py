@@ -188,9 +188,8 @@ def _maker(name: str) -> Callable[..., Any]:
         raise SetupError(
             f"{name} is a game of textarena, which is not installed ({e}): pip install 'rft-platform[textarena]'"
         ) from e
-    raw = (
-        name if name.endswith(("-raw", "-train")) else f"{name}-raw"
-    )  # the plain name says all earlier turns again in every turn
+    # the plain name says all earlier turns again in every turn
+    raw = name if name.endswith(("-raw", "-train")) else f"{name}-raw"
     return lambda **args: textarena.make(env_id=raw, **args)
 
 

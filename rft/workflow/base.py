@@ -21,7 +21,7 @@ import numpy as np
 from rft.plugins import Provider, kind
 from rft.types.completion import Completion, Layout, Score, Transcript, Turn
 from rft.types.ports import ChatModel, GenerateRequest, ScoreRow
-from rft.types.task import SamplingArgs, Task
+from rft.types.task import Task
 
 workflow = kind("workflow")
 NO_MODELS: Mapping[str, ChatModel] = {}
@@ -195,11 +195,6 @@ def _answers(message: Mapping[str, Any], c: Completion) -> bool:
         return False
     calls = message.get("tool_calls")
     return not calls or [call.get("function") for call in calls] == [call.get("function") for call in c.tool_calls]
-
-
-def sampling_of(task: Task, **overrides: Any) -> SamplingArgs:
-    """The task's sampling arguments with some fields replaced."""
-    return msgspec.structs.replace(task.sampling, **overrides)
 
 
 def seed_for(seed: int, *place: int | str) -> Callable[[int], int]:

@@ -64,9 +64,8 @@ def read(path: Path, magic: bytes, offset: int = 0, *, alone: bool = False) -> b
             if found != magic:
                 raise PayloadDamaged(f"{path} holds no rft record at byte {offset}: it begins with {found!r}. {REMEDY}")
             left = os.fstat(file.fileno()).st_size - offset - HEAD.size
-            block = (
-                file.read(size) if size <= left else b""
-            )  # a changed length must not ask for more memory than the file has bytes
+            # a changed length must not ask for more memory than the file has bytes
+            block = file.read(size) if size <= left else b""
     except FileNotFoundError:
         raise PayloadDamaged(f"buffer segment {path} is missing. {REMEDY}") from None
     if len(block) != size or (alone and left != size) or xxhash.xxh3_64_intdigest(block) != digest:

@@ -17,12 +17,8 @@ from rft.config.yamlfile import scalar
 from rft.errors import ConfigError, raise_all
 
 HERE = ("trainer", "trainer_config")
-_GROUPS = (
-    "actor",
-    "model",
-    "ref",
-    "rollout",
-)  # the flat form: trainer_config.actor.* for trainer_config.actor_rollout_ref.actor.*
+# the flat form: trainer_config.actor.* for trainer_config.actor_rollout_ref.actor.*
+_GROUPS = ("actor", "model", "ref", "rollout")
 _OPEN = ("actor_rollout_ref.model.override_config", "actor_rollout_ref.rollout.engine_kwargs.vllm")  # any key may stand below
 _MINI_BATCH = (
     "is not an option of the trainer: a train step has buffer.batch_size tasks (veRL's ppo_mini_batch_size, in prompts) and "

@@ -154,12 +154,11 @@ class RunConfig(Section):
         "base model and the checkpoints of this folder or of resume_from_path; serve: answer requests and record them; colocate: both, "
         "strictly in turns, on the same GPUs or cores: engines sleep while the trainer works.  With one GPU, both becomes colocate.",
     )
+    # these four say where a run is: one that was moved or renamed goes on
     project: Name = safe_key(MonitorSettings.project, "First part of the run's folder; the trackers' project.")
     group: Name | Literal[""] = safe_key("", "Second part of the run's folder; empty: none.")
     name: Name = safe_key(MonitorSettings.name, "Last part of the run's folder.")
-    checkpoint_root_dir: str = safe_key(
-        "checkpoints", "Folder of all runs; the run lives in `root/project/group/name`."
-    )  # these four say where a run is, so a run that was moved or renamed goes on
+    checkpoint_root_dir: str = safe_key("checkpoints", "Folder of all runs; the run lives in `root/project/group/name`.")
     continue_from_checkpoint: bool = safe_key(
         True, "Resume what is in the run's folder.  False: a folder that is not empty gets a sibling with a time stamp."
     )

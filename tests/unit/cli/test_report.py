@@ -148,12 +148,12 @@ async def test_half_a_ledger_and_a_cut_line_are_named(tmp_path: Path) -> None:
 def test_the_file_stays_small(tmp_path: Path) -> None:
     """300,000 records, each with many names; texts are cut where answers are shown."""
     many = [
-        {"role": "trainer", "step": s, "time": float(s), "values": {"actor/loss": s * 0.1, "perf/step_s": 1.0}}
+        {"role": "trainer", "step": s, "time": float(s), "values": {"actor/loss": s * 0.1, "perf/step_s": 1.0, "alarm/x": 1.0}}
         for s in range(100_000)
     ]
     run = write(tmp_path / "run", many + curve(0.5), state={"phase": "done", "reason": "x" * 10_000_000})
     text = page(collect(rft.open_run(run)))
-    assert len(text.encode()) < MAX_BYTES / 10 and "more characters" in text
+    assert len(text.encode()) < MAX_BYTES / 10 and "more characters" in text and "The first 200 of 100000" in text
 
 
 def test_an_interval_over_tasks() -> None:
@@ -199,6 +199,22 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
     told = json.loads(said("compare", str(a), str(b), "--json")[0])
     assert told["newest"]["rollout/reward/mean"] == {"a": 0.3, "b": 0.3}
     assert said("compare", str(a))[2] == 2
+
+
+def test_json_is_json_whatever_was_measured(tmp_path: Path) -> None:
+    """A value that is not finite is null in metrics.jsonl, and in every JSON that is printed."""
+    runs = [write(tmp_path / name, curve(0.5), state={"phase": "done"}) for name in "ab"]
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        values = {"actor/loss": None, "rollout/reward/mean": None, "perf/step_s": None}
+        for role in ("trainer", "explorer"):
+            file.write(json.dumps({"role": role, "step": 9, "time": 9.0, "values": values}) + "\n")
+
+    def number(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    for verb in (("compare", *map(str, runs)), ("status", str(runs[0])), ("ls", str(tmp_path))):
+        json.loads(said(*verb, "--json")[0], parse_constant=number)
+    assert json.loads(said("compare", *map(str, runs), "--json")[0])["newest"]["actor/loss"]["a"] is None
 
 
 def test_points_are_those_of_the_file(tmp_path: Path) -> None:

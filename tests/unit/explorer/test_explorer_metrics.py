@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from rft.engine.vllm_stats import Stats
-from rft.explorer.rollout_metrics import EngineMetrics, engine_metrics
+from rft.explorer.rollout_metrics import EngineMetrics, engine_metrics, rollout_metrics
 from rft.testing.scripted import ScriptedEngine, echo
+from rft.testing.storage_contract import row
+from rft.types.ids import GroupId
 from rft.types.metrics import Metric
+from rft.types.task import Task
+from rft.workflow.group import PlayedGroup
+from rft.workflow.play_run import PlayedRun
 
 
 class Step:
@@ -85,3 +93,21 @@ async def test_a_model_that_does_not_count_has_none() -> None:
         generate = logprobs = classify = None
 
     assert await EngineMetrics(Plain()).since() == {}  # type: ignore[arg-type]
+
+
+def measured(**fields: Any) -> dict[str, float]:
+    """The numbers of a batch of one run."""
+    id = GroupId(1, 0, 0, 0)
+    played = PlayedRun((replace(row(id.run(0)), **fields),), fields.get("reward", 1.0), 1.0, 0.0, 1)
+    task = Task(taskset="t", index=0, prompt="x", workflow="w")
+    return rollout_metrics([PlayedGroup(id, task, (played,), True, "")], 1.0)
+
+
+def test_a_part_of_the_reward_does_not_hide_the_reward() -> None:
+    found = measured(reward=1.0, reward_parts={"reward": 0.25, "format": 0.75}, metrics={"response_length": -1.0})
+    assert found["rollout/reward/mean"] == 1.0 and found["rollout/format/mean"] == 0.75
+    assert found["rollout/response_length/mean"] > 0
+
+
+def test_a_batch_that_no_weights_of_ours_wrote_has_no_version() -> None:
+    assert "rollout/model_version" in measured() and "rollout/model_version" not in measured(version_spans=(), is_expert=True)

@@ -1,4 +1,4 @@
-"""StoredAnswer rollouts as their rewards saw them, and old rewards beside new ones."""
+"""Stored rollouts as their rewards saw them, and old rewards beside new ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from rft.explorer.rescore import Rescored, StoredAnswer, rescore, summary, transcript_of
+from rft.plugins import load_all
 from rft.reward.base import Reward
 from rft.reward.build_reward import build
 from rft.testing.storage_contract import row
@@ -56,6 +57,7 @@ async def score(rows: list[StoredAnswer], reward: Reward) -> list[Rescored]:
 
 async def test_old_and_new(tmp_path: object) -> None:
     rows = [stored(0, 0, "4", 1.0), stored(0, 1, "5", 0.0), stored(1, 0, "5", 1.0), stored(1, 1, "4", None)]
+    load_all()
     found = await score(rows, build("exact_answer", {}))
     assert [(r.old, r.new) for r in found] == [(1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (None, 1.0)]
     told = summary(found)["toy"]

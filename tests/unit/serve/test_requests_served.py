@@ -142,6 +142,21 @@ async def test_limits_answer_429_and_say_when_to_come_back(tmp_path, monkeypatch
         )
 
 
+async def test_what_a_limit_refuses_leaves_nothing_behind(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, limits=LimitSettings(requests_per_minute=2)) as served:
+        gateway = served.service.gateway
+        session = await served.open()
+        (quota,) = gateway.quotas.values()
+        now = quota.clock()
+        quota.clock = lambda: now  # nothing comes back meanwhile
+        assert [(await served.client.post(CHAT, json=M)).status_code for _ in range(4)] == [200, 200, 429, 429]
+        assert len(served.service.book.sessions) == 3, "the one that was opened, and those of two calls"
+        assert (await served.ask(session)).status_code == 429, "of its client"
+        assert gateway.values()["serve/limited"] == 3
+        gateway.counts["prompt_tokens"] = 123_456_789
+        assert "rft_serve_prompt_tokens 123456789\n" in (await served.client.get("/metrics")).text
+
+
 async def test_a_reward_waits_for_the_answers_under_way(tmp_path, monkeypatch):
     engine = ScriptedEngine(answer=lambda m: "a")
     async with serving(tmp_path, monkeypatch, engine) as served:

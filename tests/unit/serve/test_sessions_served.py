@@ -10,6 +10,7 @@ import pytest
 
 from rft.errors import DiskFull, EngineFailed, RunFailed
 from rft.testing.scripted import ScriptedEngine
+from rft.types.completion import Score
 from rft.types.ids import Version
 from tests.helpers.serving import HI, KEY, serving
 
@@ -65,6 +66,11 @@ async def test_a_retry_gets_the_same_answer_and_counts_once(tmp_path, monkeypatc
         alone = [await served.client.post("/v1/chat/completions", json=body, headers=headers) for _ in range(2)]
         assert alone[0].json() == alone[1].json() and len(engine.calls) == 2
         assert (await served.buffer.audit()).waiting == 2
+        headers["Idempotency-Key"] = "at once"
+        at_once = await asyncio.gather(
+            *(served.client.post("/v1/chat/completions", json=body, headers=headers) for _ in range(3))
+        )
+        assert len({a.text for a in at_once}) == 1 and len(served.service.book.sessions) == 3
 
 
 async def test_an_answer_goes_on_when_its_client_has_gone(tmp_path, monkeypatch):
@@ -123,6 +129,20 @@ async def test_a_second_reward_before_the_group_closes(tmp_path, monkeypatch, ag
         assert (late.status_code, late.json()["error"]["code"]) == (409, "session_over")
         lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
         assert lease.groups[0].rewards == (again, 0.0)
+
+
+async def test_two_rewards_at_once_complete_a_session_once(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, **RATIO) as served:
+        book = served.service.book
+        session = await served.open(task_id="t")
+        await served.ask(session)
+        live = book.sessions[session["id"]]
+        told = await asyncio.gather(*(book.reward(live, Score(value=1.0), None, False) for _ in range(2)))
+        assert told == ["ok", "ok"] and book.counts["rewarded"] == 1 and book.groups.waiting == 1
+        await served.played(0.0, task_id="t")
+        await served.gate.wait_explored(1)
+        lease = await served.buffer.reader(served.lineage).lease(1, groups=1, rows=None, deadline_s=5, max_staleness=None)
+        assert lease.groups[0].rewards == (1.0, 0.0)
 
 
 async def test_every_session_ends_with_its_reason(tmp_path, monkeypatch):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
+import html
 import io
 import json
+import os
 import re
+import shutil
 import socket
 import sqlite3
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import pyarrow.parquet as pq
@@ -120,6 +124,10 @@ async def test_sql_page_and_files_hold_the_same_rows(tmp_path: Path) -> None:
             assert said in Page(await read(session, f"{run}sql?q={quote(wrong)}")).text
             assert said in Page(await read(session, f"{run}sql.csv?q={quote(wrong)}", 422)).text
         assert "of one name" in await read(session, f"{run}sql.parquet?q={quote('SELECT 1 AS a, 2 AS a')}", 422)
+        late = many.replace("SELECT i,", "SELECT CASE WHEN i < 3000 THEN i ELSE 'x' END AS i,")
+        with pytest.raises(aiohttp.ClientPayloadError):  # a file that breaks off does not look whole
+            async with session.get(URL(f"{run}sql.parquet?q={quote(late)}", encoded=True)) as file:
+                await file.read()
 
 
 async def test_a_run_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +192,46 @@ async def test_broken_and_foreign_runs_say_what_is_wrong(tmp_path: Path) -> None
             page = await read(session, f"{server.address}run/{name}/rollouts?order=best", 422)
             assert re.search(said, page), page
         assert "is damaged" in await read(session, f"{server.address}run/garbage/")
+
+
+async def test_folders_may_have_any_name(tmp_path: Path) -> None:
+    for name in ("a b#c?d&e%20f+g", os.fsdecode(b"odd\xff")):
+        (tmp_path / name).mkdir()
+        metrics(tmp_path / name)
+    async with viewing(tmp_path) as (server, session):
+        origin = server.address.removesuffix(f"/{server.token}/")
+        first = await read(session, server.address)
+        runs = re.findall(r'href="([^"]*/run/[^"]*)"', first)
+        keys = re.findall(r'name="run" value="([^"]*)"', first)
+        assert len(runs) == 2
+        for run in runs:
+            page = await read(session, origin + run)
+            assert re.findall(r'data-run="([^"]*)"', page) == [run.rstrip("/")] and f'href="{run}sql"' in page
+            assert "charts" in json.loads(await read(session, f"{origin}{run}curves.json"))
+        compared = await read(session, f"{server.address}compare?{urlencode([('run', html.unescape(k)) for k in keys])}")
+        points = re.findall(r'"([^"]*compare.json[^"]*)"', compared)[0]
+        assert len(json.loads(await read(session, origin + html.unescape(points)))["charts"]) > 0
+
+
+async def test_a_request_for_the_server_itself_is_refused(tmp_path: Path) -> None:
+    await stored(tmp_path / "run")
+    async with viewing(tmp_path) as (server, _):
+        read, write = await asyncio.open_connection("127.0.0.1", URL(server.address).port)
+        write.write(b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert (await read.read()).startswith(b"HTTP/1.1 403 ")
+        write.close()
+        await write.wait_closed()
+
+
+async def test_more_runs_at_once_than_are_held_open(tmp_path: Path) -> None:
+    await stored(tmp_path / "r0")
+    for number in range(1, 6):
+        shutil.copytree(tmp_path / "r0", tmp_path / f"r{number}")
+    async with viewing(tmp_path) as (server, session):
+        pages = [f"{server.address}run/r{number}/{page}" for number in range(6) for page in ("", "rollouts?order=best")]
+        await asyncio.gather(*(read(session, page) for page in pages))
+        assert len(server.pages._opened) == 3
+        assert "is no place in the table" in await read(session, f"{pages[1]}&batch=0&after={'9' * 30}", 422)
 
 
 async def test_compare_shows_what_differs(tmp_path: Path) -> None:

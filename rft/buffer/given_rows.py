@@ -1,0 +1,43 @@
+"""What readers have in common whose rows are given before training begins: another run's, or those of a data set.
+
+Invariant: which rows a step takes follows from the step alone, so nothing is recorded of them but what a checkpoint states.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rft.errors import ConfigError
+from rft.types.ports import Consumption
+
+
+class GivenRows:
+    """All of `ports.BufferReader` but `lease`.  A subclass has the `key` that names its `source`."""
+
+    key: str
+
+    def __init__(self, source: Path | str) -> None:
+        self._source = str(source)
+
+    def consumed(self, step: int) -> Consumption:
+        """What all steps up to `step` took."""
+        raise NotImplementedError
+
+    def go_on(self, step: int, consumption: Consumption) -> None:
+        """Raises ConfigError unless the checkpoint of `step` was trained on these rows in this order."""
+        if consumption != self.consumed(step):
+            raise ConfigError(
+                f"its rows, their order or how many a step takes are not what the checkpoint of step {step} was trained with, so the run "
+                "cannot go on where it was.  Restore them, or choose another `name`, with resume_from_path to begin with its weights",
+                key=self.key,
+                given=self._source,
+            )
+
+    async def use(self, step: int, logprobs: bytes | None = None) -> None:
+        """Nothing to record: the step says it."""
+
+    async def discard(self, step: int, reason: str) -> None:
+        """The same; the trainer's log names the step."""
+
+    async def consumption(self, step: int) -> Consumption:
+        return self.consumed(step)
