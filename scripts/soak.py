@@ -37,7 +37,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import bench_harness
@@ -57,8 +57,9 @@ from tests.helpers.serve_clients import Persistent  # noqa: E402
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: written by scripts/soak.py -->", "<!-- end of the soak -->"
 HANG_S, LONGEST_S = 60.0, 300.0  # without progress: has to be named; is an error in any case
-SAMPLE_S, WARM_S = 3.0, 60.0  # processes are measured once all have worked for so long
+SAMPLE_S, WARM_S = 3.0, 300.0  # a process is measured when it has worked for WARM_S: until then caches and allocators fill
 WINDOW_S = 300.0  # samples that are closer err together
+BRIEF_S = 8.0  # a stop that nobody may take for a hang
 EXPLORERS, CLIENTS = ("one", "two"), 4
 ENDING = ("launcher", "trainer", "buffer", "coordinator")  # kinds whose death ends the program
 KINDS = (*ENDING, "explorer's launcher", "explorer", "engine", "vLLM", "judge", "service")
@@ -116,7 +117,7 @@ def growth(what: str, figure: str, lives: Iterable[list[tuple[float, float]]]) -
 
     Its error is made from sums over WINDOW_S, each without its own weight in the slope (a clustered sandwich estimate, CR3).
     """
-    kept = [np.array(life) for life in lives if len(life) > 2 and life[-1][0] - life[0][0] >= WARM_S]
+    kept = [np.array(life) for life in lives if len(life) > 2 and life[-1][0] - life[0][0] >= WINDOW_S / 2]
     if not kept:
         return None
     t, y = (np.concatenate([life[:, i] - life[:, i].mean() for life in kept]) for i in (0, 1))
@@ -231,7 +232,8 @@ class Soak:
         self.faults: list[tuple[float, Fault]] = []  # when, what
         self.lives: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
         self.problems: list[str] = []
-        self.over = self.has_disk = self.has_clock = False
+        self.over = self.calm = False
+        self.can = {"kill": True, "stop": True, "disk": False, "clock": False}
         self.took_s = 0.0
         self.space = asyncio.Event()
         self.space.set()
@@ -277,27 +279,31 @@ class Soak:
                 return
             if quick > 5:
                 raise RuntimeError(f"{program.name} ends as soon as it is started:\n{program.run.output[-3000:]}")
-            if not any(time.monotonic() - at < 150 for at, _ in self.faults):
+            if self.calm or not any(time.monotonic() - at < 150 for at, _ in self.faults):
                 self.problems.append(f"{program.name} ended by itself: {program.ends[-1][2]}")
 
     # ------------------------------------------------------------ faults
 
     async def harm(self) -> None:
-        """The faults, one after another.  In the last quarter none that ends the program: what lives long is measured."""
+        """The faults, one after another.  In the second half no process ends, so that all grow old and can be measured."""
         await self.working()
         self.say("all programs work; faults begin")
         began = time.monotonic()
-        until, calm = began + self.minutes * 60, began + self.minutes * 45
+        until = began + self.minutes * 60
         for fault in plan(self.seed):
             if time.monotonic() + fault.after_s >= until:
                 break
             await asyncio.sleep(fault.after_s)
             await self.working()
-            lasting = time.monotonic() > calm and (fault.kind in ENDING or fault.action == "disk")
-            if lasting or (fault.action == "disk" and not self.has_disk) or (fault.action == "clock" and not self.has_clock):
-                continue
-            await self.strike(fault)
+            self.calm = time.monotonic() > began + self.minutes * 30
+            if self.calm:
+                if fault.action in ("kill", "disk"):
+                    continue
+                fault = replace(fault, for_s=fault.for_s % BRIEF_S)
+            if self.can[fault.action]:
+                await self.strike(fault)
         await asyncio.sleep(max(0.0, until - time.monotonic()))
+        await self.working()
         self.took_s = time.monotonic() - began
 
     async def working(self) -> None:
@@ -373,7 +379,7 @@ class Soak:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 life, kind = f"{process.pid}:{process.create_time()}", self.kind(process)
-                if now - old.setdefault(life, now) >= 2 * WARM_S and warm and process.status() != psutil.STATUS_ZOMBIE:
+                if now - old.setdefault(life, now) >= WARM_S and warm and process.status() != psutil.STATUS_ZOMBIE:
                     values = (process.memory_info().rss / 2**20, process.num_fds(), process.num_threads())
                     for figure, value in zip(OWN, values, strict=True):
                         self.lives[kind, figure][life].append((now, value))
@@ -407,7 +413,7 @@ async def play(soak: Soak) -> None:
     if library := build_shim(soak.home):
         (soak.home / "clock").write_bytes(struct.pack("q", 0))
         env |= {"LD_PRELOAD": str(library), "LAB_CLOCK": str(soak.home / "clock")}
-    soak.has_clock = library is not None
+    soak.can["clock"] = library is not None
     cluster = runs.Cluster(**env, RAY_worker_niceness="0")
     soak.build(cluster, env)
     keepers, clients = [asyncio.ensure_future(soak.keep(p)) for p in soak.programs], soak.clients
@@ -491,7 +497,7 @@ def main() -> int:
         (home / name).mkdir()
     if os.environ.get(APART) == "yes":
         _mount("-t", "tmpfs", "none", str(leftovers.SHM))
-        soak.has_disk = _mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(home / "disk"))
+        soak.can["disk"] = _mount("-t", "tmpfs", "-o", f"size={DISK}", "none", str(home / "disk"))
     before = leftovers.snapshot()
     try:
         asyncio.run(play(soak))
@@ -499,7 +505,7 @@ def main() -> int:
         if options.keep:
             (home / "measured.json").write_text(json.dumps({"; ".join(key): lives for key, lives in soak.lives.items()}))
             shutil.copytree(home, options.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sockets", "*.so"))
-        if soak.has_disk:
+        if soak.can["disk"]:
             subprocess.run(["umount", "-l", str(home / "disk")], check=True)
         shutil.rmtree(home)
     soak.problems += [f"left behind: {line}" for line in leftovers.compare(before)]
