@@ -57,7 +57,7 @@ from tests.helpers.serve_clients import Persistent  # noqa: E402
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: written by scripts/soak.py -->", "<!-- end of the soak -->"
 HANG_S, LONGEST_S = 60.0, 300.0  # without progress: has to be named; is an error in any case
-SAMPLE_S, WARM_S = 3.0, 300.0  # a process is measured when it has worked for WARM_S: until then caches and allocators fill
+SAMPLE_S, WARM_S = 3.0, 600.0  # a process is measured when it has worked for WARM_S: until then caches and allocators fill
 WINDOW_S = 300.0  # samples that are closer err together
 BRIEF_S = 8.0  # a stop that nobody may take for a hang
 EXPLORERS, CLIENTS = ("one", "two"), 4
@@ -257,6 +257,9 @@ class Soak:
         more = ("trainer.max_checkpoints_to_keep=2", "trainer.save_hf_checkpoint=never", f"explorer.proxy_port={port}")
         serve = ["serve", "--in-process", "-c", str(examples / "serve" / "config.yaml"), f"checkpoint_root_dir={disk}", *small]
         served = disk / "rft" / "examples" / "serve"
+        env["MALLOC_ARENA_MAX"] = (
+            "1"  # glibc's allocator, which is in no other part, would take half an hour to fill one for each thread
+        )
         self.programs.append(Program("serve", "service", [*serve, *more], env, served, ledger=True))
         self.clients = Persistent(f"http://127.0.0.1:{port}", env[SERVE_KEY], clients=CLIENTS, pause_s=0.5)
 

@@ -38,7 +38,10 @@ class Persistent:
                 if self.stopped:
                     return
                 session = await rft.session(task_id=str(number // 2))
-                answer = await self._answer(http, session, f"ab{number % 10}")
+                answer = await self._answer(rft, http, session, f"ab{number % 10}")
+                if not answer:
+                    self.explained.add(session.id)
+                    continue
                 async with self._news:
                     self.acknowledged.add(answer)
                     self._news.notify_all()
@@ -52,8 +55,8 @@ class Persistent:
                     self.explained.add(session.id)
                 await asyncio.sleep(self._pause_s)
 
-    async def _answer(self, http: httpx.AsyncClient, session: Any, text: str) -> str:
-        """Id of the answer, which is the same however often it is asked for."""
+    async def _answer(self, rft: AsyncClient, http: httpx.AsyncClient, session: Any, text: str) -> str:
+        """Id of the answer, which is the same however often it is asked for; empty if a restart went back behind it before it came."""
         body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
         headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": "1"}
         found: set[str] = set()
@@ -67,6 +70,9 @@ class Persistent:
                     self.again += 1
                     await asyncio.sleep(0.2)
                     continue
+                if answer.status_code == 401 and (state := await rft.state(session))["state"] == "explained":
+                    assert state["reason"] == "orphaned", state
+                    return found.pop() if found else ""
                 assert answer.status_code == 200, answer.text
                 found.add(answer.json()["id"])
                 assert len(found) == 1, found
