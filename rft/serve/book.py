@@ -30,6 +30,12 @@ from rft.workflow.endpoint_wire import ApiError
 TASKSET, WORKFLOW = "serve", "session"  # of the rows
 
 
+def steady_clock() -> Callable[[], float]:
+    """The time of day as it is now, and from then on as seconds pass: no session ends because a clock is set."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 class SessionBook:
     """`on_open`, `on_over`: who answers for a session hears of it."""
 
@@ -40,9 +46,9 @@ class SessionBook:
         store: SessionStore,
         on_open: Callable[[LiveSession], Any],
         on_over: Callable[[LiveSession], Any],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._settings, self._model, self._store, self.clock = settings, model, store, clock
+        self._settings, self._model, self._store, self.clock = settings, model, store, clock or steady_clock()
         self._on_open, self.on_over = on_open, on_over
         self.sessions: dict[str, LiveSession] = {}
         self._alone: dict[tuple[str, str], LiveSession] = {}  # of one call that may be sent again, by client and retry key

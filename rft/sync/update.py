@@ -224,13 +224,18 @@ class WeightUpdates:
         """Serve the verified version again.  None, or why that is not verified.  Raises NoEngines."""
         if self.manifest is None:
             return None  # the first version: no task was admitted
-        try:
-            self._touched |= set(await self._engines.restart_dead())
-            if numbers := [i for i in self._engines.numbers if i in self._touched]:
-                await self.sync(numbers, self.manifest)
-        except Rejected as e:
-            return str(e)
-        return None
+        why: str | None = None
+        for _ in range(self._settings.retries + 1):  # another engine may die on the way back
+            try:
+                self._touched |= set(await self._engines.restart_dead())
+                if numbers := [i for i in self._engines.numbers if i in self._touched]:
+                    await self.sync(numbers, self.manifest)
+                return None
+            except Rejected as e:
+                why = str(e)
+                if not self._engines.dead:
+                    break
+        return why
 
     # ------------------------------------------------------------ inside
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -215,3 +216,12 @@ def parts(run_id: object) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
+
+
+def role(process: psutil.Process) -> str:
+    """Which part of a run on Ray it is, as its title says: engine, explorer, buffer, trainer, coordinator, aux; empty if none."""
+    try:
+        found = re.match(r"ray::(engine|explorer|buffer|trainer|coordinator|aux)", " ".join(process.cmdline()))
+    except psutil.Error:
+        return ""
+    return found[1] if found else ""

@@ -277,8 +277,8 @@ class Observer:
     async def fail(self, reason: BaseException) -> None:
         await self._sync.fail(reason)
 
-    async def records(self, after: int, *, wait: bool = True) -> list[MetricRecord]:
-        return await asyncio.get_running_loop().create_future() if wait else []
+    async def records(self, after: int, *, wait: bool = True) -> tuple[int, list[MetricRecord]]:
+        return await asyncio.get_running_loop().create_future() if wait else (0, [])
 
 
 def play(world: World, folder: Path) -> Run:

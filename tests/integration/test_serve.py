@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import json
 import random
 import socket
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,12 @@ import openai
 import psutil
 import pytest
 
-from rft.client import AsyncClient, Client, ServeError
+from rft.client import AsyncClient, Client
 from rft.monitor.read import read, series
 from rft.serve.access import ENVIRONMENT
 from rft.trainer import manifest as manifests
 from tests.helpers import runs
+from tests.helpers.serve_clients import Persistent
 
 KEY = "a-key-for-tests-0123456789"
 EXAMPLE = runs.ROOT / "examples" / "serve"
@@ -165,63 +163,6 @@ def test_a_service_joins_a_trainer_that_another_command_started(launch, tiny_mod
     assert manifests.latest(folder(tmp_path) / "checkpoints").version.step == 2
 
 
-class Persistent:
-    """Clients that send a call again until it is answered, over every restart."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.acknowledged, self.rewarded, self.explained = set[str](), set[str](), set[str]()
-        self.again = 0  # calls that had to be sent again
-        self.stopped = False
-        self._news = asyncio.Condition()
-
-    async def more(self, answers: int) -> None:
-        """Waits for so many further acknowledged answers."""
-        wanted = len(self.acknowledged) + answers
-        async with asyncio.timeout(300), self._news:
-            await self._news.wait_for(lambda: len(self.acknowledged) >= wanted)
-
-    async def play(self, first: int) -> None:
-        async with AsyncClient(self.address, KEY, patience_s=300.0) as rft, httpx.AsyncClient(timeout=30) as http:
-            for number in itertools.count(first, 8):
-                if self.stopped:
-                    return
-                session = await rft.session(task_id=str(number // 2))
-                answer = await self._answer(http, session, f"ab{number % 10}")
-                async with self._news:
-                    self.acknowledged.add(answer)
-                    self._news.notify_all()
-                try:
-                    await rft.reward(session, float(number % 2))
-                    self.rewarded.add(session.id)
-                    assert await rft.reward(session, float(number % 2)) == "duplicate"
-                except ServeError as e:  # also between the two: a restart may go back behind the weights that wrote it
-                    state = await rft.state(session)
-                    assert (e.code, state["state"]) == ("session_over", "explained"), (e, state)
-                    self.explained.add(session.id)
-
-    async def _answer(self, http: httpx.AsyncClient, session: Any, text: str) -> str:
-        """Id of the answer, which is the same however often it is asked for."""
-        body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
-        headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": "1"}
-        found: set[str] = set()
-        async with asyncio.timeout(300):
-            while True:
-                try:
-                    answer = await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
-                except httpx.TransportError:
-                    answer = None
-                if answer is None or answer.status_code == 503:
-                    self.again += 1
-                    await asyncio.sleep(0.2)
-                    continue
-                assert answer.status_code == 200, answer.text
-                found.add(answer.json()["id"])
-                assert len(found) == 1, found
-                if random.random() < 0.5:
-                    return found.pop()
-
-
 KILLS = 5  # of a run; four runs of each kind are 20 moments
 
 
@@ -233,7 +174,7 @@ def test_nothing_that_was_acknowledged_is_lost(launch, tiny_model, tmp_path, how
     dice = random.Random(seed)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    clients, killed_parts = Persistent(f"http://127.0.0.1:{port}"), list[str]()
+    clients, killed_parts = Persistent(f"http://127.0.0.1:{port}", KEY), list[str]()
 
     async def started() -> Any:
         given = (f"explorer.proxy_port={port}", "trainer.save_interval=1", "trainer.total_steps=100000", *how)
@@ -244,7 +185,7 @@ def test_nothing_that_was_acknowledged_is_lost(launch, tiny_model, tmp_path, how
     async def killed(run: Any) -> bool:
         """Kills a part; whether the run survives that."""
         run_id = json.loads((folder(tmp_path) / "state.json").read_text()).get("run_id")
-        parts = {_name(p): p for p in runs.parts(run_id) if _name(p)} or {"": run.process}
+        parts = {runs.role(p): p for p in runs.parts(run_id) if runs.role(p)} or {"": run.process}
         part = dice.choice(sorted(parts))
         parts[part].kill()
         killed_parts.append(part or "all")
@@ -270,20 +211,8 @@ def test_nothing_that_was_acknowledged_is_lost(launch, tiny_model, tmp_path, how
     ok, audit = runs.audit(folder(tmp_path))
     told = (audit, len(clients.acknowledged), len(clients.explained), clients.again)
     assert ok and len(clients.acknowledged) > 5 * KILLS and clients.again > 0, told
-    with contextlib.closing(sqlite3.connect(folder(tmp_path) / "buffer" / "experience_buffer.db")) as ledger:
-        calls = [f"chatcmpl-{id}" for (id,) in ledger.execute("SELECT id FROM calls")]
-        scored = {id for (id,) in ledger.execute("SELECT id FROM sessions WHERE score IS NOT NULL")}
-    assert clients.acknowledged <= set(calls) and len(calls) == len(set(calls)), told
-    assert clients.rewarded <= scored, told
+    assert clients.lost(folder(tmp_path)) == [], told
     answered, rewarded = len(clients.acknowledged), len(clients.rewarded)
     print(
         f"killed {killed_parts}: {answered} answers, {rewarded} rewards, {len(clients.explained)} explained, {clients.again} sent again"
     )
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        title = " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-    return next((n for n in ("buffer", "trainer", "explorer", "engine", "coordinator") if title.startswith(f"ray::{n}")), "")

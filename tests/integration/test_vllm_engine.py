@@ -1,6 +1,8 @@
 """vLLM for real, tiny models on CPU: the engine contract, log-probs after every load, and each injected fault made visible."""
 
 import asyncio
+import os
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -289,8 +291,13 @@ async def test_two_shards(
 @pytest.mark.slow
 async def test_fixed_weights_serve_at_once(tiny_model: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment.delenv("RFT_FAULT", raising=False)
+    folder = os.environ.get("TMPDIR")
+    before = set(os.listdir(tempfile.gettempdir()))
     engine = await started(tiny_model, environment, fixed_weights=True)
     try:
+        new = set(os.listdir(tempfile.gettempdir())) - before
+        assert [n for n in new if not n.startswith(f"rft-vllm-{os.getpid()}-")] == [], "whatever vLLM leaves goes with its owner"
+        assert os.environ.get("TMPDIR") == folder
         made = await engine.generate(GenerateRequest(prompt_tokens=(3, 4, 5), sampling=SamplingArgs(max_tokens=8)))
         assert made[0].version == Version(1, 0) and difference(reference(tiny_model, weights_of(tiny_model)), made) < 1e-4
         with pytest.raises(EngineFailed, match="fixed"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 
 import openai
 import pytest
@@ -167,6 +168,17 @@ async def test_every_session_ends_with_its_reason(tmp_path, monkeypatch):
         assert audit.ok and audit.discarded == {"too_few": 1, "unrewarded": 1, "withdrawn": 1} and audit.available == 2
         refused = await served.reward(late, 1.0)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_over")
+
+
+async def test_a_clock_that_is_set_ends_no_session(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch) as served:
+        session = await served.open(task_id="t")
+        hour_on = time.time() + 3600.0
+        monkeypatch.setattr(time, "time", lambda: hour_on)
+        served.service.book.changed.set()
+        await served.played(1.0, task_id="other")
+        assert (await served.state(session))["state"] == "open"
+        assert (await served.ask(session)).status_code == 200
 
 
 async def test_weights_that_failed_their_canary_are_not_trained(tmp_path, monkeypatch):

@@ -39,6 +39,11 @@ class Mortal(ScriptedEngine):
             self.die("kill -9")
         return await super().load(manifest)
 
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        if self.dies_at == "way back" and self.version == Version(1, 1):
+            self.die("kill -9")
+        await super().pause(clear_cache=clear_cache)
+
     async def resume(self) -> None:
         await super().resume()
         if self.dies_at == "resume":
@@ -139,6 +144,17 @@ async def test_it_dies_while_a_version_is_published(moment: str, tmp_path: Path)
     w.engines[0].anew = lambda: (setattr(w.engines[0], "dies_at", ""), Mortal.anew(w.engines[0]))[1]  # type: ignore[method-assign]
     await w.publish(1)
     assert w.restarted == [0]
+    w.serve(1)
+
+
+async def test_another_one_dies_on_the_way_back(tmp_path: Path) -> None:
+    w = World(tmp_path)
+    await w.publish(0)
+    w.engines[0].dies_at, w.engines[1].dies_at = "resume", "way back"
+    for engine in w.engines:
+        engine.anew = lambda e=engine: (setattr(e, "dies_at", ""), Mortal.anew(e))[1]  # type: ignore[method-assign,misc]
+    await w.publish(1)
+    assert w.restarted == [0, 1]
     w.serve(1)
 
 

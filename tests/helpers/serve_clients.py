@@ -1,0 +1,89 @@
+"""Clients of `rft serve` that outlive it: they send each call again until it is answered, and know what was acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rft.client import AsyncClient, ServeError
+
+
+class Persistent:
+    """Clients that send a call again until it is answered, over every restart."""
+
+    def __init__(self, address: str, key: str, *, clients: int = 8, pause_s: float = 0.0) -> None:
+        """`pause_s`: of each client, between two sessions."""
+        self.address, self._key, self._clients, self._pause_s = address, key, clients, pause_s
+        self.acknowledged, self.rewarded, self.explained = set[str](), set[str](), set[str]()
+        self.again = 0  # calls that had to be sent again
+        self.stopped = False
+        self._news = asyncio.Condition()
+
+    async def more(self, answers: int) -> None:
+        """Waits for so many further acknowledged answers."""
+        wanted = len(self.acknowledged) + answers
+        async with asyncio.timeout(300), self._news:
+            await self._news.wait_for(lambda: len(self.acknowledged) >= wanted)
+
+    async def play(self, first: int) -> None:
+        async with AsyncClient(self.address, self._key, patience_s=300.0) as rft, httpx.AsyncClient(timeout=30) as http:
+            for number in itertools.count(first, self._clients):
+                if self.stopped:
+                    return
+                session = await rft.session(task_id=str(number // 2))
+                answer = await self._answer(rft, http, session, f"ab{number % 10}")
+                if not answer:
+                    self.explained.add(session.id)
+                    continue
+                async with self._news:
+                    self.acknowledged.add(answer)
+                    self._news.notify_all()
+                try:
+                    await rft.reward(session, float(number % 2))
+                    self.rewarded.add(session.id)
+                    assert await rft.reward(session, float(number % 2)) == "duplicate"
+                except ServeError as e:  # also between the two: a restart may go back behind the weights that wrote it
+                    state = await rft.state(session)
+                    assert (e.code, state["state"]) == ("session_over", "explained"), (e, state)
+                    self.explained.add(session.id)
+                await asyncio.sleep(self._pause_s)
+
+    async def _answer(self, rft: AsyncClient, http: httpx.AsyncClient, session: Any, text: str) -> str:
+        """Id of the answer, which is the same however often it is asked for; empty if a restart went back behind it before it came."""
+        body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+        headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": "1"}
+        found: set[str] = set()
+        async with asyncio.timeout(300):
+            while True:
+                try:
+                    answer = await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
+                except httpx.TransportError:
+                    answer = None
+                if answer is None or answer.status_code == 503:
+                    self.again += 1
+                    await asyncio.sleep(0.2)
+                    continue
+                if answer.status_code == 401 and (state := await rft.state(session))["state"] == "explained":
+                    assert state["reason"] == "orphaned", state
+                    return found.pop() if found else ""
+                assert answer.status_code == 200, answer.text
+                found.add(answer.json()["id"])
+                assert len(found) == 1, found
+                if random.random() < 0.5:
+                    return found.pop()
+
+    def lost(self, run_dir: Path) -> list[str]:
+        """What a run's ledger lacks, or has twice, of what was acknowledged.  Empty = nothing."""
+        with contextlib.closing(sqlite3.connect(run_dir / "buffer" / "experience_buffer.db")) as ledger:
+            calls = [f"chatcmpl-{id}" for (id,) in ledger.execute("SELECT id FROM calls")]
+            scored = {id for (id,) in ledger.execute("SELECT id FROM sessions WHERE score IS NOT NULL")}
+        twice = [f"{len(calls) - len(set(calls))} answers are stored twice"] if len(calls) != len(set(calls)) else []
+        lost = {"answers": self.acknowledged - set(calls), "rewards": self.rewarded - scored}
+        return [*twice, *(f"{len(ids)} acknowledged {what} are lost, e.g. {min(ids)}" for what, ids in lost.items() if ids)]
