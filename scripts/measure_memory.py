@@ -137,7 +137,10 @@ def _run(config: Path, overrides: Sequence[str], output: Path) -> Watch:
 
 def _high_water(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)  # none: it is a zombie
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmHWM:", "RssShmem:"))}
+    if not sizes:  # it is a zombie
+        return 0
+    return sizes["VmHWM"] - (sizes["RssShmem"] if _weights(pid) else 0)  # who holds published weights has them mapped
 
 
 def _weights(pid: int) -> int:

@@ -49,8 +49,9 @@ class Trainer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._base = load_file(folder / "model.safetensors")
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        given = load_file(folder / "model.safetensors")
+        self._base = {n: given[n] for n, _ in self._model.named_parameters()}  # in the order in which a trainer publishes
         self.tensors = {n: t.clone() for n, t in self._base.items()}
         self.version = Version(1, 0)
 

@@ -47,7 +47,7 @@ class ModelLoader(Loader):
         missing = tuple({id(p): n for n, p in reversed(parameters.items()) if id(p) not in given}.values())
         return tensors, missing, tuple(n for n in tensors if n not in parameters)
 
-    def copy(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
+    def copy(self, tensors: dict[str, torch.Tensor], placed: dict[str, torch.Tensor], *, stale: bool) -> None:
         parameters = self._parameters()
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)

@@ -9,7 +9,7 @@ layers, columns) of it, merged with its siblings (q, k, v; gate, up).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
     experts = tuple(_expert_prefixes(model))
     packed = _packed(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    given = _by_module(modules, published)
+    given = by_module(model, published)
     missing = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (parameter.numel() and names[id(parameter)] != name) or name.startswith(experts):
@@ -74,8 +74,9 @@ def absent(model: torch.nn.Module, published: Published) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _by_module(modules: Mapping[str, torch.nn.Module], published: Published) -> dict[tuple[int, str], dict[Shard, torch.Tensor]]:
+def by_module(model: torch.nn.Module, published: Published) -> dict[tuple[int, str], dict[Shard, torch.Tensor]]:
     """What was published, by module and parameter: a module may have two names, and a version knows one of them."""
+    modules = {plain(n): m for n, m in model.named_modules(remove_duplicate=False)}  # the inner of LoRA layers
     split = ((name.rpartition("."), shards) for name, shards in published.items())
     return {(id(modules[owner]), kind): shards for (owner, _, kind), shards in split if owner in modules}
 
@@ -129,9 +130,7 @@ def probe(
     random = torch.Generator().manual_seed(seed)
     count, error, worst = 0, 0.0, ""
     tied = {id(p): plain(n) for n, p in reversed(list(model.named_parameters(remove_duplicate=False))) if p.numel()}
-    given = _by_module(
-        {plain(n): m for n, m in model.named_modules(remove_duplicate=False)}, published
-    )  # the inner of LoRA layers
+    given = by_module(model, published)
     for name, module in probed_modules(model):
         parts = given.get((id(module), "weight")) or published.get(tied.get(id(module.weight), ""))
         if parts is None:

@@ -12,6 +12,7 @@ import torch
 
 from rft.engine.adapter_layers import worst
 from rft.engine.vllm_adapter import WorkerAdapter
+from rft.engine.vllm_direct import DirectLoad
 from rft.engine.vllm_experts import ExpertLayers, expert_layers, expert_runners
 from rft.engine.vllm_layout import Published, absent, place, probe, repack_tied_heads
 from rft.engine.vllm_routing import Routing
@@ -63,14 +64,18 @@ class Placed(NamedTuple):
     tensors: dict[str, torch.Tensor]  # by their published names
 
 
+PROVEN = 0.1  # of a layer's output: what other rounding gives is far below, what another order of parts gives is far above
+
+
 class WorkerLoader(Loader):
-    """Loads through vLLM's own reload path."""
+    """Loads through vLLM's own reload path; once that is proven, straight into the layers where these are all there is."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__(worker.rank)
         self._worker = worker
         self._model: torch.nn.Module = worker.get_model()
         self._adapter: WorkerAdapter | None = None
+        self._direct: DirectLoad | None = None  # None: the next load takes vLLM's path
         self._experts: ExpertLayers | None = None
         if layers := expert_layers(self._model):
             config = worker.model_config
@@ -107,9 +112,12 @@ class WorkerLoader(Loader):
             unexpected = tuple(name for name in unexpected if name not in self._experts.buffers)
         return Placed(published, whole), absent(self._model, published), unexpected
 
-    def copy(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
-        given = tensors if self._experts is None else self._experts.as_in_checkpoints(tensors)
-        self._worker.reload_weights(weights_iterator=iter(self._own(given).items()))
+    def copy(self, tensors: dict[str, torch.Tensor], placed: Placed, *, stale: bool) -> None:
+        if self._direct is not None:
+            self._direct.copy(placed.layers)
+        else:
+            given = tensors if self._experts is None else self._experts.as_in_checkpoints(tensors)
+            self._worker.reload_weights(weights_iterator=iter(self._own(given).items()))
         if self._experts is not None:
             self._experts.finish(tensors, stale=stale)
         if not stale:
@@ -119,6 +127,13 @@ class WorkerLoader(Loader):
         device, dtype, seed = next(self._model.parameters()).device, self._worker.model_config.dtype, manifest.version.step
         count, error, layer = probe(self._model, placed.layers, dtype, device, seed=seed)
         if self._experts is None:
+            self._direct = self._straight(dtype) if error < PROVEN else None
             return count, error, layer
         more, off, other = self._experts.probe(placed.tensors, dtype, device, seed=seed)
         return count + more, *worst((error, layer), (off, other))
+
+    def _straight(self, dtype: torch.dtype) -> DirectLoad | None:
+        if self._direct is not None:
+            return self._direct
+        made = DirectLoad(self._model, dtype)
+        return made if self._worker.vllm_config.lora_config is None and made.possible() else None

@@ -44,6 +44,7 @@ class Weights:
     def __init__(self, manifest: WeightManifest, data: memoryview) -> None:
         self.manifest = manifest
         self._bytes = data
+        self._whole: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._bytes)
@@ -53,7 +54,7 @@ class Weights:
         return self._bytes[spec.offset : spec.offset + spec.nbytes]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A view of `spec.shape`; raises ValueError where the manifest does not fit the bytes."""
+        """A view of `spec.shape`, of one storage with all others; raises ValueError where the manifest does not fit the bytes."""
         if why := _misfit(spec, len(self)):
             raise ValueError(f"tensor {spec.name!r}: {why}")
         import torch
@@ -61,7 +62,9 @@ class Weights:
         dtype: torch.dtype = getattr(torch, DTYPES[spec.dtype][0])
         if spec.nbytes == 0:
             return torch.empty(spec.shape, dtype=dtype)
-        return torch.frombuffer(self.raw(spec), dtype=dtype).view(spec.shape)
+        if self._whole is None:
+            self._whole = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        return self._whole[spec.offset : spec.offset + spec.nbytes].view(dtype).view(spec.shape)
 
     def bad(self, tensors: tuple[TensorSpec, ...] | None = None) -> tuple[str, ...]:
         """Names of the tensors (all; or of these) whose bytes are not what the manifest says (xxh3-128, size, place)."""
@@ -189,7 +192,7 @@ class Loader(ABC):
         whole = replace(nothing, num_tensors=len(tensors), nbytes=manifest.nbytes)
         if "sync.skip" in active:  # a load that does nothing also lies about its probes
             return replace(whole, probed_layers=len(tensors))
-        self.copy(tensors, stale="sync.stale_head" in active)
+        self.copy(tensors, placed, stale="sync.stale_head" in active)
         loaded = time.monotonic()
         count, error, where = self.probe(placed, manifest)
         return replace(whole, probed_layers=count, probe_error=error, probe_worst=where, probe_s=time.monotonic() - loaded)
@@ -203,8 +206,11 @@ class Loader(ABC):
         """(the tensors as `probe` wants them, what the model has and they lack, what they have and it lacks)."""
 
     @abstractmethod
-    def copy(self, tensors: dict[str, torch.Tensor], *, stale: bool) -> None:
-        """Overwrite the model's weights; `stale`: but for what its output layer computes with (a fault of the tests)."""
+    def copy(self, tensors: dict[str, torch.Tensor], placed: Any, *, stale: bool) -> None:
+        """Overwrite the model's weights; `placed`: as `place` gave them.
+
+        `stale`: but for what its output layer computes with (a fault of the tests).
+        """
 
     @abstractmethod
     def probe(self, placed: Any, manifest: WeightManifest) -> tuple[int, float, str]:
@@ -262,6 +268,8 @@ def _misfit(spec: TensorSpec, size: int) -> str:
         return f"dtype {spec.dtype!r} is none of {', '.join(DTYPES)}"
     if math.prod(spec.shape) * DTYPES[spec.dtype][1] != spec.nbytes:
         return f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}"
+    if spec.offset % DTYPES[spec.dtype][1]:
+        return f"offset {spec.offset} is no multiple of the size of {spec.dtype}"
     if spec.offset < 0 or spec.offset + spec.nbytes > size:
         return f"bytes [{spec.offset}, {spec.offset + spec.nbytes}) lie outside the {size} bytes of the file"
     return ""

@@ -18,6 +18,7 @@ from rft.types.ids import Version
 from rft.types.ports import TensorSpec
 
 ALIGN = 64
+PIECE = 1 << 20
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -34,8 +35,18 @@ _NAMES = {
 }
 
 
-def write(fd: int, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> tuple[TensorSpec, ...]:
-    """Write every tensor to `fd` from offset 0 on.  Raises WeightSyncFailed on what no engine should ever load."""
+def write(
+    fd: int,
+    version: Version,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    tied: dict[str, str],
+    mapped: torch.Tensor | None = None,
+) -> tuple[TensorSpec, ...]:
+    """Write every tensor to `fd` from offset 0 on.  Raises WeightSyncFailed on what no engine should ever load.
+
+    `mapped`: the bytes of `fd`, as many as have been written to it before; what lies beyond is written through `fd`.
+    """
+    room = None if mapped is None else mapped.numpy()
     specs: list[TensorSpec] = []
     names: set[str] = set()
     end = 0
@@ -48,14 +59,19 @@ def write(fd: int, version: Version, tensors: Iterable[tuple[str, torch.Tensor]]
             raise WeightSyncFailed(
                 f"version {version}: tensor {name} is {host.dtype}; a transport carries {', '.join(_NAMES.values())}"
             )
-        if not _finite(host):
-            raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
-        data = host.reshape(-1).view(torch.uint8).numpy().data  # a buffer of plain bytes
-        start = -(-end // ALIGN) * ALIGN
-        _pwrite(fd, data, start)
-        end = start + data.nbytes
-        digest = xxhash.xxh3_128_hexdigest(data)
-        specs.append(TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, data.nbytes, digest))
+        start = end = -(-end // ALIGN) * ALIGN
+        digest, flat = xxhash.xxh3_128(), host.reshape(-1)
+        for part in flat.split(PIECE // flat.itemsize):  # looked at, hashed and copied while it is in the processor's cache
+            if not _finite(part):
+                raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
+            data = part.view(torch.uint8).numpy()
+            digest.update(data)
+            if room is not None and end + len(data) <= len(room):
+                np.copyto(room[end : end + len(data)], data)
+            else:
+                _pwrite(fd, data.data, end)
+            end += len(data)
+        specs.append(TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, host.nbytes, digest.hexdigest()))
     _check_tied(version, names, tied)
     return tuple(specs)
 

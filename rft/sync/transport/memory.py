@@ -33,6 +33,7 @@ class _Slot:
     fd: int
     path: str
     file: Path | None  # the name to remove on close; None for anonymous memory
+    mapped: torch.Tensor | None = None  # its bytes (uint8), of anonymous memory that has been written once
     version: Version | None = None  # None = free
     order: int = 0  # when it was staged
 
@@ -57,7 +58,7 @@ class MemoryTransport:
             raise WeightSyncFailed(f"version {version}: the transport is closed")
         slot = self._free_slot()
         try:
-            specs = blob.write(slot.fd, version, tensors, tied)
+            specs = blob.write(slot.fd, version, tensors, tied, slot.mapped)
         except OSError as e:
             raise WeightSyncFailed(f"version {version}: writing the weights to {slot.path} failed: {e}") from e
         if self._layout:
@@ -65,6 +66,8 @@ class MemoryTransport:
         self._layout = specs
         self._staged += 1
         slot.version, slot.order = version, self._staged
+        if slot.mapped is None and slot.file is None:  # the pages are there: writing the next version asks the kernel for nothing
+            slot.mapped = torch.from_file(slot.path, shared=True, size=os.fstat(slot.fd).st_size, dtype=torch.uint8)
         return WeightManifest(version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied))
 
     def view(self, version: Version) -> mmap.mmap:
