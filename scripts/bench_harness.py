@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import random
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -96,6 +97,44 @@ def speed_ratio(name: str, ours: Sequence[float], peer: Sequence[float], goal: f
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
     low, high = medians[int(0.025 * draws)], medians[int(0.975 * draws)]
     return Check(name, round(statistics.median(ratios), 3), round(low, 3), round(high, 3), goal)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of one figure over time: its mean, and its growth per hour with a 95 % interval."""
+
+    lives: int
+    minutes: float
+    level: float
+    slope: float
+    low: float
+    high: float
+
+
+def growth(lives: Iterable[Sequence[tuple[float, float]]], window_s: float) -> Growth | None:
+    """The common slope of lives, each (seconds, value) at a level of its own.  None where there is too little to say anything.
+
+    Its error is made from sums over `window_s`, within which samples err together, each without its own weight in the slope (a
+    clustered sandwich estimate, CR3).
+    """
+    import numpy as np
+
+    kept = [np.array(life) for life in lives if len(life) > 2 and life[-1][0] - life[0][0] >= window_s / 2]
+    if not kept:
+        return None
+    t, y = (np.concatenate([life[:, i] - life[:, i].mean() for life in kept]) for i in (0, 1))
+    windows = np.concatenate([n * 1e6 + (life[:, 0] - life[0, 0]) // window_s for n, life in enumerate(kept)])
+    spread = float((t * t).sum())
+    slope = float((t * y).sum()) / spread
+    parts = [(t[windows == w], (y - slope * t)[windows == w]) for w in np.unique(windows)]
+    if len(parts) < 3:
+        return None
+    free = len(parts) - 1
+    error = math.sqrt(math.fsum(float((a * e).sum() / (1 - (a * a).sum() / spread)) ** 2 for a, e in parts)) / spread
+    reach = (1.96 + 2.4 / free + 3 / free**2) * error  # Student's t
+    minutes = math.fsum(life[-1, 0] - life[0, 0] for life in kept) / 60
+    level = float(np.concatenate([life[:, 1] for life in kept]).mean())
+    return Growth(len(kept), minutes, level, *(x * 3600 for x in (slope, slope - reach, slope + reach)))
 
 
 def summary(seconds: Sequence[float], **more: Any) -> dict[str, Any]:

@@ -35,13 +35,12 @@ import tempfile
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import bench_harness
-import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,47 +91,6 @@ def plan(seed: int, gap_s: float = 15.0) -> Iterator[Fault]:
         dice.shuffle(cards)
         for kind, action in cards:
             yield Fault(kind, action, dice.uniform(0.4, 1.6) * gap_s, dice.uniform(1.0, 30.0))
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Of one figure: its mean, and its growth per hour with a 95 % interval."""
-
-    what: str
-    figure: str
-    lives: int
-    minutes: float
-    level: float
-    slope: float
-    low: float
-    high: float
-
-    @property
-    def good(self) -> bool:
-        return self.low <= LIMITS[self.figure]
-
-
-def growth(what: str, figure: str, lives: Iterable[list[tuple[float, float]]]) -> Growth | None:
-    """The common slope of all lives, each with a level of its own.  None where there is too little to say anything.
-
-    Its error is made from sums over WINDOW_S, each without its own weight in the slope (a clustered sandwich estimate, CR3).
-    """
-    kept = [np.array(life) for life in lives if len(life) > 2 and life[-1][0] - life[0][0] >= WINDOW_S / 2]
-    if not kept:
-        return None
-    t, y = (np.concatenate([life[:, i] - life[:, i].mean() for life in kept]) for i in (0, 1))
-    windows = np.concatenate([n * 1e6 + (life[:, 0] - life[0, 0]) // WINDOW_S for n, life in enumerate(kept)])
-    spread = float((t * t).sum())
-    slope = float((t * y).sum()) / spread
-    parts = [(t[windows == w], (y - slope * t)[windows == w]) for w in np.unique(windows)]
-    if len(parts) < 3:
-        return None
-    free = len(parts) - 1
-    error = math.sqrt(math.fsum(float((a * e).sum() / (1 - (a * a).sum() / spread)) ** 2 for a, e in parts)) / spread
-    reach = (1.96 + 2.4 / free + 3 / free**2) * error  # Student's t
-    minutes = math.fsum(life[-1, 0] - life[0, 0] for life in kept) / 60
-    level = float(np.concatenate([life[:, 1] for life in kept]).mean())
-    return Growth(what, figure, len(kept), minutes, level, *(x * 3600 for x in (slope, slope - reach, slope + reach)))
 
 
 class Program:
@@ -393,10 +351,15 @@ class Soak:
             for figure, value in zip(SHARED, machine, strict=True):
                 self.lives["machine", figure]["machine"].append((now, value))
 
-    def grown(self) -> list[Growth]:
-        order = [*KINDS, "Ray and helpers", "machine"]
-        found = (growth(*key, lives.values()) for key, lives in sorted(self.lives.items(), key=lambda x: order.index(x[0][0])))
-        return [g for g in found if g is not None]
+    def grown(self) -> list[tuple[str, str, bench_harness.Growth, str]]:
+        """Of whom, which figure, how much, and whether that is too much."""
+        found = []
+        for what in (*KINDS, "Ray and helpers", "machine"):
+            for figure, limit in LIMITS.items():
+                g = bench_harness.growth(self.lives[what, figure].values(), WINDOW_S)
+                if g is not None:
+                    found.append((what, figure, g, f"{limit:.0f}{' **exceeded**' if g.low > limit else ''}"))
+        return found
 
     def say(self, text: str) -> None:
         bench_harness.note(f"{time.strftime('%H:%M:%S')} {text}")
@@ -467,10 +430,13 @@ def told(soak: Soak, command: str) -> str:
     met = Counter((f.action, f.kind) for _, f in soak.faults)
     for action, name in (("kill", "kill -9"), ("stop", "SIGSTOP"), ("disk", "disk full"), ("clock", "clock off by an hour")):
         lines.append(f"| {name} | " + " | ".join(str(met[action, kind] or "–") for kind in (*KINDS, "machine")) + " |")
-    lines += ["", "| Of | Figure | Lives | Minutes | Level | Growth per hour | 95 % interval | Allowed |", "|---" * 8 + "|"]
-    for g in soak.grown():
-        interval = f"{g.low:+.1f} to {g.high:+.1f} | {LIMITS[g.figure]:.0f}{'' if g.good else ' **exceeded**'}"
-        lines.append(f"| {g.what} | {g.figure} | {g.lives} | {g.minutes:.0f} | {g.level:,.1f} | {g.slope:+.1f} | {interval} |")
+    if grown := soak.grown():
+        lines += ["", "| Of | Figure | Lives | Minutes | Level | Growth per hour | 95 % interval | Allowed |", "|---" * 8 + "|"]
+    else:
+        lines += ["", "Nothing worked long enough to tell whether it grows; that takes 50 minutes."]
+    for what, figure, g, limit in grown:
+        interval = f"{g.slope:+.1f} | {g.low:+.1f} to {g.high:+.1f} | {limit}"
+        lines.append(f"| {what} | {figure} | {g.lives} | {g.minutes:.0f} | {g.level:,.1f} | {interval} |")
     hangs = [(p.name, *hang) for p in soak.programs for hang in p.hangs]
     lines += [
         "",
@@ -512,7 +478,9 @@ def main() -> int:
             subprocess.run(["umount", "-l", str(home / "disk")], check=True)
         shutil.rmtree(home)
     soak.problems += [f"left behind: {line}" for line in leftovers.compare(before)]
-    soak.problems += [f"{g.what}: {g.figure} grow by {g.low:+.1f} to {g.high:+.1f} an hour" for g in soak.grown() if not g.good]
+    soak.problems += [
+        f"{what}: {figure} grow by {g.low:+.1f} to {g.high:+.1f}" for what, figure, g, limit in soak.grown() if "*" in limit
+    ]
     made = told(soak, f"make soak MINUTES={options.minutes:g} SEED={options.seed}")
     print(made)
     if options.write:

@@ -8,10 +8,9 @@ import sqlite3
 import time
 from pathlib import Path
 
+import bench_harness
 import pytest
 import soak
-
-FIGURE = "memory, MiB"
 
 
 def lives(per_hour: float, seed: int = 0) -> list[list[tuple[float, float]]]:
@@ -28,16 +27,16 @@ def lives(per_hour: float, seed: int = 0) -> list[list[tuple[float, float]]]:
 
 
 def test_growth_is_found_beside_processes_of_different_size() -> None:
-    found = [soak.growth("engine", FIGURE, lives(60, seed)) for seed in range(40)]
+    found = [bench_harness.growth(lives(60, seed), soak.WINDOW_S) for seed in range(40)]
     assert sum(g.low <= 60 <= g.high for g in found if g) >= 34
-    assert not any(g.good for g in found if g)
-    steady = [soak.growth("engine", FIGURE, lives(0, seed)) for seed in range(40)]
-    assert sum(g.low <= 0 <= g.high for g in steady if g) >= 34 and all(g.good for g in steady if g)
+    assert all(g.low > soak.LIMITS["memory, MiB"] for g in found if g)
+    steady = [bench_harness.growth(lives(0, seed), soak.WINDOW_S) for seed in range(40)]
+    assert sum(g.low <= 0 <= g.high for g in steady if g) >= 34 and all(g.low < soak.LIMITS["memory, MiB"] for g in steady if g)
 
 
 def test_nothing_is_said_of_too_little() -> None:
-    assert soak.growth("engine", FIGURE, []) is None
-    assert soak.growth("engine", FIGURE, [[(0.0, 1.0), (3.0, 1.0)]]) is None
+    assert bench_harness.growth([], 300.0) is None
+    assert bench_harness.growth([[(0.0, 1.0), (3.0, 1.0)]], 300.0) is None
 
 
 def test_a_seed_draws_every_fault_in_its_own_order() -> None:
