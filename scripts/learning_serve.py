@@ -1,6 +1,6 @@
 """Does a model learn from an agent that lives elsewhere?  `rft serve` with vLLM and SmolLM2; a LangGraph agent in a process of its own.
 
-    python scripts/learning_serve.py [--seeds 42,1,2] [--steps 10] [--keep FOLDER] [--write]
+    python scripts/learning_serve.py [--seeds 42,1,2] [--steps 15] [--keep FOLDER] [--write]
 
 The agent runs in an environment with examples/serve/frameworks.txt: that of RFT_FRAMEWORKS_PYTHON, or one that is made for it.  After
 every EVERY steps it answers the questions that are never trained, RUNS times each at temperature 1, through the same service.
@@ -192,7 +192,7 @@ def environment() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default=",".join(map(str, REAL_SEEDS)), help="whole numbers, separated by commas")
-    parser.add_argument("--steps", type=int, default=10, help=f"a multiple of {EVERY}")
+    parser.add_argument("--steps", type=int, default=15, help=f"a multiple of {EVERY}, fewer than the run has: with its last step the service ends")
     parser.add_argument("--keep", type=Path, help="a folder for the runs; a temporary one without")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}")
     options = parser.parse_args()

@@ -18,7 +18,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ _LOCAL = {
     "RAY_worker_niceness": "0",  # engines and trainer are the work of this machine, not background jobs
     "RAY_enable_worker_prestart": "0",  # every actor has its own environment, so prestarted workers are never used
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_metrics_collection": "0",  # nothing reads them; the program has metrics of its own
 }
 _ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -46,6 +47,8 @@ _ALWAYS = {
 }
 _STARTS_LATE = "timed out during startup"
 _OBJECT_STORE_BYTES = 256 << 20
+# Processes of a local Ray that nothing here uses: they copy logs to a driver, scale a cluster, and collect usage statistics.
+_UNUSED = ("ray/_private/log_monitor.py", "ray/autoscaler/_private/monitor.py", "ray/dashboard/dashboard.py")
 _RAYS = "ray"  # Ray opens its folder and its sockets to everybody; the folder around it is the account's
 _SOCKET_PATH_LIMIT = 60  # unix socket paths end at 107 bytes, Ray adds up to 45
 
@@ -112,6 +115,7 @@ class Cluster:
                         log_to_driver=False,
                         logging_level=logging.ERROR,
                     )
+                _end_unused(psutil.Process().children())
                 return
             except Exception as e:
                 late = _STARTS_LATE in str(e)  # Ray raises a bare Exception for it
@@ -154,6 +158,17 @@ class Cluster:
         _end(self._processes)
         shutil.rmtree(self._folder, ignore_errors=True)
         log.info("Ray stopped in %.1f s", time.monotonic() - started)
+
+
+def _end_unused(processes: list[psutil.Process]) -> None:
+    """Ray starts these with every cluster and has no option against it; each takes 1 % of a core and 100 MB."""
+    unused = []
+    for process in processes:
+        with suppress(psutil.Error):
+            if any(part.endswith(_UNUSED) for part in process.cmdline()):
+                process.kill()
+                unused.append(process)
+    psutil.wait_procs(unused, timeout=5)
 
 
 def _end(processes: list[psutil.Process]) -> None:
