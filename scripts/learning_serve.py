@@ -98,7 +98,7 @@ def _moments(service: subprocess.Popen[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _service(folder: Path, seed: int, model: Path, python: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
+def _service(folder: Path, seed: int, steps: int, model: Path, python: str) -> Iterator[tuple[subprocess.Popen[str], Served]]:
     key, client = secrets.token_hex(24), folder / "path" / "rft"
     client.mkdir(parents=True, exist_ok=True)
     (client / "client.py").write_text((ROOT / "rft" / "client.py").read_text())  # rft itself is not installed beside the agent
@@ -106,6 +106,7 @@ def _service(folder: Path, seed: int, model: Path, python: str) -> Iterator[tupl
     command += [
         f"checkpoint_root_dir={folder}",
         f"seed={seed}",
+        f"trainer.total_steps={steps + EVERY}",  # with its last step the service ends
         "trainer.save_interval=1",
         "trainer.max_checkpoints_to_keep=1",
     ]
@@ -135,7 +136,7 @@ def learn(kept: Kept, seed: int, steps: int, model: Path, python: str) -> None:
     """Up to `steps` train steps of one run, from where it was left."""
     train, held_out = digit_sums(split="train"), digit_sums(split="test")
     random.Random(seed).shuffle(train)
-    with _service(kept.folder / f"seed{seed}", seed, model, python) as (run, served):
+    with _service(kept.folder / f"seed{seed}", seed, steps, model, python) as (run, served):
         for step in itertools.count(served.step()):
             if step % EVERY == 0 and step not in dict(kept.curves.get(seed, ())):
                 kept.add(seed, step, statistics.mean(served.play(held_out, train=False)))
@@ -192,7 +193,7 @@ def environment() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default=",".join(map(str, REAL_SEEDS)), help="whole numbers, separated by commas")
-    parser.add_argument("--steps", type=int, default=15, help=f"a multiple of {EVERY}, fewer than the run has: with its last step the service ends")
+    parser.add_argument("--steps", type=int, default=15, help=f"a multiple of {EVERY}")
     parser.add_argument("--keep", type=Path, help="a folder for the runs; a temporary one without")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)} and {PICTURE.relative_to(ROOT)}")
     options = parser.parse_args()
