@@ -87,9 +87,8 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
             return
         self._closed = True
         self._closing.set()
-        for writing in (self._flusher, self._noting):
-            if writing is not None:
-                await writing
+        if self._flusher is not None:
+            await self._flusher
         await self._notify()
         self._ledger.stop()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._reserve.close)
