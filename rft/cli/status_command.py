@@ -149,17 +149,17 @@ def _alive(pid: int) -> str:
 def _metrics(path: Path) -> dict[str, Any]:
     """The last train step, and the first and last value of each evaluation mean."""
     from rft.launch.progress import curve_lines
-    from rft.monitor.read import scan
+    from rft.monitor.curves import evaluations
+    from rft.monitor.read import scan, series
 
     if not path.exists():
         return {"last_step": None, "evals": [], "curves": [], "alarms": [], "notes": ["nothing has been measured yet"]}
     found = scan(path)
     steps = [r for r in found.records if r.role == "trainer"]
     last = {"step": steps[-1].step, "time": steps[-1].time, "values": steps[-1].values} if steps else None
-    means = {n for r in found.records for n in r.values if n.startswith("eval/") and "/mean@" in n}
     evals = []
-    for name in sorted(means):
-        points = [{"step": r.step, "name": name, "value": r.values[name]} for r in found.records if name in r.values]
+    for name in sorted(evaluations(found.records)):
+        points = [{"step": step, "name": name, "value": value} for step, value in series(found.records, name)]
         evals += [points[0], points[-1]] if len(points) > 1 else points
     raised = [r for r in found.records if any(n.startswith("alarm/") for n in r.values)]
     told = [f"{r.role} {r.step}: {n}" for r in found.records for n in r.notes if r not in raised][-NOTES:]
