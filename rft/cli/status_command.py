@@ -18,13 +18,13 @@ import typer
 
 from rft.cli.options import Json, JsonArray, RunDir
 from rft.errors import CheckpointInvalid, ConfigError
+from rft.logs import safe
 from rft.monitor.changes import FolderChanges
 
 NOTES = 5  # the newest that a run has told
 LEVELS = ("debug", "info", "warning", "error", "critical")
 # 2026-11-21 10:15:28,123 I rft.launch.drive: text
 _HEAD = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?P<level>[DIWEC]) ")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # model output must not drive the terminal
 Entry = tuple[str, str, str]  # time, file, text of one or more lines
 
 
@@ -241,9 +241,9 @@ def matches(entry: Entry, keyword: str | None, level: str) -> bool:
 
 
 def show(entry: Entry) -> None:
-    """Print one entry with the name of its file, control characters escaped."""
+    """Print one entry with the name of its file; model output must not drive the terminal."""
     _, name, text = entry
-    print(_CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", f"{name:12} {text}"), flush=True)
+    print(safe(f"{name:12} {text}", lines=True), flush=True)
 
 
 class _Tails:

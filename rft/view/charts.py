@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 from rft.monitor.curves import REWARD, reward_parts
-from rft.monitor.pictures import GREY
 from rft.view.metric_curves import AXES, Axis, Curves
 
 CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart without curves is not drawn
@@ -105,11 +103,3 @@ def _names(measured: Sequence[str], patterns: tuple[str, ...]) -> list[str]:
 def _curve(label: str, curves: Curves, name: str, axis: Axis) -> dict[str, Any]:
     x, y = curves.points(name, axis)
     return {"label": label, "x": x.tolist(), "y": y.tolist()}
-
-
-def sentence(text: str) -> str:
-    """A picture that says why there is none."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="700" height="30" font-family="sans-serif" font-size="12">'
-        f'<text x="4" y="20" fill="{GREY}">{escape(text)}</text></svg>'
-    )
