@@ -6,13 +6,11 @@ Thin, over what the command line uses.  Reads files alone: the run may be alive,
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rft.disk import read_regular
 from rft.errors import ConfigError
 from rft.monitor.curves import Picture, evaluations, main_curves, svg
 from rft.monitor.read import Metrics, scan, series
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from rft.launch.drive import Outcome
     from rft.types.ids import Version
 
-_MOST_CONFIG = 16 << 20  # bytes
 _MARKS = ("state.json", "metrics.jsonl", "config.json", "stages.json", "buffer")  # a folder with none of them holds no run
 
 
@@ -65,18 +62,14 @@ class StoredRun:
 
     def config(self) -> dict[str, Any]:
         """The whole configuration with all defaults, secrets replaced by ***.  Raises ConfigError where the folder holds none."""
-        if not isinstance(tree := self.saved().get("tree"), dict):
-            raise ConfigError(f"{self.run_dir / 'config.json'} holds no configuration", key="RUN", given=str(self.run_dir))
+        tree: dict[str, Any] = self.saved()["tree"]
         return tree
 
     def saved(self) -> dict[str, Any]:
         """All of config.json: beside the configuration the file it was read from, overrides and versions.  Raises ConfigError."""
-        file = self.run_dir / "config.json"
-        try:
-            found = json.loads(read_regular(file, _MOST_CONFIG))
-        except (OSError, ValueError, RecursionError) as e:
-            raise ConfigError(f"{file} cannot be read: {e}", key="RUN", given=str(self.run_dir)) from None
-        return found if isinstance(found, dict) else {}
+        from rft.config.save import saved
+
+        return saved(self.run_dir)
 
     def records(self) -> Metrics:
         """metrics.jsonl as records; none where nothing has been measured.  Raises RunFailed for a damaged line."""

@@ -31,7 +31,7 @@ from pydantic import BaseModel
 from rft.algorithm.args import Args
 from rft.algorithm.base import AlgorithmDefaults
 from rft.algorithm.catalog import algorithm_defaults, algorithms, shipped
-from rft.config.reference import default_text, type_text
+from rft.config.describe import default_text, type_text
 from rft.plugins import REGISTRY
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "algorithms"

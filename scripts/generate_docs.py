@@ -14,10 +14,10 @@ from typing import Any
 
 import algorithm_pages
 import typer.main
+from configuration_page import json_schema, markdown
 
 from rft.cli.main import EXIT_CODES, VERBS
 from rft.cli.main import make as program
-from rft.config.reference import json_schema, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 

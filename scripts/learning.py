@@ -45,9 +45,13 @@ from rft.types.ids import GroupId, Version
 from rft.types.ports import Engine, GenerateRequest, GroupStats, Lease
 from rft.types.task import SamplingArgs
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.helpers import families  # noqa: E402
+
 SEEDS, REAL_SEEDS = (0, 1, 2), (42, 1, 2)
 REAL_TIMEOUT_S = 4 * 3600.0
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "learning.md"
 EXAMPLES = ROOT / "examples"
 
@@ -74,7 +78,7 @@ class Goal:
 
 def of_run(example: str, folder: Path, seed: int, steps: int, number: str, *changes: str, family: str = "llama") -> Learnt:
     """A run of an example; `number` is one of its metrics."""
-    model = tiny.make(folder / "model", seed=seed, family=family)
+    model = tiny.make(folder / "model", seed=seed, family=family, **families.TINY.get(family, {}))
     overrides = [
         *(f"model.model_path={model}", f"checkpoint_root_dir={folder / 'runs'}", f"seed={seed}"),
         *(f"trainer.total_steps={steps}", "trainer.save_hf_checkpoint=never", *changes),
@@ -103,7 +107,7 @@ def hybrid(folder: Path, seed: int) -> Learnt:
 
 def moe(folder: Path, seed: int) -> Learnt:
     """With vLLM, whose experts the trainer goes through: a run of its own processes."""
-    model = tiny.make(folder / "model", seed=seed, family="qwen3_moe")
+    model = tiny.make(folder / "model", seed=seed, family="qwen3_moe", **families.TINY["qwen3_moe"])
     engine = ("engine_type=vllm", "router_replay=on", "max_num_seqs=128")
     changes = [f"model.model_path={model}", *(f"explorer.rollout_model.{e}" for e in engine), *FAMILY_CHANGES]
     (found,) = of_command("tiny", folder, seed, FAMILY_STEPS, [ACCURACY], *changes)

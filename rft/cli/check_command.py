@@ -48,7 +48,9 @@ def check(
     cluster = None
     try:
         if simulate is not None:
-            cluster = _cluster(simulate)
+            from rft.config.cluster_file import load
+
+            cluster = load(simulate)
             facts, written = cluster.facts(), [*written, *cluster.overrides()]
         stages = stage_names(config, overrides or ()) or ("",)
     except ConfigError as e:
@@ -77,12 +79,6 @@ def check(
             _show(report, *seats[stage], config, shlex.join(again))
     if not all(report.ok and not seats[stage][1] for stage, report in found.items()):
         raise typer.Exit(2)
-
-
-def _cluster(path: Path) -> ClusterFile:
-    from rft.config.cluster_file import load
-
-    return load(path)
 
 
 def _simulated(report: Report, cluster: ClusterFile, path: Path) -> Report:

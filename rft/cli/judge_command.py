@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -19,12 +19,15 @@ from rft.cli.options import Json, PluginDirs, one_of, planned, tasksets
 from rft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rft.buffer.query import Questions
     from rft.config.plan import Plan
     from rft.explorer.stored import Scored
     from rft.taskset.base import Taskset
     from rft.taskset.settings import TasksetSettings
+    from rft.types.experience import Experience
     from rft.types.task import Task
 
+T = TypeVar("T")
 PAGE = 256  # experiences whose payload is read at once
 _VERL = {"prompt": "prompt", "truth": "reward_model"}  # columns of veRL's data, where there is no --config
 judge = typer.Typer(no_args_is_help=True, help="How reliable a judge is.")
@@ -263,13 +266,20 @@ def _of_run(run: Path, opened: Taskset, limit: int | None) -> list[Any]:
     with open_run(run) as questions:
         with questions.ask(question) as answer:
             found = [r for r in answer.rows if r[1] == opened.settings.name]
-        if limit is not None and len(found) > limit:  # spread over the whole run
-            found = [found[i * len(found) // limit] for i in range(limit)]
-        texts: dict[str, str] = {}
-        for i in range(0, len(found), PAGE):
-            payload = questions.payload([r[0] for r in found[i : i + PAGE]])
-            texts |= {id: str(x.messages[-1].get("content") or "") for id, x in payload.items()}
+        found = evenly(found, limit)
+        texts = {id: str(x.messages[-1].get("content") or "") for id, x in payloads(questions, [r[0] for r in found])}
     return [(opened.task(index), texts[id], None, reward, step) for id, _, index, reward, step in found]
+
+
+def evenly(found: list[T], most: int | None) -> list[T]:
+    """At most `most` of them, spread over all; None and 0: all."""
+    return found if not most or len(found) <= most else [found[i * len(found) // most] for i in range(most)]
+
+
+def payloads(questions: Questions, ids: Sequence[str]) -> Iterator[tuple[str, Experience]]:
+    """The stored experiences with these ids, of which a page is read at a time."""
+    for i in range(0, len(ids), PAGE):
+        yield from questions.payload(ids[i : i + PAGE]).items()
 
 
 async def _report(

@@ -50,20 +50,16 @@ def report(run_dir: Path, seconds: float, console: Any) -> None:
     """What the model learnt: held-out accuracy, answers before and after, the curve, and where to go next."""
     from rich.table import Table
 
+    from rft.monitor.curves import evaluations
     from rft.monitor.pictures import reward_curve
-    from rft.monitor.read import read
+    from rft.monitor.read import read, series
 
-    evals = [
-        (r.step, k, v)
-        for r in read(run_dir / "metrics.jsonl")
-        for k, v in r.values.items()
-        if k.startswith("eval/") and "/mean@" in k
-    ]
-    if not evals:
+    records = read(run_dir / "metrics.jsonl")
+    if not (names := evaluations(records)):
         raise RuntimeError(f"{run_dir / 'metrics.jsonl'} has no evaluation; was buffer.explorer_input.eval_tasksets removed?")
-    name = evals[0][1]
-    first, last = evals[0], [e for e in evals if e[1] == name][-1]
-    taskset = name.split("/")[1]
+    points = series(records, names[0])
+    first, last = points[0], points[-1]
+    _, taskset, metric = names[0].split("/")
     before, after = _samples(run_dir, taskset, first[0]), _samples(run_dir, taskset, last[0])
     table = Table(title="held-out questions, first answer of each", title_justify="left")
     for column in ("question", "truth", "untrained", f"after {last[0]} steps"):
@@ -74,9 +70,8 @@ def report(run_dir: Path, seconds: float, console: Any) -> None:
     console.print(table)
     picture = run_dir / "reward_curve.png"
     reward_curve(run_dir, picture)
-    metric = name.rpartition("/")[2]
     console.print(
-        f"\nheld-out accuracy ({metric}, temperature 1): [bold]{first[2]:.2f} -> {last[2]:.2f}[/bold] in {last[0]} steps, {seconds:.0f} s"
+        f"\nheld-out accuracy ({metric}, temperature 1): [bold]{first[1]:.2f} -> {last[1]:.2f}[/bold] in {last[0]} steps, {seconds:.0f} s"
     )
     console.print(f"curve     {picture}\nrun       {run_dir}\nmodel     {run_dir}/checkpoints/global_step_{last[0]}/huggingface")
     console.print(

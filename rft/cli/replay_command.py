@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rft.config.plan import Plan
     from rft.explorer.rescore import Rescored, StoredAnswer
 
-PAGE = 256
-
 
 def replay(
     run: RunDir,
@@ -85,6 +83,7 @@ def replay(
 def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> list[StoredAnswer]:
     """Groups in order, with the tasks that the configuration gives them.  Failed runs have no answer and are left out."""
     from rft.buffer.query import open_run
+    from rft.cli.judge_command import evenly, payloads
     from rft.explorer.rescore import StoredAnswer
     from rft.taskset.open_source import open_taskset
 
@@ -98,17 +97,12 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
     with open_run(run) as questions:
         with questions.ask(question) as answer:
             rows = list(answer.rows)
-        groups = list(dict.fromkeys(r[1] for r in rows))
-        chosen = set(groups if not limit or len(groups) <= limit else [groups[i * len(groups) // limit] for i in range(limit)])
+        chosen = set(evenly(list(dict.fromkeys(r[1] for r in rows)), limit))
         rows = [r for r in rows if r[1] in chosen]
         if missing := sorted({r[2] for r in rows} - known.keys()):
             raise ConfigError(f"the configuration has no taskset {missing[0]!r}, which rows of the run belong to", key="--config")
-        found: list[StoredAnswer] = []
-        for i in range(0, len(rows), PAGE):
-            page = rows[i : i + PAGE]
-            payload = questions.payload([r[0] for r in page])
-            found += [StoredAnswer(known[name].task(index), group, payload[id], old) for id, group, name, index, old in page]
-    return found
+        payload = dict(payloads(questions, [r[0] for r in rows]))
+    return [StoredAnswer(known[name].task(index), group, payload[id], old) for id, group, name, index, old in rows]
 
 
 def _show(found: Sequence[Rescored], told: dict[str, dict[str, float]], to: Path | None) -> None:

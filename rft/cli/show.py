@@ -257,11 +257,13 @@ def _ended(row: dict[str, Any]) -> str:
 
 
 def _lineage(x: Shown) -> Iterator[str]:
+    from rft.view.rollout_pages import written_by
+
     if x.payload is not None and x.payload.version_spans:
         spans = ", ".join(f"{s.version} tokens {s.start} to {s.end}" for s in x.payload.version_spans)
         yield f"written by   weights {spans}"
-    elif x.row["newest_step"] is not None:
-        yield f"written by   weights {x.row['oldest_lineage']}:{x.row['oldest_step']} to {x.row['newest_lineage']}:{x.row['newest_step']}"
+    elif versions := written_by(x.row):
+        yield f"written by   weights {versions}"
     for use in x.uses:
         if not use.counts:
             after = "of no current weights: the run resumed from before it"

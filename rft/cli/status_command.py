@@ -18,13 +18,13 @@ import typer
 
 from rft.cli.options import Json, JsonArray, RunDir
 from rft.errors import CheckpointInvalid, ConfigError
+from rft.logs import safe
 from rft.monitor.changes import FolderChanges
 
 NOTES = 5  # the newest that a run has told
 LEVELS = ("debug", "info", "warning", "error", "critical")
 # 2026-11-21 10:15:28,123 I rft.launch.drive: text
 _HEAD = re.compile(r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?P<level>[DIWEC]) ")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # model output must not drive the terminal
 Entry = tuple[str, str, str]  # time, file, text of one or more lines
 
 
@@ -149,17 +149,17 @@ def _alive(pid: int) -> str:
 def _metrics(path: Path) -> dict[str, Any]:
     """The last train step, and the first and last value of each evaluation mean."""
     from rft.launch.progress import curve_lines
-    from rft.monitor.read import scan
+    from rft.monitor.curves import evaluations
+    from rft.monitor.read import scan, series
 
     if not path.exists():
         return {"last_step": None, "evals": [], "curves": [], "alarms": [], "notes": ["nothing has been measured yet"]}
     found = scan(path)
     steps = [r for r in found.records if r.role == "trainer"]
     last = {"step": steps[-1].step, "time": steps[-1].time, "values": steps[-1].values} if steps else None
-    means = {n for r in found.records for n in r.values if n.startswith("eval/") and "/mean@" in n}
     evals = []
-    for name in sorted(means):
-        points = [{"step": r.step, "name": name, "value": r.values[name]} for r in found.records if name in r.values]
+    for name in sorted(evaluations(found.records)):
+        points = [{"step": step, "name": name, "value": value} for step, value in series(found.records, name)]
         evals += [points[0], points[-1]] if len(points) > 1 else points
     raised = [r for r in found.records if any(n.startswith("alarm/") for n in r.values)]
     told = [f"{r.role} {r.step}: {n}" for r in found.records for n in r.notes if r not in raised][-NOTES:]
@@ -241,9 +241,9 @@ def matches(entry: Entry, keyword: str | None, level: str) -> bool:
 
 
 def show(entry: Entry) -> None:
-    """Print one entry with the name of its file, control characters escaped."""
+    """Print one entry with the name of its file; model output must not drive the terminal."""
     _, name, text = entry
-    print(_CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", f"{name:12} {text}"), flush=True)
+    print(safe(f"{name:12} {text}", lines=True), flush=True)
 
 
 class _Tails:

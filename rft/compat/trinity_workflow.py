@@ -136,11 +136,16 @@ class BaseSimpleWorkflow(TrinityWorkflow):
 
     def _scored(self, responses: list[TrinityExperience]) -> list[TrinityExperience]:
         for i, response in enumerate(responses):
-            parts = self.reward_fn(response=response.response_text, truth=self.truth)
+            parts = self._reward(response)
             response.metrics |= parts
             response.reward = sum(parts.values())
             response.eid.run = i + self.run_id_base
         return responses
+
+    def _reward(self, response: TrinityExperience) -> dict[str, float]:
+        """The parts of an answer's reward."""
+        parts: dict[str, float] = self.reward_fn(response=response.response_text, truth=self.truth)
+        return parts
 
 
 class SimpleWorkflow(BaseSimpleWorkflow):
@@ -189,20 +194,16 @@ class MathBoxedWorkflow(SimpleWorkflow):
     def format_prompt(self) -> str:
         return "".join(f"{m['role'].capitalize()}: {m['content']}\n" for m in self.format_messages()) + "Assistant: "
 
-    def _scored(self, responses: list[TrinityExperience]) -> list[TrinityExperience]:
-        for i, response in enumerate(responses):
-            parts = self.reward_fn(
-                response=response.response_text,
-                truth=self.truth,
-                with_think=self.with_think,
-                format_score_coef=self.format_score_coef,
-                response_token=response.tokens[response.prompt_length :],
-                info=response.info,
-            )
-            response.metrics |= parts
-            response.reward = sum(parts.values())
-            response.eid.run = i + self.run_id_base
-        return responses
+    def _reward(self, response: TrinityExperience) -> dict[str, float]:
+        parts: dict[str, float] = self.reward_fn(
+            response=response.response_text,
+            truth=self.truth,
+            with_think=self.with_think,
+            format_score_coef=self.format_score_coef,
+            response_token=response.tokens[response.prompt_length :],
+            info=response.info,
+        )
+        return parts
 
     def run(self) -> list[TrinityExperience]:
         if self.use_base:

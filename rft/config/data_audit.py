@@ -19,6 +19,7 @@ from rft.config.context import Problems
 from rft.config.gold import scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
+from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.taskset.base import Taskset
 from rft.taskset.near_duplicates import earlier, signatures, words
@@ -97,6 +98,16 @@ def _one(plan: Plan, taskset: Taskset, model: ModelFiles | None, most: int, told
     return out, texts
 
 
+def rendered(task: Task, model: ModelFiles, engine: EngineSettings) -> str:
+    """The prompt as the engine makes it.  Raises ValueError where the workflow makes its own from the row."""
+    return model.render(
+        task.chat(),
+        list(task.tools),
+        template=task.chat_template or engine.chat_template,
+        **{**engine.chat_template_kwargs, **task.chat_template_args},
+    )
+
+
 def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelFiles | None, told: Told) -> None:
     engine, limit = plan.engines[0], plan.engines[0].max_prompt_tokens
     if model is None:
@@ -104,10 +115,7 @@ def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelF
     lengths: dict[int, int] = {}
     for n, task in enumerate(tasks):
         try:
-            text = model.render(
-                task.chat(), list(task.tools), template=task.chat_template or engine.chat_template,
-                **{**engine.chat_template_kwargs, **task.chat_template_args},
-            )  # fmt: skip
+            text = rendered(task, model, engine)
         except ConfigError as e:
             out.findings.append(AuditFinding(True, f"the chat template fails: {e.message}", (f"{out.name}[{task.index}]",)))
             return

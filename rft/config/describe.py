@@ -10,10 +10,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from rft.algorithm.catalog import shipped
-from rft.config import reference
 from rft.config.extends import SECTIONS
 from rft.config.foreign import advice
 from rft.config.inert import Inert, argument, inert
@@ -55,6 +56,19 @@ READ_BY = (  # longest beginning first: who does what with a key
     ("deterministic", "explorer, engines and trainer"),
     ("", "launcher: the run and its folder"),
 )
+
+
+READ_BEFORE = {  # key -> (type, meaning) of what is gone before the schema sees the values
+    "extends": (
+        "text, or list of texts",
+        "A file, or several, whose keys apply where this one sets none; relative to this file.",
+    ),
+    "stages": (
+        "list of sections",
+        "Consecutive runs; each starts from the model of the one before, its sections replace the common ones.",
+    ),
+    "trainer.trainer_config": ("mapping", "veRL's keys, read as the native keys they became."),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +128,9 @@ def unknown(name: str) -> ConfigError:
 def _before_the_schema(asked: str) -> Description | None:
     """extends, stages and trainer_config, which are gone before the schema sees the values."""
     key = listed(asked).removesuffix("[]")
-    if key not in reference.READ_BEFORE:
+    if key not in READ_BEFORE:
         return None
-    kind, meaning = reference.READ_BEFORE[key]
+    kind, meaning = READ_BEFORE[key]
     return Description(
         key=key,
         meaning=meaning,
@@ -161,7 +175,7 @@ def _described(key: str, asked: str) -> Description:
         asked=asked,
         meaning=found.description or "",
         type=_type(found),
-        default="" if inner else reference.default_text(found).strip("`*"),
+        default="" if inner else default_text(found).strip("`*"),
         unit=str(extra.get("unit", "")),
         allowed=tuple(_choices(found)),
         used_by=next(text for beginning, text in READ_BY if key.startswith(beginning)),
@@ -182,7 +196,7 @@ def _type(found: FieldInfo) -> str:
     marks = [m for _, m in models(found.annotation)]
     if marks:
         return {"": "section", "[]": "list of sections"}.get(marks[0], "section for each name")
-    return "choice" if _choices(found) else reference.type_text(found).replace("`", "")
+    return "choice" if _choices(found) else type_text(found).replace("`", "")
 
 
 def _choices(found: FieldInfo) -> list[str]:
@@ -221,7 +235,7 @@ def _argument(name: str) -> Description | None:
         key=name,
         meaning=one.description or f"argument of {kind}",
         type=_type(one),
-        default=", ".join(sorted({reference.default_text(f).strip("`") for f in takers.values()})),
+        default=", ".join(sorted({default_text(f).strip("`") for f in takers.values()})),
         allowed=tuple(_choices(one)),
         used_by=f"trainer: {', '.join(takers)}",
         active=_active(argument(one)),
@@ -287,3 +301,36 @@ def _asynchronous(plan: Plan) -> str:
 
 def _text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def type_text(field: FieldInfo) -> str:
+    """The type of a key in words, with what is allowed."""
+    if inner := list(models(field.annotation)):
+        return {
+            "": "a taskset, keys as in `tasksets[]`",
+            "[]": "list of tasksets, keys as in `tasksets[]`",
+            ".*": "a buffer, keys as in `experience_buffer`",
+        }[inner[0][1]]
+    if names := [n for n in literals(field.annotation) if n != ""]:
+        many = "one or more of " if "tuple" in str(field.annotation) else ""
+        return many + ", ".join(f"`{n}`" for n in names)
+    text = str(field.annotation)
+    many = "list of " if "tuple" in text else ""
+    words = (("dict", "mapping"), ("bool", "true, false"), ("float", "number"), ("int", "whole number"), ("str", "text"))
+    word = next((w for t, w in words if t in text), "text")
+    signs = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
+    bounds = [f"{signs[type(m)]} {getattr(m, type(m).__name__.lower()):g}" for m in field.metadata if type(m) in signs]
+    return f"{many}{word}{' ' + ', '.join(bounds) if bounds else ''}"
+
+
+def default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "*required*"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value is PydanticUndefined:
+        return "null"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value}`" if value != "" else '`""`'

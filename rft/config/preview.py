@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rft.config.context import Problems
-from rft.config.data_audit import TaskText, overlap
+from rft.config.data_audit import TaskText, overlap, rendered
 from rft.config.gold import gold_of, scored
 from rft.config.model_folder import ModelFiles
 from rft.config.plan import Plan
@@ -171,14 +171,7 @@ def _rows(
         spread = n if n < len(tasks) else n * len(taskset) // count
         try:
             task = tasks[n] if n < len(tasks) else taskset.task(spread)
-            text = json.dumps(task.chat(), ensure_ascii=False)
-            if model is not None:
-                text = model.render(
-                    task.chat(),
-                    list(task.tools),
-                    template=task.chat_template or engine.chat_template,
-                    **{**engine.chat_template_kwargs, **task.chat_template_args},
-                )
+            text = json.dumps(task.chat(), ensure_ascii=False) if model is None else rendered(task, model, engine)
         except ConfigError as e:
             problems.take(_placed(e, taskset.settings.name, key))
             break

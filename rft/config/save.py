@@ -22,10 +22,11 @@ from pydantic_core import to_jsonable_python
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, dotted, hidden, is_secret, plain, undotted
 from rft.config.schema.walk import field_at
-from rft.disk import write_whole
+from rft.disk import read_regular, write_whole
 from rft.errors import ConfigError, ConfigErrors
 from rft.logs import REDACTED, redact
 
+_MOST_BYTES = 16 << 20  # of a config.json
 LIBRARIES = ("rft-platform", "torch", "transformers", "vllm", "ray", "peft", "datasets", "numpy", "sqlalchemy")
 
 
@@ -71,15 +72,26 @@ def save(config: RunConfig, run_dir: Path) -> None:
     write_whole(run_dir / "config.json", json.dumps(record, indent=1))
 
 
-def changes(config: RunConfig, run_dir: Path) -> list[Change]:
-    """What differs from the configuration saved in `run_dir`; nothing if none is saved there.  Raises ConfigError if it is damaged."""
+def saved(run_dir: Path) -> dict[str, Any]:
+    """All of a run's config.json; the configuration is its "tree".  Raises ConfigError where there is none that can be read."""
     file = run_dir / "config.json"
     try:
-        old = json.loads(file.read_text(encoding="utf-8"))["tree"]
-    except FileNotFoundError:
+        found = json.loads(read_regular(file, _MOST_BYTES))
+        if isinstance(found["tree"], dict):
+            return dict(found)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise ConfigError(f"{file} cannot be read: {e}", key="RUN", given=str(run_dir)) from None
+    raise ConfigError(f"{file} holds no configuration", key="RUN", given=str(run_dir))
+
+
+def changes(config: RunConfig, run_dir: Path) -> list[Change]:
+    """What differs from the configuration saved in `run_dir`; nothing if none is saved there.  Raises ConfigError if it is damaged."""
+    if not (run_dir / "config.json").exists():
         return []
-    except (ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{file} is damaged ({e}); restore it, or choose another `name` for this run") from None
+    try:
+        old = saved(run_dir)["tree"]
+    except ConfigError as e:
+        raise ConfigError(f"{e.message}; it is damaged: restore it, or choose another `name` for this run") from None
     found = compare(plain(old), config.shown(), ())  # an earlier version may have kept secrets
     return [Change(dotted(at), before, now, "safe" if _safe(at) else "refuse") for at, before, now in found]
 

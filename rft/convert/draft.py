@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rft.compat.keys import verl_keys as table
-from rft.config.schema.source import Loc
+from rft.config.schema.source import Loc, dotted, leaves, undotted
 from rft.config.schema.walk import field_at, fields_at
 from rft.errors import ConfigError
 
@@ -30,7 +28,6 @@ LABELS: dict[Kind, str] = {
     "ignored": "ignored",
     "refused": "refused",
 }
-_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 TRAIN, EVAL = "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets"
 
 
@@ -156,7 +153,7 @@ class Draft:
 
     def read(self, path: str, default: Any = None) -> Any:
         place: Any = self.values
-        for step in _steps(path):
+        for step in undotted(path):
             try:
                 place = place[step]
             except (KeyError, IndexError, TypeError):
@@ -172,7 +169,7 @@ class Draft:
             del self.why[key]
 
     def _set(self, path: str, value: Any, why: str) -> None:
-        steps = _steps(path)
+        steps = undotted(path)
         place: Any = self.values
         for step, following in itertools.pairwise(steps):
             empty: Any = [] if isinstance(following, int) else {}
@@ -201,22 +198,14 @@ class Draft:
 
     def written(self) -> list[WrittenValue]:
         """Every leaf of the result, in its order, with its reason."""
-        return [WrittenValue(key, value, _why(self.why, key)) for key, value in leaves(self.values)]
+        return [WrittenValue(dotted(loc), value, self._why(loc)) for loc, value in leaves(self.values, lists=False)]
+
+    def _why(self, loc: Loc) -> str:
+        """The reason that stands beside a key, or beside what it is a part of."""
+        return next((self.why[key] for end in range(len(loc), 0, -1) if (key := dotted(loc[:end])) in self.why), "")
 
 
 _NOTHING = object()
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every scalar, empty collection and list of scalars."""
-    if isinstance(value, dict) and value:
-        for k, v in value.items():
-            yield from leaves(v, f"{path}.{k}" if path else str(k))
-    elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
-        for i, v in enumerate(value):
-            yield from leaves(v, f"{path}[{i}]")
-    else:
-        yield path, value
 
 
 def ordered(value: Any, loc: Loc = ()) -> Any:
@@ -232,8 +221,7 @@ def ordered(value: Any, loc: Loc = ()) -> Any:
 
 def our_default(path: str) -> Any:
     """The schema's default of a key; a value equal to nothing where the key has none or is an argument of a plugin."""
-    steps = tuple(_steps(path.replace("[i]", "[0]")))
-    found = field_at(steps)
+    found = field_at(undotted(path.replace("[i]", "[0]")))
     if found is None or found.is_required():
         return _NOTHING
     return found.get_default(call_default_factory=True)
@@ -246,10 +234,6 @@ def same(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def _steps(path: str) -> list[str | int]:
-    return [int(index) if index else name for name, index in _STEP.findall(path)]
-
-
 def _number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
@@ -258,9 +242,3 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _why(why: dict[str, str], key: str) -> str:
-    while key not in why and re.search(r"[.\[]", key):
-        key = re.sub(r"(\.[^.\[\]]+|\[\d+\])$", "", key)
-    return why.get(key, "")

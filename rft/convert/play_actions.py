@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rft.convert.draft import EVAL, TRAIN, ArgumentOutcome, Draft
 from rft.convert.names import RM_OFF
-from rft.convert.rule import Rule, only_if, rule, via, write
+from rft.convert.rule import Rule, choice, only_if, rule, via, write
 
 if TYPE_CHECKING:
     from rft.convert.launch import Argument
@@ -82,13 +82,7 @@ def rm_enable(d: Draft, a: Argument) -> ArgumentOutcome:
     return ArgumentOutcome("derived", "one more engine, which scores", ("explorer.auxiliary_models",))
 
 
-@rule("explorer.auxiliary_models[i].engine_type")
-def rm_engine(d: Draft, a: Argument) -> ArgumentOutcome:
-    if a.value == "vllm":
-        return write(d, a, ("explorer.auxiliary_models[i].engine_type",), "vllm")
-    return ArgumentOutcome("refused", f"the {a.value} engine is not offered; use vllm")
-
-
+rm_engine = choice("explorer.auxiliary_models[i].engine_type", {"vllm": "vllm"}, "the {} engine is not offered; use vllm")
 MANAGER_TARGETS = tuple(f"{sets}[i].reward_fn_args.reward_manager" for sets in (TRAIN, EVAL))
 
 

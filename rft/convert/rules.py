@@ -37,7 +37,6 @@ _TRACE = "profiling and tracing change no result; trainer.profiler is the native
 _INTERNAL = "veRL-internal"
 _NSIGHT = "Nsight Systems through Ray; trainer.profiler is the native one"
 _TIS = "the old name; write algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold=CAP"
-_SCHEDULED = "the program sets it from the length of the run, here too"
 
 RULES: dict[str, Rule] = {
     # ------------------------------------------------------------------ data
@@ -47,8 +46,6 @@ RULES: dict[str, Rule] = {
     "data.response_key": each_set("format.response_key"),
     "data.reward_fn_key": each_set("format.reward_fn_key"),
     "data.apply_chat_template_kwargs": each_set("format.chat_template_args"),
-    "data.train_batch_size": derived("B / m steps between two synchronisations", "synchronizer.sync_interval"),
-    "data.val_batch_size": ignored("deprecated; the engine schedules evaluation by itself"),
     "data.return_raw_chat": ignored("always so: workflows receive messages"),
     "data.return_full_prompt": ignored("always so: the prompt is kept as text"),
     "data.shuffle": via("", f"{TRAIN}[i].data_selector.selector_type"),
@@ -65,7 +62,6 @@ RULES: dict[str, Rule] = {
     "data.sampler.class_name": refused("a sampler is a class of veRL's; the order is data_selector of the taskset, or one of your own"),
     "data.custom_cls.path": each_set("reader_path"),
     "data.custom_cls.name": each_set("reader_name"),
-    "data.gen_batch_size": derived("single tasks are streamed; a step closes when its groups are there"),
     # ------------------------------------------------------------------ model
     "actor_rollout_ref.hybrid_engine": do.hybrid,
     "actor_rollout_ref.nccl_timeout": ignored("synchronizer.sync_timeout is the time that is waited for weights"),
@@ -90,7 +86,6 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.clip_ratio": do.clip,
     f"{ACTOR}.clip_ratio_low": via("", "algorithm.policy_loss_fn_args.clip_range_low"),
     f"{ACTOR}.clip_ratio_high": via("", "algorithm.policy_loss_fn_args.clip_range_high"),
-    f"{ACTOR}.use_kl_loss": derived("none when off, else kl_loss_type", "algorithm.kl_loss_fn"),
     f"{ACTOR}.kl_loss_type": do.kl_name("kl_loss_fn", f"{ACTOR}.use_kl_loss"),
     f"{ACTOR}.kl_loss_coef": do.kl_arg("algorithm.kl_loss_fn_args.kl_coef", f"{ACTOR}.use_kl_loss"),
     f"{ACTOR}.clip_ratio_c": only_if(
@@ -121,7 +116,6 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.optim.warmup_style": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_scheduler_type": do.scheduler(OPTIM),
     f"{ACTOR}.optim.lr_decay_style": do.scheduler(OPTIM),
-    f"{ACTOR}.optim.total_training_steps": derived(_SCHEDULED, "buffer.total_steps"),
     f"{ACTOR}.optim.betas": to(f"{OPTIM}.betas"),
     f"{ACTOR}.optim.optimizer": choice(
         f"{OPTIM}.optimizer_type", {"adam": "adamw", "adamw": "adamw"},
@@ -139,8 +133,6 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.optim.use_checkpoint_opt_param_scheduler": ignored("the scheduler is always stored with the checkpoint"),
     f"{ACTOR}.optim.zero_indexed_step": ignored("the warm-up's form is written explicitly"),
     # ------------------------------------------------------------------ sharding
-    f"{ACTOR}.fsdp_config.wrap_policy": derived("FSDP2 shards each decoder layer"),
-    f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": derived("FSDP2 shards each decoder layer"),
     f"{ACTOR}.fsdp_config.fsdp_size": do.fsdp_size,
     f"{ACTOR}.fsdp_config.use_orig_params": ignored("FSDP2 keeps every parameter as it is"),
     f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype": ignored("buffers stay float32"),
@@ -155,12 +147,10 @@ RULES: dict[str, Rule] = {
     f"{REF}.log_prob_micro_batch_size": do.micro(
         REF, f"{REF}.log_prob_micro_batch_size_per_gpu", "trainer.ref.log_prob_micro_batch_size_per_gpu"
     ),
-    f"{REF}.ulysses_sequence_parallel_size": derived("is the actor's", "trainer.ulysses_sequence_parallel_size"),
     **{
         f"{REF}.{name}": ignored("follows the actor")
         for name in ("use_torch_compile", "entropy_from_logits_with_chunking", "entropy_checkpointing", "rollout_n", "model.path")
     },
-    f"{REF}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": derived("FSDP2 shards each decoder layer"),
     # ------------------------------------------------------------------ rollout
     f"{ROLLOUT}.name": do.engine,
     f"{ROLLOUT}.n": via("", "algorithm.repeat_times"),
@@ -170,7 +160,6 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.use_fire_sampling": refused("FIRE sampling is not offered by the engine"),
     f"{ROLLOUT}.prompt_length": do.length("data.max_prompt_length", "model.max_prompt_tokens"),
     f"{ROLLOUT}.response_length": do.length("data.max_response_length", "model.max_response_tokens"),
-    f"{ROLLOUT}.free_cache_engine": derived("the engine sleeps while the trainer has its GPU, in mode colocate", "mode"),
     f"{ROLLOUT}.enable_sleep_mode": derived("the engine sleeps while the trainer has its GPU, in mode colocate", "mode"),
     f"{ROLLOUT}.skip_tokenizer_init": ignored("the engine renders and reads with its tokenizer"),
     f"{ROLLOUT}.quantization": refused("weights cannot be loaded into a quantized engine"),
@@ -178,7 +167,6 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.log_prob_micro_batch_size": do.micro(
         ROLLOUT, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "trainer.log_prob_micro_batch_size_per_gpu"
     ),
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": derived("is the actor's", "trainer.use_dynamic_bsz"),
     f"{ROLLOUT}.mode": always(
         "generation is always asynchronous", "async", "sync", otherwise="generation is asynchronous; write async or sync"
     ),
@@ -186,7 +174,6 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.data_parallel_size": to(f"{ENGINE}.data_parallel_size"),
     f"{ROLLOUT}.enable_prefix_caching": to(f"{ENGINE}.enable_prefix_caching"),
     f"{ROLLOUT}.repetition_penalty": to("model.repetition_penalty"),
-    f"{ROLLOUT}.max_num_batched_tokens": to(f"{ENGINE}.max_num_batched_tokens"),
     f"{ROLLOUT}.layered_summon": ignored("weights are sent layer by layer anyway"),
     f"{ROLLOUT}.multi_stage_wake_up": ignored("only for GPUs shared with the trainer"),
     f"{ROLLOUT}.pipeline_model_parallel_size": to(f"{ENGINE}.pipeline_parallel_size"),
@@ -215,7 +202,6 @@ RULES: dict[str, Rule] = {
     # ------------------------------------------------------------------ critic
     "critic.enable": derived("from the advantage estimator", "algorithm.advantage_fn"),
     "critic.strategy": do.same_strategy,
-    "critic.ppo_mini_batch_size": derived("is the actor's", "buffer.batch_size"),
     "critic.ppo_micro_batch_size": do.critic(
         do.micro("critic", "critic.ppo_micro_batch_size_per_gpu", f"{CRITIC}.micro_batch_size_per_gpu")
     ),
@@ -237,11 +223,8 @@ RULES: dict[str, Rule] = {
     "critic.optim.lr_scheduler_type": do.critic(
         do.scheduler(f"{CRITIC}.optimizer")
     ),
-    "critic.optim.total_training_steps": derived(_SCHEDULED, "buffer.total_steps"),
-    "critic.shuffle": derived("is the actor's", "trainer.shuffle_minibatches"),
-    "critic.loss_agg_mode": derived("is the actor's", "algorithm.loss_agg_mode"),
+    "critic.optim.total_training_steps": derived("the program sets it from the length of the run, here too", "buffer.total_steps"),
     "critic.ulysses_sequence_parallel_size": derived("is the actor's", "trainer.ulysses_sequence_parallel_size"),
-    "critic.checkpoint.save_contents": derived("actor and critic are one checkpoint", "trainer.checkpoint.save_contents"),
     "critic.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
     # ------------------------------------------------------------------ rewards
     f"{RM}.enable": play.rm_enable,
@@ -293,7 +276,6 @@ RULES: dict[str, Rule] = {
     "algorithm.gamma": do.advantage_arg("gamma", "gae", "reinforce_plus_plus"),
     "algorithm.lam": do.advantage_arg("lam", "gae"),
     "algorithm.norm_adv_by_std_in_grpo": do.advantage_arg("norm_by_std", "grpo", "grpo_vectorized", "grpo_passk"),
-    "algorithm.use_kl_in_reward": derived("none when off, else kl_penalty", "algorithm.kl_penalty_fn"),
     "algorithm.kl_penalty": do.kl_name("kl_penalty_fn", "algorithm.use_kl_in_reward"),
     "algorithm.kl_ctrl.type": do.kl_arg("algorithm.kl_penalty_fn_args.adaptive", "algorithm.use_kl_in_reward"),
     "algorithm.kl_ctrl.kl_coef": do.kl_arg("algorithm.kl_penalty_fn_args.kl_coef", "algorithm.use_kl_in_reward"),
@@ -334,7 +316,6 @@ RULES: dict[str, Rule] = {
     "trainer.test_freq": scaled("explorer.eval_interval", never=0),
     "trainer.val_only": do.val_only,
     "trainer.critic_warmup": do.critic_warmup,
-    "trainer.default_hdfs_dir": ignored("no HDFS: mount it and name it in checkpoint_root_dir"),
     "trainer.default_local_dir": via("without a trailing /project/name", "checkpoint_root_dir"),
     "trainer.resume_mode": do.resume,
     "trainer.resume_from_path": do.resume_path,
@@ -352,7 +333,6 @@ RULES: dict[str, Rule] = {
     "rollout.n_gpus_per_node": derived("engines x tensor_parallel_size", f"{ENGINE}.engine_num", "cluster.gpu_per_node"),
     "rollout.n": via("", "algorithm.repeat_times"),
     "rollout.total_epochs": ignored("the number of samples ends the run"),
-    "rollout.total_rollout_steps": to("buffer.total_tasks"),
     "rollout.test_freq": do.async_test,
     "async_training.trigger_parameter_sync_step": via("local updates x require_batches", "synchronizer.sync_interval"),
     "async_training.use_trainer_do_validate": ignored("evaluation runs in the explorer"),
@@ -436,4 +416,5 @@ def rule_of(key: str) -> Rule | None:
         return None
     if entry.kind == "native":
         return to(*entry.targets)
-    return (derived if entry.kind == "derived" else ignored)(entry.note or "not taken over")
+    reason = entry.note or "not taken over"
+    return derived(reason, *entry.targets) if entry.kind == "derived" else ignored(reason)

@@ -17,6 +17,7 @@ from rft.config import yamlfile
 from rft.config.load import assign, from_dict
 from rft.config.plan import Facts
 from rft.config.resolve import resolve
+from rft.config.schema.source import dotted
 from rft.convert import defaults, key_groups, verl_eval, verl_generation, verl_sft
 from rft.convert.draft import ArgumentOutcome, ArgumentRow, Draft, Kind, Profile, WrittenValue, ordered
 from rft.convert.names import ALIASES
@@ -63,13 +64,12 @@ def convert(
     if engine_num is not None and engine_num < 1:
         raise ConfigError(f"given {engine_num}; must be at least 1", key="--engine-num", given=engine_num)
     overridden = tuple(o.partition("=")[0].strip() for o in overrides)
-    family = _family(launch)
     read = _opened(launch.arguments)
-    opened, questions = _parameters(verl_generation.renamed(read) if family == "generation" else read)
+    opened, questions = _parameters(verl_generation.renamed(read) if launch.program == "generation" else read)
     d = Draft(dataclasses.replace(launch, arguments=opened), profile, engine_num, overridden, questions=questions)
     d.colocate = any(o.replace(" ", "") == "mode=colocate" for o in overrides)
-    command = verl_eval.command(d) if family == "main_eval" else ""
-    prepare, outcome, finish = _FAMILIES.get(family, (_prepare, _outcome, _finish))
+    command = verl_eval.command(d) if launch.program == "main_eval" else ""
+    prepare, outcome, finish = _FAMILIES.get(launch.program, (_prepare, _outcome, _finish))
     gpus = prepare(d)
     pairs = [*((a, a) for a in launch.options), *zip(launch.arguments, opened, strict=False)]
     rows = tuple(ArgumentRow(a, _account(d, b, outcome)) for a, b in pairs)
@@ -84,7 +84,7 @@ def convert(
     errors, not_active = _checked(d, overridden) if d.values else ((), ())
     kinds = [r.outcome.kind for r in rows]
     return Conversion(
-        program=launch.program if launch.program != "yaml" else f"yaml ({family})",
+        program=launch.program if launch.program != "yaml" else "yaml (main_ppo)",
         source=Path(launch.path).name,
         profile=profile,
         values=d.values,
@@ -116,25 +116,6 @@ def _finish(d: Draft) -> None:
 
 def _nothing(d: Draft) -> None:
     """An evaluation of stored answers has no configuration."""
-
-
-def _family(launch: Launch) -> str:
-    """A YAML file does not say which program it is for; its keys do."""
-    if launch.program != "yaml":
-        return launch.program
-    keys = {a.key for a in launch.arguments}
-    if any(k.startswith("actor_rollout_ref.") for k in keys):
-        return "fully_async" if any(k.startswith("async_training.") for k in keys) else "main_ppo"
-    if "model.partial_pretrain" in keys or any(k.startswith("optim.") for k in keys):
-        return "sft"
-    if "data.path" in keys:
-        return "main_eval"
-    if any(table.by_name(ASYNC).get(k) for k in keys):
-        return "main_ppo"
-    raise ConfigError(
-        f"{Path(launch.path).name} holds no key of veRL (actor_rollout_ref..., data..., trainer...); "
-        "is it a resolved veRL configuration?"
-    )
 
 
 def _parameters(arguments: Sequence[Argument]) -> tuple[tuple[Argument, ...], list[str]]:
@@ -221,9 +202,7 @@ def _outcome(d: Draft, a: Argument) -> ArgumentOutcome:
 
 def _override(d: Draft, override: str) -> None:
     loc, (_, value) = assign(d.values, override)
-    key = ""
-    for part in loc:
-        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+    key = dotted(loc)
     for old in [k for k in d.why if k.startswith((f"{key}.", f"{key}["))]:
         del d.why[old]
     d.why[key] = "--set"

@@ -25,6 +25,7 @@ from rft.monitor.curves import evaluations
 from rft.monitor.read import Spent, begins, series
 from rft.notebook import StoredRun
 from rft.types.metrics import MetricRecord
+from rft.view.rollout_pages import written_by
 
 T = TypeVar("T")
 ANSWERS = 3  # of each kind
@@ -136,8 +137,7 @@ def collect(run: StoredRun, *, answers: bool = True) -> RunFacts:
 
 def _saved(run: StoredRun, missing: list[str]) -> dict[str, Any]:
     try:
-        tree = run.config()
-        return {**run.saved(), "tree": tree}
+        return run.saved()
     except ConfigError as e:
         missing.append(f"configuration: {e.message}")
         return {}
@@ -330,9 +330,6 @@ def _typical(questions: Questions, where: str) -> str | None:
 def _answer(kind: str, x: Shown) -> ShownAnswer:
     row = x.row
     task = f"{row['taskset']}[{row['task_index']}], run {row['run']}"
-    versions = f"{row['oldest_lineage']}:{row['oldest_step']}" if row["oldest_step"] is not None else "unknown"
-    if (row["newest_lineage"], row["newest_step"]) != (row["oldest_lineage"], row["oldest_step"]):
-        versions += f" to {row['newest_lineage']}:{row['newest_step']}"
     return ShownAnswer(
         kind=kind,
         id=row["id"],
@@ -342,6 +339,6 @@ def _answer(kind: str, x: Shown) -> ShownAnswer:
         reward=row["reward"],
         parts=json.loads(row["reward_parts"] or "{}"),
         status=row["status"],
-        written_by=versions,
+        written_by=written_by(row) or "unknown",
         trained_in=", ".join(f"step {u.version.step}" for u in x.uses if u.counts) or "no step",
     )

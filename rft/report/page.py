@@ -16,26 +16,15 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rft.logs import redact, safe
-from rft.monitor.curves import Points, main_curves, reward_parts, svg
+from rft.monitor.curves import Points, main_curves, svg
 from rft.monitor.read import series
 from rft.report.facts import RunFacts, first_and_last
 from rft.types.metrics import MetricRecord
+from rft.view.charts import charted
 
 MAX_BYTES = 5 << 20
 _TEXT = 6000  # characters of a prompt or an answer that are shown
 _HERE = Path(__file__).parent
-CURVES = (  # title, and names of which those that there are share one picture
-    ("response length, tokens", ("experience/response_length/mean", "experience/response_length/max")),
-    ("truncated and equal-reward groups, share", ("experience/truncated_ratio", "frac_reward_zero_std")),
-    ("entropy, nats", ("actor/entropy",)),
-    ("KL to the reference, nats", ("actor/kl_loss", "advantage/kl")),
-    ("clipped, share of tokens", ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")),
-    ("gradient norm", ("actor/grad_norm",)),
-    ("engine against trainer, nats", ("mismatch/abs_diff_mean", "mismatch/abs_diff_max")),
-    ("staleness, train steps", ("experience/staleness/mean", "experience/staleness/max")),
-    ("seconds of a step", ("perf/step_s", "time/wait_s")),
-    ("tokens/s", ("perf/tokens_per_s", "engine/tokens_per_s")),
-)
 
 
 def page(facts: RunFacts) -> str:
@@ -54,12 +43,12 @@ def page(facts: RunFacts) -> str:
 
 
 def pictures(records: Sequence[MetricRecord]) -> list[str]:
-    """One for the reward and every evaluation, then one for each group of `CURVES` that the run has measured."""
-    groups: list[tuple[str, dict[str, Points]]] = [("reward, and mean of each evaluation", dict(main_curves(records)))]
-    groups += [(title, {n: points for n in names if (points := series(records, n))}) for title, names in CURVES]
-    parts = reward_parts(n for r in records if r.role == "explorer" for n in r.values)
-    groups.append(("parts of the reward", {n: series(records, n) for n in parts[:6]}))
-    return [svg(lines, title=title) for title, lines in groups if any(len(points) > 1 for points in lines.values())]
+    """One for the reward and every evaluation, then the other charts that `rft view` draws too."""
+    charts: dict[str, dict[str, Points]] = {"Reward, and mean of each evaluation": dict(main_curves(records))}
+    for title, names in charted({n for r in records for n in r.values}).items():
+        if title not in ("Reward", "Evaluation"):
+            charts[title] = {n: series(records, n) for n in names}
+    return [svg(lines, title=title) for title, lines in charts.items() if any(len(points) > 1 for points in lines.values())]
 
 
 def _clean(value: Any) -> Any:

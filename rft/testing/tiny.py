@@ -26,42 +26,6 @@ CHAT_TEMPLATE = (
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-_FAMILIES: dict[str, dict[str, Any]] = {  # what other families call their sizes: mixtures of experts, and a hybrid
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "head_dim": 32,
-    },
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "head_dim": 32,
-    },
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "gpt_oss": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 64,
-        "head_dim": 32,
-        "sliding_window": 32,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 2.0,
-            "original_max_position_embeddings": 256,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
-    },
-}
-
-
 def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0, family: str = "llama", **changes: Any) -> Path:
     """Write a Hugging Face model folder (float32 safetensors, tokenizer, generation config) and return it.
 
@@ -88,7 +52,7 @@ def make(folder: Path, *, tied: bool = True, seed: int = 0, labels: int = 0, fam
         **({"num_labels": labels} if labels else {}),
         **ids,
     }
-    config = AutoConfig.for_model(family, **{**sizes, **_FAMILIES.get(family, {}), **changes})
+    config = AutoConfig.for_model(family, **{**sizes, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification if labels else AutoModelForCausalLM

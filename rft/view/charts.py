@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 from rft.monitor.curves import REWARD, reward_parts
-from rft.monitor.pictures import GREY
 from rft.view.metric_curves import AXES, Axis, Curves
 
 CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart without curves is not drawn
     "Reward": (r"rollout/reward/mean", r"experience/reward/mean"),
     "Evaluation": (r"eval/.+/mean@\d+", r"eval/.+/loss"),
-    "Response length (tokens)": (r"rollout/response_length/mean", r"eval/.+/response_length/mean"),
+    "Response length (tokens)": (
+        r"rollout/response_length/mean",
+        r"experience/response_length/max",
+        r"eval/.+/response_length/mean",
+    ),
     "Truncated (share)": (r"rollout/truncated_ratio",),
     "Groups without spread (share)": (r"frac_reward_zero_std.*",),
     "Entropy (nats)": (r"actor/entropy",),
@@ -28,6 +30,7 @@ CHARTS: dict[str, tuple[str, ...]] = {  # title -> patterns of names; a chart wi
     ),
     "Staleness (train steps)": (r"experience/staleness/(mean|max)", r"sync/staleness_bound"),
     "Throughput (tokens/s)": (r"rollout/tokens_per_s", r"perf/tokens_per_s", r"engine/tokens_per_s"),
+    "Seconds of a step": (r"perf/step_s", r"time/wait_s"),
     "Who waited (share)": (r"trainer/idle_ratio", r"explorer/idle_ratio"),
     "Loss": (r"actor/loss", r"critic/vf_loss"),
     "Gradient norm": (r"actor/grad_norm",),
@@ -64,14 +67,18 @@ def numbers(curves: Curves) -> dict[str, Any]:
 def of_run(curves: Curves, axis: Axis, extra: str = "") -> dict[str, Any]:
     """All charts of one run; `extra` is a metric that gets one of its own."""
     charts = [{"title": extra, "curves": [_curve(extra, curves, extra, axis)]}] if extra in curves.found else []
-    parts = reward_parts(sorted(curves.found))
-    named = {title: _names(curves, patterns) for title, patterns in CHARTS.items()}
-    named["Reward parts"] = parts
-    named["Metrics of workflows"] = [n for n in sorted(curves.found) if re.fullmatch(_OF_WORKFLOWS, n) and n not in parts]
-    charts += [
-        {"title": t, "curves": [_curve(n, curves, n, axis) for n in names[:_MOST_CURVES]]} for t, names in named.items() if names
-    ]
+    charts += [{"title": t, "curves": [_curve(n, curves, n, axis) for n in names]} for t, names in charted(curves.found).items()]
     return {"x": AXES[axis], "charts": charts}
+
+
+def charted(measured: Iterable[str]) -> dict[str, list[str]]:
+    """The titles of the charts that can be drawn of the metrics `measured`, and the names in each."""
+    measured = sorted(measured)
+    parts = reward_parts(measured)
+    found = {title: _names(measured, patterns) for title, patterns in CHARTS.items()}
+    found["Reward parts"] = parts
+    found["Metrics of workflows"] = [n for n in measured if re.fullmatch(_OF_WORKFLOWS, n) and n not in parts]
+    return {title: names[:_MOST_CURVES] for title, names in found.items() if names}
 
 
 def several(runs: Mapping[str, Curves], axis: Axis) -> dict[str, Any]:
@@ -81,26 +88,18 @@ def several(runs: Mapping[str, Curves], axis: Axis) -> dict[str, Any]:
         found = [
             _curve(f"{key}: {name}" if title == "Evaluation" or i else key, curves, name, axis) | {"group": number, "dash": i}
             for number, (key, curves) in enumerate(runs.items())
-            for i, name in enumerate(_names(curves, CHARTS[title])[: 2 if title != "Evaluation" else _MOST_CURVES])
+            for i, name in enumerate(_names(sorted(curves.found), CHARTS[title])[: 2 if title != "Evaluation" else _MOST_CURVES])
         ]
         if found:
             charts.append({"title": title, "curves": found})
     return {"x": AXES[axis], "charts": charts}
 
 
-def _names(curves: Curves, patterns: tuple[str, ...]) -> list[str]:
-    found = [n for p in patterns for n in sorted(curves.found) if re.fullmatch(p, n)]
+def _names(measured: Sequence[str], patterns: tuple[str, ...]) -> list[str]:
+    found = [n for p in patterns for n in measured if re.fullmatch(p, n)]
     return list(dict.fromkeys(found))
 
 
 def _curve(label: str, curves: Curves, name: str, axis: Axis) -> dict[str, Any]:
     x, y = curves.points(name, axis)
     return {"label": label, "x": x.tolist(), "y": y.tolist()}
-
-
-def sentence(text: str) -> str:
-    """A picture that says why there is none."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="700" height="30" font-family="sans-serif" font-size="12">'
-        f'<text x="4" y="20" fill="{GREY}">{escape(text)}</text></svg>'
-    )

@@ -5,16 +5,14 @@ Knows files of runs.  Invariant: what an address names is one of the runs found;
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rft.disk import read_regular
 from rft.errors import ConfigError
 from rft.launch.rundir import STATE, RunDir
 from rft.monitor.curves import REWARD
@@ -23,7 +21,6 @@ from rft.view.metric_curves import Curves, spark
 _DEPTH = 5
 _MOST_RUNS = 2000
 _INSIDE = {"checkpoints", "buffer", "logs", "sync", "samples", "profile", "tensorboard", "wandb", "mlflow", "swanlab"}
-_MOST_CONFIG = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -152,13 +149,10 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 def differences(folders: Sequence[Path]) -> dict[str, list[str]]:
     """Keys in which the configurations differ, with the value of each run; a run without a configuration has changed none."""
-    from rft.config.save import changed, differing
+    from rft.config.save import changed, differing, saved
 
-    return differing([changed(_tree(f)) for f in folders])
-
-
-def _tree(run_dir: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(read_regular(run_dir / "config.json", _MOST_CONFIG))["tree"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of a run that has not begun, or was not ours
-        return {}
+    found: list[dict[str, str]] = [{} for _ in folders]
+    for i, folder in enumerate(folders):
+        with suppress(ConfigError):  # of a run that has not begun, or was not ours
+            found[i] = changed(saved(folder)["tree"])
+    return differing(found)

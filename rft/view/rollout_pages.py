@@ -180,12 +180,12 @@ def why(row: dict[str, Any], uses: Sequence[Use], group: dict[str, Any]) -> str:
 
 def path(row: dict[str, Any], uses: Sequence[Use]) -> list[tuple[str, str, str]]:
     """weights → engine → row → lease → step → checkpoint."""
-    weights = "none: it was not sampled"
-    if row["newest_step"] is not None:
-        oldest, last = (f"{row[f'{k}_lineage']}:{row[f'{k}_step']}" for k in ("oldest", "newest"))
-        weights = oldest if oldest == last else f"{oldest} to {last}"
     found = [
-        ("weights", weights, "" if row["newest_step"] is None else Filters(version=row["newest_step"]).query()),
+        (
+            "weights",
+            written_by(row) or "none: it was not sampled",
+            "" if row["newest_step"] is None else Filters(version=row["newest_step"]).query(),
+        ),
         ("engine", str(row["engine"] or "not recorded"), ""),
         ("row", f"batch {row['batch']}, {row['state']}", Filters(batch=row["batch"]).query()),
     ]
@@ -198,6 +198,14 @@ def path(row: dict[str, Any], uses: Sequence[Use]) -> list[tuple[str, str, str]]
         elif use.counts:
             found.append(("checkpoint", "none yet", ""))
     return found
+
+
+def written_by(row: dict[str, Any]) -> str:
+    """The versions of the weights that wrote it, from the oldest to the newest; "" for what was not sampled."""
+    if row["newest_step"] is None:
+        return ""
+    oldest, newest = (f"{row[f'{k}_lineage']}:{row[f'{k}_step']}" for k in ("oldest", "newest"))
+    return oldest if oldest == newest else f"{oldest} to {newest}"
 
 
 def taught(x: Shown) -> bool:

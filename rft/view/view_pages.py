@@ -24,6 +24,7 @@ from rft.buffer.query import Questions
 from rft.buffer.schema import VIEWS
 from rft.buffer.token_texts import TokenTexts
 from rft.errors import ConfigError, RftError, RunFailed
+from rft.monitor import curves as curve_pictures
 from rft.monitor.pictures import svg
 from rft.trainer import manifest as manifests
 from rft.view import charts, rollout_pages, sql_answers
@@ -183,7 +184,7 @@ class ViewPages:
         try:
             drawn = svg(*await run.metrics(lambda curves: curves.timeline(_TIMELINE_STEPS)))
         except RunFailed as e:
-            drawn = charts.sentence(str(e))
+            drawn = curve_pictures.svg({}, title=str(e), width=700, height=60)
         return web.Response(text=drawn, content_type="image/svg+xml")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:

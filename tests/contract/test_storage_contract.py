@@ -1,4 +1,4 @@
-"""The shipped suite on every storage, with the ledger in SQLite and in PostgreSQL; `power` in short."""
+"""The shipped suite on every storage, and what the ledger answers, with the ledger in SQLite and in PostgreSQL; `power` in short."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import pytest
 
 from rft.buffer.settings import BufferSettings
 from rft.testing.storage_contract import OnPostgres, StorageContract
+from tests.helpers.ledger_contract import LedgerContract
 
 
-class TestSql(StorageContract):
+class TestSql(LedgerContract):
     def settings(self, folder: Path) -> BufferSettings:
         return BufferSettings(folder=folder)
 
 
-class TestFile(StorageContract):
+class TestFile(LedgerContract):
     def settings(self, folder: Path) -> BufferSettings:
         return BufferSettings(folder=folder, storage_type="file")
 
 
-class TestQueue(StorageContract):
+class TestQueue(LedgerContract):
     def settings(self, folder: Path) -> BufferSettings:
         return BufferSettings(folder=folder, storage_type="queue")
 
 
-class TestQueueInMemory(StorageContract):
+class TestQueueInMemory(LedgerContract):
     durable = False
 
     def settings(self, folder: Path) -> BufferSettings:

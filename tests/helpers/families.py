@@ -140,6 +140,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
 }
+TINY: dict[str, dict[str, Any]] = {  # what a few of them call the sizes of `rft.testing.tiny`: mixtures of experts, and a hybrid
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "head_dim": 32,
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "head_dim": 32,
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "head_dim": 32,
+        "sliding_window": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+}
 # vLLM's attention on CPUs has no smaller heads, and reloads no smaller experts
 _SERVED: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 32, "intermediate_size": 64}
 _LATENT = {  # the kernel for latent attention knows the sizes of real models only

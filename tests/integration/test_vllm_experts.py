@@ -20,7 +20,7 @@ from rft.testing import tiny
 from rft.testing.engine_contract import Subject, ask, clean, shaken
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow
-from tests.helpers import experts
+from tests.helpers import experts, families
 
 pytestmark = [
     pytest.mark.e2e,
@@ -40,7 +40,8 @@ async def served(
     request: Any, tmp_path_factory: pytest.TempPathFactory, environment: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Subject, Any]]:
     """An engine, and transformers' model of the same folder."""
-    folder = tiny.make(tmp_path_factory.mktemp("experts") / "m", family=request.param, tied=False, initializer_range=0.1)
+    sizes = {**families.TINY[request.param], "initializer_range": 0.1}
+    folder = tiny.make(tmp_path_factory.mktemp("experts") / "m", family=request.param, tied=False, **sizes)
     settings = EngineSettings(
         model_path=str(folder), max_model_len=200, max_num_seqs=16, kv_cache_bytes=1 << 27, router_replay=True, block_size=32
     )

@@ -22,85 +22,43 @@ _ASKER = "whoever asks an auxiliary model says how its answer is sampled"
 _ROWS = "follows from the algorithm and from buffer.batch_size, buffer.total_epochs and buffer.total_steps"
 _EXPERT = "its rows are read again as often as steps need them"
 
+
+def _each(section: str, names: str, why: str) -> dict[str, str]:
+    return {f"{section}.{name}": why for name in names.split()}
+
+
+_OF_DATA = "batch_size schema_type tokenizer_path ray_namespace total_epochs total_steps"
 IGNORED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            f"algorithm.policy_loss_fn_args.{name}"
-            for name in (
-                *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
-                *("train_batch_size_usual", "train_batch_size_expert"),
-            )
-        ),
+    **_each(
+        "algorithm.policy_loss_fn_args",
+        "use_dynamic_bsz ppo_mini_batch_size ppo_micro_batch_size_per_gpu ngpus_trainer train_batch_size_usual train_batch_size_expert",
         "rows are counted by themselves",
     ),
-    "algorithm.policy_loss_fn_args.sft_loss_agg_mode": "algorithm.loss_agg_mode holds for all rows",
-    "algorithm.policy_loss_fn_args.grpo_loss_agg_mode": "algorithm.loss_agg_mode holds for all rows",
+    **_each(
+        "algorithm.policy_loss_fn_args", "sft_loss_agg_mode grpo_loss_agg_mode", "algorithm.loss_agg_mode holds for all rows"
+    ),
     "checkpoint_job_dir": "the run lives in <checkpoint_root_dir>/<project>/<group>/<name>",
     "buffer.explorer_output": "experiences go to the experience buffer",
-    "buffer.cache_dir": _INTERNAL,
-    "buffer.pad_token_id": _INTERNAL,
+    **_each("buffer", "cache_dir pad_token_id", _INTERNAL),
     "buffer.tokenizer_path": "the model's own is taken; model.tokenizer_path names another",
-    **dict.fromkeys(
-        (
-            f"buffer.{part}.{name}"
-            for part in ("explorer_input.taskset", "explorer_input.*tasksets[[]*]", "trainer_input.experience_buffer")
-            for name in (
-                "index",
-                "is_eval",
-                "batch_size",
-                "schema_type",
-                "tokenizer_path",
-                "ray_namespace",
-                "total_epochs",
-                "total_steps",
-            )
-        ),
-        _ROWS,
-    ),
-    **dict.fromkeys(
-        (
-            f"buffer.trainer_input.auxiliary_buffers.*.{name}"
-            for name in ("index", "batch_size", "schema_type", "tokenizer_path", "ray_namespace", "total_epochs", "total_steps")
-        ),
-        _EXPERT,
-    ),
-    **dict.fromkeys(
-        (
-            f"cluster.{name}"
-            for name in (
-                *("auxiliary_model_gpu_num", "explorer_gpu_num", "rollout_gpu_num", "total_gpu_num"),
-                *("trainer_gpu_num", "trainer_gpu_num_per_node", "trainer_node_num"),
-            )
-        ),
+    **_each("buffer.explorer_input.taskset", f"index is_eval {_OF_DATA}", _ROWS),
+    **_each("buffer.explorer_input.*tasksets[[]*]", f"index is_eval {_OF_DATA}", _ROWS),
+    **_each("buffer.trainer_input.experience_buffer", f"index is_eval {_OF_DATA}", _ROWS),
+    **_each("buffer.trainer_input.auxiliary_buffers.*", f"index {_OF_DATA}", _EXPERT),
+    **_each(
+        "cluster",
+        "auxiliary_model_gpu_num explorer_gpu_num rollout_gpu_num total_gpu_num trainer_gpu_num trainer_gpu_num_per_node "
+        "trainer_node_num",
         _PLACES,
     ),
-    **dict.fromkeys(
-        (
-            f"explorer.*.{name}"
-            for name in (
-                *(
-                    "bundle_indices",
-                    "checkpoint_job_dir",
-                    "cuda_visible_devices",
-                    "engine_id",
-                    "gpu_per_engine",
-                    "nnodes",
-                    "node_rank",
-                ),
-                *("ray_actor_name", "ray_namespace", "sync_method", "enable_lora", "enable_runtime_lora_updating", "lora_kwargs"),
-                *("lora_modules", "enable_return_routed_experts"),
-            )
-        ),
+    **_each(
+        "explorer.*",
+        "bundle_indices checkpoint_job_dir cuda_visible_devices engine_id gpu_per_engine nnodes node_rank ray_actor_name ray_namespace "
+        "sync_method enable_lora enable_runtime_lora_updating lora_kwargs lora_modules enable_return_routed_experts",
         _INTERNAL,
     ),
-    **dict.fromkeys(
-        (
-            f"explorer.rollout_model.{name}"
-            for name in ("model_path", "logprobs", "temperature", "top_k", "top_p", "rope_scaling", "rope_theta")
-        ),
-        _OF_MODEL,
-    ),
-    **dict.fromkeys((f"explorer.auxiliary_models[[]*].{name}" for name in ("logprobs", "temperature", "top_k", "top_p")), _ASKER),
+    **_each("explorer.rollout_model", "model_path logprobs temperature top_k top_p rope_scaling rope_theta", _OF_MODEL),
+    **_each("explorer.auxiliary_models[[]*]", "logprobs temperature top_k top_p", _ASKER),
     "explorer.*.weight_sync_buffer_size": "belongs to SGLang",
     "explorer.api_port": "ports are chosen by themselves",
     "log.save_dir": "logs stand in the run's folder",

@@ -13,11 +13,12 @@ import pytest
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.errors import ConfigError, FrameRejected
-from rft.testing.storage_contract import ask, group, row
+from rft.testing.storage_contract import group, row
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience
 from rft.types.ids import ExperienceId, GroupId, Version
+from tests.helpers.ledger_contract import ask
 
 ID = GroupId(1, 0, 0, 0).run(0)
 

@@ -18,10 +18,11 @@ from rft.buffer.buffer import Buffer
 from rft.buffer.schema import FORMAT, experiences
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
-from rft.testing.storage_contract import ask, fill, ids, take
+from rft.testing.storage_contract import fill, ids, take
 from rft.types.block import decode
 from rft.types.ids import Version
 from rft.types.ports import Consumption
+from tests.helpers.ledger_contract import ask
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

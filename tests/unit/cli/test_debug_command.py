@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rft.cli.new_command import JUDGE
+from rft.cli.new_command import skeleton
 from rft.launch import debug_session, leftovers
 from tests.helpers.command import forget_plugins, rft
 
@@ -217,7 +217,7 @@ def test_vllm_gets_its_environment(whose: str, folder: Path, monkeypatch: pytest
 
 def test_the_verdict_of_a_judge(folder: Path) -> None:
     """A judge asks for a form; `fake` fills it in, which a fixed text cannot."""
-    (folder / "mine" / "clear.py").write_text(JUDGE.plugin.replace("CLASS", "Clear").replace("NAME", "test_debug_clear"))
+    (folder / "mine" / "clear.py").write_text(skeleton("judge", "plugin.py.txt", "test_debug_clear"))
     clear = (
         "buffer.explorer_input.default_reward_fn_type=test_debug_clear",
         "buffer.explorer_input.default_workflow_type=simple_workflow",

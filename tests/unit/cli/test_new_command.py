@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli.new_command import SKELETONS
+from rft.cli.new_command import KINDS
 from tests.helpers.command import forget_plugins, rft
 
 
 @pytest.mark.e2e
 def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for kind in SKELETONS:
+    for kind in KINDS:
         done = rft("new", kind, f"my_{kind}", "--dir", "mine")
         assert done.code == 0 and f"mine/tests/test_my_{kind}.py" in done.output and "rft run" in done.output, done.output
         assert "rft new config" in done.output
@@ -24,7 +24,7 @@ def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mine"]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     tested = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert tested.returncode == 0 and f"{2 * len(SKELETONS) - 1} passed" in tested.stdout, tested.stdout + tested.stderr
+    assert tested.returncode == 0 and f"{2 * len(KINDS) - 1} passed" in tested.stdout, tested.stdout + tested.stderr
     style = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "130", "--select", "E,F,W,I,UP,B", "mine"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
@@ -35,10 +35,10 @@ def test_what_it_writes_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_configuration_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     try:
-        for kind in SKELETONS:
+        for kind in KINDS:
             assert rft("new", kind, f"found_{kind}").code == 0
         listed = rft("plugins", "--plugin-dir", "plugins")
-        assert listed.code == 0 and all(f"found_{kind}" in listed.output for kind in SKELETONS), listed.output
+        assert listed.code == 0 and all(f"found_{kind}" in listed.output for kind in KINDS), listed.output
     finally:
         forget_plugins(tmp_path)
 

@@ -15,6 +15,7 @@ from rft.config.resolve import resolve
 from rft.config.verify import Report, check
 from rft.errors import ConfigError, ConfigErrors
 from rft.testing import tiny
+from tests.helpers import families
 
 
 def config(folder: Path, trainer: dict[str, Any] | None = None, **rollout: Any) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def test_replay_that_cannot_be(rollout: dict[str, Any], trainer: dict[str, Any],
 def test_replay_needs_experts(tiny_model: Path, tmp_path: Path) -> None:
     report = checked(config(tiny_model, router_replay=True), tmp_path)
     assert any("has no experts" in e.message for e in report.errors)
-    folder = tiny.make(tmp_path / "m", family="qwen3_moe")
+    folder = tiny.make(tmp_path / "m", family="qwen3_moe", **families.TINY["qwen3_moe"])
     report = checked(config(folder, router_replay=True), tmp_path)
     assert not report.errors, report.errors
     assert report.plan is not None and report.plan.learner.router_replay and report.plan.engines[0].router_replay

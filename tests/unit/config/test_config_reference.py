@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from configuration_page import json_schema, markdown
 
 from rft.compat.keys.not_offered import INSTEAD, VALUES
 from rft.config.foreign import advice
-from rft.config.reference import json_schema, markdown
 from rft.config.schema.walk import all_keys, field_at, literals
 
 ROOT = Path(__file__).parents[3]

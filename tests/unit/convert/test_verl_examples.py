@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rft.config import yamlfile
+from rft.config.schema.source import dotted, leaves
 from rft.config.verify import check
 from rft.convert import report
-from rft.convert.draft import leaves
 from rft.convert.launch import Argument, Launch
 from rft.convert.verl import Conversion, convert
 
@@ -115,7 +115,7 @@ def launch(text: str, program: Any = "main_ppo", name: str = "run.sh") -> Launch
 
 
 def values(c: Conversion) -> dict[str, Any]:
-    return dict(leaves(c.values))
+    return {dotted(loc): value for loc, value in leaves(c.values, lists=False)}
 
 
 T, E = "buffer.explorer_input.tasksets", "buffer.explorer_input.eval_tasksets"

@@ -18,7 +18,7 @@ from rft.testing import tiny
 from rft.testing.engine_contract import Subject, ask, clean, shaken
 from rft.types.completion import Completion
 from rft.types.ids import Version
-from tests.helpers import experts
+from tests.helpers import experts, families
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -211,7 +211,8 @@ async def test_no_model_is_said_plainly(tmp_path: Path) -> None:
 
 async def test_it_tells_the_experts_of_every_token(tmp_path: Path) -> None:
     """Of prompts that are shared, rows that come and go, and a cache that is computed again."""
-    folder = tiny.make(tmp_path / "m", family="qwen3_moe", tied=False, initializer_range=0.1)
+    sizes = {**families.TINY["qwen3_moe"], "initializer_range": 0.1}
+    folder = tiny.make(tmp_path / "m", family="qwen3_moe", tied=False, **sizes)
     model = experts.model(folder)
     settings = EngineSettings(
         engine_type="transformers", model_path=str(folder), max_model_len=200, max_num_seqs=6, router_replay=True

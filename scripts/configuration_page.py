@@ -1,20 +1,19 @@
-"""The reference page and the JSON Schema, made from the schema: the one place where a key is described."""
+"""docs/reference/configuration.md and the JSON Schema, made from the schema: the one place where a key is described."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
+from rft.config.describe import READ_BEFORE, default_text, type_text
 from rft.config.extends import SECTIONS
 from rft.config.foreign import ignored, instead, not_offered
 from rft.config.inert import Inert, inert
 from rft.config.schema.root import RunConfig
-from rft.config.schema.walk import aliases, literals, models
+from rft.config.schema.walk import aliases, models
 
 HEAD = """# Configuration reference
 
@@ -62,18 +61,6 @@ stages:
 - `rft check` shows every stage. `rft status` and `rft export` take the program's folder or a stage's.
 - Overrides apply to the shared sections; `stages.0.trainer.total_steps=5` changes a stage's own.
 """
-
-READ_BEFORE = {  # key -> (type, meaning) of what is gone before the schema sees the values
-    "extends": (
-        "text, or list of texts",
-        "A file, or several, whose keys apply where this one sets none; relative to this file.",
-    ),
-    "stages": (
-        "list of sections",
-        "Consecutive runs; each starts from the model of the one before, its sections replace the common ones.",
-    ),
-    "trainer.trainer_config": ("mapping", "veRL's keys, read as the native keys they became."),
-}
 
 
 def markdown() -> str:
@@ -133,38 +120,6 @@ def _fields(model: type[BaseModel], prefix: str, own: bool) -> Iterator[tuple[st
                 yield prefix + name + mark, field
                 continue
             yield from _fields(sub, f"{prefix}{name}{mark}.", False)
-
-
-def type_text(field: FieldInfo) -> str:
-    if inner := list(models(field.annotation)):
-        return {
-            "": "a taskset, keys as in `tasksets[]`",
-            "[]": "list of tasksets, keys as in `tasksets[]`",
-            ".*": "a buffer, keys as in `experience_buffer`",
-        }[inner[0][1]]
-    if names := [n for n in literals(field.annotation) if n != ""]:
-        many = "one or more of " if "tuple" in str(field.annotation) else ""
-        return many + ", ".join(f"`{n}`" for n in names)
-    text = str(field.annotation)
-    many = "list of " if "tuple" in text else ""
-    words = (("dict", "mapping"), ("bool", "true, false"), ("float", "number"), ("int", "whole number"), ("str", "text"))
-    word = next((w for t, w in words if t in text), "text")
-    signs = {Gt: ">", Ge: "≥", Lt: "<", Le: "≤"}
-    bounds = [f"{signs[type(m)]} {getattr(m, type(m).__name__.lower()):g}" for m in field.metadata if type(m) in signs]
-    return f"{many}{word}{' ' + ', '.join(bounds) if bounds else ''}"
-
-
-def default_text(field: FieldInfo) -> str:
-    if field.is_required():
-        return "*required*"
-    value = field.get_default(call_default_factory=True)
-    if value is None or value is PydanticUndefined:
-        return "null"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
-        return f"`[{', '.join(map(str, value))}]`"
-    return f"`{value}`" if value != "" else '`""`'
 
 
 def _pattern(text: str) -> str:
