@@ -203,15 +203,14 @@ def test_memory_leaves_no_name_and_few_descriptors(tmp_path: Path) -> None:
 
 
 def test_memory_is_asked_for_once(tmp_path: Path) -> None:
-    """A slot has its memory when it is written: the second one from the start, the first one from its first version."""
+    """A slot has its memory before it is written, but for the first version."""
     made = make(SyncSettings(method="memory"), tmp_path / "sync")
     given = {"a": torch.ones(3, 5), "b": torch.ones(8 << 20)}
     faults = []
     for step in range(5):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        manifest = made.stage(Version(1, step), given.items(), {})
+        made.stage(Version(1, step), given.items(), {})
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-        assert Path(manifest.path).stat().st_size == 64 + (32 << 20)
         if step:
             made.release(Version(1, step - 1))
     made.close()

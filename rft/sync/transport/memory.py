@@ -28,7 +28,6 @@ from rft.types.ports import TensorSpec, WeightManifest
 log = logging.getLogger(__name__)
 _SHM = Path("/dev/shm")
 _KEPT = 2  # versions that stay readable without a release: the served one and its roll-back target
-_ALL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # the machine's memory in bytes: no version has more
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
@@ -37,7 +36,7 @@ class _Slot:
     fd: int
     path: str
     file: Path | None  # the name to remove on close; None for anonymous memory
-    mapped: torch.Tensor | None = None  # its bytes (uint8), of anonymous memory
+    mapped: torch.Tensor | None = None  # its bytes (uint8), of anonymous memory that is there
     version: Version | None = None  # None = free
     order: int = 0  # when it was staged
 
@@ -55,7 +54,6 @@ class MemoryTransport:
         self._layout: tuple[TensorSpec, ...] = ()
         self._closed = False
         self._shared = shared
-        self._size = _ALL  # of a slot, until a version has been staged
         self._spare: Future[_Slot] | None = None  # a slot whose memory the kernel is asked for while nobody waits
         self.place = "memory" if not shared or memory_is_readable() else ""
 
@@ -72,16 +70,25 @@ class MemoryTransport:
         self._layout = specs
         self._staged += 1
         slot.version, slot.order = version, self._staged
-        if self._staged == 1:
-            self._settle(slot)
+        if slot.mapped is None and slot.file is None:
+            slot.mapped = _mapped(slot.path, os.fstat(slot.fd).st_size)
+        if self._staged == 1 and slot.file is None:  # a second version is sure to come
+            pool = ThreadPoolExecutor(1, thread_name_prefix="spare")
+            self._spare = pool.submit(_anonymous, sum(blob.aligned(spec.nbytes) for spec in specs))
+            pool.shutdown(wait=False)
         return WeightManifest(version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied))
+
+    @property
+    def held(self) -> tuple[Version, ...]:
+        """The versions whose bytes are here."""
+        return tuple(s.version for s in self._slots if s.version is not None)
 
     def view(self, version: Version) -> mmap.mmap:
         """The bytes of a staged version.  Writes to them are private.  Raises WeightSyncFailed."""
         slot = next((s for s in self._slots if s.version == version), None)
         if slot is None:
-            held = ", ".join(str(s.version) for s in self._slots if s.version is not None)
-            raise WeightSyncFailed(f"version {version} is not held here any more (held: {held or 'none'})")
+            held = ", ".join(map(str, self.held)) or "none"
+            raise WeightSyncFailed(f"version {version} is not held here any more (held: {held})")
         return mmap.mmap(slot.fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     def release(self, version: Version) -> None:
@@ -114,23 +121,13 @@ class MemoryTransport:
         slot.version = None  # from here on its bytes are of no version
         return slot
 
-    def _settle(self, slot: _Slot) -> None:
-        """The first version tells how large a slot is; the second one gets its memory at once."""
-        self._size = sum(blob.aligned(spec.nbytes) for spec in self._layout)
-        if slot.mapped is not None:
-            os.ftruncate(slot.fd, self._size)
-            slot.mapped = slot.mapped[: self._size]
-            pool = ThreadPoolExecutor(1, thread_name_prefix="spare")
-            self._spare = pool.submit(_anonymous, self._size, filled=True)
-            pool.shutdown(wait=False)
-
     def _take_spare(self) -> None:
         spare, self._spare = self._spare, None
         if spare is not None:
             self._slots.append(spare.result())
 
     def _new_slot(self) -> _Slot:
-        slot = _anonymous(self._size) if self.place == "memory" else self._file_slot()
+        slot = _anonymous() if self.place == "memory" else self._file_slot()
         self._slots.append(slot)
         return slot
 
@@ -162,14 +159,19 @@ def memory_is_readable() -> bool:
         os.close(fd)
 
 
-def _anonymous(size: int, *, filled: bool = False) -> _Slot:
-    """Of up to `size` bytes.  `filled`: it gets its memory now, not when it is written."""
+def _anonymous(size: int = 0) -> _Slot:
+    """Memory without a name; `size` bytes of it are there at once, the rest when it is written."""
     fd = os.memfd_create("rft-weights", os.MFD_CLOEXEC)
     path = f"/proc/{os.getpid()}/fd/{fd}"
+    return _Slot(fd, path, None, _mapped(path, size) if size else None)
+
+
+def _mapped(path: str, size: int) -> torch.Tensor:
+    """All pages of it, so that writing asks the kernel for nothing."""
     mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    if filled:  # an older kernel refuses, and gives it when it is written
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE)
-    return _Slot(fd, path, None, mapped)
+    # an older kernel refuses, and gives each page when it is written
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE)
+    return mapped
 
 
 def _hidden() -> bool:
