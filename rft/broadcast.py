@@ -3,8 +3,10 @@
 Knows where tensors lie in a version's bytes; not where the bytes come from, nor what becomes of them.  A group stands beside all others
 of a process (no default group is made or used) and is kept for the next round as long as the same members hold it.
 
-    worker:  "here, I hold group G" ─▶ meeting point at the trainer ─▶ "keep G" | "form G'" | "stop, because …" ─▶ buckets
+    worker:  "here, I hold group G and version V" ─▶ meeting point at the trainer ─▶ "keep G" | "form G'" | "stop, because …" ─▶ buckets
     trainer: waits for all, or says who did not come
+
+Where all workers hold one version, which the trainer has, too, only what changed since then is sent, bucket by bucket.
 
 Invariant: nothing is sent before everyone is there, and a group in which something failed is never used again.
 """
@@ -16,12 +18,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from rft import changes
 from rft.errors import WeightSyncFailed
 from rft.faults import fault
 from rft.types.ports import Broadcast, TensorSpec, WeightManifest
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 120.0  # most that a meeting or one bucket may take
+NONE = "-"  # instead of the name of a group or version
 
 
 @dataclass(frozen=True)
@@ -104,31 +108,72 @@ class _Member:
             self._group = ProcessGroupNCCL(store, rank, b.world, limits)
         self._held, self._world = name, b.world
 
-    def _stream(self, manifest: WeightManifest, memory: torch.Tensor, *, sends: bool, done: Callable[[Bucket], None]) -> None:
-        """All buckets of `memory` (uint8, this host's) through the group; `done` with each that is there, overlapped if so wanted."""
+    def _stream(
+        self,
+        manifest: WeightManifest,
+        memory: torch.Tensor,
+        *,
+        sends: bool,
+        done: Callable[[Bucket], None],
+        changed: bool = False,
+        before: torch.Tensor | None = None,
+    ) -> int:
+        """All buckets of `memory` (uint8, this host's) through the group; `done` with each that is there, overlapped if so wanted.
+
+        `changed`: only what changed since the version that all hold, which is `before` at the trainer and `memory` itself at a worker.
+        Returns the bytes that went through.
+        """
         b = manifest.broadcast
         assert b is not None
-        import torch
-
-        before: Bucket | None = None
+        earlier: Bucket | None = None
+        moved = 0
         for bucket in buckets(manifest.tensors, b.bucket_bytes):
             part = memory[bucket.start : bucket.end]
-            room = part if b.backend == "gloo" else part.cuda() if sends else torch.empty_like(part, device="cuda")
-            self._work = self._group.broadcast([room], _from_trainer())
-            if before is not None:
-                done(before)
-            if b.backend == "gloo":
-                self._work.wait()  # as long as the group's own limit
-            else:
-                self._work.wait(timedelta(seconds=b.timeout_s))
-                if not sends:
-                    part.copy_(room)
-            self._work = None
+            packed = self._packed(b, part, None if before is None else before[bucket.start : bucket.end]) if changed else None
+            data = part if packed is None else packed
+            moved += len(data)
+            room = self._begin(b, data, sends)
+            if earlier is not None:
+                done(earlier)
+            self._end(b, data, room, sends)
+            if packed is not None and not sends:
+                changes.apply(part.numpy(), packed.numpy())
             if not b.overlap:
                 done(bucket)
-            before = bucket if b.overlap else None
-        if before is not None:
-            done(before)
+            earlier = bucket if b.overlap else None
+        if earlier is not None:
+            done(earlier)
+        return moved
+
+    def _packed(self, b: Broadcast, part: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
+        """The changes of a bucket, at a worker room for them; None where the bucket itself is sent.  Its size goes ahead."""
+        import torch
+
+        made = None if before is None else changes.pack(before.numpy(), part.numpy())
+        size = torch.tensor([-1 if made is None else len(made)])
+        self._end(b, size, self._begin(b, size, before is not None), before is not None)
+        if size < 0:
+            return None
+        return torch.empty(int(size), dtype=torch.uint8) if made is None else torch.from_numpy(made)
+
+    def _begin(self, b: Broadcast, data: torch.Tensor, sends: bool) -> torch.Tensor:
+        """Where `data` is on its way; nothing is where there is none."""
+        import torch
+
+        room = data if b.backend == "gloo" else data.cuda() if sends else torch.empty_like(data, device="cuda")
+        self._work = self._group.broadcast([room], _from_trainer()) if len(data) else None
+        return room
+
+    def _end(self, b: Broadcast, data: torch.Tensor, room: torch.Tensor, sends: bool) -> None:
+        if self._work is None:
+            return
+        if b.backend == "gloo":
+            self._work.wait()  # as long as the group's own limit
+        else:
+            self._work.wait(timedelta(seconds=b.timeout_s))
+            if not sends:
+                data.copy_(room)
+        self._work = None
 
 
 class TrainerEnd(_Member):
@@ -151,13 +196,16 @@ class TrainerEnd(_Member):
         self._abandoned = (0, "")
         self._groups = 0
 
-    def send(self, manifest: WeightManifest, memory: torch.Tensor) -> None:
-        """One round: the version's bytes (uint8, as the manifest places them) to all workers.  Raises WeightSyncFailed."""
+    def send(self, manifest: WeightManifest, memory: torch.Tensor, held: Mapping[str, torch.Tensor] | None = None) -> None:
+        """One round: the version's bytes (uint8, as the manifest places them) to all workers.  Raises WeightSyncFailed.
+
+        `held`: versions that are still there, placed in the same way.
+        """
         b = manifest.broadcast
         assert b is not None, "only a manifest that names the group of a round is sent"
         with self._whole(f"sending {manifest.version} to {_members(b)} broke off"):
-            self._meet(b)
-            self._stream(manifest, memory, sends=True, done=_sent)
+            before = self._meet(b, held or {})
+            self._stream(manifest, memory, sends=True, done=_sent, changed=before is not None, before=before)
 
     def abandon(self, round: int, reason: str) -> None:
         """Ends the meeting of this round, or of an earlier one, now or when it begins."""
@@ -167,7 +215,8 @@ class TrainerEnd(_Member):
                 for key in self._meeting[1]:
                     self._door.compare_set(key, "", "gone")  # sets it only where nobody came
 
-    def _meet(self, b: Broadcast) -> None:
+    def _meet(self, b: Broadcast, held: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Everyone is there, in one group.  The bytes of the version that all workers hold, if it is one of `held`."""
         names = {f"{b.token}/{b.round}/here/{rank}": _name(b, rank) for rank in range(1, b.world)}
         go, keys = f"{b.token}/{b.round}/go", list(names)
         with self._lock:
@@ -177,20 +226,25 @@ class TrainerEnd(_Member):
             if abandoned[0] < b.round:
                 self._wait(keys, b.timeout_s)
             absent = [name for key, name in names.items() if not self._store.check([key])]
-            held = {self._store.get(key).decode() for key in keys} if not absent else set()
+            said = [self._store.get(key).decode().split() for key in keys] if not absent else []
             with self._lock:
                 abandoned = self._abandoned
             if abandoned[0] >= b.round:
                 raise self._stop(go, f"the round was given up: {abandoned[1]}")
             if absent:
                 raise self._stop(go, f"{', '.join(absent)} did not come within {b.timeout_s:g} s")
-            if held == {self._held} and self._held and self._world == b.world:
-                self._store.set(go, f"keep {self._held}")
+            versions = {version for _, version in said}
+            since = versions.pop() if len(versions) == 1 else NONE
+            before = held.get(since)
+            told = NONE if before is None else since
+            if {group for group, _ in said} == {self._held} and self._held and self._world == b.world:
+                self._store.set(go, f"keep {self._held} {told}")
             else:
                 self._groups += 1
                 name = f"{b.token}/group/{self._groups}"
-                self._store.set(go, f"form {name}")
+                self._store.set(go, f"form {name} {told}")
                 self._form(b, name, 0)
+            return before
         finally:
             with self._lock:
                 self._meeting = None
@@ -218,23 +272,24 @@ class Worker(_Member):
         self._at: tuple[str, int] | None = None  # the meeting point that the store is of
 
     def receive(
-        self, manifest: WeightManifest, worker: int, memory: torch.Tensor, done: Callable[[Bucket], None]
-    ) -> tuple[float, float]:
+        self, manifest: WeightManifest, worker: int, memory: torch.Tensor, holds: str, done: Callable[[Bucket], None]
+    ) -> tuple[float, float, int]:
         """One round: fills `memory` (uint8 [size of the version]); `done` is called with each bucket that is there.
 
-        `worker` is this one's number in its engine.  (seconds until the group stood, seconds of all that followed).
-        Raises WeightSyncFailed.
+        `worker` is this one's number in its engine.  `holds`: the version that `memory` is of, or NONE.  (seconds until the group stood,
+        seconds of all that followed, bytes that came).  Raises WeightSyncFailed.
         """
         b = manifest.broadcast
         assert b is not None, "only a version that is broadcast is received"
         rank, began = b.first + worker, time.monotonic()
         with self._whole(f"receiving {manifest.version} as {_name(b, rank)} broke off"):
-            self._meet(b, rank)
+            changed = self._meet(b, rank, holds) != NONE
             met = time.monotonic()
-            self._stream(manifest, memory, sends=False, done=done)
-        return met - began, time.monotonic() - met
+            moved = self._stream(manifest, memory, sends=False, done=done, changed=changed)
+        return met - began, time.monotonic() - met, moved
 
-    def _meet(self, b: Broadcast, rank: int) -> None:
+    def _meet(self, b: Broadcast, rank: int, holds: str) -> str:
+        """The version since which changes are sent."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         limit = timedelta(seconds=b.timeout_s)
@@ -245,13 +300,16 @@ class Worker(_Member):
                 (b.host, b.port),
             )
         go = f"{b.token}/{b.round}/go"
-        self._store.set(f"{b.token}/{b.round}/here/{rank}", self._held or "none")
+        self._store.set(f"{b.token}/{b.round}/here/{rank}", f"{self._held or NONE} {holds}")
         self._store.wait([go], timedelta(seconds=2 * b.timeout_s))  # the trainer gives up first, and says why
-        said, _, rest = self._store.get(go).decode().partition(" ")
+        answer: str = self._store.get(go).decode()
+        said, _, rest = answer.partition(" ")
         if said == "stop":
             raise WeightSyncFailed(rest)
+        name, since = rest.split()
         if said == "form":
-            self._form(b, rest, rank)
+            self._form(b, name, rank)
+        return since
 
 
 def _sent(bucket: Bucket) -> None:

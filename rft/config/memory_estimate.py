@@ -125,7 +125,9 @@ def estimate(
         workers = sum(plan.sync.workers)
         rest.append(
             Term(
-                "received weights", workers * sent, f"a copy of {_size(sent)} in each of {workers} engine workers while it loads"
+                "received weights",
+                workers * sent,
+                f"a copy of {_size(sent)} in each of {workers} engine workers, at least while it loads",
             )
         )
     others = RoleMemory(role="others", device="cpu", terms=tuple(rest))

@@ -102,6 +102,8 @@ class WeightIntake:
     def __init__(self, worker: int = 0) -> None:
         self._worker = worker
         self._member: Worker | None = None  # keeps its group from one broadcast to the next
+        self._kept: torch.Tensor | None = None  # what came with the last broadcast, where of the next one only changes come
+        self._holds = ""  # the version that it is of, whole and compared
 
     def take(self, manifest: WeightManifest, *, damage: bool = False) -> TakenWeights:
         """The bytes of `manifest`, every hash compared.  `damage`: one of them changes on the way (a fault of the tests).
@@ -122,12 +124,17 @@ class WeightIntake:
         if damage:
             weights.raw(manifest.tensors[0])[0] ^= 1
         bad = weights.bad()
-        return TakenWeights(weights, replace(nothing, bad_hash=bad, transfer_s=there - began, verify_s=time.monotonic() - there))
+        times = {"transfer_s": there - began, "verify_s": time.monotonic() - there}
+        return TakenWeights(weights, replace(nothing, bad_hash=bad, moved_bytes=manifest.nbytes, **times))
 
     def _receive(self, manifest: WeightManifest, nothing: LoadReport, damage: bool) -> TakenWeights:
-        from rft.broadcast import Worker
+        from rft.broadcast import NONE, Worker
 
-        weights, memory = _room(manifest)
+        assert manifest.broadcast is not None
+        memory = _room(manifest, self._kept)
+        holds = self._holds if memory is self._kept else ""
+        self._kept, self._holds = memory if manifest.broadcast.changes else None, ""  # of no version, until all is there
+        weights = Weights(manifest, memoryview(memory.numpy().data))
         self._member = self._member or Worker()
         bad: list[str] = [t.name for t in manifest.tensors if not t.nbytes and weights.bad((t,))]
         verify_s = 0.0
@@ -143,12 +150,13 @@ class WeightIntake:
             verify_s += time.monotonic() - began
 
         try:
-            meeting_s, rest_s = self._member.receive(manifest, self._worker, memory, arrived)
+            meeting_s, rest_s, moved = self._member.receive(manifest, self._worker, memory, holds or NONE, arrived)
         except WeightSyncFailed as e:
             return TakenWeights(weights, replace(nothing, failed=str(e)))
-        transfer_s = max(0.0, rest_s - verify_s)
-        said = replace(nothing, bad_hash=tuple(bad), meeting_s=meeting_s, transfer_s=transfer_s, verify_s=verify_s)
-        return TakenWeights(weights, said)
+        if not bad:
+            self._holds = str(manifest.version.published)
+        times = {"meeting_s": meeting_s, "transfer_s": max(0.0, rest_s - verify_s), "verify_s": verify_s}
+        return TakenWeights(weights, replace(nothing, bad_hash=tuple(bad), moved_bytes=moved, **times))
 
     def close(self) -> None:
         if self._member is not None:
@@ -252,15 +260,15 @@ def _fetched(manifest: WeightManifest) -> tuple[Weights, str]:
     return Weights(manifest, memoryview(bytearray(data)) if data.readonly else data.cast("B")), ""
 
 
-def _room(manifest: WeightManifest) -> tuple[Weights, torch.Tensor]:
-    """Memory of this process for all bytes of a version, as bytes and as uint8 tensor."""
+def _room(manifest: WeightManifest, kept: torch.Tensor | None) -> torch.Tensor:
+    """Memory of this process for all bytes of a version (uint8): `kept`, where it is as large."""
     import torch
 
     assert manifest.broadcast is not None
     size = max((t.offset + t.nbytes for t in manifest.tensors), default=0)
-    memory = torch.empty(size, dtype=torch.uint8, pin_memory=manifest.broadcast.backend == "nccl")
-    data: Any = memory.numpy().data
-    return Weights(manifest, memoryview(data)), memory
+    if kept is not None and len(kept) == size:
+        return kept
+    return torch.empty(size, dtype=torch.uint8, pin_memory=manifest.broadcast.backend == "nccl")
 
 
 def _misfit(spec: TensorSpec, size: int) -> str:

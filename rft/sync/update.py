@@ -326,6 +326,7 @@ def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
         Metric("sync/version", float(manifest.version.step), "last"),
         Metric("sync/attempt", float(manifest.version.attempt), "max"),
         Metric("sync/bytes", float(manifest.nbytes), "last"),
+        Metric("sync/moved_bytes", float(max(r.moved_bytes for r in reports)), "max"),
         Metric("sync/probed_layers", float(min(r.probed_layers for r in reports)), "min"),
         Metric("sync/probe_error", max(r.probe_error for r in reports), "max"),
         Metric("sync/canary_max_abs", verdict.max_abs, "max"),

@@ -144,6 +144,7 @@ class Broadcast(Struct, frozen=True, kw_only=True):
     bucket_bytes: int | None  # None: tensor by tensor
     overlap: bool  # the next bucket is under way while one is verified
     timeout_s: float  # of the meeting, and of each bucket
+    changes: bool = False  # the workers keep the version, so that of the next one only what changed is sent
     round: int = 0  # this and what follows: set by the synchronizer for each load
     engines: tuple[int, ...] = ()
     workers: tuple[int, ...] = ()  # of each of them
@@ -203,6 +204,7 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     probed_layers: int = 0
     probe_error: float = 0.0  # max abs difference of packed layers against the published weights, relative to the output's scale
     probe_worst: str = ""  # the layer with that difference
+    moved_bytes: int = 0  # that came for it
     load_s: float = 0.0  # all of it; of this:
     meeting_s: float = 0.0  # until the group of a broadcast stood
     transfer_s: float = 0.0  # waiting for bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,6 +200,22 @@ def test_memory_leaves_no_name_and_few_descriptors(tmp_path: Path) -> None:
     assert num_descriptors() == before
     with pytest.raises(WeightSyncFailed, match="closed"):
         stage(made, 11)
+
+
+def test_memory_is_asked_for_once(tmp_path: Path) -> None:
+    """A slot has its memory before it is written, but for the first version."""
+    made = make(SyncSettings(method="memory"), tmp_path / "sync")
+    given = {"a": torch.ones(3, 5), "b": torch.ones(8 << 20)}
+    faults = []
+    for step in range(5):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        made.stage(Version(1, step), given.items(), {})
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        if step:
+            made.release(Version(1, step - 1))
+    made.close()
+    pages = (32 << 20) // resource.getpagesize()
+    assert faults[0] + faults[1] > pages > 4 * max(faults[2:]), faults
 
 
 def test_checkpoint_removes_what_an_earlier_start_left(tmp_path: Path) -> None:

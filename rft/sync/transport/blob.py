@@ -7,7 +7,9 @@ not from what was written, so damage on the way to an engine is always seen.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,7 +20,8 @@ from rft.types.ids import Version
 from rft.types.ports import TensorSpec
 
 ALIGN = 64
-PIECE = 1 << 20
+PIECE = 1 << 19  # a piece and its copy fit into a core's own cache
+THREADS = min(4, os.cpu_count() or 1)
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,36 +47,51 @@ def write(
 ) -> tuple[TensorSpec, ...]:
     """Write every tensor to `fd` from offset 0 on.  Raises WeightSyncFailed on what no engine should ever load.
 
-    `mapped`: the bytes of `fd`, as many as have been written to it before; what lies beyond is written through `fd`.
+    `mapped`: the bytes of `fd` from its beginning; what lies beyond is written through `fd`.
     """
-    room = None if mapped is None else mapped.numpy()
+    room = np.empty(0, np.uint8) if mapped is None else mapped.numpy()
     specs: list[TensorSpec] = []
     names: set[str] = set()
     end = 0
-    for name, tensor in tensors:
-        if name in names:
-            raise WeightSyncFailed(f"version {version}: tensor {name} was given twice")
-        names.add(name)
-        host = tensor.detach().to("cpu").contiguous()
-        if host.dtype not in _NAMES:
-            raise WeightSyncFailed(
-                f"version {version}: tensor {name} is {host.dtype}; a transport carries {', '.join(_NAMES.values())}"
-            )
-        start = end = -(-end // ALIGN) * ALIGN
-        digest, flat = xxhash.xxh3_128(), host.reshape(-1)
-        for part in flat.split(PIECE // flat.itemsize):  # looked at, hashed and copied while it is in the processor's cache
-            if not _finite(part):
-                raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
-            data = part.view(torch.uint8).numpy()
-            digest.update(data)
-            if room is not None and end + len(data) <= len(room):
-                np.copyto(room[end : end + len(data)], data)
-            else:
-                _pwrite(fd, data.data, end)
-            end += len(data)
-        specs.append(TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, host.nbytes, digest.hexdigest()))
+    under_way: deque[Future[TensorSpec]] = deque()
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as pool:
+        for name, tensor in tensors:
+            if name in names:
+                raise WeightSyncFailed(f"version {version}: tensor {name} was given twice")
+            names.add(name)
+            host = tensor.detach().to("cpu").contiguous()
+            if host.dtype not in _NAMES:
+                raise WeightSyncFailed(
+                    f"version {version}: tensor {name} is {host.dtype}; a transport carries {', '.join(_NAMES.values())}"
+                )
+            start = aligned(end)
+            end = start + host.nbytes
+            under_way.append(pool.submit(_carry, fd, room, version, name, host, start))
+            while len(under_way) > 2 * THREADS:  # the tensors may be made one by one, and are not to be in memory all at once
+                specs.append(under_way.popleft().result())
+        specs.extend(carried.result() for carried in under_way)
     _check_tied(version, names, tied)
     return tuple(specs)
+
+
+def _carry(fd: int, room: np.ndarray, version: Version, name: str, host: torch.Tensor, start: int) -> TensorSpec:
+    """Write one tensor to its place and describe it; each piece is looked at, hashed and copied while it is in the processor's cache."""
+    digest, flat, end = xxhash.xxh3_128(), host.reshape(-1), start
+    for part in flat.split(PIECE // flat.itemsize):
+        if not _finite(part):
+            raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
+        data = part.view(torch.uint8).numpy()
+        digest.update(data)
+        if end + len(data) <= len(room):
+            np.copyto(room[end : end + len(data)], data)
+        else:
+            _pwrite(fd, data.data, end)
+        end += len(data)
+    return TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, host.nbytes, digest.hexdigest())
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
 
 
 def same_layout(version: Version, specs: tuple[TensorSpec, ...], before: tuple[TensorSpec, ...]) -> None:

@@ -8,11 +8,13 @@ rotate, and a slot that may be read is never written.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
 import subprocess
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from rft.types.ports import TensorSpec, WeightManifest
 log = logging.getLogger(__name__)
 _SHM = Path("/dev/shm")
 _KEPT = 2  # versions that stay readable without a release: the served one and its roll-back target
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 @dataclass
@@ -33,7 +36,7 @@ class _Slot:
     fd: int
     path: str
     file: Path | None  # the name to remove on close; None for anonymous memory
-    mapped: torch.Tensor | None = None  # its bytes (uint8), of anonymous memory that has been written once
+    mapped: torch.Tensor | None = None  # its bytes (uint8), of anonymous memory that is there
     version: Version | None = None  # None = free
     order: int = 0  # when it was staged
 
@@ -51,6 +54,7 @@ class MemoryTransport:
         self._layout: tuple[TensorSpec, ...] = ()
         self._closed = False
         self._shared = shared
+        self._spare: Future[_Slot] | None = None  # a slot whose memory the kernel is asked for while nobody waits
         self.place = "memory" if not shared or memory_is_readable() else ""
 
     def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
@@ -66,16 +70,25 @@ class MemoryTransport:
         self._layout = specs
         self._staged += 1
         slot.version, slot.order = version, self._staged
-        if slot.mapped is None and slot.file is None:  # the pages are there: writing the next version asks the kernel for nothing
-            slot.mapped = torch.from_file(slot.path, shared=True, size=os.fstat(slot.fd).st_size, dtype=torch.uint8)
+        if slot.mapped is None and slot.file is None:
+            slot.mapped = _mapped(slot.path, os.fstat(slot.fd).st_size)
+        if self._staged == 1 and slot.file is None:  # a second version is sure to come
+            pool = ThreadPoolExecutor(1, thread_name_prefix="spare")
+            self._spare = pool.submit(_anonymous, sum(blob.aligned(spec.nbytes) for spec in specs))
+            pool.shutdown(wait=False)
         return WeightManifest(version=version, transport="memory", path=slot.path, tensors=specs, tied=dict(tied))
+
+    @property
+    def held(self) -> tuple[Version, ...]:
+        """The versions whose bytes are here."""
+        return tuple(s.version for s in self._slots if s.version is not None)
 
     def view(self, version: Version) -> mmap.mmap:
         """The bytes of a staged version.  Writes to them are private.  Raises WeightSyncFailed."""
         slot = next((s for s in self._slots if s.version == version), None)
         if slot is None:
-            held = ", ".join(str(s.version) for s in self._slots if s.version is not None)
-            raise WeightSyncFailed(f"version {version} is not held here any more (held: {held or 'none'})")
+            held = ", ".join(map(str, self.held)) or "none"
+            raise WeightSyncFailed(f"version {version} is not held here any more (held: {held})")
         return mmap.mmap(slot.fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     def release(self, version: Version) -> None:
@@ -85,6 +98,7 @@ class MemoryTransport:
 
     def close(self) -> None:
         self._closed = True
+        self._take_spare()
         while self._slots:
             slot = self._slots.pop()
             os.close(slot.fd)
@@ -94,6 +108,7 @@ class MemoryTransport:
     def _free_slot(self) -> _Slot:
         if self.place == "memory" and self._shared and _hidden():
             self.place = ""
+        self._take_spare()
         free = [s for s in self._slots if s.version is None]
         if not free:
             used = sorted(self._slots, key=lambda s: s.order)
@@ -106,12 +121,13 @@ class MemoryTransport:
         slot.version = None  # from here on its bytes are of no version
         return slot
 
+    def _take_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._slots.append(spare.result())
+
     def _new_slot(self) -> _Slot:
-        if self.place == "memory":
-            fd = os.memfd_create("rft-weights", os.MFD_CLOEXEC)
-            slot = _Slot(fd, f"/proc/{os.getpid()}/fd/{fd}", None)
-        else:
-            slot = self._file_slot()
+        slot = _anonymous() if self.place == "memory" else self._file_slot()
         self._slots.append(slot)
         return slot
 
@@ -141,6 +157,21 @@ def memory_is_readable() -> bool:
         return subprocess.run(["/bin/sh", "-c", ': < "$1"', "sh", path], stderr=subprocess.DEVNULL, timeout=30).returncode == 0
     finally:
         os.close(fd)
+
+
+def _anonymous(size: int = 0) -> _Slot:
+    """Memory without a name; `size` bytes of it are there at once, the rest when it is written."""
+    fd = os.memfd_create("rft-weights", os.MFD_CLOEXEC)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    return _Slot(fd, path, None, _mapped(path, size) if size else None)
+
+
+def _mapped(path: str, size: int) -> torch.Tensor:
+    """All pages of it, so that writing asks the kernel for nothing."""
+    mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    # an older kernel refuses, and gives each page when it is written
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE)
+    return mapped
 
 
 def _hidden() -> bool:

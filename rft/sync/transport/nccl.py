@@ -21,6 +21,8 @@ from rft.sync.transport.memory import MemoryTransport
 from rft.types.ids import Version
 from rft.types.ports import Broadcast, WeightManifest
 
+NARROW = ("BF16", "F16")  # types in which most values stay as they are in a step
+
 
 class BroadcastTransport:
     """See `Transport` and `Sender`.  `host`: where the workers find the trainer."""
@@ -40,7 +42,9 @@ class BroadcastTransport:
         )
 
     def stage(self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], tied: dict[str, str]) -> WeightManifest:
-        return replace(self._memory.stage(version, tensors, tied), transport="nccl", broadcast=self._open)
+        made = self._memory.stage(version, tensors, tied)
+        narrow = sum(t.nbytes for t in made.tensors if t.dtype in NARROW)
+        return replace(made, transport="nccl", broadcast=replace(self._open, changes=2 * narrow > made.nbytes))
 
     async def send(self, manifest: WeightManifest) -> None:
         """Runs in a thread, because a restarted engine is sent its weights while steps continue."""
@@ -52,8 +56,13 @@ class BroadcastTransport:
     def _send(self, manifest: WeightManifest) -> None:
         if manifest.broadcast is None or manifest.broadcast.token != self._open.token:
             raise WeightSyncFailed(f"version {manifest.version} was not staged by this start of the trainer; publish it again")
-        data = torch.frombuffer(self._memory.view(manifest.version.published), dtype=torch.uint8)
-        self._trainer.send(manifest, data)
+        version = manifest.version.published
+        data = self._bytes(version)
+        held = {str(v): self._bytes(v) for v in self._memory.held} if manifest.broadcast.changes else {}
+        self._trainer.send(manifest, data, held)
+
+    def _bytes(self, version: Version) -> torch.Tensor:
+        return torch.frombuffer(self._memory.view(version), dtype=torch.uint8)
 
     def release(self, version: Version) -> None:
         self._memory.release(version)

@@ -13,7 +13,7 @@ from rft.errors import SetupError
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("VLLM_", "OMP_", "KMP_", "GLOO_", "LD_PRELOAD")):
+        if name.startswith(("VLLM_", "OMP_", "KMP_", "GLOO_", "LD_PRELOAD", "GLIBC_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
 
@@ -44,6 +44,16 @@ def test_cuda_gets_the_neutral_variables_only() -> None:
 def test_what_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert trainer_environment(4)["OMP_NUM_THREADS"] == "1"
+
+
+def test_glibc_keeps_its_memory_where_it_allocates(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+    monkeypatch.setattr(environment, "library", lambda name: None)
+    assert "trim_threshold" in cpu_environment(EngineSettings())["GLIBC_TUNABLES"]
+    monkeypatch.setenv("GLIBC_TUNABLES", "mine")
+    assert cpu_environment(EngineSettings())["GLIBC_TUNABLES"] == "mine"
+    monkeypatch.setattr(environment, "library", lambda name: tmp_path / name)
+    monkeypatch.delenv("GLIBC_TUNABLES")
+    assert "GLIBC_TUNABLES" not in cpu_environment(EngineSettings())
 
 
 def test_libraries_are_preloaded_before_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:

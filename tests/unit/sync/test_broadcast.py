@@ -12,11 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rft import faults
+from rft import changes, faults
 from rft.broadcast import Bucket, buckets
 from rft.engine.weights import TakenWeights, WeightIntake
 from rft.errors import WeightSyncFailed
@@ -181,6 +184,88 @@ def test_only_what_is_held_is_sent(transport: BroadcastTransport, tmp_path: Path
             asyncio.run(other.send(manifest))
     finally:
         other.close()
+
+
+# ---------------------------------------------------------------- changes
+
+
+@given(data=st.data(), before=st.binary(max_size=80))
+def test_changes_make_the_new_bytes_of_the_old_ones_or_are_longer(data: st.DataObject, before: bytes) -> None:
+    now = bytearray(before)
+    for at in data.draw(st.lists(st.integers(0, len(before) - 1), max_size=6)) if before else []:
+        now[at] = data.draw(st.integers(0, 255))
+    room, wanted = np.frombuffer(bytearray(before), np.uint8), np.frombuffer(bytes(now), np.uint8)
+    packed = changes.pack(np.frombuffer(before, np.uint8), wanted)
+    if packed is None:
+        assert len(before) // 16 + 2 * np.count_nonzero(room != wanted) + 2 >= len(before)
+        return
+    changes.apply(room, packed)
+    assert np.array_equal(room, wanted) and (len(packed) < len(now) or not now)
+
+
+def narrow(step: int) -> dict[str, torch.Tensor]:
+    """bfloat16 weights, of which one in ten changes with a step; beside them a table that never does, and a counter of 5 bytes."""
+    made = {name: w.to(torch.bfloat16) for name, w in weights(0).items() if w.dim() == 2}
+    for w in made.values():
+        for past in range(step + 1):
+            w.view(-1)[past::10] += 1
+    return made | {"frozen": torch.ones(300, 100, dtype=torch.bfloat16), "steps": torch.full((5,), step, dtype=torch.int8)}
+
+
+def moved(group: Group, number: int, step: int, **damage: bool) -> list[TakenWeights]:
+    """A round with version `step`, whose predecessor is released as a trainer does it."""
+    manifest = group.transport.stage(Version(1, step), narrow(step).items(), {})
+    taken = group.round(number, manifest, **damage)
+    if step > 1:
+        group.transport.release(Version(1, step - 1))
+    for t in taken:
+        if t.report.whole:
+            assert all(torch.equal(t.weights.tensor(s), narrow(step)[s.name]) for s in manifest.tensors)
+    return taken
+
+
+@pytest.mark.parametrize("transport", [{}, {"overlap": True}, {"bucket_bytes": None}], indirect=True)
+def test_of_16_bit_weights_only_what_changed_is_sent(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+    group = Group(transport, threads, 2)
+    whole, *later = ([t.report.moved_bytes for t in moved(group, step, step)] for step in (1, 2, 3))
+    nbytes = sum(w.nbytes for w in narrow(1).values())
+    assert min(whole) >= nbytes
+    for bytes in later:  # a tenth of the values and a bitmap
+        assert bytes[0] == bytes[1] < nbytes // 5
+
+
+def test_who_does_not_hold_the_version_before_gets_all_of_the_new_one(
+    transport: BroadcastTransport, threads: ThreadPoolExecutor
+) -> None:
+    group = Group(transport, threads, 2)
+    nbytes = sum(w.nbytes for w in narrow(1).values())
+    moved(group, 1, 1)
+    assert [bool(t.report.bad_hash) for t in moved(group, 2, 2, engine1=True)] == [False, True]
+    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 3, 3)), "engine 1 has damaged bytes"
+    assert all(t.report.whole and t.report.moved_bytes < nbytes for t in moved(group, 4, 4))
+    group.intakes[1] = WeightIntake()
+    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 5, 5)), "engine 1 was restarted"
+    assert all(t.report.whole and t.report.moved_bytes < nbytes for t in moved(group, 6, 6))
+    transport.release(Version(1, 6))
+    assert all(t.report.whole and t.report.moved_bytes >= nbytes for t in moved(group, 7, 7)), "the trainer has it no more"
+
+
+def test_changes_of_other_bytes_than_a_worker_holds_are_found(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+    group = Group(transport, threads, 1)
+    moved(group, 1, 1)
+    kept = group.intakes[0]._kept
+    assert kept is not None
+    kept[12] ^= 1
+    assert [t.report.bad_hash for t in moved(group, 2, 2)] == [("layer.0",)]
+    assert all(t.report.whole for t in moved(group, 3, 3))
+
+
+def test_of_wider_weights_nothing_is_kept(transport: BroadcastTransport, threads: ThreadPoolExecutor) -> None:
+    group = Group(transport, threads, 1)
+    for step in (1, 2):
+        (taken,) = group.round(step, stage(transport, step))
+        assert taken.report.moved_bytes == sum(b.end - b.start for b in buckets(taken.weights.manifest.tensors, 64 << 10))
+    assert group.intakes[0]._kept is None
 
 
 # ---------------------------------------------------------------- processes

@@ -1,0 +1,45 @@
+"""What changed between two versions of some bytes, for versions of 16-bit weights: most of these do not move in a step.
+
+Knows numpy only.  A change is a bitmap of the 16-bit words that differ, and their new values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def pack(before: np.ndarray, now: np.ndarray) -> np.ndarray | None:
+    """uint8: what makes `now` of `before` (both uint8 of one length); nothing where they are equal.
+
+    None where that would not be shorter than `now` itself.
+    """
+    (old, last), (new, tail) = _words(before), _words(now)
+    changed: np.ndarray = old != new
+    count = np.count_nonzero(changed)
+    if count == 0 and np.array_equal(last, tail):
+        return np.empty(0, np.uint8)
+    if _bitmap(len(new)) + 2 * count + len(tail) >= len(now):
+        return None
+    packed: np.ndarray = np.concatenate([np.packbits(changed), new[changed].view(np.uint8), tail])
+    return packed
+
+
+def apply(bytes: np.ndarray, packed: np.ndarray) -> None:
+    """Turn `bytes`, which are `before` of `pack`, into its `now`.  Raises ValueError where `packed` is of another length."""
+    if not len(packed):
+        return
+    words, tail = _words(bytes)
+    size, end = _bitmap(len(words)), len(packed) - len(tail)
+    changed = np.unpackbits(packed[:size], count=len(words)).view(bool)
+    words[changed] = packed[size:end].view(np.uint16)
+    tail[:] = packed[end:]
+
+
+def _words(bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As 16-bit words, and the odd byte behind them."""
+    even = len(bytes) & ~1
+    return bytes[:even].view(np.uint16), bytes[even:]
+
+
+def _bitmap(words: int) -> int:
+    return -(-words // 8)
