@@ -15,8 +15,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
+
+from pydantic import ConfigDict, create_model
 
 from rft.plugins import kind
 from rft.threads import guarded, in_thread
@@ -25,6 +27,22 @@ from rft.types.ports import ChatModel
 from rft.types.task import Task
 
 reward = kind("reward")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def reward_function(name: str) -> Callable[[F], F]:
+    """Marks a function as the reward `name`; its keyword-only arguments are the model that `reward_fn_args` are checked against."""
+
+    def mark(function: F) -> F:
+        given: Any = {
+            p.name: (p.annotation, p.default)
+            for p in inspect.signature(function, eval_str=True).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        }
+        return reward(name, args=create_model(name, __config__=ConfigDict(extra="forbid"), **given))(function)
+
+    return mark
+
 
 RewardResult = float | int | Score | dict[str, float]
 THE_TRUTH: Final = "<the truth of the row>"

@@ -11,10 +11,10 @@ A reward that is no such function is called in its own way, whatever the manager
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable
+from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rft.errors import ConfigError
 from rft.reward.base import Reward
@@ -35,17 +35,6 @@ class ManagerArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     reward_manager: Literal["naive", "dapo", "prime", "batch"] | None = None
     reward_timeout_s: float | None = Field(None, gt=0)
-
-
-def split(args: Mapping[str, Any], own: Collection[str], *, key: str) -> tuple[dict[str, Any], ManagerArgs]:
-    """The arguments that are the reward's own, and the manager's.  A reward that names one of them keeps it."""
-    mine = {n: v for n, v in args.items() if n in ManagerArgs.model_fields and n not in own}
-    try:
-        manager = ManagerArgs(**mine)
-    except ValidationError as e:
-        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]
-        raise ConfigError(f"arguments of the reward manager: {'; '.join(faults)}", key=key) from None
-    return {n: v for n, v in args.items() if n not in mine}, manager
 
 
 def fits(manager: ManagerArgs, *, lists: bool, name: str, key: str) -> None:
