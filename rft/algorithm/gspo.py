@@ -5,7 +5,7 @@ Invariant: a sequence is wholly in one micro-batch, so its ratio is exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -13,9 +13,6 @@ from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
 from rft.algorithm.args import AggMode, ClippedArgs, GradientArgs, below_one
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
-
-if TYPE_CHECKING:
-    pass
 
 MAX_LOG_RATIO = 10.0
 

@@ -5,17 +5,12 @@ Knows no advantages' origin, no aggregation, no processes.  Invariant: a token o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
 from rft.algorithm.args import ClippedArgs, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
-
-if TYPE_CHECKING:
-    pass
 
 
 class PpoArgs(ClippedArgs, GradientArgs):

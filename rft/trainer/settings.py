@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.ids import SEED
 from rft.types.row_layout import AskedLayout
@@ -29,29 +30,6 @@ class OptimSettings:
     decay_norms_and_biases: bool = True
     momentum: float = 0.0  # of sgd
     clip_grad: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmSettings:
-    """Parts of the algorithm by name, each with its checked arguments."""
-
-    algorithm_type: str = "grpo"
-    advantage_fn: str = "grpo"
-    advantage_fn_args: dict[str, Any] = field(default_factory=dict)
-    policy_loss_fn: str = "ppo"
-    policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    kl_loss_fn: str = "none"
-    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    entropy_loss_fn: str = "none"
-    entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    sample_strategy: str = "default"
-    sample_strategy_args: dict[str, Any] = field(default_factory=dict)
-    loss_agg_mode: str = "token-mean"
-    kl_penalty_fn: str = "none"
-    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)
-    bypass_old_logprobs: bool = True  # old log-probs = the engine's; False: the trainer's own before the step, or
-    proximal_window: bool = False  # those of the weights that were published last
-    rollout_correction: dict[str, Any] | None = None  # see rft.algorithm.correction.CorrectionArgs
 
 
 @dataclass(frozen=True, kw_only=True)

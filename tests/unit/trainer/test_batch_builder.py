@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rft.algorithm.composition import build
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import RunFailed
 from rft.trainer import batch_builder
 from rft.trainer.pack import Budget
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord
