@@ -17,8 +17,8 @@ The one invariant: a reward that was changed is what is trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -39,6 +39,7 @@ from sqlalchemy.schema import SchemaItem
 
 FORMAT = 5  # 1: before typed columns, leases, checkpoints, edits, views; 2: texts in the experiences' rows; 3: no token_logprobs; 4: no
 # advantages in them
+T = TypeVar("T")
 metadata = MetaData()
 Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
 
@@ -220,6 +221,18 @@ def ask(tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[
     return tx.exec_driver_sql(whole, (*values, *many))
 
 
+def parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """`values` in pieces that fit into one statement."""
+    for start in range(0, len(values), _MOST_BOUND):
+        yield values[start : start + _MOST_BOUND]
+
+
+def tables_size(tx: Connection) -> int:
+    """Bytes of the tables and indexes of a schema of PostgreSQL."""
+    sizes = "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+    return int(tx.exec_driver_sql(f"{sizes} WHERE n.nspname = current_schema() AND c.relkind = 'r'").scalar() or 0)
+
+
 def placeholder(tx: Connection) -> str:
     """The driver's mark for a bound value."""
     return "?" if tx.dialect.paramstyle == "qmark" else "%s"
@@ -227,6 +240,7 @@ def placeholder(tx: Connection) -> str:
 
 _ASKED: dict[tuple[str, int, str], str] = {}
 _MOST_ASKED = 1000
+_MOST_BOUND = 500  # values of one IN (...): SQLite allows a limited number
 _SQL: dict[tuple[str, bool, str, str], str] = {}
 
 
