@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rft.errors import ConfigError, RftError
-from rft.reward.judge_args import SHARED, JudgeArgs
+from rft.reward.judge_args import JudgeArgs
 from rft.reward.judge_cache import Cache
 from rft.reward.judge_costs import CostLedger
 from rft.reward.judge_metrics import JudgeMetrics
@@ -227,7 +227,7 @@ def open_client(model: ChatModel, name: str, args: JudgeArgs) -> JudgeClient:
         identity = model.identity if isinstance(model, Identified) else ""
         found = _CLIENTS[id(model)] = (model, JudgeClient(model, identity or name, args))
     client = found[1]
-    if differ := [n for n in SHARED if client.limits[n] != args.limits[n]]:
+    if differ := [n for n, limit in client.limits.items() if limit != args.limits[n]]:
         both = ", ".join(f"{n} ({client.limits[n]} and {args.limits[n]})" for n in differ)
         raise ConfigError(f"two judges ask {name} with different limits: {both}; write the same", key="reward_fn_args")
     client.users += 1
