@@ -51,7 +51,7 @@ def weighted(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def part(x: LossInputs, *, expert: bool) -> LossInputs | None:
-    """The rows of an expert, or the others, with denominators of their own.  None: the step has no such rows."""
+    """The rows of an expert, or the others, with their own denominators.  None: the step has no such rows."""
     if x.is_expert is None:
         return None if expert else x
     d = x.denominators

@@ -79,7 +79,7 @@ class StepRow:
     """
 
     group: str  # text form of its group: the runs of one task
-    run: int  # number in the group; the steps of a run are rows of their own
+    run: int  # number in the group; each step of a run is a separate row
     step: int  # number in the run
     reward: float
     logprobs: np.ndarray  # of the policy that sampled

@@ -57,7 +57,7 @@ def gspo(x: LossInputs, args: GspoArgs) -> LossOutput:
 
         loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
 
-    Every token of a sequence has the same ratio and a gradient of its own.  Defined with seq-mean-token-mean.  Metrics, as means over
+    Every token of a sequence has the same ratio, but its own gradient.  Defined with seq-mean-token-mean.  Metrics, as means over
     valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio_metrics`.
 
     Example: logprob - old = 0.1, -0.1, 0.3 gives s = exp(0.1) = 1.105171 for all three.

@@ -40,7 +40,7 @@ def ppo(x: LossInputs, args: PpoArgs) -> LossOutput:
     is 1, nothing is clipped, and the gradient is REINFORCE's.
 
     Metrics, as means over valid tokens: pg_clipfrac (the clipped term is the larger), pg_clipfrac_lower (dual clip is active), those
-    of `ratio.told`, and with sequence masking seq_mask/masked_tokens and seq_mask/mean_sequence_kl.
+    of `ratio_metrics`, and with sequence masking seq_mask/masked_tokens and seq_mask/mean_sequence_kl.
     """
     import torch
 

@@ -128,7 +128,7 @@ class ExplorerSide(BufferCore):
                 await self._store(now)
             finally:
                 self._no_append.set()
-            await asyncio.sleep(0)  # whoever waits for no append has a turn
+            await asyncio.sleep(0)  # let other tasks run
 
     async def _store(self, now: list[tuple[Offer, asyncio.Future[AppendResult]]]) -> None:
         answers: Sequence[Stored | BaseException]

@@ -38,7 +38,7 @@ class GivenRows:
         max_staleness: int | None,
         until: int | None = None,
     ) -> Lease:
-        """The same whatever is asked for: it waits for nobody."""
+        """The rows follow from the step alone, so the other arguments have no effect."""
         return self.rows_of(step)
 
     def consumed(self, step: int) -> Consumption:

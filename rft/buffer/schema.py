@@ -320,7 +320,7 @@ _SQLITE = (
     VALUES (OLD.id, OLD.reward, NEW.reward, (julianday('now') - 2440587.5) * 86400.0);
 END""",
 )
-_POSTGRES = (  # the function runs with the rights and in the schema of the ledger, whoever edits from wherever
+_POSTGRES = (  # the function runs with the rights of the ledger's owner and in its schema, whichever user and schema the edit comes from
     f"""CREATE FUNCTION reward_edit() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$ BEGIN
   IF EXISTS (SELECT 1 FROM leases WHERE experience = OLD.id) THEN
     RAISE EXCEPTION 'experience % {_LEASED}', OLD.id;

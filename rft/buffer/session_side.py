@@ -1,4 +1,4 @@
-"""Sessions that are served: what clients get and give is stored before they hear of it.  See `rft.types.sessions.SessionStore`.
+"""Sessions that are served: answers and rewards are stored before the client gets a response.  See `rft.types.sessions.SessionStore`.
 
 It knows no HTTP and no groups.  The one invariant: a note that returned is durable, and notes are stored in the order in which they came.
 """

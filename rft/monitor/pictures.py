@@ -239,7 +239,7 @@ def svg_text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> s
 
 
 def escaped(text: str) -> str:
-    """`text` as SVG shows it, whoever wrote it."""
+    """`text` without control characters, escaped for SVG."""
     return escape(safe(text))
 
 

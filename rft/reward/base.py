@@ -101,7 +101,7 @@ _TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Lock]] = 
 async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: float | None = None) -> Any:
     """What a reward returns; raises TimeoutError, and what the reward raises.
 
-    An ordinary function of a plugin runs in a thread, one call after another, so that one that sleeps or blocks holds up nobody else;
+    An ordinary function of a plugin runs in a thread, one call after another, so that one that sleeps or blocks delays no other run;
     it has `timeout_s` from when its turn comes.
     """
     if not blocks(fn):

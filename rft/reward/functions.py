@@ -1,7 +1,7 @@
 """Functions with veRL's signature as rewards: compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs).
 
-Such a function is known by the names of its parameters.  An ordinary one runs in a thread of its own, so that a slow one holds up
-nobody; an async one is awaited.  Invariant: what it raises reaches the run, and a number that is not finite is refused.
+Such a function is known by the names of its parameters.  An ordinary one runs in a separate thread, so that a slow one blocks nothing
+else; an async one is awaited.  Invariant: what it raises reaches the run, and a number that is not finite is refused.
 """
 
 from __future__ import annotations

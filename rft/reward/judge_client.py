@@ -33,7 +33,7 @@ ASK_AGAIN_S = 0.5  # whether calls of other processes have left room in the budg
 
 
 class RateLimiter:
-    """So many per minute, on average: a call may begin once those before it are paid for."""
+    """At most `per_minute` on average: a call may begin once the time of those before it has passed."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._each_s = 0.0 if per_minute is None else 60.0 / per_minute
@@ -50,7 +50,7 @@ class RateLimiter:
             await asyncio.sleep(mine - now)
 
     def correct(self, amount: float) -> None:
-        """A call took so many more than was said (or, negative, fewer)."""
+        """A call took `amount` more than it had acquired (or, negative, fewer)."""
         self._next += amount * self._each_s
 
 
@@ -104,7 +104,7 @@ class JudgeClient:
         self.users = 0
 
     async def once(self, key: bytes, answer: Callable[[], Awaitable[T]], metrics: JudgeMetrics) -> T:
-        """What `answer()` gives; one who asks the same meanwhile gets the same.  It is cancelled when nobody waits for it any more."""
+        """The result of `answer()`, shared by concurrent calls with the same key.  It is cancelled when the last of them gives up."""
         if key in self._under_way:
             metrics.shared += 1
         else:

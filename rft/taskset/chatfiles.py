@@ -67,7 +67,7 @@ class ChatFiles:
             made = Tokenizer.from_file(str(file))
         except Exception as e:  # the library has no class for it
             raise ConfigError(f"{file} is no tokenizer: {e}", key=KEY) from None
-        made.no_padding()  # what the file says of both is for other uses
+        made.no_padding()  # the settings in the file are for other uses
         made.no_truncation()
         return made
 

@@ -344,7 +344,7 @@ def installed(name: str, device: str, dtype: str) -> str:
 
 
 def register(name: str, function: Any, *, compiled: bool = False) -> str:
-    """Make `function` known to transformers as `name`.  It has no mask function there, so models build no mask of their own.
+    """Make `function` known to transformers as `name`.  It has no mask function there, so models build no mask.
 
     `compiled`: layers around it are; its shapes change with every micro-batch, so it stays as it is.
     """

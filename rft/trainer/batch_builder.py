@@ -181,7 +181,7 @@ def _metrics(given: DecodedLease, prepared: PreparedStep, staleness: list[int], 
     routed = [r.routed_experts.nbytes for r in rows if r.routed_experts is not None]
     if routed:
         found |= {"experience/routed_rows": len(routed) / len(rows), "experience/routed_experts_bytes": float(sum(routed))}
-    if staleness:  # rows that somebody sampled
+    if staleness:  # some rows were sampled, not given
         found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
     if rewards:
         found |= {

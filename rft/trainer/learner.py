@@ -329,7 +329,7 @@ class Learner:
             self._taken = saving.take(self._trained(), self.settings, step, copy=copy, kl_coefs=kl_coefs or {})
 
     def write(self, folder: str) -> dict[str, str]:
-        """Write what was taken.  Not collective: it may run in a thread of its own while steps go on."""
+        """Write what was taken.  Not collective: it may run in another thread while steps go on."""
         taken, self._taken = self._taken, None
         assert taken is not None, "take() comes first"
         return saving.write(taken, Path(folder), self.settings, self.rank)

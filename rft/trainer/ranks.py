@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """Ranks with rows of their own; those that share a sequence count once."""
+        """Data-parallel ranks; those that share a sequence count once."""
         return self.settings.world_size // self.settings.sequence_parallel
 
     @property

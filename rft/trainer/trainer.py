@@ -196,7 +196,7 @@ class Trainer:
                     until=None if first is None else first + self._ahead,
                 )
             except NeedMore as e:
-                if self._sync is None:  # nobody who could explore more
+                if self._sync is None:  # there is no explorer to ask
                     raise
                 await self._sync.allow_batch(e.batch)
                 self._ahead = max(self._ahead, e.batch + 1 - (first or 0))

@@ -97,7 +97,7 @@ class Engine(ChatModel, Protocol):
 
 @runtime_checkable
 class Identified(Protocol):
-    """A model that has a name of its own, for what remembers its answers."""
+    """A model with a name by which its answers can be cached."""
 
     identity: str
 

@@ -21,7 +21,7 @@ class SqlStorage(Storage):
         if connection.dialect.name != "sqlite":
             statement = insert(payloads).returning(payloads.c.id, sort_by_parameter_order=True)
             return [str(x) for x in connection.scalars(statement, [{"block": b} for b in blocks])]
-        last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # nobody else writes
+        last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # this is the only writer
         numbers = range(last + 1, last + 1 + len(blocks))
         put_many(connection, payloads, list(zip(numbers, blocks, strict=True)))
         return [str(n) for n in numbers]

@@ -55,7 +55,7 @@ class FileStorage(SegmentFolder):
                 if self._power:
                     sync_path(self._folder / f"{self._part:06d}")
         except BaseException:
-            for locator in locators:  # nobody knows them, and the space may be what is missing
+            for locator in locators:  # the ledger does not refer to them, and the disk may be full
                 self._path(locator).unlink(missing_ok=True)
             raise
         return locators
