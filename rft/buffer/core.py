@@ -52,11 +52,11 @@ class Limiter:
         return self._starving > 0 and key is not None and key <= waiting.open_batch
 
     def admit(self, size: int) -> None:
-        """A group of so many bytes is going to be stored."""
+        """A group of `size` bytes is going to be stored."""
         self._groups, self._bytes = self._groups + 1, self._bytes + size
 
     def settle(self, size: int) -> None:
-        """It is stored, and counts in the order, or it never will be."""
+        """It is stored, and counted by the order, or it was refused."""
         self._groups, self._bytes = self._groups - 1, self._bytes - size
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ MOST_PAUSE_S = 10.0
 _BUSY = 5  # SQLITE_BUSY, also as the low byte of its variants
 _RETRIED = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock not available
 _LOCK_KEY = "hashtextextended('rft ledger ' || :schema, 0)"
-_MARK = "transaction"  # meta: the owner's newest transaction; tells after a lost connection whether it was committed
+_MARK = "transaction"  # meta: the owner's newest transaction; shows after a lost connection whether it was committed
 _OWNER = "owner"  # meta: the owner's random name
 
 

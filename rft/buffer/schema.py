@@ -160,7 +160,7 @@ rejections = _table("rejections", _all(Integer, "lineage", key=True), _all(Text,
 # the last lease of each row that counts in the current lineage; such a row's reward is not changed any more
 leases = _table("leases", _all(Id, "experience", key=True), _all(Integer, "lineage", "step"), Column("created", Float))
 
-checkpoints = _table(  # what a trainer asked for to write a manifest; `rft buffer audit` tells which manifests there are
+checkpoints = _table(  # as stated when a manifest was about to be written; `rft buffer audit` compares the manifests that exist
     "checkpoints",
     _all(Integer, "lineage", "step", key=True),
     _all(Integer, "num_uses"),
@@ -188,7 +188,7 @@ def put_meta(tx: Connection, key: str, value: str) -> None:
 
 
 def put_many(tx: Connection, table: Table, rows: Sequence[tuple[Any, ...]], *, replace: bool = False, again: str = "") -> None:
-    """One statement for many whole rows.  A row that is there already: `again` is an ON CONFLICT clause, `replace` one that replaces it.
+    """One statement for many whole rows.  For rows that exist, `again` is an ON CONFLICT clause, and `replace` replaces them.
 
     It goes to the driver as it is: building each row through Core costs more than storing it.
     """

@@ -59,7 +59,7 @@ class SessionSide(BufferCore):
         return await answer
 
     async def _note_all(self, lineage: int) -> None:
-        """Notes that came while the last transaction ran share the next one.  A full disk is told at once: a client waits."""
+        """Notes that came while the last transaction ran share the next one.  A full disk is reported at once: a client waits."""
         loop = asyncio.get_running_loop()
         while self._notes:
             now, self._notes = self._notes[:_TOGETHER], self._notes[_TOGETHER:]

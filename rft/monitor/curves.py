@@ -15,7 +15,7 @@ from rft.monitor.read import series
 from rft.types.metrics import MetricRecord
 
 Points = Sequence[tuple[float, float]]
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: told apart by colour-blind people
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito, for colour-blind people
 REWARD = ("rollout/reward/mean", "experience/reward/mean")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LEFT, _RIGHT, _BOTTOM, _LINE = 46, 10, 22, 13  # margins and a line of text, pixels

@@ -48,7 +48,7 @@ def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
 
 
 def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
-    """The same for a reward that is there already."""
+    """The same for a plugin that was found before."""
     name = plugin.name
     own, penalty = _split(args, overlong_penalty.OverlongArgs, "overlong penalty", _own(plugin), key=key)
     own, calls = _split(own, manager.ManagerArgs, "reward manager", _own(plugin), key=key)

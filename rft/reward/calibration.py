@@ -18,7 +18,7 @@ _SURE = 0.01  # a confidence nearer to 0 or 1 than this counts as certain
 
 
 class RlcrWeights(BaseModel):
-    """What each part counts.  The last two are there to be watched; Trinity-RFT's defaults keep them out of the way."""
+    """Weight of each part.  The last two serve as metrics; Trinity-RFT's defaults make them negligible."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     format: float = 0.5

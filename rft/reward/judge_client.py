@@ -28,7 +28,7 @@ from rft.types.throttled import RESENT, THROTTLED, UNPAID
 
 T = TypeVar("T")
 FILE = "judge_cache.db"
-TEMPLATE_TOKENS = 64  # a chat template may add so many to each message
+TEMPLATE_TOKENS = 64  # that a chat template may add to each message
 ASK_AGAIN_S = 0.5  # whether calls of other processes have left room in the budget
 
 

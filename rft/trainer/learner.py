@@ -196,7 +196,7 @@ class Learner:
         if not rows:
             (logprobs * 0).sum().backward()
             return None
-        # the sampler's, or the trainer's before the step; where that is not given, there is one update, and the policy before it is at hand
+        # the sampler's, or the trainer's before the step; without that there is one update, and these are the policy's before it
         old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
         x = LossInputs(
             logprobs=logprobs,

@@ -198,7 +198,7 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
 
 
 def _gate(lm: Any, name: str, size: tuple[int, int]) -> bool:
-    """Whether the linear layer `name` [out, in] chooses experts, or weighs one: adapters of all layers leave it as it is, as engines do."""
+    """Whether the linear layer `name` [out, in] chooses experts, or weighs one: "all-linear" does not adapt it, as in engines."""
     experts = sizes_of(lm.config.to_dict())
     return size[0] == 1 or "router" in name.split(".") or (experts is not None and size[0] == experts.experts)
 

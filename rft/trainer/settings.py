@@ -46,7 +46,7 @@ class CriticSettings:
 
     model_path: str = ""
     optim: OptimSettings = field(default_factory=lambda: OptimSettings(lr=1e-5))
-    warmup: int = 0  # train steps in which the policy is left as it is
+    warmup: int = 0  # train steps in which the policy is not updated
     ppo_epochs: int = 1
     cliprange_value: float = 0.5
     max_token_len_per_gpu: int = 16384
@@ -111,7 +111,7 @@ class LearnerSettings:
     loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
     router_aux_loss_coef: float = 0.0  # of the loss that keeps experts equally busy; 0 = off
     router_replay: bool = False  # tokens go through the experts that the engine chose
-    keep_trainer_logprobs: bool = False  # a step tells the log-probs of its tokens before it, and the buffer keeps them
+    keep_trainer_logprobs: bool = False  # a step reports its tokens' log-probs before the update, and the buffer keeps them
     row_layout: AskedLayout = "auto"  # of a learner: the one that was proven, never "auto"
     balance_batch: bool = True  # rows are dealt to ranks by tokens; False: in equal numbers, in their order
     logprob_chunk_tokens: int = 1024  # of a tile of logits
@@ -156,7 +156,7 @@ class TrainerSettings:
     async_save: bool = False  # checkpoints are written while steps go on
     checkpoint_dir: Path
     read_deadline_s: float = 1800.0
-    require_batches: int = 1  # rows of so many steps have to be there before the first of them begins
+    require_batches: int = 1  # number of steps whose rows must be leased before the first of them begins
     max_staleness: int | None = None
     max_nonfinite_steps: int = 3
     offline_data: OfflineDataSettings | None = None  # the data set that is trained on; None: what an explorer samples

@@ -27,7 +27,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     tools: tuple[dict[str, Any], ...] = ()
     prompt_tokens: tuple[int, ...] = ()
     prefix_tokens: np.ndarray | None = None  # int32: prompt and answer of the call before, which `messages` begin with;
-    prefix_messages: int = 0  # so many of `messages` are these tokens already, only what follows is rendered
+    prefix_messages: int = 0  # number of `messages` that these tokens cover; only what follows is rendered
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
     strict_template_args: tuple[str, ...] = ()  # names of chat_template_args that a client chose: the template must read each

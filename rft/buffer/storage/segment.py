@@ -1,4 +1,4 @@
-"""Payload in files: one form of record for all of them, written so that a torn, foreign or changed one is told from a whole one.
+"""Payload in files: one record format for all of them, by which a torn, foreign or changed record is detected.
 
 A record is a magic of 4 bytes, length and xxh3-64 of the block (8 bytes each, little-endian), and the block.  The block is a frame
 of `rft.types.block`, which begins with the headers of its experiences, so a file is read without the ledger.
