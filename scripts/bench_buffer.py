@@ -24,12 +24,12 @@ import torch
 from bench_race import BATCH, GROUP, GROUPS, Ours, Trinity, Work, agree, append, close_batch, facts, spread, within
 
 from rft.algorithm.composition import Algorithm, build
+from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.settings import ReplaySettings
 from rft.trainer import batch as batches_of
 from rft.trainer import batch_builder
 from rft.trainer.batch import MicroBatch
 from rft.trainer.pack import Budget, plan
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience

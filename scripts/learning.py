@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from rft.algorithm.catalog import algorithm_defaults
+from rft.algorithm.settings import AlgorithmSettings
 from rft.config.verify import load_plan
 from rft.engine.base import make as make_engine
 from rft.launch.execute import execute
@@ -38,7 +39,6 @@ from rft.sync.transport.memory import MemoryTransport
 from rft.testing import tiny
 from rft.trainer import batch_builder
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.block import encode
 from rft.types.experience import Experience, from_completions
 from rft.types.ids import GroupId, Version

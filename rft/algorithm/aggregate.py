@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rft.algorithm.base import LossInputs
+from rft.algorithm.base import LossInputs, TokenRows
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +33,12 @@ def masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return valid(values.detach(), mask).sum()
 
 
-def row_sums(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
+def row_sums(values: torch.Tensor, x: TokenRows) -> torch.Tensor:
     """Sums of `values`, [N], over the valid tokens of each row: [S]."""
     return values.new_zeros(x.num_rows).index_add_(0, x.row, valid(values, x.mask))
 
 
-def row_means(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
+def row_means(values: torch.Tensor, x: TokenRows) -> torch.Tensor:
     """Means of `values`, [N], over the valid tokens of each row: [S]; 0 for a row that has none."""
     import torch
 
@@ -51,7 +51,7 @@ def weighted(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
 
 
 def part(x: LossInputs, *, expert: bool) -> LossInputs | None:
-    """The rows of an expert, or the others, with denominators of their own.  None: the step has no such rows."""
+    """The rows of an expert, or the others, with their own denominators.  None: the step has no such rows."""
     if x.is_expert is None:
         return None if expert else x
     d = x.denominators
@@ -68,7 +68,7 @@ def nothing(x: LossInputs) -> torch.Tensor:
     return valid(x.logprobs, torch.zeros_like(x.mask)).sum()
 
 
-def aggregate(values: torch.Tensor, x: LossInputs) -> torch.Tensor:
+def aggregate(values: torch.Tensor, x: TokenRows) -> torch.Tensor:
     """This micro-batch's part of the loss: scalar from `values`, float32 [N], by `x.loss_agg_mode`."""
     d = x.denominators
     if d.tokens <= 0 or d.rows <= 0:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Computed = Literal["old", "ref", "entropy", "sum_squares", "discriminator_mean", "values"]
-"""What a forward pass over the rows of a step gives, per trained token: log-probs of the policy as it is before the step and of the
+"""What a forward pass over the rows of a step gives, per trained token: log-probs of the policy before the step and of the
 reference model, entropy H, over the vocabulary the sum of p^2 and that of p^2 (H + log p), the critic's values."""
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AGG_MODES: tuple[str, ...] = get_args(AggMode)
@@ -40,7 +40,7 @@ class Args(BaseModel):
 
     @property
     def wants(self) -> tuple[str, ...]:
-        """What has to stand in every experience, for which a workflow or operator declares `gives`: "info.NAME" or a field's name."""
+        """Fields that every experience must have, which a workflow or operator declares by `gives`: "info.NAME" or a field's name."""
         return ()
 
     @property

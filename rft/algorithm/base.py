@@ -79,7 +79,7 @@ class StepRow:
     """
 
     group: str  # text form of its group: the runs of one task
-    run: int  # number in the group; the steps of a run are rows of their own
+    run: int  # number in the group; each step of a run is a separate row
     step: int  # number in the run
     reward: float
     logprobs: np.ndarray  # of the policy that sampled
@@ -150,7 +150,7 @@ class StepInputs:
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         """One array per row from `values`, [N]."""
-        return np.split(values, np.cumsum([r.length for r in self.rows])[:-1])
+        return np.split(values, np.cumsum([r.length for r in self.rows])[:-1]) if self.rows else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,22 +200,28 @@ class Denominators:
     expert_rows: float = 0.0
 
 
-@dataclass(frozen=True)
-class LossInputs:
-    """One micro-batch in packed form.  N = number of response tokens in it, S = number of sequences.
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """The tokens of one micro-batch in packed form.  N = number of response tokens in it, S = number of sequences.
 
-    All per-token tensors are float32 [N]; `row` is int64 [N], the sequence each token belongs to (0..S-1).
-    `mask` is bool [N] (False tokens never count, whatever they hold).  `logprobs` carries gradient; nothing else does, save
-    `entropy`.  Invariant: all tokens of a sequence are in the same micro-batch, where per-sequence statistics are taken.
+    `row` is int64 [N], the sequence each token belongs to (0..S-1), `mask` bool [N] (False tokens never count, whatever they hold).
+    Invariant: all tokens of a sequence are in the same micro-batch, where per-sequence statistics are taken.
     """
 
-    logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
-    advantages: torch.Tensor
     mask: torch.Tensor
     row: torch.Tensor
     num_rows: int
     denominators: Denominators
+    loss_agg_mode: AggMode = "token-mean"  # of policies set by `Algorithm.loss` from the settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs(TokenRows):
+    """What the losses of a policy read.  Tensors are float32 [N]; `logprobs` carries gradient, and nothing else but `entropy` does."""
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     rollout_logprobs: torch.Tensor | None = None
@@ -224,7 +230,6 @@ class LossInputs:
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # float32 [N] each, from the loss's `policy_extra`
     step: int = 1  # the train step
     kl_coef: float | None = None  # factor of the KL loss in this step, where it is steered; None = the argument's
-    loss_agg_mode: AggMode = "token-mean"  # set by `Algorithm.loss` from the settings
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ one way in, for the configuration and for the builder alike.  Invariant: what pa
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from rft.algorithm.args import Args, NoArgs
 from rft.algorithm.base import AlgorithmDefaults
-from rft.errors import ConfigError, ConfigErrors
+from rft.errors import ConfigError, ConfigErrors, nearest
 from rft.plugins import REGISTRY, Plugin
 
 BUILT = {
@@ -81,7 +80,9 @@ def algorithm_defaults(name: str, *, key: str = "algorithm.algorithm_type") -> A
         return found
     known = sorted({*algorithms(), *REGISTRY.names("algorithm")})
     if ":" not in name and name not in known:
-        raise ConfigError(f"unknown algorithm {name!r}.  Available: {', '.join(known)}.{_near(name, known)}", key=key, given=name)
+        raise ConfigError(
+            f"unknown algorithm {name!r}.  Available: {', '.join(known)}.{nearest(name, known)}", key=key, given=name
+        )
     made = REGISTRY.get("algorithm", name).obj
     if not isinstance(made, AlgorithmDefaults):
         raise ConfigError(f"is {type(made).__name__}; write NAME = define_algorithm(...) in that file", key=key, given=name)
@@ -119,7 +120,7 @@ def part_model(kind: str, name: str, *, key: str) -> type[BaseModel]:
     if reason := _REFUSED.get((kind, name)):
         raise ConfigError(f"{name!r} is not offered: {reason}", key=key, given=name)
     known = REGISTRY.names(kind)
-    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{_near(name, known)}", key=key, given=name)
+    raise ConfigError(f"unknown {KINDS[kind]} {name!r}.  Known: {', '.join(known)}.{nearest(name, known)}", key=key, given=name)
 
 
 def validate(model: type[BaseModel], given: Mapping[str, Any], *, what: str, key: str) -> BaseModel:
@@ -137,14 +138,9 @@ def _error(model: type[BaseModel], error: Any, what: str, key: str) -> ConfigErr
     if error["type"] == "extra_forbidden":
         known = list(model.model_fields)
         listed = f"Known: {', '.join(known)}." if known else "It takes no arguments."
-        return ConfigError(f"unknown key for {what}.  {listed}{_near(path, known)}", key=full, given=given)
+        return ConfigError(f"unknown key for {what}.  {listed}{nearest(path, known)}", key=full, given=given)
     field = model.model_fields.get(path)
     meaning = f"  ({field.description})" if field is not None and field.description else ""
     text = error["msg"].removeprefix("Value error, ")
     shown = f"{given!r}: " if path else ""
     return ConfigError(f"{shown}{text[0].lower()}{text[1:]}{meaning}", key=full, given=given)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"  Did you mean {near[0]}?" if near else ""

@@ -18,8 +18,9 @@ from rft.algorithm.args import AGG_MODES, AggMode
 from rft.algorithm.base import Advantages, BufferStrategy, LossInputs, LossOutput, PreparedStep, StepInputs, StepRow
 from rft.algorithm.catalog import check_args
 from rft.algorithm.correction import Corrected, CorrectionArgs, correct, diagnostics
-from rft.algorithm.needs import Needs, PartSettings, correction_args, needs
+from rft.algorithm.needs import Needs, correction_args, needs
 from rft.algorithm.penalty import penalised
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, mark_of
 from rft.threads import contained
@@ -109,7 +110,7 @@ class Algorithm:
         return LossOutput(loss=total, sums=sums, maxima=maxima)
 
 
-def build(settings: PartSettings) -> Algorithm:
+def build(settings: AlgorithmSettings) -> Algorithm:
     """The algorithm that `settings` name.  Raises ConfigError for unknown parts and wrong arguments."""
     REGISTRY.scan_package("rft.algorithm")
     if settings.loss_agg_mode not in AGG_MODES:
@@ -184,7 +185,7 @@ def _per_token(given: Any, rows: Sequence[StepRow]) -> list[np.ndarray]:
     ]
 
 
-def _extra(settings: PartSettings) -> Extra | None:
+def _extra(settings: AlgorithmSettings) -> Extra | None:
     name = settings.policy_loss_fn
     if ":" in name:  # named by its place: its extra goes by the name that its decorator gives it
         marked = mark_of(REGISTRY.get("policy_loss_fn", name).obj)

@@ -1,4 +1,4 @@
-"""Steers the factor of a KL term so that the KL comes near a target (arXiv:1909.08593), or keeps it as it is.
+"""Steers the factor of a KL term so that the KL comes near a target (arXiv:1909.08593), or keeps it constant.
 
 Knows one number per train step, no tensors.  Invariant: the factor of a step depends only on the steps before it, so it is part of a
 checkpoint and the first step after a resume has the factor that it would have had.

@@ -59,7 +59,7 @@ class CorrectionArgs(Args):
 
     @property
     def measured(self) -> bool:
-        """Whether the step needs log-probs of the policy as it is before it."""
+        """Whether log-probs of the policy before the step are needed."""
         return not self.bypass_mode or self.weighted or self.rollout_rs != "none"
 
     @property

@@ -7,7 +7,7 @@ Invariant: means and the choice of tokens are taken over the whole step, under t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -16,9 +16,6 @@ from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, valid, weighted
 from rft.algorithm.args import Args, ClippedArgs, Computed, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, StepInputs, define_algorithm, policy_extra, policy_loss
-
-if TYPE_CHECKING:
-    pass
 
 CHOSEN = "cov_chosen"
 

@@ -7,7 +7,6 @@ Invariant: tokens whose advantage is not negative always stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -77,17 +76,12 @@ def _advantages(x: StepInputs, epsilon: float) -> np.ndarray:
 
 
 def _without(x: StepInputs, a: np.ndarray, drop: np.ndarray, name: str) -> Advantages:
-    ends = np.cumsum([row.length for row in x.rows])[:-1]
-
-    def cut(flat: np.ndarray) -> Sequence[np.ndarray]:
-        return np.split(flat, ends) if x.rows else []
-
     bad = int((a < 0).sum())
     metrics = {
         f"{name}/frac_clipped": float(drop.mean()) if len(drop) else 0.0,
         f"{name}/frac_clipped_neg": float(drop.sum()) / max(bad, 1),
     }
-    return Advantages(values=cut(np.where(drop, np.float32(0), a)), keep=cut(~drop), metrics=metrics)
+    return Advantages(values=x.split(np.where(drop, np.float32(0), a)), keep=x.split(~drop), metrics=metrics)
 
 
 def _discriminator(row: StepRow) -> np.ndarray:

@@ -133,7 +133,7 @@ def step_wise_grpo(x: StepInputs, args: StepWiseGrpoArgs) -> np.ndarray:
 
 
 def _groups(x: StepInputs) -> dict[str, GroupStats]:
-    """The groups of the rows at hand."""
+    """The groups of the rows in the step."""
     return {row.group: described(group) for row, group in members(x)}
 
 

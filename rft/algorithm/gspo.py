@@ -5,7 +5,7 @@ Invariant: a sequence is wholly in one micro-batch, so its ratio is exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -13,9 +13,6 @@ from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
 from rft.algorithm.args import AggMode, ClippedArgs, GradientArgs, below_one
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
-
-if TYPE_CHECKING:
-    pass
 
 MAX_LOG_RATIO = 10.0
 
@@ -60,7 +57,7 @@ def gspo(x: LossInputs, args: GspoArgs) -> LossOutput:
 
         loss = max(-A s, -A clip(s, 1 - low, 1 + high)).
 
-    Every token of a sequence has the same ratio and a gradient of its own.  Defined with seq-mean-token-mean.  Metrics, as means over
+    Every token of a sequence has the same ratio, but its own gradient.  Defined with seq-mean-token-mean.  Metrics, as means over
     valid tokens: pg_clipfrac, ppo_kl_seq (-q), those of `ratio_metrics`.
 
     Example: logprob - old = 0.1, -0.1, 0.3 gives s = exp(0.1) = 1.105171 for all three.

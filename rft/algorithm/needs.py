@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from rft.algorithm.args import Computed, Sampled, declared
 from rft.algorithm.catalog import check_args, validate
@@ -12,41 +10,7 @@ from rft.algorithm.controller import KlController
 from rft.algorithm.correction import CorrectionArgs
 from rft.algorithm.entropy import EntropyArgs
 from rft.algorithm.kl import KlArgs
-
-
-class PartSettings(Protocol):
-    """What this room reads of the trainer's algorithm settings."""
-
-    @property
-    def advantage_fn(self) -> str: ...
-    @property
-    def advantage_fn_args(self) -> Mapping[str, Any]: ...
-    @property
-    def sample_strategy(self) -> str: ...
-    @property
-    def sample_strategy_args(self) -> Mapping[str, Any]: ...
-    @property
-    def policy_loss_fn(self) -> str: ...
-    @property
-    def policy_loss_fn_args(self) -> Mapping[str, Any]: ...
-    @property
-    def kl_loss_fn(self) -> str: ...
-    @property
-    def kl_loss_fn_args(self) -> Mapping[str, Any]: ...
-    @property
-    def kl_penalty_fn(self) -> str: ...
-    @property
-    def kl_penalty_fn_args(self) -> Mapping[str, Any]: ...
-    @property
-    def entropy_loss_fn(self) -> str: ...
-    @property
-    def entropy_loss_fn_args(self) -> Mapping[str, Any]: ...
-    @property
-    def loss_agg_mode(self) -> str: ...
-    @property
-    def bypass_old_logprobs(self) -> bool: ...
-    @property
-    def rollout_correction(self) -> Mapping[str, Any] | None: ...
+from rft.algorithm.settings import AlgorithmSettings
 
 
 @dataclass(frozen=True)
@@ -67,7 +31,7 @@ class Needs:
         return "values" in self.before
 
 
-def needs(settings: PartSettings) -> Needs:
+def needs(settings: AlgorithmSettings) -> Needs:
     """A KL or entropy term with coefficient 0 needs nothing.  Raises ConfigError for wrong arguments."""
     kl = check_args("kl_loss_fn", settings.kl_loss_fn, settings.kl_loss_fn_args)
     entropy = check_args("entropy_loss_fn", settings.entropy_loss_fn, settings.entropy_loss_fn_args)
@@ -97,7 +61,7 @@ def needs(settings: PartSettings) -> Needs:
     )
 
 
-def correction_args(settings: PartSettings) -> CorrectionArgs | None:
+def correction_args(settings: AlgorithmSettings) -> CorrectionArgs | None:
     """The checked `algorithm.rollout_correction`; None where there is none.  Raises ConfigErrors for wrong arguments."""
     if settings.rollout_correction is None:
         return None
@@ -108,7 +72,7 @@ def correction_args(settings: PartSettings) -> CorrectionArgs | None:
     return checked
 
 
-def controllers(settings: PartSettings) -> dict[str, KlController]:
+def controllers(settings: AlgorithmSettings) -> dict[str, KlController]:
     """What holds the factor of each KL term in use: "kl_penalty" and "kl_loss"."""
     needed, found = needs(settings), {}
     for name, used in (("kl_penalty", needed.kl_penalty), ("kl_loss", needed.kl_loss)):

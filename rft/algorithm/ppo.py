@@ -5,17 +5,12 @@ Knows no advantages' origin, no aggregation, no processes.  Invariant: a token o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, row_means, valid, weighted
 from rft.algorithm.args import ClippedArgs, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
-
-if TYPE_CHECKING:
-    pass
 
 
 class PpoArgs(ClippedArgs, GradientArgs):
@@ -45,7 +40,7 @@ def ppo(x: LossInputs, args: PpoArgs) -> LossOutput:
     is 1, nothing is clipped, and the gradient is REINFORCE's.
 
     Metrics, as means over valid tokens: pg_clipfrac (the clipped term is the larger), pg_clipfrac_lower (dual clip is active), those
-    of `ratio.told`, and with sequence masking seq_mask/masked_tokens and seq_mask/mean_sequence_kl.
+    of `ratio_metrics`, and with sequence masking seq_mask/masked_tokens and seq_mask/mean_sequence_kl.
     """
     import torch
 

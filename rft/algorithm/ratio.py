@@ -1,4 +1,4 @@
-"""Importance ratios of tokens and what is told of them, shared by the losses that use them.
+"""Importance ratios of tokens and their metrics, shared by the losses that use them.
 
 Invariant: a token outside the mask has ratio 1 and no gradient.
 """
@@ -27,7 +27,7 @@ def log_ratio(x: LossInputs, limit: float = LOG_RATIO_LIMIT) -> torch.Tensor:
 
 
 def ratio_metrics(log_ratio: torch.Tensor, x: LossInputs) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(sums, maxima) every ratio loss tells: ppo_kl (old - new log-prob), ratio, ratio_abs_dev (|ratio - 1|); ratio_max."""
+    """(sums, maxima) that every ratio loss reports: ppo_kl (old - new log-prob), ratio, ratio_abs_dev (|ratio - 1|); ratio_max."""
     log_ratio = log_ratio.detach()
     ratio = log_ratio.exp()
     sums = {

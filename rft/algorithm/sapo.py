@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -10,9 +10,6 @@ from rft.algorithm import ratio as ratios
 from rft.algorithm.aggregate import aggregate, masked_sum, valid, weighted
 from rft.algorithm.args import AggMode, GradientArgs
 from rft.algorithm.base import LossInputs, LossOutput, define_algorithm, policy_loss
-
-if TYPE_CHECKING:
-    pass
 
 
 class SapoArgs(GradientArgs):

@@ -12,25 +12,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rft.algorithm.aggregate import aggregate, masked_sum, valid
-from rft.algorithm.args import AggMode
-from rft.algorithm.base import Denominators, LossInputs, LossOutput
+from rft.algorithm.base import LossOutput, TokenRows
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class ValueInputs:
-    """One micro-batch, as `LossInputs`: N tokens of S rows, float32 [N].  `values` carries gradient."""
+@dataclass(frozen=True, kw_only=True)
+class ValueInputs(TokenRows):
+    """What the loss of a critic reads, float32 [N].  `values` carries gradient."""
 
     values: torch.Tensor
     old_values: torch.Tensor  # the critic's before the step
     returns: torch.Tensor
-    mask: torch.Tensor  # bool [N]
-    row: torch.Tensor  # int64 [N]
-    num_rows: int
-    denominators: Denominators
-    loss_agg_mode: AggMode
 
 
 def value_loss(x: ValueInputs, cliprange: float) -> LossOutput:
@@ -46,17 +40,7 @@ def value_loss(x: ValueInputs, cliprange: float) -> LossOutput:
     v, old, target = (valid(t, x.mask) for t in (x.values, x.old_values, x.returns))
     clipped = torch.minimum(torch.maximum(v, old - cliprange), old + cliprange)
     plain, other = (v - target).square(), (clipped - target).square()
-    shape = LossInputs(
-        logprobs=v,
-        old_logprobs=old,
-        advantages=target,
-        mask=x.mask,
-        row=x.row,
-        num_rows=x.num_rows,
-        denominators=x.denominators,
-        loss_agg_mode=x.loss_agg_mode,
-    )
-    loss = aggregate(torch.maximum(plain, other), shape) / 2
+    loss = aggregate(torch.maximum(plain, other), x) / 2
     return LossOutput(
         loss=loss,
         sums={

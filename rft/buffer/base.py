@@ -83,7 +83,7 @@ def make_storage(settings: BufferSettings) -> Storage:
 def stored_by(about: Mapping[str, str], name: str, folder: Path) -> Storage:
     """The storage of a ledger that says `about` itself (its table `meta`), for reading.
 
-    A ledger may be anybody's: code that it names is run only where a configuration of this process, or TRUSTED, names it too.  Raises
+    A ledger is untrusted input: code that it names is run only if a configuration of this process, or TRUSTED, names it too.  Raises
     ConfigError.
     """
     kind = about.get("storage", about["storage_type"])
@@ -120,7 +120,7 @@ class LineageStart(Struct, frozen=True, kw_only=True):
     lineage: int
     orphaned: int  # rows written by weights that the loaded manifest does not descend from
     available: int  # rows ready to be leased
-    cursor: int  # explore batch to go on with
+    cursor: int  # explore batch to continue with
 
 
 class Audit(Struct, frozen=True, kw_only=True):

@@ -97,7 +97,7 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
 
 
 class _Bound:
-    """A side of the buffer for one caller: its lineage, and for explorers its number, stand in every call."""
+    """One side of the buffer for one caller: passes its lineage, and an explorer's number, with every call."""
 
     def __init__(self, buffer: Buffer, lineage: int, **more: int) -> None:
         self._buffer, self._lineage, self._more = buffer, lineage, more

@@ -34,7 +34,7 @@ R = TypeVar("R")
 class Limiter:
     """How far explorers may run ahead of the trainer: bounds on what waits to be trained, in groups and in bytes.
 
-    While nobody waits for a lease, at most `capacity` groups are stored and not trained, and `capacity_bytes` plus one group.  A lease
+    While no lease waits, at most `capacity` groups are stored and not trained, and `capacity_bytes` plus one group.  A lease
     that cannot be filled needs the first batch that is still open: its groups are admitted beyond the bounds, otherwise the trainer
     would wait for groups that wait for the trainer.
     """
@@ -52,11 +52,11 @@ class Limiter:
         return self._starving > 0 and key is not None and key <= waiting.open_batch
 
     def admit(self, size: int) -> None:
-        """A group of so many bytes is going to be stored."""
+        """A group of `size` bytes is going to be stored."""
         self._groups, self._bytes = self._groups + 1, self._bytes + size
 
     def settle(self, size: int) -> None:
-        """It is stored, and counts in the order, or it never will be."""
+        """It is stored, and counted by the order, or it was refused."""
         self._groups, self._bytes = self._groups - 1, self._bytes - size
 
     @contextlib.contextmanager
@@ -165,7 +165,7 @@ class BufferCore:
                 if loop.time() >= deadline or self._closed:
                     raise
             idle.set()
-            with contextlib.suppress(TimeoutError):  # no event tells of free space; closing ends the wait
+            with contextlib.suppress(TimeoutError):  # there is no event for free space; closing ends the wait
                 async with asyncio.timeout(_FULL_DISK_RETRY_S):
                     await self._closing.wait()
             idle.clear()

@@ -22,7 +22,7 @@ from sqlalchemy.engine import Engine, Row
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from rft.buffer.location import OwnerLock, connect, leave_pointer, ledger_location, make_folder, refuse_foreign, refuse_network
-from rft.buffer.schema import put_meta
+from rft.buffer.schema import put_meta, tables_size
 from rft.buffer.settings import BufferSettings
 from rft.disk import FULL, REMEDY, sync_path
 from rft.errors import BufferFailed, DiskFull, SetupError
@@ -38,7 +38,7 @@ MOST_PAUSE_S = 10.0
 _BUSY = 5  # SQLITE_BUSY, also as the low byte of its variants
 _RETRIED = frozenset({"40001", "40P01", "55P03"})  # serialization failure, deadlock, lock not available
 _LOCK_KEY = "hashtextextended('rft ledger ' || :schema, 0)"
-_MARK = "transaction"  # meta: the owner's newest transaction; tells after a lost connection whether it was committed
+_MARK = "transaction"  # meta: the owner's newest transaction; shows after a lost connection whether it was committed
 _OWNER = "owner"  # meta: the owner's random name
 
 
@@ -228,10 +228,7 @@ class Database:
         path = self.location.path
         if path is not None:
             return sum(p.stat().st_size for p in path.parent.glob(path.name + "*"))
-        sizes = "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-        return int(
-            tx.scalar(text(sizes + " WHERE n.nspname = :schema AND c.relkind = 'r'"), {"schema": self.location.schema}) or 0
-        )
+        return tables_size(tx)
 
     # ------------------------------------------------------------ inside
 

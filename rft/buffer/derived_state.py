@@ -8,7 +8,7 @@ so on.  `states` is the only definition of an experience's state: `derive_states
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import xxhash
@@ -40,14 +40,13 @@ from sqlalchemy import (
 
 from rft.buffer.base import Audit
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
-from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, token_logprobs, uses
+from rft.buffer.schema import ask, experiences, explanations, groups, leases, lineages, parts, token_logprobs, uses
 from rft.buffer.session_rows import count_answers
 from rft.errors import BufferFailed
 from rft.types.ids import Version
 
 NO_LIMIT = 2**62  # newest step of the lineage that is being trained
 
-_PART = 500  # bound values of one IN (...)
 # by their ids: with a plain state = 'available' SQLite reads all rows that are, instead of these
 _MOVE = "UPDATE experiences SET state = ?, explained = ? WHERE id IN (??) AND (state = 'available') IS TRUE"
 
@@ -217,12 +216,6 @@ def waiting_groups(tx: Connection, ancestry: dict[int, int], max_uses: int) -> l
             WaitingGroup(name, first.batch, first.explorer, first.task, first.locator, waiting, num_bytes=first.num_bytes)
         )
     return found
-
-
-def parts(values: Sequence[str]) -> Iterator[Sequence[str]]:
-    """`values` in pieces that fit into one statement."""
-    for start in range(0, len(values), _PART):
-        yield values[start : start + _PART]
 
 
 def strays(tx: Connection) -> list[str]:

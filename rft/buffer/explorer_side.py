@@ -18,10 +18,9 @@ from sqlalchemy import Connection, and_, delete, func, insert, select
 
 from rft.buffer import session_rows as served
 from rft.buffer.core import BufferCore
-from rft.buffer.derived_state import parts
 from rft.buffer.intake import IncomingGroup, batch_of, read
 from rft.buffer.row_selectors import ClosedBatch, WaitingGroup
-from rft.buffer.schema import ask, batches, experiences, groups, lineages, meta, put_many, rejections, texts
+from rft.buffer.schema import ask, batches, experiences, groups, lineages, meta, parts, put_many, rejections, texts
 from rft.errors import BufferFailed, ConfigError, Fenced, FrameRejected, IdConflict
 from rft.faults import fault
 from rft.types.ports import AppendResult, StoredGroup, TaskOutcome
@@ -129,7 +128,7 @@ class ExplorerSide(BufferCore):
                 await self._store(now)
             finally:
                 self._no_append.set()
-            await asyncio.sleep(0)  # whoever waits for no append has a turn
+            await asyncio.sleep(0)  # let other tasks run
 
     async def _store(self, now: list[tuple[Offer, asyncio.Future[AppendResult]]]) -> None:
         answers: Sequence[Stored | BaseException]

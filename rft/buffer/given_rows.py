@@ -6,18 +6,40 @@ Invariant: which rows a step takes follows from the step alone, so nothing is re
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rft.errors import ConfigError
-from rft.types.ports import Consumption
+from rft.types.experience import Experience
+from rft.types.ids import ExperienceId
+from rft.types.ports import Consumption, Lease
 
 
 class GivenRows:
-    """All of `ports.BufferReader` but `lease`.  A subclass has the `key` that names its `source`."""
+    """A `ports.BufferReader`.  A subclass has the `key` that names its `source`, and the rows of a step."""
 
     key: str
 
     def __init__(self, source: Path | str) -> None:
         self._source = str(source)
+
+    def rows_of(self, step: int) -> Lease:
+        """The rows of `step`.  Raises EndOfData after the last step."""
+        raise NotImplementedError
+
+    async def lease(
+        self,
+        step: int,
+        *,
+        groups: int | None,
+        rows: int | None,
+        deadline_s: float,
+        max_staleness: int | None,
+        until: int | None = None,
+    ) -> Lease:
+        """The rows follow from the step alone, so the other arguments have no effect."""
+        return self.rows_of(step)
 
     def consumed(self, step: int) -> Consumption:
         """What all steps up to `step` took."""
@@ -41,3 +63,28 @@ class GivenRows:
 
     async def consumption(self, step: int) -> Consumption:
         return self.consumed(step)
+
+
+def expert_row(
+    id: ExperienceId,
+    tokens: np.ndarray,
+    loss_mask: np.ndarray,
+    *,
+    taskset: str,
+    task_index: int,
+    messages: tuple[dict[str, Any], ...] = (),
+) -> Experience:
+    """A given sequence to imitate: without a reward, and without log-probs of a sampling policy."""
+    return Experience(
+        id=id,
+        taskset=taskset,
+        task_index=task_index,
+        workflow="",
+        status="complete",
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=np.zeros(len(tokens), np.float32),
+        has_logprobs=False,
+        is_expert=True,
+        messages=messages,
+    )

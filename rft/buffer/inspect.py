@@ -11,6 +11,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from rft.buffer.query import Order, Questions
+from rft.buffer.schema import tables_size
 from rft.errors import ConfigError, PayloadDamaged
 from rft.types.experience import Experience
 from rft.types.ids import Version
@@ -42,9 +43,6 @@ _KEPT = "SELECT CAST(sum(length(pairs)) AS BIGINT) FROM token_logprobs"
 _REJECTED = "SELECT reason, CAST(sum(count) AS BIGINT) FROM rejections GROUP BY reason ORDER BY reason"
 _EDITS = "SELECT count(*) FROM reward_edits"
 _PAYLOAD = "SELECT CAST(coalesce(sum(num_bytes), 0) AS BIGINT) FROM groups"
-_TABLES = """
-    SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = current_schema() AND c.relkind = 'r'"""
 
 
 def collect(questions: Questions) -> dict[str, Any]:
@@ -87,7 +85,7 @@ def _sizes(questions: Questions, tx: Connection) -> dict[str, int]:
     """Bytes of the database; of SQLite also of its write-ahead log, which grows while a reader is slow."""
     path = questions.where.path
     if path is None:
-        return {"database": int(tx.exec_driver_sql(_TABLES).scalar() or 0)}
+        return {"database": tables_size(tx)}
     log = path.with_name(path.name + "-wal")
     return {"database": path.stat().st_size, "log": log.stat().st_size if log.exists() else 0}
 

@@ -16,17 +16,11 @@ from sqlalchemy import Connection, and_, exists, func, insert, select, update
 
 from rft.buffer.base import REMEDY, Audit, LineageStart, Storage
 from rft.buffer.database import Database
-from rft.buffer.derived_state import chain, count, derive_states, digest, has_used_rows, parts, strays, uses_of, waiting_groups
+from rft.buffer.derived_state import chain, count, derive_states, digest, has_used_rows, strays, uses_of, waiting_groups
 from rft.buffer.migrate import prepare
 from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.row_selectors import DAMAGED, WaitingGroup, WaitingRow
-from rft.buffer.schema import (
-    checkpoints,
-    experiences,
-    groups,
-    lineages,
-    put_many,
-)
+from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts, put_many
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, Fenced, PayloadDamaged
 from rft.faults import fault

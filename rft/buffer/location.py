@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+import psutil
 from sqlalchemy import URL, Connection, NullPool, create_engine, event, make_url
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import ArgumentError
@@ -36,33 +37,18 @@ OUR_TABLES = {"meta", "lineages", "groups", "experiences"}  # of every format
 LEDGER_SUFFIX = ".db"
 POINTER_SUFFIX = ".ledger.json"
 LOG_BYTES = 256 << 20  # of SQLite's write-ahead log, at which a commit moves it into the file
-LOCK_WAIT_S = 30  # how long a statement waits for somebody else's transaction
+LOCK_WAIT_S = 30  # how long a statement waits for another process's transaction
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _DRIVER = "postgresql+psycopg"
 _SECRET_PARTS = frozenset({"password", "sslpassword", "passfile", "sslkey"})
 _POWER = ("fsync", "full_page_writes")
 
 
-def refuse_network(folder: Path, mounts: str | None = None) -> None:
-    """Raises SetupError when `folder` is on a network file system, where SQLite's locks and shared memory do not hold.
-
-    `mounts` is text in the form of /proc/self/mounts; None reads that file (nothing is known, and nothing refused, without it).
-    """
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return
-    path = str(folder.resolve())
-    best, kind = "", ""
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        point = fields[1].replace("\\040", " ")
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, fields[2]
+def refuse_network(folder: Path) -> None:
+    """Raises SetupError when `folder` is on a network file system, where SQLite's locks and shared memory do not hold."""
+    path = folder.resolve()
+    mounts = [p for p in psutil.disk_partitions(all=True) if path.is_relative_to(p.mountpoint)]
+    kind, best = max(((p.fstype, p.mountpoint) for p in reversed(mounts)), key=lambda m: len(m[1]), default=("", ""))
     if kind in NETWORK_FILE_SYSTEMS:
         raise SetupError(
             f"the buffer's folder {folder} is on a network file system ({kind}, mounted at {best}), where SQLite can lose data. "

@@ -74,7 +74,7 @@ def migrate(tx: Connection, found: str, location: Location, storage: Storage) ->
 
 
 def _fixed(settings: BufferSettings) -> dict[str, str]:
-    """What stays as it is for a ledger's life."""
+    """What never changes in a ledger's life."""
     fixed = {"format": str(FORMAT), "storage_type": settings.storage_type, "storage_path": settings.storage_path or ""}
     return fixed | {"storage_args": json.dumps(settings.storage_args, sort_keys=True), "run": settings.run}
 

@@ -14,6 +14,7 @@ import xxhash
 from sqlalchemy import Connection, and_, func, select
 
 from rft.buffer.derived_state import ancestors
+from rft.buffer.given_rows import expert_row
 from rft.buffer.schema import lineages, meta, mixed_uses, put_meta
 from rft.buffer.settings import MixSettings
 from rft.errors import ConfigError
@@ -94,21 +95,8 @@ def row_id(index: int) -> ExperienceId:
 
 
 def demonstrations(rows: Sequence[Demonstration], *, taskset: str) -> list[Experience]:
-    """Token sequences to imitate, see `rft.taskset.offline_data`.  They have no reward and no log-probs of a sampling policy."""
-    return [_expert(x, i, taskset) for i, x in enumerate(rows)]
-
-
-def _expert(x: Demonstration, index: int, taskset: str) -> Experience:
-    return Experience(
-        id=row_id(index),
-        taskset=taskset,
-        task_index=x.id.task,
-        workflow="",
-        status="complete",
-        tokens=x.tokens,
-        loss_mask=x.loss_mask,
-        logprobs=np.zeros(len(x.tokens), np.float32),
-        has_logprobs=False,
-        is_expert=True,
-        messages=x.messages,
-    )
+    """Token sequences to imitate, see `rft.taskset.offline_data`."""
+    return [
+        expert_row(row_id(i), x.tokens, x.loss_mask, taskset=taskset, task_index=x.id.task, messages=x.messages)
+        for i, x in enumerate(rows)
+    ]

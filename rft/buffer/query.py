@@ -218,7 +218,7 @@ class Questions:
     def _rows(
         self, where: str, rest: str, values: tuple[Any, ...], *, view: str = "v_experiences", what: str = "*"
     ) -> list[dict[str, Any]]:
-        """The condition stands in its own query, so that nothing in it can reach `rest`."""
+        """The condition is a subquery, so that nothing in it can affect `rest`."""
         condition = where if self.sqlite else where.replace("%", "%%")
         chosen = f"(SELECT * FROM {view} WHERE ({condition}\n)) AS chosen" if where.strip() else view
         sql = f"SELECT {what} FROM {chosen} {rest.format('?' if self.sqlite else '%s')}"

@@ -32,7 +32,7 @@ _LAST = "SELECT max(train_step) FROM v_lineage WHERE counts = 1"
 
 
 class ReplayReader(GivenRows):
-    """`ports.BufferReader` over the counted steps of a run that has ended or stands still.  A context manager."""
+    """The counted steps of a run that has ended or stands still.  A context manager."""
 
     key = KEY
 
@@ -59,16 +59,7 @@ class ReplayReader(GivenRows):
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    async def lease(
-        self,
-        step: int,
-        *,
-        groups: int | None,
-        rows: int | None,
-        deadline_s: float,
-        max_staleness: int | None,
-        until: int | None = None,
-    ) -> Lease:
+    def rows_of(self, step: int) -> Lease:
         """The rows of `step`.  Raises EndOfData after that run's last step, PayloadDamaged where rows are gone."""
         if step > self.last:
             raise EndOfData(f"the run in {self._run_dir} trained {self.last} steps")

@@ -17,8 +17,8 @@ The one invariant: a reward that was changed is what is trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -39,6 +39,7 @@ from sqlalchemy.schema import SchemaItem
 
 FORMAT = 5  # 1: before typed columns, leases, checkpoints, edits, views; 2: texts in the experiences' rows; 3: no token_logprobs; 4: no
 # advantages in them
+T = TypeVar("T")
 metadata = MetaData()
 Id = Text().with_variant(Text(collation="C"), "postgresql")  # sorts by its characters, whatever the database's language
 
@@ -159,7 +160,7 @@ rejections = _table("rejections", _all(Integer, "lineage", key=True), _all(Text,
 # the last lease of each row that counts in the current lineage; such a row's reward is not changed any more
 leases = _table("leases", _all(Id, "experience", key=True), _all(Integer, "lineage", "step"), Column("created", Float))
 
-checkpoints = _table(  # what a trainer asked for to write a manifest; `rft buffer audit` tells which manifests there are
+checkpoints = _table(  # as stated when a manifest was about to be written; `rft buffer audit` compares the manifests that exist
     "checkpoints",
     _all(Integer, "lineage", "step", key=True),
     _all(Integer, "num_uses"),
@@ -187,7 +188,7 @@ def put_meta(tx: Connection, key: str, value: str) -> None:
 
 
 def put_many(tx: Connection, table: Table, rows: Sequence[tuple[Any, ...]], *, replace: bool = False, again: str = "") -> None:
-    """One statement for many whole rows.  A row that is there already: `again` is an ON CONFLICT clause, `replace` one that replaces it.
+    """One statement for many whole rows.  For rows that exist, `again` is an ON CONFLICT clause, and `replace` replaces them.
 
     It goes to the driver as it is: building each row through Core costs more than storing it.
     """
@@ -220,6 +221,18 @@ def ask(tx: Connection, sql: str, values: Sequence[Any] = (), *, many: Sequence[
     return tx.exec_driver_sql(whole, (*values, *many))
 
 
+def parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """`values` in pieces that fit into one statement."""
+    for start in range(0, len(values), _MOST_BOUND):
+        yield values[start : start + _MOST_BOUND]
+
+
+def tables_size(tx: Connection) -> int:
+    """Bytes of the tables and indexes of a schema of PostgreSQL."""
+    sizes = "SELECT sum(pg_total_relation_size(c.oid)) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+    return int(tx.exec_driver_sql(f"{sizes} WHERE n.nspname = current_schema() AND c.relkind = 'r'").scalar() or 0)
+
+
 def placeholder(tx: Connection) -> str:
     """The driver's mark for a bound value."""
     return "?" if tx.dialect.paramstyle == "qmark" else "%s"
@@ -227,6 +240,7 @@ def placeholder(tx: Connection) -> str:
 
 _ASKED: dict[tuple[str, int, str], str] = {}
 _MOST_ASKED = 1000
+_MOST_BOUND = 500  # values of one IN (...): SQLite allows a limited number
 _SQL: dict[tuple[str, bool, str, str], str] = {}
 
 
@@ -306,7 +320,7 @@ _SQLITE = (
     VALUES (OLD.id, OLD.reward, NEW.reward, (julianday('now') - 2440587.5) * 86400.0);
 END""",
 )
-_POSTGRES = (  # the function runs with the rights and in the schema of the ledger, whoever edits from wherever
+_POSTGRES = (  # the function runs with the rights of the ledger's owner and in its schema, whichever user and schema the edit comes from
     f"""CREATE FUNCTION reward_edit() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$ BEGIN
   IF EXISTS (SELECT 1 FROM leases WHERE experience = OLD.id) THEN
     RAISE EXCEPTION 'experience % {_LEASED}', OLD.id;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from sqlalchemy import Column as Col
@@ -32,6 +32,7 @@ from rft.types.sessions import (
     StoredSession,
 )
 
+R = TypeVar("R", StoredSession, StoredCall)
 tables = MetaData()
 
 sessions = Table(
@@ -136,7 +137,7 @@ def write(tx: Connection, note: Note) -> bool:
 def _reward(tx: Connection, note: Rewarded) -> bool:
     if not all_wait(tx, (note.session,)):
         return False
-    score = None if note.score is None else msgspec.json.encode(note.score).decode()
+    score = _json(note.score)
     if note.call is not None:
         ask(tx, "UPDATE calls SET score = ? WHERE id = ? AND session = ?", (score, note.call, note.session))
     elif score is not None:
@@ -161,43 +162,26 @@ def _merge(tx: Connection, session: str, others: Sequence[str], task_id: str) ->
 
 def _values(s: StoredSession) -> tuple[Any, ...]:
     metadata = msgspec.json.encode(s.metadata).decode()
-    score = None if s.score is None else msgspec.json.encode(s.score).decode()
-    return (s.id, s.client, s.key_hash, s.task_id, metadata, s.created, s.expires, s.state, s.reason, score, s.rewarded)
+    return (s.id, s.client, s.key_hash, s.task_id, metadata, s.created, s.expires, s.state, s.reason, _json(s.score), s.rewarded)
 
 
 def _call_values(session: str, c: StoredCall) -> tuple[Any, ...]:
-    score = None if c.score is None else msgspec.json.encode(c.score).decode()
-    return (c.id, session, c.number, c.retry_key, c.asked, c.created, c.answers, score, c.turns)
+    return (c.id, session, c.number, c.retry_key, c.asked, c.created, c.answers, _json(c.score), c.turns)
+
+
+def _json(score: Score | None) -> str | None:
+    return None if score is None else msgspec.json.encode(score).decode()
 
 
 def to_session(r: Any) -> StoredSession:
-    return StoredSession(
-        id=r.id,
-        client=r.client,
-        key_hash=r.key_hash,
-        task_id=r.task_id,
-        metadata=msgspec.json.decode(r.metadata),
-        created=r.created,
-        expires=r.expires,
-        state=r.state,
-        reason=r.reason,
-        score=_score(r.score),
-        rewarded=r.rewarded,
-    )
+    return _record(StoredSession, r, metadata=msgspec.json.decode(r.metadata))
 
 
 def to_call(r: Any) -> StoredCall:
-    return StoredCall(
-        id=r.id,
-        number=r.number,
-        retry_key=r.retry_key,
-        asked=r.asked,
-        created=r.created,
-        answers=r.answers,
-        turns=r.turns,
-        score=_score(r.score),
-    )
+    return _record(StoredCall, r)
 
 
-def _score(text: str | None) -> Score | None:
-    return None if text is None else msgspec.json.decode(text, type=Score)
+def _record(kind: type[R], r: Any, **parsed: Any) -> R:
+    """A row of one of the tables, whose columns have the names of the fields of `kind`."""
+    parsed["score"] = None if r.score is None else msgspec.json.decode(r.score, type=Score)
+    return kind(**{name: r._mapping[name] for name in kind.__struct_fields__} | parsed)

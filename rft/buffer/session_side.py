@@ -1,4 +1,4 @@
-"""Sessions that are served: what clients get and give is stored before they hear of it.  See `rft.types.sessions.SessionStore`.
+"""Sessions that are served: answers and rewards are stored before the client gets a response.  See `rft.types.sessions.SessionStore`.
 
 It knows no HTTP and no groups.  The one invariant: notes that returned are durable, and all of a call are stored or none.
 """

@@ -17,13 +17,13 @@ from sqlalchemy import Connection, and_, func, or_, select
 
 from rft.buffer import schema
 from rft.buffer.core import BufferCore
-from rft.buffer.derived_state import chain, counted_uses, digest, move, parts, uses_of
+from rft.buffer.derived_state import chain, counted_uses, digest, move, uses_of
 from rft.buffer.intake import clean
 from rft.buffer.lease_order import LeaseOrder
 from rft.buffer.ledger import Ledger, note_checkpoint, verify
 from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.row_selectors import DAMAGED, DROPPED, LeaseRequest, Selection, WaitingGroup
-from rft.buffer.schema import ask, batches, experiences, explanations, leases, mixed_uses, put_many, uses
+from rft.buffer.schema import ask, batches, experiences, explanations, leases, mixed_uses, parts, put_many, uses
 from rft.errors import BufferFailed, DeadlineExceeded, PayloadDamaged, ShortBatch
 from rft.faults import fault
 from rft.types import token_logprobs

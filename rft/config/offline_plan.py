@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rft.algorithm.base import Data
 from rft.algorithm.catalog import algorithm_defaults, check_args, losses
 from rft.algorithm.expert_mix import MixSampleArgs
+from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.settings import MixSettings
 from rft.config.context import Context, Problems
 from rft.config.plan_schedule import NumBatches
@@ -22,7 +23,6 @@ from rft.config.tasksets import columns
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.taskset.settings import OfflineDataSettings, TasksetSettings
-from rft.trainer.settings import AlgorithmSettings
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan

@@ -20,12 +20,12 @@ from rft.algorithm.catalog import (
     shipped,
 )
 from rft.algorithm.needs import correction_args
+from rft.algorithm.settings import AlgorithmSettings
 from rft.config.context import Context, Problems
 from rft.config.plan import Facts
 from rft.config.schema.trainer_section import CriticConfig
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY
-from rft.trainer.settings import AlgorithmSettings
 
 REINFORCE = "reinforce"
 WRITTEN_KL = "k2"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rft.algorithm.catalog import validate
+from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.priority import DecayLimitRandomizationArgs
 from rft.buffer.settings import (
     ROLLOUT_MODEL,
@@ -27,7 +28,6 @@ from rft.errors import PluginError, nearest
 from rft.explorer.settings import ApiSettings, ExplorerSettings
 from rft.monitor.settings import MonitorSettings
 from rft.plugins import REGISTRY
-from rft.trainer.settings import AlgorithmSettings
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
 _REPLAY = f"{_BUFFER}.replay_buffer"

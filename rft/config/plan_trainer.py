@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.config import lora_plan, plan_serve
 from rft.config.context import Context, Problems, filled
 from rft.config.plan import Tasksets
@@ -17,7 +18,6 @@ from rft.config.schema.algorithm_section import OptimizerConfig
 from rft.config.schema.root import RunConfig
 from rft.config.schema.trainer_section import CriticOptimizerConfig
 from rft.trainer.settings import (
-    AlgorithmSettings,
     CriticSettings,
     ForwardSettings,
     LearnerSettings,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.settings import BufferSettings, MixSettings
 from rft.config import (
     devices,
@@ -33,7 +34,6 @@ from rft.config.tasksets import feedback_lag, limit_prompts, num_process, sampli
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigErrors
 from rft.taskset.settings import OfflineDataSettings, TaskPipelineSettings
-from rft.trainer.settings import AlgorithmSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.engine.settings import EngineSettings
 from rft.errors import RftError, RunFailed, SetupError
 from rft.launch.machine import TRANSPORTS, Line
 from rft.launch.start import probe_prompts
 from rft.sync.settings import SyncSettings
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
+from rft.trainer.settings import LearnerSettings, OptimSettings
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import GenerateRequest

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, RftError, SetupError, is_out_of_memory
 from rft.launch import machine
 from rft.launch.model_engine import ANSWERS, Sampled, Served
@@ -28,7 +29,7 @@ from rft.trainer import layer_copy, loading
 from rft.trainer import policy as policies
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings, LoraSettings
+from rft.trainer.settings import LearnerSettings, LoraSettings
 from rft.types import adapter, modelfiles
 from rft.types.row_layout import RowLayout
 

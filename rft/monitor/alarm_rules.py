@@ -237,7 +237,7 @@ RULES: dict[str, Rule] = {
 
 
 def _standard_error(r: MetricRecord, name: str) -> float:
-    """Of an evaluation's mean over its tasks; where it is not told, that of a share of so many tasks."""
+    """Of an evaluation's mean over its tasks; if it was not reported, that of a proportion over as many tasks."""
     prefix, _, n = name.partition("/mean@")
     mean, tasks = r.values[name], r.values[f"{prefix}/tasks"]
     worst = (max(mean * (1 - mean), 0.0) / tasks) ** 0.5 if 0 <= mean <= 1 else 0.0

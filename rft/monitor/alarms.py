@@ -77,7 +77,7 @@ class History:
         return self.points.get(name, [])
 
     def recent(self, name: str, count: int = WINDOW) -> float | None:
-        """Mean of the last `count` values; None before there are so many."""
+        """Mean of the last `count` values; None if there are fewer."""
         mine = self.of(name)
         return fmean(v for _, v in mine[-count:]) if len(mine) >= count else None
 

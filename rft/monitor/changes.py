@@ -41,7 +41,7 @@ class FolderChanges:
             os.close(self._fd)
 
     def _cover(self) -> None:
-        """Also the folders of machines that have joined (log.group_by_node); one that is watched already stays as it is."""
+        """Also the folders of machines that have joined (log.group_by_node); folders already watched are not affected."""
         events = self._IN_MODIFY | self._IN_CREATE | self._IN_MOVED_TO
         below = [p for f in self._folders for p in f.rglob("*") if p.is_dir()] if self._recursive else []
         for watched in (*self._folders, *below):

@@ -9,15 +9,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
 
-from rft.logs import safe
-from rft.monitor.pictures import GREY
+from rft.monitor.pictures import GREY, escaped, svg_text, ticks
 from rft.monitor.read import series
 from rft.types.metrics import MetricRecord
 
 Points = Sequence[tuple[float, float]]
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: told apart by colour-blind people
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito, for colour-blind people
 REWARD = ("rollout/reward/mean", "experience/reward/mean")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LEFT, _RIGHT, _BOTTOM, _LINE = 46, 10, 22, 13  # margins and a line of text, pixels
@@ -90,11 +88,11 @@ def svg(lines: Mapping[str, Points], *, title: str = "", width: int = 510, heigh
     shown = {name: _thinned([p for p in points if math.isfinite(p[1])]) for name, points in lines.items()}
     every = [p for points in shown.values() for p in points]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
-    parts = [f'{head} font-family="sans-serif" font-size="11">', f"<title>{_shown(title or ', '.join(lines))}</title>"]
+    parts = [f'{head} font-family="sans-serif" font-size="11">', f"<title>{escaped(title or ', '.join(lines))}</title>"]
     if title:
-        parts.append(_text(_LEFT, _LINE, title, "start", "currentColor"))
+        parts.append(svg_text(_LEFT, _LINE, title, "start", "currentColor"))
     if not every:
-        return "\n".join([*parts, _text(width / 2, height / 2, "nothing measured", "middle"), "</svg>"])
+        return "\n".join([*parts, svg_text(width / 2, height / 2, "nothing measured", "middle"), "</svg>"])
     (x0, x1), (y0, y1) = _range([p[0] for p in every]), _range([p[1] for p in every])
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -108,20 +106,13 @@ def svg(lines: Mapping[str, Points], *, title: str = "", width: int = 510, heigh
         parts.append(
             f'<line x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" stroke-opacity="0.25"/>'
         )
-        parts.append(_text(_LEFT - 5, y + 4, f"{tick:g}", "end"))
-    parts += [_text(at(tick, y0)[0], height - 6, f"{tick:g}", "middle") for tick in ticks(x0, x1)]
+        parts.append(svg_text(_LEFT - 5, y + 4, f"{tick:g}", "end"))
+    parts += [svg_text(at(tick, y0)[0], height - 6, f"{tick:g}", "middle") for tick in ticks(x0, x1)]
     for i, (name, points) in enumerate(shown.items()):
         parts += _line(name, [at(x, y) for x, y in points], points, COLORS[i % len(COLORS)])
         if len(shown) > 1:
-            parts.append(_text(width - _RIGHT, _LINE * (i + 1), name, "end", COLORS[i % len(COLORS)]))
+            parts.append(svg_text(width - _RIGHT, _LINE * (i + 1), name, "end", COLORS[i % len(COLORS)]))
     return "\n".join([*parts, "</svg>"])
-
-
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most `most` round numbers from `low` to `high`, low < high."""
-    size = 10.0 ** math.floor(math.log10((high - low) / (most - 1)))
-    step = next(s for s in (size, 2 * size, 5 * size, 10 * size, 20 * size) if (high - low) / s <= most - 1)
-    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _line(name: str, places: Sequence[tuple[float, float]], points: Points, color: str) -> list[str]:
@@ -129,7 +120,7 @@ def _line(name: str, places: Sequence[tuple[float, float]], points: Points, colo
     out = [f'<polyline points="{way}" fill="none" stroke="{color}" stroke-width="1.8" stroke-linejoin="round"/>']
     if len(points) <= 40:
         out += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{_shown(name)}, {px:g}: {py:.5g}</title></circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{escaped(name)}, {px:g}: {py:.5g}</title></circle>'
             for (x, y), (px, py) in zip(places, points, strict=True)
         ]
     return out
@@ -149,11 +140,3 @@ def _thinned(points: Points, most: int = 400) -> list[tuple[float, float]]:
 def _mean(values: Sequence[float]) -> float:
     finite = [v for v in values if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
-
-
-def _text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}">{_shown(text)}</text>'
-
-
-def _shown(text: str) -> str:
-    return escape(safe(text))

@@ -56,7 +56,7 @@ class Monitor:
             kind: _maker(_plugin(kind, settings.plugin_dirs), settings, settings.args.get(kind) or {}) for kind in settings.kinds
         }
         self._mirrors = [Mirror(kind, make, self._tracker_failed) for kind, make in makers.items()]
-        for mirror in self._mirrors:  # only now: one may fail at once, and the others are to hear of it
+        for mirror in self._mirrors:  # only now: one may fail at once, and the others log that
             mirror.start()
 
     async def log(self, record: MetricRecord) -> None:
@@ -81,7 +81,7 @@ class Monitor:
             self._mirror(lambda tracker: tracker.table(name, step, shown))
 
     async def progress(self, text: str) -> None:
-        """Into the log: nobody looks on."""
+        """Into the log: there is no display."""
         log.info("%s", text)
 
     async def close(self, deadline_s: float = CLOSE_S) -> None:

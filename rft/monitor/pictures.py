@@ -6,6 +6,7 @@ Knows no process of the run.  Invariant: a bar lies where a record says that the
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from rft.errors import RunFailed, SetupError
+from rft.logs import safe
 from rft.monitor.read import begins, read, series
 from rft.types.metrics import MetricRecord
 
@@ -187,20 +189,20 @@ def svg(found: Sequence[Bar], told: dict[str, float]) -> str:
     for row in ROWS.values():
         for i, lane in enumerate(_lanes([b for b in found if b.row == row])):
             if i == 0:
-                parts.append(_text(LEFT - 8, y + 13, row, "end"))
+                parts.append(svg_text(LEFT - 8, y + 13, row, "end"))
             parts += [_bar(b, LEFT + (b.begin - first) * scale, y, (b.end - b.begin) * scale) for b in lane]
             y += LANE + 3
         y += 3
-    for tick in _ticks(end - first):
+    for tick in ticks(0, end - first, most=11):
         x = LEFT + tick * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{y}" stroke="{GREY}" stroke-opacity="0.25"/>')
-        parts.append(_text(x, y + 14, f"{tick:g} s", "middle"))
-    parts.append(_text(LEFT, y + 34, ", ".join(f"{name} {share:.0%}" for name, share in told.items()), "start"))
+        parts.append(svg_text(x, y + 14, f"{tick:g} s", "middle"))
+    parts.append(svg_text(LEFT, y + 34, ", ".join(f"{name} {share:.0%}" for name, share in told.items()), "start"))
     used = list(dict.fromkeys(b.kind for b in found))
     for i, kind in enumerate(used):
         x = WIDTH - 78 * (len(used) - i)
         parts.append(
-            f'<rect x="{x}" y="{y + 40}" width="10" height="10" fill="{COLORS[kind]}"/>' + _text(x + 14, y + 49, kind, "start")
+            f'<rect x="{x}" y="{y + 40}" width="10" height="10" fill="{COLORS[kind]}"/>' + svg_text(x + 14, y + 49, kind, "start")
         )
     size = f'viewBox="0 0 {WIDTH} {y + FOOT + 6}" width="{WIDTH}" height="{y + FOOT + 6}"'
     return (
@@ -223,20 +225,26 @@ def _lanes(row: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def _bar(b: Bar, x: float, y: int, width: float) -> str:
-    title = f"<title>{escape(b.label)}: {b.kind}, {b.end - b.begin:.3f} s</title>"
+    title = f"<title>{escaped(b.label)}: {b.kind}, {b.end - b.begin:.3f} s</title>"
     number = b.label.rpartition(" ")[2]
     named = b.kind in ("explore", "train") and width > 7 * len(number) + 4
-    label = _text(x + width / 2, y + 13, number, "middle", "#ffffff") if named else ""
+    label = svg_text(x + width / 2, y + 13, number, "middle", "#ffffff") if named else ""
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{LANE}" fill="{COLORS[b.kind]}">{title}</rect>{label}'
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> str:
-    return f'<text x="{x:.1f}" y="{y:.0f}" fill="{color}" text-anchor="{anchor}">{escape(text)}</text>'
+def svg_text(x: float, y: float, text: str, anchor: str, color: str = GREY) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" text-anchor="{anchor}">{escaped(text)}</text>'
 
 
-def _ticks(seconds: float) -> list[float]:
-    """At most ten round numbers from 0 on."""
-    step = next(s for s in (m * 10**e for e in range(-3, 7) for m in (1, 2, 5)) if seconds / s <= 10)
-    return [i * step for i in range(int(seconds / step) + 1)]
+def escaped(text: str) -> str:
+    """`text` without control characters, escaped for SVG."""
+    return escape(safe(text))
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most `most` round numbers from `low` to `high`, low < high."""
+    size = 10.0 ** math.floor(math.log10((high - low) / (most - 1)))
+    step = next(s for s in (size, 2 * size, 5 * size, 10 * size, 20 * size) if (high - low) / s <= most - 1)
+    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -32,7 +32,7 @@ class _Line(msgspec.Struct):
 
 
 _PORTION_BYTES = 4 << 20  # that are read at once
-_MOST_PROBLEMS = 20  # that are told
+_MOST_PROBLEMS = 20  # that are reported
 MOST_LINE = 16 << 20  # bytes of a line
 _decoder = msgspec.json.Decoder(_Line)
 

@@ -15,8 +15,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
+
+from pydantic import ConfigDict, create_model
 
 from rft.plugins import kind
 from rft.threads import guarded, in_thread
@@ -25,6 +27,22 @@ from rft.types.ports import ChatModel
 from rft.types.task import Task
 
 reward = kind("reward")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def reward_function(name: str) -> Callable[[F], F]:
+    """Marks a function as the reward `name`; its keyword-only arguments are the model that `reward_fn_args` are checked against."""
+
+    def mark(function: F) -> F:
+        given: Any = {
+            p.name: (p.annotation, p.default)
+            for p in inspect.signature(function, eval_str=True).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        }
+        return reward(name, args=create_model(name, __config__=ConfigDict(extra="forbid"), **given))(function)
+
+    return mark
+
 
 RewardResult = float | int | Score | dict[str, float]
 THE_TRUTH: Final = "<the truth of the row>"
@@ -83,7 +101,7 @@ _TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Lock]] = 
 async def called(fn: Callable[..., Any], task: Task, given: Any, *, timeout_s: float | None = None) -> Any:
     """What a reward returns; raises TimeoutError, and what the reward raises.
 
-    An ordinary function of a plugin runs in a thread, one call after another, so that one that sleeps or blocks holds up nobody else;
+    An ordinary function of a plugin runs in a thread, one call after another, so that one that sleeps or blocks delays no other run;
     it has `timeout_s` from when its turn comes.
     """
     if not blocks(fn):

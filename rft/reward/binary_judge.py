@@ -72,7 +72,7 @@ class BinaryJudge(Judge):
     def delimiters(self) -> PromptDelimiters:
         """With one id as long as this judge lives, so that engines keep rules and examples in their prefix cache.
 
-        Nothing that the policy sees tells of it: the model's whole answer is one of two words.
+        The policy never sees the id: the judge's whole answer is one of two words.
         """
         return PromptDelimiters(self._id)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from rft.errors import ConfigError
 from rft.plugins import REGISTRY, Plugin, checked_args, derived, hooks
@@ -13,6 +15,7 @@ from rft.reward import data_sources, functions, lists, manager, overlong_penalty
 from rft.reward.base import FunctionReward, Reward
 from rft.threads import contained
 
+_Shared = TypeVar("_Shared", bound=BaseModel)
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -45,10 +48,10 @@ def build(name: str, args: Mapping[str, Any], *, key: str = "") -> Reward:
 
 
 def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
-    """The same for a reward that is there already."""
+    """The same for a plugin that was found before."""
     name = plugin.name
-    own, penalty = overlong_penalty.split(args, _own(plugin), key=key)
-    own, calls = manager.split(own, _own(plugin), key=key)
+    own, penalty = _split(args, overlong_penalty.OverlongArgs, "overlong penalty", _own(plugin), key=key)
+    own, calls = _split(own, manager.ManagerArgs, "reward manager", _own(plugin), key=key)
     made: Reward
     if functions.is_compute_score(plugin.obj):
         made = functions.adapt(plugin.obj, own, calls, name=name, key=key)
@@ -63,7 +66,20 @@ def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
             made = cls(**checked_args(plugin, own, key=key))
     else:
         made = from_function(plugin, own, key=key)
-    return overlong_penalty.shaped(made, penalty) if penalty is not None else made
+    return overlong_penalty.shaped(made, penalty) if penalty.enable_overlong_penalty else made
+
+
+def _split(
+    args: Mapping[str, Any], shared: type[_Shared], what: str, own: Collection[str], *, key: str
+) -> tuple[dict[str, Any], _Shared]:
+    """The arguments that are the reward's own, and those that every reward takes.  A reward that names one of these keeps it."""
+    mine = {n: v for n, v in args.items() if n in shared.model_fields and n not in own}
+    try:
+        made = shared(**mine)
+    except ValidationError as e:
+        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]
+        raise ConfigError(f"arguments of the {what}: {'; '.join(faults)}", key=key) from None
+    return {n: v for n, v in args.items() if n not in mine}, made
 
 
 def from_function(plugin: Plugin, args: Mapping[str, Any], *, key: str) -> Reward:

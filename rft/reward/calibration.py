@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from rft.reward.base import reward
+from rft.reward.base import reward_function
 from rft.reward.math import same
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
@@ -18,7 +18,7 @@ _SURE = 0.01  # a confidence nearer to 0 or 1 than this counts as certain
 
 
 class RlcrWeights(BaseModel):
-    """What each part counts.  The last two are there to be watched; Trinity-RFT's defaults keep them out of the way."""
+    """Weight of each part.  The last two serve as metrics; Trinity-RFT's defaults make them negligible."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     format: float = 0.5
@@ -28,13 +28,7 @@ class RlcrWeights(BaseModel):
     confidence_one_or_zero: float = 1e-5
 
 
-class RlcrArgs(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    weights: RlcrWeights = Field(default_factory=RlcrWeights)
-    timeout_s: float = 10.0
-
-
-@reward("rlcr_reward", args=RlcrArgs)
+@reward_function("rlcr_reward")
 async def rlcr_reward(
     task: Task, transcript: Transcript, *, weights: RlcrWeights | None = None, timeout_s: float = 10.0
 ) -> Score:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from rft.reward.base import reward
+from rft.reward.base import reward_function
 from rft.reward.extract import last_boxed
-from rft.reward.math import BoxedArgs, same
+from rft.reward.math import same
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -14,7 +14,7 @@ TAIL = 300  # characters at the end of an answer that are looked at, as in veRL
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 
-@reward("math_dapo_reward", args=BoxedArgs)
+@reward_function("math_dapo_reward")
 async def math_dapo_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> Score:
     """+1 if the last "Answer: ..." of the last 300 characters equals the truth (as text, else for math-verify), -1 if not."""
     given = final_answer(transcript.answer[-TAIL:])

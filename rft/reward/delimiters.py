@@ -1,4 +1,4 @@
-"""What somebody else wrote, shown to a judge so that it stays data: blocks with marks that nobody can guess.
+"""Untrusted text, shown to a judge as data: blocks whose marks cannot be guessed.
 
     <<<answer 1f0c9a77e2b4d8a3>>>
     ...

@@ -6,9 +6,7 @@ import re
 from decimal import Decimal
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from rft.reward.base import reward
+from rft.reward.base import reward_function
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
@@ -16,17 +14,7 @@ from rft.types.task import Task
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
-class ExactArgs(BaseModel):
-    """`compare`: "number" takes the last number of the answer, "text" the whole answer without surrounding blanks."""
-
-    model_config = ConfigDict(extra="forbid")
-    compare: Literal["number", "text"] = "number"
-    ignore_case: bool = False
-    right: float = 1.0
-    wrong: float = 0.0
-
-
-@reward("exact_answer", args=ExactArgs)
+@reward_function("exact_answer")
 def exact_answer(
     task: Task,
     transcript: Transcript,
@@ -36,7 +24,10 @@ def exact_answer(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> float:
-    """`right` if the answer equals the task's truth, else `wrong`.  Raises ValueError if the truth itself cannot be compared."""
+    """`right` if the answer equals the task's truth, else `wrong`.  Raises ValueError if the truth itself cannot be compared.
+
+    `compare`: "number" takes the last number of the answer, "text" the whole answer without surrounding blanks.
+    """
     if task.truth is None:
         raise ValueError(f"task {task.taskset}[{task.index}] has no truth; name its column in format.response_key")
     answer, truth = transcript.answer, str(task.truth)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
-from rft.reward.base import reward
+from rft.reward.base import reward_function
 from rft.reward.extract import has_shape
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
 
-class FormatArgs(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    right: float = 0.1
-    wrong: float = -0.1
-
-
-@reward("format_reward", args=FormatArgs)
+@reward_function("format_reward")
 def format_reward(task: Task, transcript: Transcript, *, right: float = 0.1, wrong: float = -0.1) -> dict[str, float]:
     """`right` if the answer is exactly one <think> block followed by one <answer> block, else `wrong`."""
     return {"format": right if has_shape(transcript.answer) else wrong}

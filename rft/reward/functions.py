@@ -1,7 +1,7 @@
 """Functions with veRL's signature as rewards: compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs).
 
-Such a function is known by the names of its parameters.  An ordinary one runs in a thread of its own, so that a slow one holds up
-nobody; an async one is awaited.  Invariant: what it raises reaches the run, and a number that is not finite is refused.
+Such a function is known by the names of its parameters.  An ordinary one runs in a separate thread, so that a slow one blocks nothing
+else; an async one is awaited.  Invariant: what it raises reaches the run, and a number that is not finite is refused.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from rft.errors import ConfigError
 from rft.reward.base import FunctionReward, Reward
-from rft.reward.manager import PRIME_TIMEOUT_S, ManagerArgs, fits, late, with_acc, within
-from rft.threads import in_thread
+from rft.reward.manager import PRIME_TIMEOUT_S, ManagerArgs, answer, fits, late, with_acc
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 from rft.worker.job_pool import WorkerPool
@@ -30,21 +29,28 @@ def is_compute_score(obj: Any) -> bool:
     return inspect.isroutine(obj) and {"solution_str", "ground_truth"} <= set(inspect.signature(obj).parameters)
 
 
-def own_args(fn: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Names of the arguments that `reward_fn_args` may give, and whether any other name is taken too."""
+def parameters_of(
+    fn: Callable[..., Any], given: Sequence[str], args: Mapping[str, Any], *, name: str, key: str
+) -> tuple[list[str], bool]:
+    """Names of the parameters of `fn`, and whether any other name is taken too.
+
+    A run gives it those in `given`, `reward_fn_args` gives `args`.  Raises ConfigError for arguments that it does not take.
+    """
     parameters = inspect.signature(fn).parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in GIVEN]
-    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if unknown := [n for n in args if n in given or (n not in named and not any_name)]:
+        known = ", ".join(n for n in named if n not in given) or "none"
+        raise ConfigError(f"unknown argument {unknown[0]!r} for reward {name!r}.  Known: {known}.", key=key)
+    return named, any_name
 
 
 def adapt(fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs, *, name: str, key: str) -> Reward:
     """The function as a reward, `args` as its keyword arguments.  Raises ConfigError for arguments that it does not take."""
     fits(manager, lists=False, name=name, key=key)
-    known, any_name = own_args(fn)
-    if unknown := [n for n in args if (n not in known and not any_name) or n in GIVEN]:
-        raise ConfigError(f"unknown argument {unknown[0]!r} for reward {name!r}.  Known: {', '.join(known) or 'none'}.", key=key)
+    named, any_name = parameters_of(fn, GIVEN, args, name=name, key=key)
     home = _home(fn, key) if manager.reward_manager == "prime" else None
-    takes = GIVEN if any_name else [n for n in GIVEN if n in inspect.signature(fn).parameters]
+    takes = GIVEN if any_name else [n for n in GIVEN if n in named]
     try:
         inspect.signature(fn).bind(**dict.fromkeys(takes), **args)
     except TypeError as e:
@@ -60,8 +66,7 @@ def adapt(fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs,
         given = {n: values[n] for n in takes} | dict(args)
         if home is not None:
             return await _in_process(home, fn.__qualname__, given, manager.reward_timeout_s or PRIME_TIMEOUT_S)
-        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), f"reward {name}")
-        result = await within(work, manager)
+        result = await answer(fn, given, manager, name)
         return result if isinstance(result, Score) else to_score(result, name)
 
     made = FunctionReward(compute_score)

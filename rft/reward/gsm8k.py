@@ -8,9 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from rft.reward.base import reward
+from rft.reward.base import reward_function
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
@@ -19,19 +17,14 @@ _MARKED = re.compile(r"####\s*\$?(-?[\d.,]+)")
 _NUMBER = re.compile(r"(?:-|(?<![\d.,]))[.,]*+\d[\d.,]*")
 
 
-class Gsm8kArgs(BaseModel):
-    """`method`: "strict" wants #### in front of the number, "flexible" takes the last number.  `format_score`: for a wrong number."""
-
-    model_config = ConfigDict(extra="forbid")
-    method: Literal["strict", "flexible"] = "strict"
-    format_score: float = 0.0
-
-
-@reward("gsm8k_reward", args=Gsm8kArgs)
+@reward_function("gsm8k_reward")
 def gsm8k_reward(
     task: Task, transcript: Transcript, *, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
 ) -> float:
-    """1 if the number after #### (in the last 300 characters) is the gold number, commas aside; no number 0, another `format_score`."""
+    """1 if the number after #### (in the last 300 characters) is the gold number, commas aside; no number 0, another `format_score`.
+
+    `method`: "strict" wants #### in front of the number, "flexible" takes the last number.
+    """
     if task.truth is None:
         raise ValueError(f"task {task.taskset}[{task.index}] has no truth; name its column in format.response_key")
     given = final_number(transcript.answer[-TAIL:], method)

@@ -7,12 +7,29 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class JudgeArgs(BaseModel):
-    """`judge`: name of the auxiliary model; null: the only one.  `cache`: a file, `run` (judge_cache.db in the run's folder) or `off`.
-    `cost_ledger`: the file that `max_cost_usd` is counted in, for all who name it; null: the cache's file, else that of the run.
+class ModelLimits(BaseModel):
+    """They hold for everything that asks the same model in this process; judges of one model write the same ones.
 
-    Limits hold for everything that asks the same model in this process; judges of one model write the same ones.
+    `cache`: a file, `run` (judge_cache.db in the run's folder) or `off`.  `cost_ledger`: the file that `max_cost_usd` is counted in, for
+    all who name it; null: the cache's file, else that of the run.
     """
+
+    cache: str = "run"
+    cost_ledger: str | None = None
+    max_concurrent: int = Field(32, ge=1)
+    requests_per_minute: float | None = Field(None, gt=0)
+    tokens_per_minute: float | None = Field(None, gt=0)
+    price_per_1k_prompt_tokens: float = Field(0.0, ge=0)  # US dollars
+    price_per_1k_completion_tokens: float = Field(0.0, ge=0)
+    max_cost_usd: float | None = Field(None, gt=0)
+
+    @property
+    def limits(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ModelLimits.model_fields}
+
+
+class JudgeArgs(ModelLimits):
+    """`judge`: name of the auxiliary model; null: the only one."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     judge: str | None = None
@@ -22,14 +39,6 @@ class JudgeArgs(BaseModel):
     max_retries: int = Field(2, ge=0, le=10)  # after a reply that cannot be read, or none in time
     timeout_s: float = Field(120.0, gt=0)  # of one call
     max_chars: int = Field(32_000, ge=1)  # a longer answer is not shown to the judge and stays unscored
-    cache: str = "run"
-    cost_ledger: str | None = None
-    max_concurrent: int = Field(32, ge=1)
-    requests_per_minute: float | None = Field(None, gt=0)
-    tokens_per_minute: float | None = Field(None, gt=0)
-    price_per_1k_prompt_tokens: float = Field(0.0, ge=0)  # US dollars
-    price_per_1k_completion_tokens: float = Field(0.0, ge=0)
-    max_cost_usd: float | None = Field(None, gt=0)
     over_budget: Literal["stop", "unscored"] = "stop"
 
     @model_validator(mode="after")
@@ -37,20 +46,3 @@ class JudgeArgs(BaseModel):
         if self.max_cost_usd is not None and not (self.price_per_1k_prompt_tokens or self.price_per_1k_completion_tokens):
             raise ValueError("max_cost_usd needs price_per_1k_prompt_tokens or price_per_1k_completion_tokens")
         return self
-
-    @property
-    def limits(self) -> dict[str, object]:
-        """What judges of one model share."""
-        return {name: getattr(self, name) for name in SHARED}
-
-
-SHARED = (
-    "cache",
-    "cost_ledger",
-    "max_concurrent",
-    "requests_per_minute",
-    "tokens_per_minute",
-    "price_per_1k_prompt_tokens",
-    "price_per_1k_completion_tokens",
-    "max_cost_usd",
-)

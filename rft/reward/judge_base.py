@@ -7,7 +7,7 @@
         def prompt(self, case, delimit):
             return f"How clear is this?\\n{delimit('answer', case.answer)}\\n{delimit.ask(score=self.scale)}"
 
-`delimit(name, text)` shows what somebody else wrote as data; `delimit.ask(...)` requests the verdict, which `read` finds and `value`
+`delimit(name, text)` shows untrusted text as data; `delimit.ask(...)` requests the verdict, which `read` finds and `value`
 turns into a reward.  A reply that cannot be read is asked for again (`max_retries`), then the answer is unscored.
 Invariant: no answer gets a number that the judge did not give it, except that one that says nothing gets the lowest.
 """
@@ -117,7 +117,7 @@ class Judge(Reward):
         return PromptDelimiters()
 
     def rules(self, delimit: PromptDelimiters) -> str:
-        """what the system message says of the delimiters."""
+        """What the system message says about the delimiters."""
         return delimit.rules
 
     def reply(self, completion: Completion) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rft.errors import ConfigError, RftError
-from rft.reward.judge_args import SHARED, JudgeArgs
+from rft.reward.judge_args import JudgeArgs
 from rft.reward.judge_cache import Cache
 from rft.reward.judge_costs import CostLedger
 from rft.reward.judge_metrics import JudgeMetrics
@@ -28,12 +28,12 @@ from rft.types.throttled import RESENT, THROTTLED, UNPAID
 
 T = TypeVar("T")
 FILE = "judge_cache.db"
-TEMPLATE_TOKENS = 64  # a chat template may add so many to each message
+TEMPLATE_TOKENS = 64  # that a chat template may add to each message
 ASK_AGAIN_S = 0.5  # whether calls of other processes have left room in the budget
 
 
 class RateLimiter:
-    """So many per minute, on average: a call may begin once those before it are paid for."""
+    """At most `per_minute` on average: a call may begin once the time of those before it has passed."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._each_s = 0.0 if per_minute is None else 60.0 / per_minute
@@ -50,7 +50,7 @@ class RateLimiter:
             await asyncio.sleep(mine - now)
 
     def correct(self, amount: float) -> None:
-        """A call took so many more than was said (or, negative, fewer)."""
+        """A call took `amount` more than it had acquired (or, negative, fewer)."""
         self._next += amount * self._each_s
 
 
@@ -104,7 +104,7 @@ class JudgeClient:
         self.users = 0
 
     async def once(self, key: bytes, answer: Callable[[], Awaitable[T]], metrics: JudgeMetrics) -> T:
-        """What `answer()` gives; one who asks the same meanwhile gets the same.  It is cancelled when nobody waits for it any more."""
+        """The result of `answer()`, shared by concurrent calls with the same key.  It is cancelled when the last of them gives up."""
         if key in self._under_way:
             metrics.shared += 1
         else:
@@ -227,7 +227,7 @@ def open_client(model: ChatModel, name: str, args: JudgeArgs) -> JudgeClient:
         identity = model.identity if isinstance(model, Identified) else ""
         found = _CLIENTS[id(model)] = (model, JudgeClient(model, identity or name, args))
     client = found[1]
-    if differ := [n for n in SHARED if client.limits[n] != args.limits[n]]:
+    if differ := [n for n, limit in client.limits.items() if limit != args.limits[n]]:
         both = ", ".join(f"{n} ({client.limits[n]} and {args.limits[n]})" for n in differ)
         raise ConfigError(f"two judges ask {name} with different limits: {both}; write the same", key="reward_fn_args")
     client.users += 1

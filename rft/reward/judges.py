@@ -164,7 +164,7 @@ class PairwiseJudge(Judge):
         return Score(value=value, reason=why)
 
     async def _among(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
-        """Mean over an answer's meetings; one that says nothing meets nobody."""
+        """Mean over an answer's comparisons; an empty answer is compared with none."""
         cases = [JudgeCase.of(task, t) for t in transcripts]
         known = [self.without_asking(c) for c in cases]
         there = [i for i, k in enumerate(known) if k is None]

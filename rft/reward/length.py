@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated
 
-from rft.reward.base import reward
+from pydantic import Field
+
+from rft.reward.base import reward_function
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
 
-class LengthArgs(BaseModel):
-    """Lengths in tokens.  `most` null: no upper end.  `slope`: what twice `most`, or nothing where `least` is asked, costs."""
-
-    model_config = ConfigDict(extra="forbid")
-    least: int = Field(0, ge=0)
-    most: int | None = Field(None, ge=1)
-    slope: float = Field(1.0, ge=0)
-
-
-@reward("length_reward", args=LengthArgs)
+@reward_function("length_reward")
 def length_reward(
-    task: Task, transcript: Transcript, *, least: int = 0, most: int | None = None, slope: float = 1.0
+    task: Task,
+    transcript: Transcript,
+    *,
+    least: Annotated[int, Field(ge=0)] = 0,
+    most: Annotated[int | None, Field(ge=1)] = None,
+    slope: Annotated[float, Field(ge=0)] = 1.0,
 ) -> dict[str, float]:
-    """0 from `least` to `most` tokens of all answers, less outside in proportion to the distance, at most `slope`."""
+    """0 from `least` to `most` tokens of all answers, less outside in proportion to the distance, at most `slope`.
+
+    `most` null: no upper end.  `slope`: what twice `most`, or nothing where `least` is asked, costs.
+    """
     tokens = sum(len(t.completion.tokens) for t in transcript.turns)
     short = (least - tokens) / least if tokens < least else 0.0
     long = (tokens - most) / most if most is not None and tokens > most else 0.0

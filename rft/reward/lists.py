@@ -10,11 +10,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rft.errors import ConfigError
 from rft.reward.base import Reward
-from rft.reward.functions import to_score
-from rft.reward.manager import ManagerArgs, within
-from rft.threads import in_thread
+from rft.reward.functions import parameters_of, to_score
+from rft.reward.manager import ManagerArgs, answer
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
@@ -40,16 +38,11 @@ class ListReward(Reward):
     whole_group = True
 
     def __init__(self, fn: Callable[..., Any], args: Mapping[str, Any], manager: ManagerArgs, *, name: str, key: str) -> None:
-        parameters = inspect.signature(fn).parameters.values()
-        self._named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._needed = {p.name for p in parameters if p.default is p.empty and p.name in self._named}
         self._fn, self._args, self._manager, self._name = fn, dict(args), manager, name
         self._batch = is_batch(fn)
-        given = BATCH if self._batch else TRL
-        if wrong := [n for n in args if n in given or (n not in self._named and not self._any)]:
-            known = ", ".join(n for n in self._named if n not in given) or "none"
-            raise ConfigError(f"unknown argument {wrong[0]!r} for reward {name!r}.  Known: {known}.", key=key)
+        self._named, self._any = parameters_of(fn, BATCH if self._batch else TRL, args, name=name, key=key)
+        parameters = inspect.signature(fn).parameters
+        self._needed = {n for n in self._named if parameters[n].default is inspect.Parameter.empty}
 
     async def __call__(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
         given = {**(_batch(task, transcripts) if self._batch else _trl(task, transcripts)), **self._args}
@@ -58,9 +51,7 @@ class ListReward(Reward):
             raise ValueError(
                 f"reward {self._name!r} wants {', '.join(missing)}; the rows of {task.taskset} have {', '.join(task.row)}"
             )
-        fn = self._fn
-        work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), f"reward {self._name}")
-        results = await within(work, self._manager)
+        results = await answer(self._fn, given, self._manager, self._name)
         if isinstance(results, Score):
             return [results] * len(transcripts)
         results = results.tolist() if hasattr(results, "tolist") else results

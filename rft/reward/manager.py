@@ -11,20 +11,20 @@ A reward that is no such function is called in its own way, whatever the manager
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping
-from typing import Any, Literal, TypeVar
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rft.errors import ConfigError
 from rft.reward.base import Reward
 from rft.reward.wrap import ChangedReward
-from rft.threads import guarded
+from rft.threads import guarded, in_thread
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
 
 PRIME_TIMEOUT_S = 300.0  # veRL's
-T = TypeVar("T")
 
 
 class ManagerArgs(BaseModel):
@@ -35,17 +35,6 @@ class ManagerArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     reward_manager: Literal["naive", "dapo", "prime", "batch"] | None = None
     reward_timeout_s: float | None = Field(None, gt=0)
-
-
-def split(args: Mapping[str, Any], own: Collection[str], *, key: str) -> tuple[dict[str, Any], ManagerArgs]:
-    """The arguments that are the reward's own, and the manager's.  A reward that names one of them keeps it."""
-    mine = {n: v for n, v in args.items() if n in ManagerArgs.model_fields and n not in own}
-    try:
-        manager = ManagerArgs(**mine)
-    except ValidationError as e:
-        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]
-        raise ConfigError(f"arguments of the reward manager: {'; '.join(faults)}", key=key) from None
-    return {n: v for n, v in args.items() if n not in mine}, manager
 
 
 def fits(manager: ManagerArgs, *, lists: bool, name: str, key: str) -> None:
@@ -67,8 +56,9 @@ def with_acc(inner: Reward) -> Reward:
     return ChangedReward(inner, add)
 
 
-async def within(work: Awaitable[T], manager: ManagerArgs) -> T | Score:
-    """What `work` gives, or an unscored Score once its time is up."""
+async def answer(fn: Callable[..., Any], given: Mapping[str, Any], manager: ManagerArgs, name: str) -> Any:
+    """What `fn`, which may be async, gives; an unscored Score once its time is up."""
+    work = fn(**given) if inspect.iscoroutinefunction(fn) else in_thread(lambda: fn(**given), f"reward {name}")
     try:
         return await asyncio.wait_for(guarded(work, "the reward"), manager.reward_timeout_s)
     except TimeoutError:

@@ -5,9 +5,7 @@ A verdict comes from math-verify or not at all: a worker that hangs or dies make
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
-from rft.reward.base import reward
+from rft.reward.base import reward_function
 from rft.reward.extract import blocks, has_shape, last_boxed, thinks_first
 from rft.types.completion import Transcript
 from rft.types.task import Task
@@ -16,31 +14,14 @@ from rft.worker.job_pool import WorkerPool
 POOL = WorkerPool("math_verify", "rft.reward.math_worker")
 
 
-class MathArgs(BaseModel):
-    """`format_score`: added for <think>/<answer> tags in the right place, taken away otherwise; 0 leaves the shape out."""
-
-    model_config = ConfigDict(extra="forbid")
-    format_score: float = 0.1
-    timeout_s: float = 10.0
-
-
-class BoxedArgs(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    timeout_s: float = 10.0
-
-
-class MathBoxedArgs(BoxedArgs):
-    """`format_score_coef`: taken away, with `with_think`, from an answer that does not begin with <think>...</think>."""
-
-    with_think: bool = False
-    format_score_coef: float = 0.0
-
-
-@reward("math_reward", args=MathArgs)
+@reward_function("math_reward")
 async def math_reward(
     task: Task, transcript: Transcript, *, format_score: float = 0.1, timeout_s: float = 10.0
 ) -> dict[str, float]:
-    """Accuracy 1 or 0, plus or minus `format_score` for the shape.  The last <answer> block counts, else the whole text."""
+    """Accuracy 1 or 0, plus `format_score` for <think>/<answer> tags in the right place, else minus it; 0 leaves the shape out.
+
+    The last <answer> block counts, else the whole text.
+    """
     found = blocks(transcript.answer, "answer")
     parts = {"accuracy": await same(found[-1] if found else transcript.answer, task, timeout_s)}
     if format_score:
@@ -48,17 +29,20 @@ async def math_reward(
     return parts
 
 
-@reward("accuracy_reward", args=BoxedArgs)
+@reward_function("accuracy_reward")
 async def accuracy_reward(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> dict[str, float]:
     """1 if math-verify finds the truth in the answer, else 0."""
     return {"accuracy": await same(transcript.answer, task, timeout_s)}
 
 
-@reward("math_boxed_reward", args=MathBoxedArgs)
+@reward_function("math_boxed_reward")
 async def math_boxed_reward(
     task: Task, transcript: Transcript, *, with_think: bool = False, format_score_coef: float = 0.0, timeout_s: float = 10.0
 ) -> dict[str, float]:
-    """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0."""
+    """1 if the last \\boxed{...} equals the truth, else 0; an answer without a box is 0.
+
+    `format_score_coef`: taken away, with `with_think`, from an answer that does not begin with <think>...</think>.
+    """
     parts = {"accuracy": await _boxed(task, transcript.answer, timeout_s)}
     if with_think and format_score_coef:
         parts["format"] = 0.0 if thinks_first(transcript.answer) else -format_score_coef

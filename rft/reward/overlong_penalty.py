@@ -8,10 +8,7 @@ that are longer, cost `penalty_factor`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rft.errors import ConfigError
 from rft.reward.base import Reward
@@ -28,18 +25,6 @@ class OverlongArgs(BaseModel):
     cache_length: int = Field(4096, ge=1)
     penalty_factor: float = Field(1.0, ge=0)
     max_response_length: int | None = Field(None, ge=1)
-
-
-def split(args: Mapping[str, Any], own: Collection[str], *, key: str) -> tuple[dict[str, Any], OverlongArgs | None]:
-    """The arguments that are the reward's own, and the penalty if it is switched on.  A reward that names one of them keeps it."""
-    mine = {n: v for n, v in args.items() if n in OverlongArgs.model_fields and n not in own}
-    rest = {n: v for n, v in args.items() if n not in mine}
-    try:
-        shape = OverlongArgs(**mine)
-    except ValidationError as e:
-        faults = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}, given {f['input']!r}" for f in e.errors()]
-        raise ConfigError(f"arguments of the overlong penalty: {'; '.join(faults)}", key=key) from None
-    return rest, shape if shape.enable_overlong_penalty else None
 
 
 def shaped(inner: Reward, shape: OverlongArgs) -> Reward:

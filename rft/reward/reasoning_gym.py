@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated
 
-from rft.reward.base import reward
+from pydantic import Field
+
+from rft.reward.base import reward_function
 from rft.types.completion import Transcript
 from rft.types.task import Task
 from rft.worker.job_pool import WorkerPool
@@ -13,13 +15,8 @@ from rft.worker.process import LITERALS
 POOL = WorkerPool("reasoning_gym", "rft.reward.gym_worker", codec=LITERALS)
 
 
-class ReasoningGymArgs(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    timeout_s: float = Field(10.0, gt=0)
-
-
-@reward("reasoning_gym", args=ReasoningGymArgs)
-async def reasoning_gym(task: Task, transcript: Transcript, *, timeout_s: float = 10.0) -> float:
+@reward_function("reasoning_gym")
+async def reasoning_gym(task: Task, transcript: Transcript, *, timeout_s: Annotated[float, Field(gt=0)] = 10.0) -> float:
     """Score in [0, 1] of the last <answer> block, else of the whole answer.  For reasoning_gym:// tasksets."""
     name = task.row.get("metadata", {}).get("source_dataset")
     if name is None:

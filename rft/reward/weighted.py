@@ -77,7 +77,7 @@ class WeightedReward(Reward):
         return [line for made in self._made.values() for line in made.remarks()]
 
     def gold_answer(self, task: Task) -> str | None:
-        """Of the first part that has one of its own."""
+        """That of the first part that has its own."""
         found = [made.gold_answer(task) for made in self._made.values()]
         return next((gold for gold in found if gold is not THE_TRUTH), THE_TRUTH)
 

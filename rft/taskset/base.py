@@ -25,9 +25,9 @@ from rft.types.task import Task
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
-CHECKED = 100_000  # tables of at most so many rows are checked as a whole when they are opened
+CHECKED = 100_000  # tables with at most this many rows are checked as a whole when they are opened
 MAX_CHARS = 32 << 20  # of a prompt
-_NAMED = 3  # complaints that are told about rows that are left out
+_NAMED = 3  # errors that are reported of rows that are left out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class ChatFiles:
             made = Tokenizer.from_file(str(file))
         except Exception as e:  # the library has no class for it
             raise ConfigError(f"{file} is no tokenizer: {e}", key=KEY) from None
-        made.no_padding()  # what the file says of both is for other uses
+        made.no_padding()  # the settings in the file are for other uses
         made.no_truncation()
         return made
 
@@ -132,14 +132,18 @@ def open_chat(path: str) -> ChatFiles:
     folder = find_model(path)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder} has no tokenizer.json, so the tokens of a prompt cannot be counted", key=KEY, given=path)
-    file = folder / "tokenizer_config.json"
+    return ChatFiles(folder=folder, tokenizer_config=read_settings(folder / "tokenizer_config.json"))
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """A JSON file of a model's folder; empty if there is none.  Raises ConfigError."""
     try:
-        config = parse_json(read_regular(file, MAX_TEXT).decode("utf-8")) if file.exists() else {}
+        found = parse_json(read_regular(file, MAX_TEXT).decode("utf-8")) if file.exists() else {}
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{file} cannot be read as JSON: {e}", key=KEY, given=path) from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds a {type(config).__name__}; it must be a mapping", key=KEY, given=path)
-    return ChatFiles(folder=folder, tokenizer_config=config)
+        raise ConfigError(f"{file} cannot be read as JSON: {e}", key=KEY, given=str(file.parent)) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds a {type(found).__name__}; it must be a mapping", key=KEY, given=str(file.parent))
+    return found
 
 
 def read_template(file: Path, key: str) -> str:
@@ -216,18 +220,16 @@ def find_model(path: str) -> Path:
         main = repo / "refs" / "main"
         if main.is_file() and (snapshot := repo / "snapshots" / main.read_text().strip()).is_dir():
             return snapshot
-        if "/" not in path or path.count("/") == 1:
-            near = _near(folder)
-            raise ConfigError(
-                f"{path!r} is neither a folder nor a model in the local hub cache ({home}).{near}  "
-                + (
-                    f"Write the tiny model with `python -m rft.testing.tiny {path}`"
-                    if folder.name == "tiny-model"
-                    else f"Download it first (`hf download {path}`), or write the path of a folder"
-                ),
-                key=KEY,
-                given=path,
-            )
+        raise ConfigError(
+            f"{path!r} is neither a folder nor a model in the local hub cache ({home}).{_near(folder)}  "
+            + (
+                f"Write the tiny model with `python -m rft.testing.tiny {path}`"
+                if folder.name == "tiny-model"
+                else f"Download it first (`hf download {path}`), or write the path of a folder"
+            ),
+            key=KEY,
+            given=path,
+        )
     raise ConfigError(f"folder {path} does not exist.{_near(folder)}", key=KEY, given=path)
 
 

@@ -20,8 +20,6 @@ from rft.strictjson import parse_json
 from rft.taskset.base import CHECKED, ByIndex, FoundRows, RowSource, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-
 
 def open_path(settings: TasksetSettings) -> RowSource:
     """The rows of a file, a folder, or a Hugging Face data set id."""
@@ -32,9 +30,9 @@ def open_path(settings: TasksetSettings) -> RowSource:
     if path.is_file():
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
-            raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_SUFFIXES)} or a folder")
+            raise _error(settings, f"{path}: suffix {path.suffix!r} is not known; use one of {', '.join(_READERS)} or a folder")
         return reader(settings, path)
-    if path.suffix.lower() in _SUFFIXES or path.is_absolute() or settings.path.startswith((".", "~")):
+    if path.suffix.lower() in _READERS or path.is_absolute() or settings.path.startswith((".", "~")):
         if os.path.lexists(path):
             raise _error(settings, f"{path} is no plain file (a pipe, a device or a broken link); name a file or a folder")
         raise _error(settings, f"{path} does not exist{_near(path)}{_looked(path)}")

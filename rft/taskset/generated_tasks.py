@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 Split = Literal["train", "test"]
 HELD_OUT_DOUBLES, HELD_OUT_OTHERS = 2, 13  # digit pairs
 _HELD_OUT_MAPS = 0.3
+_MOST_DRAWS = 10_000  # of sets of numbers, until one belongs to the split
 COUNTDOWN_PROMPT = (
     "Use each of the numbers {numbers} once with + - * / and brackets to get {target}. "
     "Give the equation between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
@@ -53,9 +54,13 @@ def countdown(*, split: Split, count: int = 1000, size: int = 3, highest: int = 
         raise ValueError(f"size {size}, highest {highest}: need 2 <= size <= 6 and highest >= size")
     rng = random.Random(f"{seed}-{split}-{size}-{highest}")
     rows: list[dict[str, Any]] = []
+    draws = 0
     while len(rows) < count:
+        draws += 1
         numbers = [rng.randint(1, highest) for _ in range(size)]
         if (random.Random(str(sorted(numbers))).random() < 0.2) != test:  # in any order they belong to one split
+            if not rows and draws > _MOST_DRAWS:
+                raise ValueError(f"size {size}, highest {highest}: no set of numbers belongs to the split {split}; raise highest")
             continue
         target = _reach(rng, numbers)
         rows.append(

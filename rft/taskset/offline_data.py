@@ -6,7 +6,6 @@ engine would be given, and what is trained of an answer is what a model would ha
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.taskset.chatfiles import ChatFiles, open_chat
+from rft.taskset.chatfiles import ChatFiles, open_chat, read_settings
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.experience import Demonstration, Preference
@@ -257,10 +256,8 @@ def _end_tokens(chat: ChatFiles) -> list[int]:
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if isinstance(eos, str) and len(ids := chat.encode_each([eos])[0]) == 1:
         found += ids
-    file = chat.folder / "generation_config.json"
-    if file.is_file():
-        more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        found += [t for t in (more if isinstance(more, list) else [more]) if isinstance(t, int)]
+    more = read_settings(chat.folder / "generation_config.json").get("eos_token_id")
+    found += [t for t in (more if isinstance(more, list) else [more]) if isinstance(t, int)]
     return list(dict.fromkeys(found))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, nearest
 from rft.plugins import REGISTRY, checked_args, derived
 from rft.taskset.base import CHECKED, ByIndex, Row, RowSource, Taskset, TaskSource, sample_fingerprint
 from rft.taskset.gym_rows import NoSuchData, gym_rows
@@ -72,8 +71,7 @@ def _open_gym(settings: TasksetSettings) -> Taskset:
     try:
         rows = gym_rows(name, args)
     except NoSuchData as e:
-        near = difflib.get_close_matches(name, e.known, n=1)
-        hint = f"  Did you mean {near[0]}?" if near else ""
+        hint = nearest(name, e.known)
         raise ConfigError(
             f"reasoning-gym has no data set {name!r}.{hint}  It has {len(e.known)}: {e}.", key=f"{key}.path"
         ) from None

@@ -98,7 +98,7 @@ class TasksetSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineDataSettings:
-    """A data set that is trained on as it is: which rows, what each is, and how it becomes tokens."""
+    """A data set that is trained on directly: which rows, what each is, and how it becomes tokens."""
 
     rows: TasksetSettings  # where they come from, the columns of a chat, and their order
     kind: Literal["chats", "texts", "pairs"]

@@ -147,7 +147,7 @@ def _row(settings: TasksetSettings, values: Any, where: str) -> Row:
 
 def _plain(settings: TasksetSettings, value: Any, where: str) -> Any:
     if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, uuid.UUID):

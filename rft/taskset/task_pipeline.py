@@ -56,7 +56,7 @@ class PreparedRows:
 
 
 def prepare(settings: TaskPipelineSettings) -> PreparedRows:
-    """The result, without writing it; read where it is there already.  Plugins must be loaded.
+    """The result, without writing it; read from the file if it exists.  Plugins must be loaded.
 
     Raises ConfigError naming the operator, row and column of what is wrong, or an output that exists and is not this result.
     """
@@ -90,7 +90,7 @@ def prepare(settings: TaskPipelineSettings) -> PreparedRows:
 
 
 def write(settings: TaskPipelineSettings) -> PreparedRows:
-    """The result in its file, written aside and renamed; a file that was made from the same stays as it is."""
+    """The result in its file, written aside and renamed; a file that was made from the same inputs is kept."""
     found = prepare(settings)
     if not found.reused:
         output = Path(settings.output)

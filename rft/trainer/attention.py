@@ -244,7 +244,7 @@ TREES: dict[str, tuple[str, Any]] = {  # kernel: transformers' name for the atte
 
 
 def _reach(module: Any, window: int | None) -> tuple[int | None, int | None]:
-    """(window, chunk) of a layer.  Chunks stand in its configuration alone, because elsewhere the mask has them."""
+    """(window, chunk) of a layer.  Chunks are given by its configuration alone, because transformers puts them into the mask."""
     own = vars(module)
     types, at = (vars(own["config"]).get("layer_types"), own.get("layer_idx")) if "config" in own else (None, None)
     if types and at is not None and types[at] == "chunked_attention":
@@ -344,7 +344,7 @@ def installed(name: str, device: str, dtype: str) -> str:
 
 
 def register(name: str, function: Any, *, compiled: bool = False) -> str:
-    """Make `function` known to transformers as `name`.  It has no mask function there, so models build no mask of their own.
+    """Make `function` known to transformers as `name`.  It has no mask function there, so models build no mask.
 
     `compiled`: layers around it are; its shapes change with every micro-batch, so it stays as it is.
     """

@@ -87,7 +87,7 @@ def make(rows: Sequence[TrainRow], *, layout: AskedLayout, device: torch.device,
     predict = paths[trained + np.repeat(np.cumsum([0, *map(len, inputs[:-1])]) - begins - 1, lengths)]
 
     def gathered(name: str) -> np.ndarray:
-        """What column `name`, [T] of every row, says of the trained tokens."""
+        """Column `name`, [T] of every row, at the trained tokens."""
         values: np.ndarray = np.concatenate([getattr(r, name) for r in rows])[mask]
         return values
 

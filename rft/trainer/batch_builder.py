@@ -45,7 +45,6 @@ class StepBatch:
     shares: list[RankBatch]
     tokens: int  # trained tokens, those of skipped rows included
     rows: int
-    skipped_rows: int  # their loss is exactly 0
     staleness: list[int]  # of each row, in train steps
     critic: list[RankBatch] | None = None  # what the critic learns
     kl: float | None = None  # of the KL in the reward, before this step
@@ -116,7 +115,7 @@ def make(
     metrics |= {"perf/rank_tokens/max": float(max(loads)), "perf/rank_tokens/min": float(min(loads))}
     order = [drawn[left[i]] for mine in cut for micro in mine for i in micro]
     advantages = dict(zip(drawn, prepared.advantages, strict=True))
-    return StepBatch(shares, tokens, len(made), len(made) - len(kept), staleness, critic, prepared.kl, order, metrics, advantages)
+    return StepBatch(shares, tokens, len(made), staleness, critic, prepared.kl, order, metrics, advantages)
 
 
 def _shares(
@@ -182,7 +181,7 @@ def _metrics(given: DecodedLease, prepared: PreparedStep, staleness: list[int], 
     routed = [r.routed_experts.nbytes for r in rows if r.routed_experts is not None]
     if routed:
         found |= {"experience/routed_rows": len(routed) / len(rows), "experience/routed_experts_bytes": float(sum(routed))}
-    if staleness:  # rows that somebody sampled
+    if staleness:  # some rows were sampled, not given
         found |= {"experience/staleness/mean": float(np.mean(staleness)), "experience/staleness/max": float(max(staleness))}
     if rewards:
         found |= {

@@ -196,7 +196,7 @@ class Learner:
         if not rows:
             (logprobs * 0).sum().backward()
             return None
-        # the sampler's, or the trainer's before the step; where that is not given, there is one update, and the policy before it is at hand
+        # the sampler's, or the trainer's before the step; without that there is one update, and these are the policy's before it
         old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
         x = LossInputs(
             logprobs=logprobs,
@@ -329,7 +329,7 @@ class Learner:
             self._taken = saving.take(self._trained(), self.settings, step, copy=copy, kl_coefs=kl_coefs or {})
 
     def write(self, folder: str) -> dict[str, str]:
-        """Write what was taken.  Not collective: it may run in a thread of its own while steps go on."""
+        """Write what was taken.  Not collective: it may run in another thread while steps go on."""
         taken, self._taken = self._taken, None
         assert taken is not None, "take() comes first"
         return saving.write(taken, Path(folder), self.settings, self.rank)

@@ -217,7 +217,7 @@ def pretrained(config: Any, folder: Path, *, trust_remote_code: bool, attn_imple
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, by name
+                ignore_mismatched_sizes=True,  # reported below, by name
             )
         except (RuntimeError, ValueError, OSError) as e:
             if is_out_of_memory(e):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer import adapterfiles, tensors
 from rft.trainer.adapterfiles import Form
+from rft.trainer.manifest import sha256_of
 from rft.trainer.settings import LoraSettings
 from rft.trainer.tensors import Files
 from rft.types.adapter import AdapterSpec, key
@@ -109,7 +110,7 @@ class Adapter:
             "name": self.settings.name,
             "base_path": self.base_path,
             "base_sha256": self.base,
-            "start_sha256": None if start is None or not self.anchored else _sha256(start),
+            "start_sha256": None if start is None or not self.anchored else sha256_of(start),
         }
 
     def check_page(self, page: Mapping[str, Any] | None, where: str) -> None:
@@ -197,7 +198,7 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
 
 
 def _gate(lm: Any, name: str, size: tuple[int, int]) -> bool:
-    """Whether the linear layer `name` [out, in] chooses experts, or weighs one: adapters of all layers leave it as it is, as engines do."""
+    """Whether the linear layer `name` [out, in] chooses experts, or weighs one: "all-linear" does not adapt it, as in engines."""
     experts = sizes_of(lm.config.to_dict())
     return size[0] == 1 or "router" in name.split(".") or (experts is not None and size[0] == experts.experts)
 
@@ -233,8 +234,3 @@ def _fresh(name: str, parameter: torch.Tensor, seed: int) -> None:
     bound = parameter.shape[1] ** -0.5
     drawn = torch.empty(part.shape).uniform_(-bound, bound, generator=generator)
     part.data.copy_(drawn[part.first : part.first + len(part.data)])
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -83,7 +83,7 @@ def commit(
     names = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != NAME}
     if lost := sorted(set(known) - set(names)):
         raise CheckpointInvalid(f"{folder / lost[0]}: was written and is not there; do all ranks share this folder?")
-    files = {name: FileFact(p.stat().st_size, known.get(name) or _sha256(p)) for name, p in names.items()}
+    files = {name: FileFact(p.stat().st_size, known.get(name) or sha256_of(p)) for name, p in names.items()}
     stored = _StoredManifest(
         format=FORMAT,
         version=(version.lineage, version.step),
@@ -129,7 +129,7 @@ def check_files(manifest: Manifest) -> None:
             raise CheckpointInvalid(f"{path}: missing")
         if (size := path.stat().st_size) != fact.size:
             raise CheckpointInvalid(f"{path}: {size} bytes, the manifest says {fact.size}")
-        if (digest := _sha256(path)) != fact.sha256:
+        if (digest := sha256_of(path)) != fact.sha256:
             raise CheckpointInvalid(f"{path}: sha256 {digest}, the manifest says {fact.sha256}; the file has changed")
 
 
@@ -231,6 +231,7 @@ def _own_sha256(stored: _StoredManifest) -> str:
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(stored, sha256=""))).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

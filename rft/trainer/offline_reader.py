@@ -11,7 +11,7 @@ import torch
 
 from rft.algorithm.args import Computed
 from rft.algorithm.base import Denominators, LossInputs
-from rft.buffer.given_rows import GivenRows
+from rft.buffer.given_rows import GivenRows, expert_row
 from rft.errors import RunFailed
 from rft.taskset.offline_data import OfflineData, sides
 from rft.trainer import batch_builder
@@ -26,7 +26,7 @@ _THE_LOSS = ("pg_loss", "sft_loss", "dpo_loss")  # `loss` less KL and entropy te
 
 
 class OfflineReader(GivenRows):
-    """`ports.BufferReader` over a data set: step n always gets the same rows.  There is no store: nothing waits and nothing is lost."""
+    """A data set: step n always gets the same rows.  There is no store: nothing waits and nothing is lost."""
 
     key = "buffer.trainer_input.experience_buffer.path"
 
@@ -34,16 +34,7 @@ class OfflineReader(GivenRows):
         super().__init__(data.settings.rows.path)
         self._data, self._size, self._seed, self._lineage, self._steps = data, size, seed, lineage, total_steps
 
-    async def lease(
-        self,
-        step: int,
-        *,
-        groups: int | None,
-        rows: int | None,
-        deadline_s: float,
-        max_staleness: int | None,
-        until: int | None = None,
-    ) -> Lease:
+    def rows_of(self, step: int) -> Lease:
         """The rows of `step`.  Raises EndOfData after the last step."""
         if step > self._steps:
             raise EndOfData(f"all {self._steps} steps are trained")
@@ -62,18 +53,7 @@ class OfflineReader(GivenRows):
 def experiences(record: Demonstration | Preference, group: GroupId, name: str) -> list[Experience]:
     """The rows that a step trains on for a record: one, or of a pair the chosen and then the rejected one."""
     return [
-        Experience(
-            id=group.run(run),
-            taskset=name,
-            task_index=record.id.task,
-            workflow="",
-            status="complete",
-            tokens=tokens,
-            loss_mask=mask,
-            logprobs=np.zeros(len(tokens), np.float32),
-            has_logprobs=False,
-            is_expert=True,
-        )
+        expert_row(group.run(run), tokens, mask, taskset=name, task_index=record.id.task)
         for run, (tokens, mask) in enumerate(sides(record))
     ]
 

@@ -46,7 +46,7 @@ class TrainRow(Struct, frozen=True, kw_only=True):
 
     @property
     def marked(self) -> np.ndarray:
-        """`inputs`, told apart by their experts too: rows share positions where both are the same."""
+        """`inputs`, distinguished by their experts too: rows share positions where both are the same."""
         return self.inputs if self.experts is None else experts.marked(self.inputs, self.experts)
 
     @property

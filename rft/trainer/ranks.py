@@ -21,6 +21,7 @@ from rft.algorithm.args import Computed
 from rft.algorithm.needs import controllers
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
+from rft.trainer.settings import CriticSettings, LearnerSettings
 from rft.trainer.step_result import StepResult, combined
 from rft.types.ids import Version
 from rft.types.ports import ScoreRow, WeightManifest
@@ -62,27 +63,24 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """Ranks with rows of their own; those that share a sequence count once."""
+        """Data-parallel ranks; those that share a sequence count once."""
         return self.settings.world_size // self.settings.sequence_parallel
 
     @property
     def budget(self) -> Budget:
-        s = self.settings
-        if not s.use_dynamic_bsz and s.micro_batch_size is None:
-            raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.micro_batch_size_per_gpu")
-        rows = None if s.use_dynamic_bsz else s.micro_batch_size
-        return Budget(s.max_token_len_per_gpu * s.sequence_parallel, s.row_layout, rows, balance=s.balance_batch)
+        return self._budget(self.settings, "trainer")
 
     @property
     def critic_budget(self) -> Budget | None:
         """Of what the critic learns; None where there is none."""
-        if not self.algorithm.needs.critic:
-            return None
-        c = self.settings.critic
-        if not c.use_dynamic_bsz and c.micro_batch_size is None:
-            raise ConfigError("is needed with use_dynamic_bsz: false", key="trainer.critic.micro_batch_size_per_gpu")
-        rows = None if c.use_dynamic_bsz else c.micro_batch_size
-        return Budget(c.max_token_len_per_gpu * self.settings.sequence_parallel, c.row_layout, rows, self.settings.balance_batch)
+        return self._budget(self.settings.critic, "trainer.critic") if self.algorithm.needs.critic else None
+
+    def _budget(self, model: LearnerSettings | CriticSettings, section: str) -> Budget:
+        s = self.settings
+        if not model.use_dynamic_bsz and model.micro_batch_size is None:
+            raise ConfigError("is needed with use_dynamic_bsz: false", key=f"{section}.micro_batch_size_per_gpu")
+        rows = None if model.use_dynamic_bsz else model.micro_batch_size
+        return Budget(model.max_token_len_per_gpu * s.sequence_parallel, model.row_layout, rows, s.balance_batch)
 
     def forward_budget(self, what: Computed) -> Budget:
         """Of a forward pass that computes `what`, of any number of rows."""

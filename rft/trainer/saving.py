@@ -22,6 +22,7 @@ from rft.errors import CheckpointInvalid
 from rft.faults import fault
 from rft.trainer import optim, sharding, shards, tensors
 from rft.trainer.lora import Adapter
+from rft.trainer.manifest import sha256_of
 from rft.trainer.policy import Policy
 from rft.trainer.settings import LearnerSettings
 from rft.trainer.tensors import Piece
@@ -104,10 +105,10 @@ def write(taken: CheckpointState, folder: Path, settings: LearnerSettings, rank:
     if rank == 0:
         for adapter, values in taken.adapters:
             for path in adapter.write(folder / ADAPTERS / adapter.settings.name, values):
-                written[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+                written[str(path.relative_to(folder))] = sha256_of(path)
         written[STATE] = _put(folder / STATE, json.dumps(taken.page, indent=1).encode())
         for path in side_files(settings, folder / PRETRAINED):
-            written[f"{PRETRAINED}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+            written[f"{PRETRAINED}/{path.name}"] = sha256_of(path)
     return written
 
 

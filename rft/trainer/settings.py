@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.ids import SEED
 from rft.types.row_layout import AskedLayout
@@ -32,29 +33,6 @@ class OptimSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmSettings:
-    """Parts of the algorithm by name, each with its checked arguments."""
-
-    algorithm_type: str = "grpo"
-    advantage_fn: str = "grpo"
-    advantage_fn_args: dict[str, Any] = field(default_factory=dict)
-    policy_loss_fn: str = "ppo"
-    policy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    kl_loss_fn: str = "none"
-    kl_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    entropy_loss_fn: str = "none"
-    entropy_loss_fn_args: dict[str, Any] = field(default_factory=dict)
-    sample_strategy: str = "default"
-    sample_strategy_args: dict[str, Any] = field(default_factory=dict)
-    loss_agg_mode: str = "token-mean"
-    kl_penalty_fn: str = "none"
-    kl_penalty_fn_args: dict[str, Any] = field(default_factory=dict)
-    bypass_old_logprobs: bool = True  # old log-probs = the engine's; False: the trainer's own before the step, or
-    proximal_window: bool = False  # those of the weights that were published last
-    rollout_correction: dict[str, Any] | None = None  # see rft.algorithm.correction.CorrectionArgs
-
-
-@dataclass(frozen=True, kw_only=True)
 class ForwardSettings:
     """How rows are cut into micro-batches where a model is only run forward."""
 
@@ -68,7 +46,7 @@ class CriticSettings:
 
     model_path: str = ""
     optim: OptimSettings = field(default_factory=lambda: OptimSettings(lr=1e-5))
-    warmup: int = 0  # train steps in which the policy is left as it is
+    warmup: int = 0  # train steps in which the policy is not updated
     ppo_epochs: int = 1
     cliprange_value: float = 0.5
     max_token_len_per_gpu: int = 16384
@@ -133,7 +111,7 @@ class LearnerSettings:
     loss_scale_factor: int | None = None  # divisor of seq-mean-token-sum-norm; None = max_response_tokens
     router_aux_loss_coef: float = 0.0  # of the loss that keeps experts equally busy; 0 = off
     router_replay: bool = False  # tokens go through the experts that the engine chose
-    keep_trainer_logprobs: bool = False  # a step tells the log-probs of its tokens before it, and the buffer keeps them
+    keep_trainer_logprobs: bool = False  # a step reports its tokens' log-probs before the update, and the buffer keeps them
     row_layout: AskedLayout = "auto"  # of a learner: the one that was proven, never "auto"
     balance_batch: bool = True  # rows are dealt to ranks by tokens; False: in equal numbers, in their order
     logprob_chunk_tokens: int = 1024  # of a tile of logits
@@ -178,7 +156,7 @@ class TrainerSettings:
     async_save: bool = False  # checkpoints are written while steps go on
     checkpoint_dir: Path
     read_deadline_s: float = 1800.0
-    require_batches: int = 1  # rows of so many steps have to be there before the first of them begins
+    require_batches: int = 1  # number of steps whose rows must be leased before the first of them begins
     max_staleness: int | None = None
     max_nonfinite_steps: int = 3
     offline_data: OfflineDataSettings | None = None  # the data set that is trained on; None: what an explorer samples

@@ -78,7 +78,7 @@ class Trainer:
         self._nonfinite = 0
         self._seconds: dict[str, float] = {}
         self._notes: tuple[str, ...] = ()  # of the step
-        self._kl_coefs: dict[str, float] = {}  # of the step at hand
+        self._kl_coefs: dict[str, float] = {}  # of the current step
 
     async def run(self) -> None:
         """Until `total_steps`, the end of data, or `stop`.  Raises RunFailed after too many non-finite steps in a row."""
@@ -125,7 +125,7 @@ class Trainer:
         await self._written()
 
     async def stop(self) -> None:
-        """End after the step at hand, with a checkpoint; a wait for data ends at once."""
+        """End after the current step, with a checkpoint; a wait for data ends at once."""
         self._stop.set()
 
     async def score(self, rows: Sequence[ScoreRow]) -> list[np.ndarray]:
@@ -196,7 +196,7 @@ class Trainer:
                     until=None if first is None else first + self._ahead,
                 )
             except NeedMore as e:
-                if self._sync is None:  # nobody who could explore more
+                if self._sync is None:  # there is no explorer to ask
                     raise
                 await self._sync.allow_batch(e.batch)
                 self._ahead = max(self._ahead, e.batch + 1 - (first or 0))
@@ -291,7 +291,7 @@ class Trainer:
             log.info("checkpoint of step %d committed", (await writing).version.step)
 
     async def _finish(self, step: int) -> None:
-        """Nothing more is trained: the last weights are published, saved and, if wanted, exported; then everyone is told."""
+        """Training is over: publish the last weights, save and, if wanted, export them; then announce the end."""
         if self._published != Version(self._lineage, step):
             await self._publish(step)
         await self._evaluate(step)

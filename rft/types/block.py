@@ -91,7 +91,7 @@ def decode(frame: bytes | memoryview, positions: Sequence[int] | None = None, *,
     """
     view = memoryview(frame)
     row = _RowDecoder(_Checked if checked else Experience)
-    with _told():
+    with _as_value_error():
         return _decode_bundle(view, row) if view[:4] == BUNDLE_MAGIC else _decode_block(view, positions, row)
 
 
@@ -100,7 +100,7 @@ def read(block: bytes) -> tuple[list[Experience], list[Content]]:
     view = memoryview(block)
     if view[:4] == OLD_MAGIC:
         return decode(block), contents(block)
-    with _told():
+    with _as_value_error():
         rows = _rows(view)
         return _RowDecoder(Experience).all(rows), [_content(head, arrays) for head, arrays in rows]
 
@@ -124,8 +124,8 @@ def contents(block: bytes | memoryview, positions: Sequence[int] | None = None) 
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What is wrong with a frame, as ValueError."""
+def _as_value_error() -> Iterator[None]:
+    """Raise what is wrong with a frame as ValueError."""
     try:
         yield
     except msgspec.ValidationError:

@@ -44,7 +44,7 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message, to go on with: `messages.append(completion.message)`."""
+        """The answer as a message, to continue the chat with: `messages.append(completion.message)`."""
         made: dict[str, Any] = {"role": "assistant", "content": self.text}
         return made | ({"tool_calls": list(self.tool_calls)} if self.tool_calls else {})
 

@@ -217,7 +217,7 @@ def _joined(completions: Sequence[Completion]) -> dict[str, Any]:
         tokens = np.concatenate([c.prompt_tokens, c.tokens]).astype(np.int32, copy=False)
     return {
         "tokens": tokens,
-        "has_logprobs": any(c.usage is None for c in completions),  # a server tells no tokens: nothing of it can be trained
+        "has_logprobs": any(c.usage is None for c in completions),  # servers report no tokens: nothing to train on
         "loss_mask": np.concatenate(mask),
         "logprobs": np.concatenate(logps),
         "version_spans": tuple(spans),

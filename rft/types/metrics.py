@@ -26,7 +26,7 @@ class MetricRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: int
     time: float  # seconds since the epoch
     values: dict[str, float]
-    notes: tuple[str, ...] = ()  # what a person should hear of, in words
+    notes: tuple[str, ...] = ()  # messages for people
 
 
 def reduce(metrics: Iterable[Metric]) -> dict[str, float]:

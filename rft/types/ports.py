@@ -27,7 +27,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     tools: tuple[dict[str, Any], ...] = ()
     prompt_tokens: tuple[int, ...] = ()
     prefix_tokens: np.ndarray | None = None  # int32: prompt and answer of the call before, which `messages` begin with;
-    prefix_messages: int = 0  # so many of `messages` are these tokens already, only what follows is rendered
+    prefix_messages: int = 0  # number of `messages` that these tokens cover; only what follows is rendered
     chat_template: str | None = None  # Jinja text; None = the engine's
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # over the engine's
     strict_template_args: tuple[str, ...] = ()  # names of chat_template_args that a client chose: the template must read each
@@ -39,12 +39,27 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     may_wait: bool = True  # False: an engine that drains refuses it with `engine.admission.Draining`, so that another is asked
 
 
-class Engine(Protocol):
-    """Generates tokens with one weight version at a time.  Implementations: vllm, transformers, scripted."""
+class ChatModel(Protocol):
+    """What workflows and judges see of an engine or a pool of engines."""
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """`request.n` completions, in order.  Raises `PromptTooLong` (a ValueError) before generating, `EngineFailed` when broken."""
         ...
+
+    async def logprobs(self, row: ScoreRow) -> np.ndarray:
+        """float32 [len(tokens) - prompt_length]: log-probs of given tokens after the prompt, natural log.
+
+        Raises ValueError where the engine cannot say (`engine.base.no_logprobs`).
+        """
+        ...
+
+    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
+        """Raw scores (logits) of a model with a classification head for a whole chat.  Raises ValueError where it has none."""
+        ...
+
+
+class Engine(ChatModel, Protocol):
+    """Generates tokens with one weight version at a time.  Implementations: vllm, transformers, scripted."""
 
     async def pause(self, *, clear_cache: bool = True) -> None:
         """Stop scheduling; running requests are kept and go on after `resume`."""
@@ -71,17 +86,6 @@ class Engine(Protocol):
         """Take every request again."""
         ...
 
-    async def logprobs(self, row: ScoreRow) -> np.ndarray:
-        """float32 [len(tokens) - prompt_length]: log-probs of given tokens after the prompt, natural log.
-
-        Raises ValueError where the engine cannot say (`engine.base.no_logprobs`).
-        """
-        ...
-
-    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]:
-        """Raw scores (logits) of a model with a classification head for a whole chat.  Raises ValueError where it has none."""
-        ...
-
     async def health(self) -> None:
         """Raises `EngineFailed` when the engine cannot answer any more."""
         ...
@@ -91,19 +95,9 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class ChatModel(Protocol):
-    """What workflows and judges see of an engine or a pool of engines; the methods are those of `Engine`."""
-
-    async def generate(self, request: GenerateRequest) -> list[Completion]: ...
-
-    async def logprobs(self, row: ScoreRow) -> np.ndarray: ...
-
-    async def classify(self, messages: Sequence[dict[str, Any]]) -> list[float]: ...
-
-
 @runtime_checkable
 class Identified(Protocol):
-    """A model that has a name of its own, for what remembers its answers."""
+    """A model with a name by which its answers can be cached."""
 
     identity: str
 

@@ -122,7 +122,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 
 
 def carries_state(config: Mapping[str, Any]) -> bool:
-    """Whether the model of `config` has layers whose kernels have to be told where packed rows end."""
+    """Whether the model of `config` has layers whose kernels need the ends of packed rows."""
     return not _STATE.isdisjoint(layer_types(config))
 
 

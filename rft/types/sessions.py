@@ -27,7 +27,7 @@ class StoredSession(Struct, frozen=True, kw_only=True):
 
     id: str
     client: str
-    key_hash: str  # SHA-256 of its key, as hex; empty: it has none of its own
+    key_hash: str  # SHA-256 of its key, as hex; empty: it has no key
     task_id: str
     metadata: dict[str, Any] = field(default_factory=dict)
     created: float

@@ -1,6 +1,7 @@
-"""What a model tells whoever asks it while a call is under way: that it was held back before it was sent, which a deadline does not count,
-that it is about to be sent once more although the first sending may have been worked on, which has its price, and that the last sending
-has none: it did not arrive, or was turned away.
+"""Callbacks by which a model client reports to its caller while a call is under way.
+
+Throttled: the request waits before it is sent, which the caller's deadline does not count.  Resent: it is sent again although the server
+may have worked on it, so both may cost.  Unpaid: the last request costs nothing, because it did not arrive or was refused.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from contextvars import ContextVar
 
 
 def _nobody(seconds: float) -> None:
-    """The caller has no deadline of its own."""
+    """The caller has no deadline."""
 
 
 async def _free() -> None:
@@ -21,9 +22,9 @@ def _unpaid() -> None:
     """The caller counts no costs."""
 
 
-# is told for how many seconds, before they pass
+# called with the seconds to wait, before the wait
 THROTTLED: ContextVar[Callable[[float], None]] = ContextVar("held", default=_nobody)
-# is awaited before; what it raises ends the call
+# awaited before the request is sent again; what it raises ends the call
 RESENT: ContextVar[Callable[[], Awaitable[None]]] = ContextVar("resent", default=_free)
-# is told before the error is raised
+# called before the error is raised
 UNPAID: ContextVar[Callable[[], None]] = ContextVar("unpaid", default=_unpaid)

@@ -17,8 +17,8 @@ from rft.algorithm.base import Advantages, StepInputs, StepRow
 from rft.algorithm.catalog import check_args, shipped
 from rft.algorithm.composition import build, spread
 from rft.algorithm.pf_ppo import weights
+from rft.algorithm.settings import AlgorithmSettings
 from rft.plugins import REGISTRY
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
 
 NAMES = sorted(name for kind, name in shipped() if kind == "advantage_fn")

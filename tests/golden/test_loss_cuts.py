@@ -19,8 +19,8 @@ from rft.algorithm.base import Denominators, LossInputs, LossOutput, StepInputs,
 from rft.algorithm.catalog import losses, shipped
 from rft.algorithm.composition import Algorithm, build
 from rft.algorithm.kl import ESTIMATORS
+from rft.algorithm.settings import AlgorithmSettings
 from rft.plugins import REGISTRY
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
 
 ARGUMENTS: dict[str, dict[str, Any]] = {  # such that every term of the loss is there

@@ -24,8 +24,8 @@ from rft.algorithm.composition import build
 from rft.algorithm.covariance import ClipCovArgs, KlCovArgs
 from rft.algorithm.expert_mix import MixChordArgs, mu_at
 from rft.algorithm.m2po import M2poArgs
+from rft.algorithm.settings import AlgorithmSettings
 from rft.plugins import REGISTRY
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
 
 K = 7  # of seq-mean-token-sum-norm

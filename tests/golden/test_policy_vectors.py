@@ -14,9 +14,9 @@ from rft.algorithm.base import Denominators, StepInputs, StepRow
 from rft.algorithm.composition import build
 from rft.algorithm.controller import KlController
 from rft.algorithm.correction import CorrectionArgs, correct, diagnostics
+from rft.algorithm.settings import AlgorithmSettings
 from rft.algorithm.value import ValueInputs, explained_variance, value_loss
 from rft.errors import ConfigErrors
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
 
 

@@ -131,7 +131,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "olmo_hybrid": _DELTA,
-    "minimax": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "block_size": 16},
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "mlp_beta_factor": 4,
+        "block_size": 16,
+    },
     "zamba2": {**_MAMBA, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
     "llama4_text": {
         "attention_chunk_size": 6,

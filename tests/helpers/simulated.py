@@ -210,7 +210,7 @@ class SimTrainer(Trainer):
             await asyncio.sleep(self.world.train_s[lease.step % len(self.world.train_s)])
             await self._buffer.use(lease.step)
             self.found.steps.append((lease.step, begin, now()))
-        return StepBatch([], 1, len(rows), 0, []), None
+        return StepBatch([], 1, len(rows), []), None
 
     async def _publish(self, step: int) -> None:
         await super()._publish(step)

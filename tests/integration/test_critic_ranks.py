@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer import shards
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
+from rft.trainer.settings import CriticSettings, LearnerSettings, OptimSettings
 from tests.helpers import ranks
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer import shards
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
+from rft.trainer.settings import LearnerSettings, OptimSettings
 from rft.types.ids import Version
 from tests.helpers import ranks
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, delete, insert
 
 from rft.buffer.base import REMEDY, Storage, storage
-from rft.buffer.schema import ask, payloads, put_many
+from rft.buffer.schema import ask, parts, payloads, put_many
 from rft.errors import PayloadDamaged
 from rft.faults import fault
-
-_PART = 500  # SQLite allows a limited number of bound values
 
 
 @storage("sql")
@@ -23,7 +21,7 @@ class SqlStorage(Storage):
         if connection.dialect.name != "sqlite":
             statement = insert(payloads).returning(payloads.c.id, sort_by_parameter_order=True)
             return [str(x) for x in connection.scalars(statement, [{"block": b} for b in blocks])]
-        last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # nobody else writes
+        last = connection.exec_driver_sql("SELECT max(id) FROM payloads").scalar() or 0  # this is the only writer
         numbers = range(last + 1, last + 1 + len(blocks))
         put_many(connection, payloads, list(zip(numbers, blocks, strict=True)))
         return [str(n) for n in numbers]
@@ -32,8 +30,7 @@ class SqlStorage(Storage):
         found: dict[str, bytes] = {}
         if odd := [x for x in locators if not x.isdecimal() or len(x) > 18]:
             raise PayloadDamaged(f"payload {odd[0][:80]!r} is no row of table payloads. {REMEDY}")
-        for start in range(0, len(locators), _PART):
-            part = [int(x) for x in locators[start : start + _PART]]
+        for part in parts([int(x) for x in locators]):
             for number, block in ask(connection, "SELECT id, block FROM payloads WHERE id IN (??)", many=part).all():
                 found[str(number)] = block
         if missing := [x for x in locators if x not in found]:
@@ -41,5 +38,5 @@ class SqlStorage(Storage):
         return [found[x] for x in locators]
 
     def drop(self, locators: Sequence[str], connection: Connection) -> None:
-        for start in range(0, len(locators), _PART):
-            connection.execute(delete(payloads).where(payloads.c.id.in_([int(x) for x in locators[start : start + _PART]])))
+        for part in parts([int(x) for x in locators]):
+            connection.execute(delete(payloads).where(payloads.c.id.in_(part)))

@@ -1,14 +1,14 @@
 """Payload as files: one immutable segment for each block, in folders of at most 1000.
 
 A segment is written under another name, synced when the durability asks for it, and renamed: a name is there with all its bytes,
-or not at all.  It needs neither the ledger nor this program to be read: `blocks` walks over a folder.
+or not at all.  It needs neither the ledger nor this program to be read.
 The one invariant: a segment never changes after its rename, and its number is never used again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -55,7 +55,7 @@ class FileStorage(SegmentFolder):
                 if self._power:
                     sync_path(self._folder / f"{self._part:06d}")
         except BaseException:
-            for locator in locators:  # nobody knows them, and the space may be what is missing
+            for locator in locators:  # the ledger does not refer to them, and the disk may be full
                 self._path(locator).unlink(missing_ok=True)
             raise
         return locators
@@ -96,9 +96,3 @@ class FileStorage(SegmentFolder):
         (self._folder / f"{self._part:06d}").mkdir(exist_ok=True)
         if self._power:
             sync_path(self._folder)
-
-
-def blocks(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """(file, block) of every segment below `folder`, in the order they were stored; raises PayloadDamaged at a damaged one."""
-    for path in sorted(folder.glob(f"*/*{SUFFIX}")):
-        yield path, read(path, MAGIC, alone=True)

@@ -67,7 +67,7 @@ class QueueStorage(SegmentFolder):
             if self._power:
                 os.fdatasync(self._file)
         except OSError:
-            self._offset = began  # nobody knows these records, and the space may be what is missing
+            self._offset = began  # the ledger does not refer to these records, and the disk may be full
             os.ftruncate(self._file, began)
             raise
         self._memory.update(zip(locators, blocks, strict=True))

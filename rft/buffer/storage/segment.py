@@ -1,4 +1,4 @@
-"""Payload in files: one form of record for all of them, written so that a torn, foreign or changed one is told from a whole one.
+"""Payload in files: one record format for all of them, by which a torn, foreign or changed record is detected.
 
 A record is a magic of 4 bytes, length and xxh3-64 of the block (8 bytes each, little-endian), and the block.  The block is a frame
 of `rft.types.block`, which begins with the headers of its experiences, so a file is read without the ledger.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -71,11 +70,3 @@ def read(path: Path, magic: bytes, offset: int = 0, *, alone: bool = False) -> b
     if len(block) != size or (alone and left != size) or xxhash.xxh3_64_intdigest(block) != digest:
         raise PayloadDamaged(f"buffer segment {path} is damaged at byte {offset}. {REMEDY}")
     return block
-
-
-def records(path: Path, magic: bytes) -> Iterator[bytes]:
-    """All blocks of a file, in order; raises PayloadDamaged at the first that is not whole."""
-    offset, end = 0, path.stat().st_size
-    while offset < end:
-        yield (block := read(path, magic, offset))
-        offset += HEAD.size + len(block)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.config.schema.base import Args, IgnoreCase, Section, Told, key, renamed, safe_key, section
-from rft.trainer.settings import AlgorithmSettings, OptimSettings
+from rft.trainer.settings import OptimSettings
 
 Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], IgnoreCase]
 

@@ -14,9 +14,9 @@ from rft.algorithm.catalog import BUILT, KINDS, algorithm_defaults, algorithms, 
 from rft.algorithm.kl import KlArgs
 from rft.algorithm.needs import needs
 from rft.algorithm.ppo import PpoArgs
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, ConfigErrors
 from rft.plugins import REGISTRY
-from rft.trainer.settings import AlgorithmSettings
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import torch
 from rft.algorithm import composition
 from rft.algorithm.base import Advantages, Denominators, LossInputs, StepInputs, StepRow
 from rft.algorithm.composition import build, spread
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.ports import GroupStats
 
 FULL = AlgorithmSettings(

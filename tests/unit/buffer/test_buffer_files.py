@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,12 +30,16 @@ async def opened(folder: Path, **settings: Any) -> Buffer:
     return buffer
 
 
-def test_network_file_systems_are_refused(tmp_path: Path) -> None:
-    mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {tmp_path.resolve()} nfs4 rw 0 0\n"
-    with pytest.raises(SetupError, match=r"nfs4.*local disk"):
-        refuse_network(tmp_path / "run", mounts)
-    refuse_network(tmp_path.parent, mounts)
+def test_network_file_systems_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_network(tmp_path)
+    points = {"/": "ext4", str(tmp_path.resolve()): "nfs4", str(tmp_path.resolve() / "here"): "nfs4"}
+    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in points.items()]
+    mounts.append(SimpleNamespace(mountpoint=str(tmp_path.resolve() / "here"), fstype="ext4"))  # over the one before
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    with pytest.raises(SetupError, match=r"nfs4.*local disk"):
+        refuse_network(tmp_path / "run")
+    refuse_network(tmp_path / "here" / "run")
+    refuse_network(tmp_path.parent)
 
 
 @pytest.mark.parametrize(

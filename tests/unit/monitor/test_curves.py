@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rft.monitor.curves import evaluations, main_curves, sparkline, svg, ticks
+from rft.monitor.curves import evaluations, main_curves, sparkline, svg
+from rft.monitor.pictures import ticks
 from rft.types.metrics import MetricRecord
 
 

@@ -14,13 +14,13 @@ import torch
 from rft.algorithm.base import Denominators, LossInputs, StepInputs, StepRow
 from rft.algorithm.catalog import algorithm_defaults
 from rft.algorithm.composition import build
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError, ConfigErrors, PluginError
 from rft.monitor.monitor import ALARM, Monitor, check_available
 from rft.monitor.read import read
 from rft.monitor.settings import MonitorSettings
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import TasksetSettings
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.metrics import MetricRecord
 from rft.types.ports import GroupStats
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,15 @@ def test_pairs_in_every_form(given: Any, tiny_model: Path, row: dict[str, Any], 
 def test_a_row_that_cannot_be_used_is_named(given: Any, rows: Any, kind: str, form: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         given(rows, kind, form)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_generation_config_that_cannot_be_read_is_named(given: Any, tiny_model: Path, tmp_path: Path, content: str) -> None:
+    settings = given([{"prompt": "2+2", "response": "4"}]).settings
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json (cannot be read as JSON|holds a list)"):
+        open_offline_data(replace(settings, model_path=str(model)))
 
 
 def test_long_rows_can_be_left_out(given: Any) -> None:

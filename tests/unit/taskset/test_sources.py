@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 
 import pytest
@@ -33,6 +34,8 @@ def database(tmp_path):
             db.execute("INSERT INTO tasks VALUES (?, ?)", (i, json.dumps({"prompt": f"p{i}", "response": str(i)})))
         db.execute("CREATE TABLE plain (prompt TEXT, response TEXT, level REAL, born DATE)")
         db.executemany("INSERT INTO plain VALUES (?, ?, ?, ?)", [("a", "1", 0.5, "2026-01-02"), ("b", "2", 0.25, "2026-01-03")])
+        db.execute("CREATE TABLE sizes (id INTEGER PRIMARY KEY, prompt TEXT, response DECIMAL(10, 2))")
+        db.executemany("INSERT INTO sizes VALUES (?, ?, ?)", [(1, "a", 2), (2, "b", 2.5), (3, "c", math.inf)])
         db.execute("CREATE TABLE blobs (id INTEGER PRIMARY KEY, prompt TEXT, picture BLOB)")
         db.execute("INSERT INTO blobs VALUES (1, 'a', x'00ff')")
     db.close()
@@ -62,7 +65,7 @@ def test_sql_tables_and_queries(database):
     ("args", "message"),
     [
         ({"table": "tasks; DROP TABLE tasks"}, "is no name of a table or column; letters, digits and _, at most 63"),
-        ({"table": "taks"}, "there is no table 'taks' .*there are blobs, plain, tasks"),
+        ({"table": "taks"}, "there is no table 'taks' .*there are blobs, plain, sizes, tasks"),
         ({"table": "plain"}, r"has no primary key, so its rows have no order; write args\.order_by"),
         ({"table": "plain", "order_by": ["lvl"]}, "no column 'lvl' to order by; it has prompt, response, level, born"),
         ({"table": "blobs"}, "table blobs, row 0, column picture: holds bytes"),
@@ -80,6 +83,12 @@ def test_sql_refuses(database, args, message):
     with sqlite3.connect(database) as db:
         assert db.execute("SELECT count(*) FROM plain").fetchone() == (2,)
     db.close()
+
+
+def test_sql_decimals(database):
+    sizes = sql(database, args={"table": "sizes"})
+    truths = [sizes.task(i).truth for i in range(3)]
+    assert truths == [2, 2.5, math.inf] and type(truths[0]) is int
 
 
 def test_sql_addresses(tmp_path):

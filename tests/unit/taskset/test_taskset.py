@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rft.errors import ConfigError, PluginError
-from rft.taskset.generated_tasks import digit_sums
+from rft.taskset.generated_tasks import countdown, digit_sums
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import FormatSettings, TasksetSettings
 from rft.types.task import SamplingArgs
@@ -99,6 +99,8 @@ def test_missing_file_suggests_a_neighbour(tmp_path):
         open_taskset(settings(tmp_path / "dta.jsonl"))
     with pytest.raises(ConfigError, match="does not exist either"):
         open_taskset(settings(tmp_path / "no" / "data.jsonl"))
+    with pytest.raises(ConfigError, match=r"data\.ndjson does not exist"):  # and is not looked for on a hub
+        open_taskset(settings("no/data.ndjson"))
 
 
 def test_messages_tools_and_per_row_names(tmp_path):
@@ -235,6 +237,12 @@ def test_digit_sums_hold_out_whole_pairs(seed):
     unordered = {tuple(sorted(p)) for p in test}
     assert (n_train, n_test, len(train | test), len(unordered)) == (72, 28, 100, 15)
     assert all((b, a) in test for a, b in test) and not any(tuple(sorted(p)) in unordered for p in train)
+
+
+def test_countdown_refuses_numbers_that_cannot_be_held_out():
+    assert len(countdown(split="train", size=2, highest=2, count=3)) == 3
+    with pytest.raises(ValueError, match="no set of numbers belongs to the split test; raise highest"):
+        countdown(split="test", size=2, highest=2)
 
 
 @pytest.mark.parametrize("path", ["rft.taskset.arithmetic:digit_sums", "rft.taskset.countdown:countdown",

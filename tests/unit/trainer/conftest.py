@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings, OptimSettings
+from rft.trainer.settings import LearnerSettings, OptimSettings
 
 SETTINGS = LearnerSettings(
     model_path="",

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from rft.algorithm.catalog import algorithm_defaults
+from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings
+from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord

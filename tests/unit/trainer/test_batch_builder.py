@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rft.algorithm.composition import build
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import RunFailed
 from rft.trainer import batch_builder
 from rft.trainer.pack import Budget
-from rft.trainer.settings import AlgorithmSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord
@@ -57,7 +57,7 @@ def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
     made = make([experience(0, 0, 1.0), experience(0, 1, 0.0), experience(1, 0, 1.0), experience(1, 1, 1.0)])
     (share,) = made.shares
     ((first, second),) = share.micro_batches
-    assert (share.tokens, share.rows, made.skipped_rows) == (8.0, 4.0, 2)
+    assert (share.tokens, share.rows, made.metrics["experience/skipped_rows"]) == (8.0, 4.0, 2)
     assert first.advantages is not None and second.advantages is not None
     assert [*first.advantages, *second.advantages] == pytest.approx([0.7071058] * 2 + [-0.7071058] * 2)
     assert first.temperatures == 0.5
@@ -66,7 +66,7 @@ def test_rows_of_equal_rewards_are_left_out_but_counted() -> None:
 
 def test_a_kl_loss_needs_every_row() -> None:
     made = make([experience(1, 0, 1.0), experience(1, 1, 1.0)], kl_loss_fn="k2")
-    assert made.skipped_rows == 0 and len(made.shares[0].micro_batches[0]) == 2
+    assert made.metrics["experience/skipped_rows"] == 0 and len(made.shares[0].micro_batches[0]) == 2
 
 
 def test_drawn_rows_stand_as_often_as_they_were_drawn() -> None:
@@ -127,11 +127,13 @@ def test_rows_without_group_statistics_are_refused() -> None:
 
 def test_rows_without_advantage_are_computed_where_their_loss_is_not_zero() -> None:
     rows = [experience(1, 0, 1.0), experience(1, 1, 1.0)]
-    assert make(rows, policy_loss_fn="gspo").skipped_rows == 2
+    assert make(rows, policy_loss_fn="gspo").metrics["experience/skipped_rows"] == 2
     k2 = {"regularizer": "k2", "regularizer_coef": 0.1}
-    assert make(rows, policy_loss_fn="rec", advantage_fn="rec").skipped_rows == 2
-    assert make(rows, policy_loss_fn="rec", advantage_fn="rec", policy_loss_fn_args=k2).skipped_rows == 0
-    assert make(rows, entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.1}).skipped_rows == 0
+    assert make(rows, policy_loss_fn="rec", advantage_fn="rec").metrics["experience/skipped_rows"] == 2
+    assert make(rows, policy_loss_fn="rec", advantage_fn="rec", policy_loss_fn_args=k2).metrics["experience/skipped_rows"] == 0
+    assert (
+        make(rows, entropy_loss_fn="default", entropy_loss_fn_args={"entropy_coef": 0.1}).metrics["experience/skipped_rows"] == 0
+    )
 
 
 def test_imitation_takes_rows_without_a_sampling_policy() -> None:
@@ -140,7 +142,7 @@ def test_imitation_takes_rows_without_a_sampling_policy() -> None:
     made = batch_builder.make(
         given, build(AlgorithmSettings(policy_loss_fn="sft", advantage_fn="none")), Budget(100), world_size=1
     )
-    assert made.skipped_rows == 0 and made.tokens == 2
+    assert made.metrics["experience/skipped_rows"] == 0 and made.tokens == 2
 
 
 def test_an_experts_rows_are_counted_apart() -> None:

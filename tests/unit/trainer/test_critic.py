@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from rft.algorithm.base import Denominators
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import ConfigError
 from rft.trainer import policy as policies
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings
+from rft.trainer.settings import CriticSettings, LearnerSettings, OptimSettings
 from rft.trainer.step_result import StepResult
 
 Settings = Callable[..., LearnerSettings]

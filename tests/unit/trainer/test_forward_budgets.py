@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow, spread
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, ForwardSettings, LearnerSettings
+from rft.trainer.settings import ForwardSettings, LearnerSettings
 
 Settings = Callable[..., LearnerSettings]
 Batch = Callable[..., RankBatch]

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.buffer import Buffer
 from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
 from rft.trainer.learner import Learner
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, CriticSettings, LearnerSettings, OptimSettings, TrainerSettings
+from rft.trainer.settings import CriticSettings, LearnerSettings, OptimSettings, TrainerSettings
 from rft.trainer.trainer import Trainer
 from rft.types.block import encode
 from rft.types.completion import VersionSpan

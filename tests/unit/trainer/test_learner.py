@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from rft.algorithm.args import Computed
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import CheckpointInvalid, ConfigError, SetupError
 from rft.trainer import optim
 from rft.trainer.learner import Learner
 from rft.trainer.pack import RankBatch, TrainRow
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings
+from rft.trainer.settings import LearnerSettings
 from rft.types.ids import Version
 
 Settings = Callable[..., LearnerSettings]

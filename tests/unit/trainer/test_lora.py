@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.cli.export_command import copy_model
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer import adapterfiles, saving, shards, tensors
@@ -28,7 +29,7 @@ from rft.trainer.hf_folder import assemble
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings, LoraSettings, OptimSettings
+from rft.trainer.settings import LearnerSettings, LoraSettings, OptimSettings
 from rft.types.adapter import key
 from rft.types.ids import Version
 from rft.types.modelfiles import fingerprint

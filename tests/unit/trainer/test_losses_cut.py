@@ -11,9 +11,10 @@ import torch
 
 from rft.algorithm.catalog import losses
 from rft.algorithm.composition import build
+from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings
+from rft.trainer.settings import LearnerSettings
 
 ARGUMENTS = {"gspo": {"clip_range": 0.3}, "mix": {"mu": 0.5}, "mix_chord": {"mu_peak": 0.5, "mu_valley": 0.5}}
 

@@ -15,11 +15,12 @@ import torch
 
 from rft.algorithm.base import Denominators, LossInputs
 from rft.algorithm.catalog import algorithm_defaults, algorithms
+from rft.algorithm.settings import AlgorithmSettings
 from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.pack import TrainRow
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings
+from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.errors import CheckpointInvalid, RunFailed
 from rft.trainer import batch_builder
 from rft.trainer.learner import Learner
 from rft.trainer.numbers import numbers
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings
+from rft.trainer.settings import LearnerSettings
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord

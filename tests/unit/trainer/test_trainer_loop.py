@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rft.algorithm.settings import AlgorithmSettings
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.errors import RunFailed, WeightSyncFailed
@@ -22,7 +23,7 @@ from rft.trainer import manifest as manifests
 from rft.trainer.learner import Learner
 from rft.trainer.pack import TrainRow
 from rft.trainer.ranks import Ranks
-from rft.trainer.settings import AlgorithmSettings, LearnerSettings, TrainerSettings
+from rft.trainer.settings import LearnerSettings, TrainerSettings
 from rft.trainer.trainer import Trainer
 from rft.types.block import encode
 from rft.types.completion import VersionSpan
