@@ -169,6 +169,8 @@ class _Link:
         while True:
             answer: Answer = unpack(await framing.read(self._reader), Answer)
             future = self._waiting.pop(answer.id)
+            if future.done():  # the workflow has given this call up
+                continue
             if not answer.error:
                 future.set_result(bytes(answer.body))
             else:
