@@ -183,7 +183,7 @@ async def load_tool_file(path: str) -> list[Tool]:
     found: list[Tool] = []
     for number, entry in enumerate(_entries(path)):
         where = f"{path}: tools[{number}]"
-        folder = Path(path).parent
+        folder = Path(_whole(path)).parent
         if "function" in entry:
             found.append(FunctionTool(REGISTRY.get("tool", _near(str(entry["function"]), folder)).obj))
         elif (entry.get("config") or {}).get("type") == "mcp":
