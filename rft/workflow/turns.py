@@ -240,6 +240,12 @@ def _observed(messages: list[Message], answer: int, head: int) -> int:
     return i
 
 
+def row_seed(task: Task) -> int:
+    """The seed that the task's row names, else the task's number."""
+    seed = task.row.get("seed")
+    return task.index if seed is None else int(seed)
+
+
 @dataclass(frozen=True)
 class Step:
     """What an action led to.  `info` holds JSON values; its `success` becomes a part of the score.
@@ -269,12 +275,10 @@ class EnvWorkflow(MultiTurnWorkflow):
     info has `step_reward` and `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
     """
 
-    def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
-        self._state = ""
-        self._observation = ""
-        self._success: float | None = None
-        self._missing: float | None = None  # reward of a step that names none
+    _state = ""
+    _observation = ""
+    _success: float | None = None
+    _missing: float | None = None  # reward of a step that names none
 
     @staticmethod
     def gives(args: Mapping[str, Any]) -> set[str]:
