@@ -286,14 +286,13 @@ async def two_versions(
 
     The canary's largest difference of each version, in nats, and the seconds of the second sync.
     """
-    from rft.engine.pool import EnginePool
     from rft.sync.schedule import Schedule
     from rft.sync.synchronizer import Synchronizer
     from rft.sync.transport.choose import make
 
     prompts = probe_prompts(ranks.settings.model_path, sync.canary_prompts, 0)
     transport: Any = make(sync, folder)
-    synchronizer = Synchronizer(sync, EnginePool([engine]), ranks, Schedule(), prompts, Version(lineage, 0), sender=transport)
+    synchronizer = Synchronizer(sync, [engine], ranks, Schedule(), prompts, Version(lineage, 0), sender=transport)
     canary, seconds = [], 0.0
     try:
         for step in (0, 1):
