@@ -108,8 +108,8 @@ class MultiTurnWorkflow(Workflow):
         return {}
 
     def leftover(self) -> Any:
-        """Reward, in the end, of a run that a limit ended."""
-        return 0.0
+        """Reward of a run that a limit ended, added to that of its last step; None: nothing is added."""
+        return None
 
     def counts(self) -> dict[str, float]:
         """More numbers for the monitor, rollout/NAME/mean."""
@@ -160,7 +160,7 @@ class MultiTurnWorkflow(Workflow):
             if left < 1:
                 cut = True
                 break
-        if not done and rewards and (more := await self.call(self.leftover)):
+        if not done and rewards and (more := await self.call(self.leftover)) is not None:
             rewards[-1] = (rewards[-1] or 0.0) + float(more)
             self._scored(ctx, Reply(reward=rewards[-1]))
         return self._transcript(ctx, rewards, done=done, cut=cut)

@@ -257,6 +257,9 @@ def test_environments_of_verifiers() -> None:
     assert [m["content"] for m in row.messages] == ["Add.", "2+2?", "3", "no (1)", "4"]
     (row,) = run_workflow("verifiers_workflow", asked, ScriptedModel("3", "5"), workflow_args=args).group.rows
     assert row.reward == 0.0 and row.metrics["turns"] == 2.0
+    short = task(truth="4", prompt="2+2?", sampling=SamplingArgs(max_tokens=1))
+    (row,) = run_workflow("verifiers_workflow", short, ScriptedModel("3"), workflow_args=args).group.rows
+    assert (row.reward, row.status) == (0.0, "truncated"), "what the rubric gives to a run that a limit ended"
     old = {**args, "env_args": {"old": True}}
     assert run_workflow("verifiers_workflow", asked, ScriptedModel("4"), workflow_args=old).runs[0].reward == 0.5
     with pytest.raises(Exception, match=r"has no rubric\.score_rollout"):
