@@ -154,7 +154,7 @@ async def test_a_stuck_run_is_killed_at_its_deadline(recipes, what):
         ("eats_memory", "MemoryError"),
         ("crashes", "ended without a result (signal SIGSEGV)"),
         ("leaves", "ended without a result (exit code 3)"),
-        ("exits", "SystemExit: 3"),
+        ("exits", "workflow unsafe_blocking called sys.exit(3)"),
         ("writes_much", "File too large"),
         ("raises", "KeyError: 'my bug'"),
     ],
