@@ -61,7 +61,7 @@ class _Calls:
                 break
             if late:
                 raise ServeError(0, "unreachable", f"{self._address} did not answer for {self._patience_s:g} s")
-            yield _PAUSE_S if response is None else float(response.headers.get("Retry-After", _PAUSE_S))
+            yield min(_pause_s(response), max(0.0, deadline - time.monotonic()))
         if response.is_error:
             try:
                 error = response.json()["error"]
@@ -79,6 +79,14 @@ class _Calls:
         body = {"reward": reward, "message": message, "final": final}
         found = yield from self._call("POST", f"/v1/sessions/{session.id}/reward", body)
         return found["status"]
+
+
+def _pause_s(response: httpx.Response | None) -> float:
+    """How long to wait before a call is sent again."""
+    try:
+        return _PAUSE_S if response is None else max(0.0, float(response.headers["Retry-After"]))
+    except (KeyError, ValueError):  # it names a date, or nothing
+        return _PAUSE_S
 
 
 class Client(_Calls):

@@ -81,24 +81,28 @@ def sync_path(path: Path) -> None:
 
 def is_full(error: BaseException) -> bool:
     """Whether this error, or one that caused it, says that no space is left."""
+    return _fullness(error) is not None
+
+
+def _fullness(error: BaseException) -> BaseException | None:
+    """The first, of this error and those that caused it, that says so."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
         seen.add(id(at))
-        if isinstance(at, DiskFull) or (isinstance(at, OSError) and at.errno in FULL):
-            return True
-        if any(text in str(at) for text in _FULL_TEXTS):
-            return True
+        if isinstance(at, DiskFull) or (isinstance(at, OSError) and at.errno in FULL) or any(t in str(at) for t in _FULL_TEXTS):
+            return at
         at = at.__cause__ or at.__context__
-    return False
+    return None
 
 
 def full(error: BaseException, what: str = "") -> DiskFull:
     """The same as the one error that a full disk is; `what` was being written, where the error does not name it."""
-    if isinstance(error, DiskFull):
-        return error
-    name = str(error.filename) if isinstance(error, OSError) and error.filename is not None else what
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().splitlines()[0]
+    found = _fullness(error) or error
+    if isinstance(found, DiskFull):
+        return found
+    name = str(found.filename) if isinstance(found, OSError) and found.filename is not None else what
+    said = found.strerror if isinstance(found, OSError) and found.strerror else str(found).strip().splitlines()[0]
     return DiskFull(f"{name or 'a file of the run'} cannot be written: {said}.  {REMEDY}")
 
 

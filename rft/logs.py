@@ -57,7 +57,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_free_map(name: str) -> bool:
-    """Whether a configuration key holds environment variables or headers, whose names are anybody's."""
+    """Whether a configuration key holds environment variables or headers, whose names are arbitrary."""
     return _FREE.fullmatch(name) is not None
 
 
@@ -69,7 +69,7 @@ def is_harmless(name: str, value: object) -> bool:
 
 
 def looks_random(value: str) -> bool:
-    """Whether a text of anybody's is more likely a secret than a word: to be removed wherever it shows up."""
+    """Whether an arbitrary text is more likely a secret than a word, so that it is removed wherever it shows up."""
     return (
         len(value) >= 8
         and not value.startswith(("/", "."))

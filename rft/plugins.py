@@ -27,6 +27,7 @@ from rft.errors import ConfigError, PluginError, nearest
 
 GROUP = "rft.plugins"
 T = TypeVar("T")
+_IMPORTING = threading.RLock()  # a thread that asks for a file which another one imports gets the whole module
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,6 @@ def import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise PluginError(f"plugin file {path} does not exist")
     name = f"rft_plugin_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
 
     def load() -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -254,8 +253,8 @@ def import_file(path: Path) -> ModuleType:
             raise
         return module
 
-    loaded: ModuleType = _guarded(str(path), load)
-    return loaded
+    with _IMPORTING:
+        return sys.modules[name] if name in sys.modules else _guarded(str(path), load)  # type: ignore[no-any-return]
 
 
 def checked_args(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:

@@ -28,7 +28,6 @@ from bench_explorer import NoTimeForWork, Writer, play
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
-from rft.engine.pool import EnginePool
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
 from rft.sync.synchronizer import Synchronizer
@@ -136,7 +135,7 @@ async def synced(size: int, *, versions: int) -> Synced:
         transport = make(settings, Path(name))
         made = [ScriptedEngine(answer=echo) for _ in range(size)]
         prompts = [[10 + i, 20] for i in range(settings.canary_prompts)]
-        sync = Synchronizer(settings, EnginePool(made), scorer, Schedule(), prompts, Version(1, 0))
+        sync = Synchronizer(settings, made, scorer, Schedule(), prompts, Version(1, 0))
         for step in range(versions):
             weights = {"embed": torch.full((256, 1024), float(step)), "head": torch.ones(2)}
             manifest = transport.stage(Version(1, step), weights.items(), {})

@@ -72,7 +72,7 @@ async def ours(plan: Plan, serve: Callable[[Work], Awaitable[None]]) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         options = {"num_cpus": 0, "max_concurrency": 10000, "runtime_env": {"env_vars": cpu_environment(plan.engines[0])}}
         made: Any = ray.remote(Host).options(**options)
-        host = made.remote("engine-0", str(logs), "WARNING", [], "engine", (plan, 0))
+        host = made.remote("engine-0", str(logs), False, "WARNING", [], "engine", (plan, plan.engines[0]))
         await guarded(host.start.remote(), "engine-0")
         engine: Any = Proxy(host, "engine-0")
         pool = EnginePool([engine])

@@ -85,7 +85,7 @@ class Weights:
     def __init__(self, pool: EnginePool, folder: Path) -> None:
         settings = SyncSettings(method="memory", at_a_time=1 if len(pool.engines) > 1 else None)
         self._transport = make(settings, folder)
-        self._sync = Synchronizer(settings, pool, self, Schedule(), PROBES, Version(1, 0))
+        self._sync = Synchronizer(settings, pool.engines, self, Schedule(), PROBES, Version(1, 0))
         self._step = -1
         self._key = 0
 

@@ -86,7 +86,7 @@ class Sides:
             json.loads((Path(spec["model"]) / "config.json").read_text())["vocab_size"] - 20
         )  # the first ones are special
         prompts = [[20 + (97 * i + 7 * j) % self._words for j in range(6)] for i in range(8)]
-        self._sync = Synchronizer(SyncSettings(), engine, self._trainer, Schedule(), prompts, Version(1, 0))
+        self._sync = Synchronizer(SyncSettings(), [engine], self._trainer, Schedule(), prompts, Version(1, 0))
         self._running, self._all_running = 0, asyncio.Event()
         record = engine._stats.record
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from rft import Task, register
 from rft.workflow.adapters import GymArgs, GymWorkflow, gymnasium
+from rft.workflow.turns import row_seed
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 ASKED = "Left, Down, Right or Up"
@@ -75,10 +76,8 @@ class FrozenLake(GymWorkflow):
         if desc is None:
             from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-            seed = task.row.get("seed", task.index)
-            desc = generate_random_map(
-                size=int(task.row.get("size", self.args.size)), p=float(task.row.get("p", self.args.p)), seed=int(seed)
-            )
+            size, p = int(task.row.get("size", self.args.size)), float(task.row.get("p", self.args.p))
+            desc = generate_random_map(size=size, p=p, seed=row_seed(task))
         lake = [str(line) for line in desc]
         if (
             len({len(line) for line in lake}) != 1

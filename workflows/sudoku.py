@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from rft import EnvWorkflow, Step, Task, register
-from rft.workflow.turns import StepArgs
+from rft.workflow.turns import StepArgs, row_seed
 
 Board = list[list[int]]
 HOLES = {"easy": 1 / 3, "medium": 1 / 2, "hard": 2 / 3}
@@ -51,7 +51,7 @@ class SudokuWorkflow(EnvWorkflow):
     def reset(self, task: Task) -> str:
         puzzle = task.row.get("puzzle")
         if puzzle is None:
-            puzzle = made(self.args.size, HOLES[self.args.difficulty], seed=int(task.row.get("seed", task.index)))
+            puzzle = made(self.args.size, HOLES[self.args.difficulty], seed=row_seed(task))
         self.board = _board(puzzle, f"task {task.taskset}[{task.index}]")
         return self.shown()
 

@@ -188,7 +188,7 @@ def find(name: str, *, task: str = "generate") -> plugins.Plugin:
 
 
 def own_args(found: plugins.Plugin, given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`given` checked against the `Args` of an engine of one's own, with their defaults."""
+    """`given` checked against the `Args` of an engine plugin, with their defaults."""
     if found.args is not None:
         return plugins.checked_args(found, given, key=key)
     if given:

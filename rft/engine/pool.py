@@ -21,11 +21,10 @@ import numpy as np
 import xxhash
 
 from rft.engine.admission import Draining
-from rft.engine.base import worst
 from rft.errors import EngineFailed, EngineStalled
 from rft.types.completion import Completion
 from rft.types.metrics import Metric
-from rft.types.ports import Engine, GenerateRequest, LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import Engine, GenerateRequest, ScoreRow
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,9 +36,9 @@ RETRIES = 2  # of a request whose engine failed
 
 
 class EnginePool:
-    """Implements `Engine` over `engines`; what one of them raises says which it was.
+    """A `ChatModel` over `engines`; what one of them raises says which it was.
 
-    `identity` tells models apart.
+    Each engine gets its weights by itself (`rft.sync.engines`).  `identity` tells models apart.
     `max_concurrent`: completions under way; further ones wait their turn.  `revive(i)` returns when engine i serves again.
     """
 
@@ -150,28 +149,6 @@ class EnginePool:
         task = self._lost[index] = asyncio.ensure_future(back(self._revive))
         task.add_done_callback(lambda t: t.cancelled() or t.exception())  # told to whoever asks next
 
-    async def pause(self, *, clear_cache: bool = True) -> None:
-        await self._each(*(e.pause(clear_cache=clear_cache) for e in self.engines))
-
-    async def sleep(self) -> None:
-        await self._each(*(e.sleep() for e in self.engines))
-
-    async def load(self, manifest: WeightManifest) -> LoadReport:
-        """Loads all; the report holds the worst of each, so it is good only when every engine's is."""
-        return worst(await self._each(*(e.load(manifest) for e in self.engines)), manifest.version)
-
-    async def resume(self) -> None:
-        await self._each(*(e.resume() for e in self.engines))
-
-    async def drain(self, timeout_s: float) -> None:
-        await self._each(*(e.drain(timeout_s) for e in self.engines))
-
-    async def admit(self) -> None:
-        await self._each(*(e.admit() for e in self.engines))
-
-    async def health(self) -> None:
-        await self._each(*(e.health() for e in self.engines))
-
     async def metrics(self) -> list[Metric]:
         """Of all engines that can answer; numbers of a process that has ended are kept as it said them last."""
         up = [i for i in range(len(self.engines)) if i not in self._lost]
@@ -190,19 +167,6 @@ class EnginePool:
         except EngineFailed as e:
             log.warning("no metrics: %s", e)
             return []
-
-    async def close(self) -> None:
-        for task in self._lost.values():
-            task.cancel()
-        await self._each(*(e.close() for e in self.engines))
-
-    async def _each(self, *calls: Any) -> list[Any]:
-        """All calls at once; waits for all, then raises the first failure."""
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
 
 
 def _beginning(request: GenerateRequest) -> bytes:

@@ -18,7 +18,7 @@ BUILT_IN = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalSettings:
-    """A model behind somebody else's OpenAI-compatible server.  Secrets are named here, never held."""
+    """A model behind an external OpenAI-compatible server.  Secrets are named here, never stored."""
 
     model_name: str
     base_url: str | None = None  # None = what base_url_env says

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of each of its steps, added up.  Stat loggers of vLLM are known by their methods."""
+"""Sums of what vLLM's scheduler reports after each step.  vLLM finds stat loggers by their methods."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether a process that has work gets on with it.  Knows no engine: it is told of each finished step, and looks at processes itself.
 
 Signs of life are a finished step, processor time (a long step shows nothing else) and waiting for a disk.  Invariant: time in which the
-watcher itself did not run (a suspended machine, a blocked loop) is not held against anybody.
+watcher itself did not run (a suspended machine, a blocked loop) does not count.
 """
 
 from __future__ import annotations

@@ -129,11 +129,6 @@ class Cluster:
             ray.shutdown()
             _end(self._processes)
 
-    def resources(self) -> dict[str, float]:
-        import ray
-
-        return {k: float(v) for k, v in ray.cluster_resources().items()}
-
     def gpus_per_node(self) -> list[int]:
         """How many GPUs each living node has."""
         import ray
@@ -218,13 +213,9 @@ def placement(
     free = list(gpus_per_node)
     seats = [Seat("engine", i, e.gpus, 0) for i, e in enumerate(engines)]
     seats += [Seat("auxiliary", i, gpus, 0) for i, gpus in enumerate(auxiliary)]
-    ranks = learner.world_size if learner is not None else 0
+    ranks, gpus = (0, 0) if learner is None else (learner.world_size, int(learner.device == "cuda"))
     hosts = [i for i, e in enumerate(engines) for _ in range(e.gpus)] if shared else []
-    seats += [
-        Seat("trainer", rank, _need(learner.device, 1), 0, hosts[rank] if rank < len(hosts) else None)
-        for rank in range(ranks)
-        if learner is not None
-    ]
+    seats += [Seat("trainer", rank, gpus, 0, hosts[rank] if rank < len(hosts) else None) for rank in range(ranks)]
     placed: list[Seat] = []
     for seat in seats:
         if seat.host is not None:
@@ -241,10 +232,6 @@ def placement(
         free[node] -= seat.gpus
         placed.append(replace(seat, node=node))
     return placed
-
-
-def _need(device: str, count: int) -> int:
-    return count if device == "cuda" else 0
 
 
 class Places:

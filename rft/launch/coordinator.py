@@ -119,7 +119,7 @@ class Coordinator(MonitorPart):
         self._members = Membership(self._waits, plan.cluster.stall_timeout_s, self._gone, self.fail)
         self.sync = Synchronizer(
             plan.sync,
-            None,
+            (),
             scorer,
             schedule(plan, start),
             probe_prompts(plan.learner.model_path, plan.sync.canary_prompts, plan.seed),

@@ -101,7 +101,7 @@ class _Follower:
 async def _cause(sides: Sequence[asyncio.Future[None]], observers: Sequence[asyncio.Future[None]]) -> BaseException:
     """The cause among failures that come together: a part that broke explains those who waited for it in vain.
 
-    Where neither did, the first counts: what the explorer says of its runs tells more than the trainer's empty batch.
+    Where neither did, the first counts: the explorer's message about its runs explains more than the trainer's empty batch.
     """
     await asyncio.wait(sides, timeout=2.0)  # observers never end by themselves
     errors = [e for t in (*sides, *observers) if t.done() and not t.cancelled() and (e := t.exception()) is not None]

@@ -223,7 +223,7 @@ def _describe(process: psutil.Process) -> str:
 
 
 def _quietly(ask: Callable[[], T]) -> T | None:
-    """None for a process that has ended or belongs to somebody else."""
+    """None for a process that has ended or belongs to another user."""
     try:
         return ask()
     except (psutil.Error, OSError):

@@ -8,6 +8,7 @@ killing the others.  Knows processes and deadlines; not what is checked.  Invari
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -92,6 +93,8 @@ def checked(
     module: str = "rft.launch.machine_checks",
 ) -> list[Line]:  # fmt: skip
     """The lines of one check of `module`, whose ranks are `world` processes; the first one writes them."""
+    if name in TRANSPORTS and importlib.util.find_spec(name) is None:
+        return [Line(topic=name, state="note", text="not installed")]
     answer, began = folder / f"{name}.jsonl", time.monotonic()
     printed = folder / f"{name}.out"
     with printed.open("wb") as out:

@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,13 @@ from rft.types.ids import Version
 from rft.types.ports import GenerateRequest
 
 Found = Iterator[Line]
+Check = Callable[[str, str, int, int, Path], Found]
 _SIZE = {"cuda": 8192, "cpu": 512}  # rows and columns of the product that is timed
 _BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # that ranks add
 
 
-def main(name: str, device: str, model: str, rank: str, world: str, folder: str) -> int:
-    """Runs the check and writes its lines as they come.  Exit code 1 where it failed."""
+def main(checks: Mapping[str, Check], name: str, device: str, model: str, rank: str, world: str, folder: str) -> int:
+    """Runs one of `checks` and writes its lines as they come.  Exit code 1 where it failed."""
     answer, began = Path(folder) / f"{name}.jsonl", time.monotonic()
 
     def write(line: Line) -> None:
@@ -53,7 +54,7 @@ def main(name: str, device: str, model: str, rank: str, world: str, folder: str)
         began = now
 
     try:
-        for line in CHECKS[name](device, model, int(rank), int(world), Path(folder)):
+        for line in checks[name](device, model, int(rank), int(world), Path(folder)):
             write(line)
     except Exception as e:
         write(Line(topic=name, state="failed", text=f"{'' if world == '1' else f'rank {rank}: '}{type(e).__name__}: {e}"[:800]))
@@ -68,13 +69,13 @@ def versions(device: str, model: str, rank: int, world: int, folder: Path) -> Fo
     import torch
 
     if device == "cpu":
-        yield _ok("versions", f"torch {torch.__version__}, {torch.get_num_threads()} threads, no GPU")
+        yield ok("versions", f"torch {torch.__version__}, {torch.get_num_threads()} threads, no GPU")
         return
     if not torch.cuda.is_available():
         raise SetupError(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU")
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     cudnn = torch.backends.cudnn.version()
-    yield _ok("versions", f"driver {_driver()}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}")
+    yield ok("versions", f"driver {_driver()}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}")
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
@@ -105,7 +106,7 @@ def arithmetic(device: str, model: str, rank: int, world: int, folder: Path) -> 
     text = f"{_short(dtype)} product of {size} x {size}: {2 * size**3 / seconds / 1e12:.2f} TFLOP/s, error {error:.1e}"
     if error > limit:
         raise RunFailed(f"{text}, allowed are {limit:.0e} of the largest value")
-    yield _ok("arithmetic", text)
+    yield ok("arithmetic", text)
 
 
 def attention(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
@@ -129,7 +130,7 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
             continue  # torch's way to say that this kernel cannot take it
     package = "installed" if importlib.util.find_spec("flash_attn") else "not installed"
     varlen = "there" if importlib.util.find_spec("torch.nn.attention.varlen") else "not there"
-    yield _ok(
+    yield ok(
         "attention",
         f"sdpa kernels {', '.join(run)}; flash-attn {package}; torch varlen {varlen}; padded rows take "
         f"{installed('auto', device, dtype)} where attn_implementation is auto; shared prompts take sdpa",
@@ -143,7 +144,7 @@ def attention(device: str, model: str, rank: int, world: int, folder: Path) -> F
     text = f"shared prompts against padded rows in float32: log-probs differ by {apart:.1e}"
     if not apart < 1e-3:
         raise RunFailed(f"{text}, allowed are 1e-3")
-    yield _ok("shared prompts", text)
+    yield ok("shared prompts", text)
 
 
 def collective(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
@@ -165,7 +166,7 @@ def collective(device: str, model: str, rank: int, world: int, folder: Path) -> 
         raise RunFailed(f"{backend} all-reduce over {world} ranks gave {low} to {high} instead of {world * (world + 1) / 2}")
     rate = given.numel() * 4 * 2 * (world - 1) / world / seconds / 1e9
     text = f"{backend} all-reduce of {_BYTES[device] >> 20} MiB over {world} rank(s)"
-    yield _ok("collective", f"{text}: {rate:.1f} GB/s" if world > 1 else f"{text}: one GPU, nothing to compare")
+    yield ok("collective", f"{text}: {rate:.1f} GB/s" if world > 1 else f"{text}: one GPU, nothing to compare")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -190,7 +191,7 @@ def training(device: str, model: str, rank: int, world: int, folder: Path) -> Fo
     text = f"two steps of {how} over {world} rank(s) in {settings.dtype}: log-probs of the trained tokens rose by {gain:.3f}"
     if pairs and not gain > 0:
         raise RunFailed(f"{text}; they have to rise")
-    yield _ok("training", text)
+    yield ok("training", text)
     learner.close()
 
 
@@ -201,9 +202,6 @@ def transformers(device: str, model: str, rank: int, world: int, folder: Path) -
 
 def vllm(device: str, model: str, rank: int, world: int, folder: Path) -> Found:
     """vLLM, where it is installed."""
-    if importlib.util.find_spec("vllm") is None:
-        yield Line(topic="vllm", state="note", text="not installed; engine_type transformers generates here")
-        return
     yield from _engine("vllm", device, model, folder)
 
 
@@ -221,7 +219,6 @@ def memory(device: str, model: str, rank: int, world: int, folder: Path) -> Foun
         yield Line(topic="memory", state="ok" if used < 2.0 else "note", text=f"{text}{'; ' + '; '.join(held) if held else ''}")
 
 
-Check = Callable[[str, str, int, int, Path], Found]
 _ALL: tuple[Check, ...] = (versions, arithmetic, attention, collective, training, transformers, vllm, memory)
 CHECKS = {check.__name__: check for check in _ALL}
 
@@ -234,58 +231,82 @@ def _engine(kind: str, device: str, model: str, folder: Path) -> Found:
 
 
 async def _served(kind: str, device: str, model: str, folder: Path, told: Callable[[Line], None]) -> None:
-    from rft.engine.base import make
     from rft.trainer.ranks import Ranks
 
-    settings = _learner(device, model)
-    dtype = settings.dtype
+    settings, began = _learner(device, model), time.perf_counter()
+    async with engine_and_learner(kind, settings) as (engine, learner):
+        told(ok(kind, f"up in {time.perf_counter() - began:.0f} s, the trainer's rank included, in {settings.dtype}"))
+        for lineage, method in enumerate(TRANSPORTS[kind], 1):
+            began = time.perf_counter()
+            text = await _published(engine, Ranks(learner), method, lineage, folder / f"{kind}-{method}")
+            told(msgspec.structs.replace(ok(f"{kind} sync", text), seconds=round(time.perf_counter() - began, 2)))
+
+
+@asynccontextmanager
+async def engine_and_learner(kind: str, settings: LearnerSettings) -> AsyncIterator[tuple[Any, Any]]:
+    """An engine beside a learner, both with the learner's model in its type."""
+    from rft.engine.base import make
+
     async with AsyncExitStack() as opened:
-        began = time.perf_counter()
         served = EngineSettings(
-            engine_type=kind, name=f"{kind}-0", model_path=model, device=device, dtype=dtype, max_model_len=128, max_num_seqs=16,
-            gpu_memory_utilization=0.3, kv_cache_bytes=64 << 20,
+            engine_type=kind, name=f"{kind}-0", model_path=settings.model_path, device=settings.device, dtype=settings.dtype,
+            max_model_len=128, max_num_seqs=16, gpu_memory_utilization=0.3, kv_cache_bytes=64 << 20,
         )  # fmt: skip
         engine = await make(served)
         opened.push_async_callback(engine.close)
         learner = await asyncio.to_thread(_made, settings)
         opened.callback(learner.close)
-        ranks = Ranks(learner)
-        told(_ok(kind, f"up in {time.perf_counter() - began:.0f} s, the trainer's rank included, in {dtype}"))
-        for lineage, method in enumerate(TRANSPORTS[kind], 1):
-            began = time.perf_counter()
-            text = await _published(engine, ranks, method, lineage, folder / f"{kind}-{method}")
-            told(msgspec.structs.replace(_ok(f"{kind} sync", text), seconds=round(time.perf_counter() - began, 2)))
+        yield engine, learner
 
 
 async def _published(engine: Any, ranks: Any, method: Any, lineage: int, folder: Path) -> str:
-    """Two versions of a lineage, a train step between them; what the canary said of both."""
-    from rft.engine.pool import EnginePool
+    """A train step between two versions; what the canary said of both."""
+    sync = SyncSettings(method=method, engine_dtype=ranks.settings.dtype, timeout_s=120.0)
+    tokens = 0
+
+    async def train(prompts: Sequence[Sequence[int]]) -> None:
+        nonlocal tokens
+        rows = await _generated(engine, prompts)
+        tokens = sum(r.counted for r in rows)
+        await ranks.step([_batch(rows, [rows], 1)])
+
+    first, second, seconds = await two_versions(engine, ranks, sync, lineage, folder, train)
+    way = f"nccl over {sync.backend}" if method == "nccl" else method
+    return f"{way}: canary {first:.1e} nats, after a train step on {tokens} generated tokens {second:.1e}; {seconds:.2f} s for a sync"
+
+
+async def two_versions(
+    engine: Any,
+    ranks: Any,
+    sync: SyncSettings,
+    lineage: int,
+    folder: Path,
+    between: Callable[[Sequence[Sequence[int]]], Awaitable[None]],
+) -> tuple[float, float, float]:
+    """Publishes two versions as a run does; `between`, given the canary's prompts, changes the trainer's weights once the first is served.
+
+    The canary's largest difference of each version, in nats, and the seconds of the second sync.
+    """
     from rft.sync.schedule import Schedule
     from rft.sync.synchronizer import Synchronizer
     from rft.sync.transport.choose import make
 
-    s = ranks.settings
-    sync = SyncSettings(method=method, engine_dtype=s.dtype, timeout_s=120.0)
-    prompts = probe_prompts(s.model_path, sync.canary_prompts, 0)
+    prompts = probe_prompts(ranks.settings.model_path, sync.canary_prompts, 0)
     transport: Any = make(sync, folder)
-    synchronizer = Synchronizer(sync, EnginePool([engine]), ranks, Schedule(), prompts, Version(lineage, 0), sender=transport)
-    said: list[dict[str, float]] = []
-    tokens, seconds = 0, 0.0
+    synchronizer = Synchronizer(sync, [engine], ranks, Schedule(), prompts, Version(lineage, 0), sender=transport)
+    canary, seconds = [], 0.0
     try:
         for step in (0, 1):
             if step:
-                rows = await _generated(engine, prompts)
-                tokens = sum(r.counted for r in rows)
-                await ranks.step([_batch(rows, [rows], step)])
+                await between(prompts)
             began = time.perf_counter()
             metrics = await synchronizer.publish(await ranks.stage(Version(lineage, step), transport))
             seconds = time.perf_counter() - began
-            said.append({m.name: m.value for m in metrics})
+            canary += [m.value for m in metrics if m.name == "sync/canary_max_abs"]
     finally:
         transport.close()
-    first, second = (values["sync/canary_max_abs"] for values in said)
-    way = f"nccl over {sync.backend}" if method == "nccl" else method
-    return f"{way}: canary {first:.1e} nats, after a train step on {tokens} generated tokens {second:.1e}; {seconds:.2f} s for a sync"
+    first, second = canary
+    return first, second, seconds
 
 
 async def _generated(engine: Any, prompts: Sequence[Sequence[int]]) -> list[TrainRow]:
@@ -340,7 +361,7 @@ def _made(settings: LearnerSettings, rank: int = 0, rendezvous: str | None = Non
     return Learner(settings, rank, rendezvous)
 
 
-def _ok(topic: str, text: str) -> Line:
+def ok(topic: str, text: str) -> Line:
     return Line(topic=topic, state="ok", text=text)
 
 
@@ -366,4 +387,4 @@ def _smi(query: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(CHECKS, *sys.argv[1:]))

@@ -151,14 +151,11 @@ def rows(settings: LearnerSettings) -> list[TrainRow]:
     size = int(config.vocab_size)
     prompt = draw.integers(size, size=9)
     made = []
-    for i, (begin, count, advantage) in enumerate(
-        ((prompt, 5, 1.0), (prompt, 8, -0.5), (prompt, 3, 0.7), (prompt[:4], 16, -1.2))
-    ):
+    for begin, count, advantage in ((prompt, 5, 1.0), (prompt, 8, -0.5), (prompt, 3, 0.7), (prompt[:4], 16, -1.2)):
         tokens = np.concatenate([begin, draw.integers(size, size=count)]).astype(np.int32)
-        mask = np.arange(len(tokens)) >= len(begin)
-        group, at = ("1", np.full(count, advantage, np.float32)) if i == 3 else ("0", np.full(count, advantage, np.float32))
-        zeros = np.zeros(len(tokens), np.float32)
-        made.append(TrainRow(tokens=tokens, loss_mask=mask, logprobs=zeros, temperatures=1.0, advantages=at, group=group))
+        mask, group = np.arange(len(tokens)) >= len(begin), "0" if begin is prompt else "1"
+        zeros, advantages = np.zeros(len(tokens), np.float32), np.full(count, advantage, np.float32)
+        made.append(TrainRow(tokens=tokens, loss_mask=mask, logprobs=zeros, temperatures=1.0, advantages=advantages, group=group))
     return made
 
 

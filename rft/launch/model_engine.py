@@ -8,9 +8,10 @@ beside a line that says whether all of it held.  Knows engines, the trainer and 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from rft.engine.settings import EngineSettings
-from rft.launch.machine import Line
+from rft.launch import machine_checks
+from rft.launch.machine import TRANSPORTS, Line
+from rft.launch.start import vocab_size
+from rft.sync.settings import SyncSettings
+from rft.trainer.settings import LearnerSettings
 
 if TYPE_CHECKING:
     from rft.trainer.learner import Learner
@@ -45,74 +49,33 @@ class Served(Struct, frozen=True, kw_only=True):
     canary: list[float]
 
 
-def main(kind: str, device: str, model: str, rank: str, world: str, folder: str) -> int:
-    """Writes the answers and one line.  Exit code 1 where there are none."""
-    if importlib.util.find_spec(kind) is None:
-        line = Line(topic=kind, state="note", text="not installed")
-    else:
-        logging.disable(logging.ERROR)
-        try:
-            served = asyncio.run(_served(kind, device, model, Path(folder)))
-            (Path(folder) / f"{kind}.{ANSWERS}").write_bytes(msgspec.json.encode(served))
-            line = Line(topic=kind, state="ok", text=f"{len(served.canary)} versions")
-        except Exception as e:  # an engine's library may raise anything; what it says is the answer
-            line = Line(topic=kind, state="failed", text=f"{type(e).__name__}: {e}"[:800])
-    (Path(folder) / f"{kind}.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
-    return int(line.state == "failed")
+def serves(kind: str, device: str, model: str, rank: int, world: int, folder: Path) -> Iterator[Line]:
+    """Writes the answers."""
+    logging.disable(logging.ERROR)
+    served = asyncio.run(_served(kind, device, model, folder))
+    (folder / f"{kind}.{ANSWERS}").write_bytes(msgspec.json.encode(served))
+    yield machine_checks.ok(kind, f"{len(served.canary)} versions")
+
+
+CHECKS: dict[str, machine_checks.Check] = {kind: partial(serves, kind) for kind in TRANSPORTS}
 
 
 async def _served(kind: str, device: str, model: str, folder: Path) -> Served:
-    from rft.engine.base import make
-    from rft.sync.transport.memory import MemoryTransport
-    from rft.trainer.learner import Learner
     from rft.trainer.ranks import Ranks
-    from rft.trainer.settings import LearnerSettings
 
-    engine = await make(
-        EngineSettings(
-            engine_type=kind,
-            name=kind,
-            model_path=model,
-            device=device,
-            dtype="float32",
-            max_model_len=64,
-            max_num_seqs=8,
-            gpu_memory_utilization=0.3,
-            kv_cache_bytes=64 << 20,
-        )
-    )
-    transport = MemoryTransport(folder)
-    try:
-        learner = Learner(LearnerSettings(model_path=model, device=device, row_layout="padded"))
-        return await _synced(engine, Ranks(learner), learner, transport, model)
-    finally:
-        await engine.close()
-        transport.close()
+    settings = LearnerSettings(model_path=model, device=device, row_layout="padded")
+    sync = SyncSettings(timeout_s=_TIMEOUT_S, retries=0)
+    sampled: list[Sampled] = []
+    async with machine_checks.engine_and_learner(kind, settings) as (engine, learner):
+        ranks = Ranks(learner)
 
+        async def sample_and_shake(_: object) -> None:
+            draw, size = np.random.default_rng(2), vocab_size(model)
+            sampled.extend([await _answer(engine, draw.integers(size, size=length).tolist()) for length in _PROMPTS])
+            await ranks.aside(_shake, learner)
 
-async def _synced(engine: Any, ranks: Any, learner: Learner, transport: Any, model: str) -> Served:
-    from rft.launch.start import probe_prompts, vocab_size
-    from rft.sync.canary import Canary
-    from rft.sync.engines import EngineSet
-    from rft.sync.settings import SyncSettings
-    from rft.sync.update import Rounds, WeightUpdates
-    from rft.sync.waits import Waits
-    from rft.types.ids import Version
-
-    draw, size = np.random.default_rng(2), vocab_size(model)
-    settings = SyncSettings(timeout_s=_TIMEOUT_S)
-    engines = EngineSet(engine, (), Waits(_TIMEOUT_S), _TIMEOUT_S, None, lambda owner, why: None)
-    canary = Canary(settings, probe_prompts(model, settings.canary_prompts, 0), ranks)
-    updates = WeightUpdates(settings, engines, canary, Rounds(None, _TIMEOUT_S))
-    first = await updates.run(await ranks.stage(Version(1, 0), transport), _nothing)
-    sampled = [await _answer(engine, draw.integers(size, size=length).tolist()) for length in _PROMPTS]
-    await ranks.aside(_shake, learner)
-    second = await updates.run(await ranks.stage(Version(1, 1), transport), _nothing)
-    return Served(sampled=sampled, canary=[first[0].verdict.max_abs, second[0].verdict.max_abs])
-
-
-async def _nothing() -> None:
-    return
+        first, second, _ = await machine_checks.two_versions(engine, ranks, sync, 1, folder, sample_and_shake)
+    return Served(sampled=sampled, canary=[first, second])
 
 
 async def _answer(engine: Any, prompt: list[int]) -> Sampled:
@@ -135,4 +98,4 @@ def _shake(learner: Learner) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(machine_checks.main(CHECKS, *sys.argv[1:]))

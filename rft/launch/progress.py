@@ -186,10 +186,10 @@ def _bar(console: Console) -> Bar:
 
     return Bar(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         MofNCompleteColumn(),
         BarColumn(bar_width=20),
-        TextColumn("{task.fields[facts]}"),
+        TextColumn("{task.fields[facts]}", markup=False),
         TimeElapsedColumn(),
         console=console,
     )

@@ -152,8 +152,7 @@ class RayParts(Parts):
         made = (name, str(self.rundir.logs), plan.log_by_node, plan.log_level, learnt_secrets(), spec.factory, spec.args)
         handle = self._handles[name] = ray.remote(titled).options(**options).remote(*made)
         deadline_s = plan.cluster.actor_start_timeout_s
-        facts = await guarded(handle.facts.remote(), name, error, deadline_s)
-        self.pids[name], self.nodes[name] = facts["pid"], facts["node"]
+        self.nodes[name], self.pids[name] = await guarded(handle.beat.remote(), name, error, deadline_s)
         await guarded(handle.start.remote(), name, error, deadline_s)
         self.made[name] = Proxy(handle, name, error, limits=limits, start_s=deadline_s)
         self._listening.append(asyncio.ensure_future(_tell(name, handle)))

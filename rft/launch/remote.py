@@ -156,14 +156,6 @@ class Host:
         """What it has logged as errors after the first `seen`; waits for one."""
         return await self._errors.after(seen)
 
-    async def facts(self) -> dict[str, Any]:
-        return {
-            "name": self._name,
-            "pid": os.getpid(),
-            "node": os.uname().nodename,
-            "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        }
-
 
 class ErrorLines:
     """Lines from any thread, for one who waits for them in the event loop."""

@@ -6,13 +6,12 @@ Knows the trainer and the run's ledger; no engine.  Runs in this process, on one
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rft.buffer.replay_reader import ReplayReader
 from rft.config.plan import Plan
@@ -82,7 +81,7 @@ async def _train(
         for number in range(begun + 1, step + 1):
             tell(f"step {number} of {step}")
             lease = await reader.lease(number, groups=None, rows=None, deadline_s=0.0, max_staleness=None)
-            result = await _step(ranks, lease, with_rows=number == step)
+            result = await _step(ranks, part.learner, lease, with_rows=number == step)
             if schedule(plan, Start(1)).must_publish(number):
                 await ranks.remember()
         return result
@@ -111,7 +110,7 @@ def _plan(run_dir: Path, aside: Path, overrides: Sequence[str]) -> Plan:
     return plan
 
 
-async def _step(ranks: Any, lease: Lease, *, with_rows: bool) -> tuple[list[RowLoss], dict[str, float]]:
+async def _step(ranks: Any, learner: Any, lease: Lease, *, with_rows: bool) -> tuple[list[RowLoss], dict[str, float]]:
     """As `Trainer` does it; the rows are looked at before the update."""
     from rft.trainer import batch_builder
     from rft.trainer.numbers import numbers
@@ -125,7 +124,7 @@ async def _step(ranks: Any, lease: Lease, *, with_rows: bool) -> tuple[list[RowL
         given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=ranks.settings.seed,
         critic_budget=ranks.critic_budget, kl_coefs=ranks.kl_coefs,
     )  # fmt: skip
-    rows = await _losses(ranks, given, batch) if with_rows else []
+    rows = await _losses(ranks, learner, given, batch) if with_rows else []
     coefs = dict(ranks.kl_coefs)
     if not batch.tokens:
         return rows, dict(batch.metrics)
@@ -135,57 +134,17 @@ async def _step(ranks: Any, lease: Lease, *, with_rows: bool) -> tuple[list[RowL
     return rows, {**batch.metrics, **numbers(batch, report, coefs)}
 
 
-async def _losses(ranks: Any, given: Any, batch: Any) -> list[RowLoss]:
+async def _losses(ranks: Any, learner: Any, given: Any, batch: Any) -> list[RowLoss]:
     """Of every row of the lease; one that the step leaves out, because its loss is exactly 0, has 0."""
     share = batch.shares[0]
     made = dict(zip(batch.order, (row for micro in share.micro_batches for row in micro), strict=True))
-    needs = ranks.algorithm.needs
-    what = ["old", *(["entropy"] if needs.entropy else []), *(["ref"] if needs.reference else [])]
-    now = dict(zip(made, await ranks.compute([given.rows[i] for i in made], what), strict=True)) if made else {}
+    now = dict(zip(made, await ranks.aside(learner.row_losses, share), strict=True))
     found = []
     for i, x in enumerate(given.experiences):
-        row, scores = made.get(i), now.get(i)
+        row, (loss, logprobs) = made.get(i), now.get(i, (0.0, None))
+        if not math.isfinite(loss):
+            raise RunFailed("the loss of a row is not finite; look at its log-probs with rft buffer sample --tokens")
         own = 0.0 if row is None or row.advantages is None else float(row.advantages.mean())
-        apart = 0.0 if scores is None else float((scores["old"] - x.logprobs[x.loss_mask]).mean())
-        loss = 0.0 if row is None or scores is None else _loss(ranks, share, row, scores)
+        apart = 0.0 if logprobs is None else float((logprobs - x.logprobs[x.loss_mask]).mean())
         found.append(RowLoss(str(x.id), x.reward, own, x.num_response_tokens, loss, apart))
     return found
-
-
-def _loss(ranks: Any, share: Any, row: Any, now: Mapping[str, np.ndarray]) -> float:
-    """The policy loss of one row alone, with the denominators of the whole step."""
-    import torch
-
-    from rft.algorithm.base import Denominators, LossInputs
-
-    def tensor(values: np.ndarray | None) -> torch.Tensor | None:
-        return None if values is None else torch.from_numpy(np.ascontiguousarray(values))
-
-    s, count = ranks.settings, len(now["old"])
-    logprobs, sampled = torch.from_numpy(now["old"].copy()), torch.from_numpy(row.logprobs[row.loss_mask].copy())
-    old = sampled if s.algorithm.bypass_old_logprobs else tensor(row.old)
-    out = ranks.algorithm.loss(
-        LossInputs(
-            logprobs=logprobs,
-            old_logprobs=logprobs if old is None else old,
-            advantages=torch.zeros(count) if row.advantages is None else torch.from_numpy(row.advantages.copy()),
-            mask=torch.ones(count, dtype=torch.bool) if row.keep is None else torch.from_numpy(row.keep.copy()),
-            row=torch.zeros(count, dtype=torch.int64),
-            num_rows=1,
-            denominators=Denominators(
-                share.tokens, share.rows, s.loss_scale_factor or s.max_response_tokens, share.expert_tokens, share.expert_rows
-            ),
-            ref_logprobs=tensor(now.get("ref") if row.ref is None else row.ref),
-            entropy=tensor(now.get("entropy")),
-            rollout_logprobs=sampled,
-            weights=tensor(row.weights),
-            is_expert=torch.full((count,), row.is_expert),
-            extra={name: torch.from_numpy(values.copy()) for name, values in row.extra.items()},
-            step=share.step,
-            kl_coef=share.kl_coef,
-        )
-    )
-    value = float(out.loss)
-    if not np.isfinite(value):
-        raise RunFailed("the loss of a row is not finite; look at its log-probs with rft buffer sample --tokens")
-    return value

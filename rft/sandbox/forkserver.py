@@ -230,7 +230,7 @@ def _limit(order: dict[str, Any], level: str) -> None:
 
 
 def _drop(order: dict[str, Any], parent: int) -> None:
-    """From root to a user of nobody's; from anybody to no capability at all."""
+    """Root becomes a user that owns nothing; every user loses all capabilities."""
     if os.geteuid() == 0:
         user = _USERS[0] + order["number"] % _USERS[1]
         os.setgroups([])

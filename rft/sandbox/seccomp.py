@@ -1,6 +1,6 @@
 """Which system calls a sandboxed program may make: a list of allowed ones as a seccomp filter, made by hand, no library.
 
-Everything that is not listed fails with EPERM: sockets that reach anybody, other processes, tracing, mounts, shared memory, io_uring,
+Everything that is not listed fails with EPERM: sockets beyond this process, other processes, tracing, mounts, shared memory, io_uring,
 keys.  Invariant: a call is allowed by its name in the tables below, for the two machines whose numbers stand there.
 Source: Linux, Documentation/userspace-api/seccomp_filter.rst and include/uapi/linux/{seccomp,filter,audit}.h.
 """
@@ -58,7 +58,7 @@ _THREAD = 0x00010000
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | 0x400000  # the last: __O_TMPFILE
 _TERMINAL = (0x5401, 0x5413, 0x5421, 0x541B, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONBIO FIONREAD FIONCLEX FIOCLEX
 
-_SIGNALLING = (8, 10, 15)  # F_SETOWN F_SETSIG F_SETOWN_EX: a file that sends a signal to somebody
+_SIGNALLING = (8, 10, 15)  # F_SETOWN F_SETSIG F_SETOWN_EX: a file whose events send signals to another process
 
 Files = Literal["none", "read", "write"]
 _Code = list[tuple[int, int, int, int]]

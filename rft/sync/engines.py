@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from rft.errors import EngineFailed, EngineStalled
 from rft.sync.waits import Waits
@@ -18,13 +18,6 @@ from rft.types.ports import Engine
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Restart = Callable[[int], Awaitable[None]]
-
-
-@runtime_checkable
-class _Pool(Protocol):
-    """A pool shows its engines; each is loaded and verified on its own."""
-
-    engines: Sequence[Engine]
 
 
 class NoEngines(Exception):
@@ -48,18 +41,17 @@ class EngineSet:
 
     def __init__(
         self,
-        engine: Engine | None,
+        engines: Sequence[Engine],
         workers: Sequence[int],
         waits: Waits,
         timeout_s: float,
         restart: Restart | None,
         on_evicted: Callable[[str, str], None],
     ) -> None:
-        given = () if engine is None else tuple(engine.engines) if isinstance(engine, _Pool) else (engine,)
-        self._engines: dict[int, Engine] = dict(enumerate(given))
+        self._engines: dict[int, Engine] = dict(enumerate(engines))
         self._workers = dict(enumerate(workers))  # of each engine, where there are several
         self._owners: dict[int, str] = {}
-        self._numbers = itertools.count(len(given))
+        self._numbers = itertools.count(len(engines))
         self._dead: set[int] = set()  # to restart before anything is asked of them
         self._stalled: set[int] = set()  # of them, those that hang
         self._restarts = {"engines_restarted": 0, "engines_stalled": 0}  # since they were reported last

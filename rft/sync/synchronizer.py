@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Synchronizer:
     """Implements `WeightSync` for the trainer and the weights' part of `ExploreGate`.  `start` is the version the run begins with.
 
-    Without an `engine` it waits for engines to join.  Prompts of the canary are given as token ids.  `sender` sends versions that are
+    Without `engines` it waits for engines to join.  Prompts of the canary are given as token ids.  `sender` sends versions that are
     broadcast.  `restart`, `on_evicted`: see `EngineSet`.  Lives in one event loop; every wait ends by an event, an error or `timeout_s`
     without any news from the trainer.
     """
@@ -49,7 +49,7 @@ class Synchronizer:
     def __init__(
         self,
         settings: SyncSettings,
-        engine: Engine | None,
+        engines: Sequence[Engine],
         scorer: Scorer,
         schedule: Schedule,
         probes: Sequence[Sequence[int]],
@@ -61,7 +61,7 @@ class Synchronizer:
         self._settings = settings
         self._gate = GateState(schedule, start)
         self._waits = Waits(settings.timeout_s)
-        self._engines = EngineSet(engine, settings.workers, self._waits, settings.timeout_s, restart, on_evicted)
+        self._engines = EngineSet(engines, settings.workers, self._waits, settings.timeout_s, restart, on_evicted)
         rounds = Rounds(sender, settings.timeout_s)
         self._updates = WeightUpdates(settings, self._engines, Canary(settings, probes, scorer), rounds)
         self._publishing = asyncio.Lock()

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -177,19 +177,30 @@ class Learner:
         """Add the critic's gradient of one micro-batch."""
         assert self.critic is not None
         micro = self._micro_batch(rows, self.critic)
-        out = self.critic.loss(micro, self._denominators(batch), self.algorithm.loss_agg_mode, idle=not rows)
+        out = self.critic.loss(micro, _denominators(self.settings, batch), self.algorithm.loss_agg_mode, idle=not rows)
         out.loss.backward()
         if rows:
             totals.add(out.sums, out.maxima, rows, micro)
 
-    def _denominators(self, batch: RankBatch) -> Denominators:
-        s = self.settings
-        size = s.loss_scale_factor or s.max_response_tokens
-        return Denominators(batch.tokens, batch.rows, size, expert_tokens=batch.expert_tokens, expert_rows=batch.expert_rows)
-
     def _accumulate(self, rows: Sequence[TrainRow], batch: RankBatch, totals: StepTotals) -> torch.Tensor | None:
         """Add the gradient of one micro-batch; its log-probs [N]."""
         micro = self._micro_batch(rows)
+        x, given = self._loss_inputs(micro, batch)
+        if not rows:
+            (x.logprobs * 0).sum().backward()
+            return None
+        out = self.algorithm.loss(x)
+        loss, aux_sums, aux_maxima = (out.loss, {}, {}) if self._balance is None else self._balance.added(out.loss, given[0])
+        loss.backward()
+        needs_samples = self.algorithm.needs.samples != "none"
+        sampled = micro.mask & ~micro.is_expert if needs_samples else torch.zeros_like(micro.mask)
+        found: torch.Tensor = x.logprobs.detach()
+        sums, maxima = mismatch(found - micro.rollout_logprobs, sampled)
+        totals.add({**out.sums, **aux_sums, **sums}, {**out.maxima, **aux_maxima, **maxima}, rows, micro)
+        return found
+
+    def _loss_inputs(self, micro: batches.MicroBatch, batch: RankBatch) -> tuple[LossInputs, list[torch.Tensor]]:
+        """What the loss reads of a micro-batch, and what a model with experts gives for their balance."""
         needs = self.algorithm.needs
         reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
         logprobs, entropy, *given = self.policy(micro, needs.entropy, balance=self._balance is not None)
@@ -205,7 +216,7 @@ class Learner:
             mask=micro.mask,
             row=micro.row,
             num_rows=micro.num_rows,
-            denominators=self._denominators(batch),
+            denominators=_denominators(self.settings, batch),
             ref_logprobs=micro.given.get("ref", reference),
             entropy=entropy,
             rollout_logprobs=micro.rollout_logprobs,
@@ -215,14 +226,14 @@ class Learner:
             step=batch.step,
             kl_coef=batch.kl_coef,
         )
-        out = self.algorithm.loss(x)
-        loss, aux_sums, aux_maxima = (out.loss, {}, {}) if self._balance is None else self._balance.added(out.loss, given[0])
-        loss.backward()
-        sampled = micro.mask & ~micro.is_expert if needs.samples != "none" else torch.zeros_like(micro.mask)
-        found: torch.Tensor = logprobs.detach()
-        sums, maxima = mismatch(found - micro.rollout_logprobs, sampled)
-        totals.add({**out.sums, **aux_sums, **sums}, {**out.maxima, **aux_maxima, **maxima}, rows, micro)
-        return found
+        return x, given
+
+    def row_losses(self, batch: RankBatch) -> list[tuple[float, np.ndarray]]:
+        """Of each row alone its policy loss, with the denominators of the whole step, and its log-probs [L]."""
+        with self._memory("losses of rows"), torch.no_grad():
+            inputs = [self._loss_inputs(self._micro_batch(rows), batch)[0] for rows in batch.micro_batches]
+            rows = [_of_row(x, i) for x in inputs for i in range(x.num_rows)]
+            return [(float(self.algorithm.loss(x).loss), x.logprobs.cpu().numpy()) for x in rows]
 
     def _reference_logprobs(self, micro: batches.MicroBatch) -> torch.Tensor:
         """Of the reference model: another one, or the policy without what its adapter has learnt.  Its routers choose themselves."""
@@ -358,6 +369,19 @@ def _gathered(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     for name, p in policy.names().items():
         yield name, policy.whole(name, p)
     yield from policy.saved_buffers().items()
+
+
+def _denominators(s: LearnerSettings, batch: RankBatch) -> Denominators:
+    size = s.loss_scale_factor or s.max_response_tokens
+    return Denominators(batch.tokens, batch.rows, size, expert_tokens=batch.expert_tokens, expert_rows=batch.expert_rows)
+
+
+def _of_row(x: LossInputs, row: int) -> LossInputs:
+    """What one row of a micro-batch has in it."""
+    at = x.row == row
+    own: dict[str, Any] = {name: values[at] for name, values in vars(x).items() if isinstance(values, torch.Tensor)}
+    extra = {name: values[at] for name, values in x.extra.items()}
+    return replace(x, **{**own, "row": torch.zeros_like(own["row"]), "num_rows": 1, "extra": extra})
 
 
 def _by_row(values: torch.Tensor, rows: Sequence[TrainRow]) -> list[np.ndarray]:

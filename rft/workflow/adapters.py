@@ -25,7 +25,7 @@ from rft.plugins import REGISTRY
 from rft.reward.extract import blocks
 from rft.types.completion import Completion
 from rft.types.task import Task
-from rft.workflow.turns import EnvWorkflow, Message, MultiTurnWorkflow, Reply, Step, TurnArgs, waited
+from rft.workflow.turns import EnvWorkflow, Message, MultiTurnWorkflow, Reply, Step, TurnArgs, row_seed, waited
 
 
 def chosen(text: str, words: Mapping[str, Any]) -> str | None:
@@ -59,11 +59,8 @@ class GymWorkflow(EnvWorkflow):
     scores_itself = True
     env_id: ClassVar[str] = ""
     actions: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
-        self.env: Any = None
-        self.invalid = 0
+    env: Any = None
+    invalid = 0
 
     def make(self, task: Task) -> Any:
         """The environment of a task."""
@@ -87,8 +84,7 @@ class GymWorkflow(EnvWorkflow):
 
     def reset(self, task: Task) -> str:
         self.env = self.make(task)
-        seed = task.row.get("seed")
-        observation, _ = self.env.reset(seed=task.index if seed is None else int(seed))
+        observation, _ = self.env.reset(seed=row_seed(task))
         return self._told(observation)
 
     def step(self, action: str) -> Step:
@@ -135,15 +131,12 @@ class TextGame(EnvWorkflow):
     Args: type[BaseModel] = TextGameArgs
     blocking = True
     scores_itself = True
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
-        self.game: Any = None
-        self._reward: float | None = None
+    game: Any = None
+    _reward: float | None = None
 
     def reset(self, task: Task) -> str:
         self.game = _maker(self.args.env_id)(**self.args.env_args)
-        self.game.reset(num_players=1, seed=int(task.row.get("seed", task.index)))
+        self.game.reset(num_players=1, seed=row_seed(task))
         return self._observed()
 
     def step(self, action: str) -> Step:
@@ -201,7 +194,7 @@ class OpenEnvArgs(TurnArgs):
     action: str | None = Field(None, description="the action's class; null: the text itself is the action")
     action_field: str = Field("message", description="which of the action's fields holds the answer's text")
     observation_field: str | None = Field(None, description="which of the observation's fields is shown; null: all, as JSON")
-    reset_args: dict[str, Any] = Field(default_factory=dict, description="arguments of reset; a row's `seed` is added")
+    reset_args: dict[str, Any] = Field(default_factory=dict, description="arguments of reset; a row's `seed` comes before theirs")
     instruction: str = Field("", description="system message")
     success_above: float = Field(0.0, description="a run succeeds if its last reward is above this")
 
@@ -211,10 +204,7 @@ class OpenEnvWorkflow(EnvWorkflow):
 
     Args: type[BaseModel] = OpenEnvArgs
     scores_itself = True
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
-        self.client: Any = None
+    client: Any = None
 
     def instruction(self, task: Task) -> str:
         return task.system_prompt or str(self.args.instruction)
@@ -222,8 +212,8 @@ class OpenEnvWorkflow(EnvWorkflow):
     async def reset(self, task: Task) -> str:
         cls = REGISTRY.get("environment", self.args.client).obj
         self.client = cls() if self.args.base_url is None else cls(base_url=self.args.base_url)
-        seed = {"seed": int(task.row["seed"])} if "seed" in task.row else {}
-        return self._text((await self.call(self.client.reset, **seed, **self.args.reset_args)).observation)
+        seed = {} if task.row.get("seed") is None else {"seed": row_seed(task)}
+        return self._text((await self.call(self.client.reset, **{**self.args.reset_args, **seed})).observation)
 
     async def step(self, action: str) -> Step:
         made: Any = action

@@ -21,7 +21,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -105,25 +104,19 @@ class CommandAgent(AgentWorkflow):
     where there is none what it posts to /v1/reward.  Any exit code but 0 fails the run, with the end of its error output.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        pass_env: Sequence[str] = (),
-        agent_reward: bool = False,
-    ) -> None:
-        self.command, self.env, self.pass_env = list(command), dict(env or {}), frozenset(pass_env)
-        self.agent_reward = agent_reward
+    def __init__(self, **args: Any) -> None:
+        self.args = CommandArgs(**args)
+        self.agent_reward = self.args.agent_reward
 
     async def agent(self, task: Task, base_url: str, api_key: str) -> Said:
         given = {"prompt": task.prompt, "messages": task.chat(), "tools": list(task.tools)}
-        ours = {name: v for name, v in os.environ.items() if _PASSED_ON.fullmatch(name) or name in self.pass_env}
-        env = {**ours, **self.env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        ours = {name: v for name, v in os.environ.items() if _PASSED_ON.fullmatch(name) or name in self.args.pass_env}
+        env = {**ours, **self.args.env, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         pipe = asyncio.subprocess.PIPE
         held, lifeline = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", keeper.__file__, str(held), *self.command),
+                *(sys.executable, "-I", "-S", keeper.__file__, str(held), *self.args.command),
                 stdin=pipe, stdout=pipe, stderr=pipe, env=env, pass_fds=(held,),
             )  # fmt: skip
         except BaseException:
@@ -143,10 +136,10 @@ class CommandAgent(AgentWorkflow):
             closing.add_done_callback(_CLOSING.discard)
             await asyncio.shield(closing)
         if out.cancelled() or err.cancelled():
-            raise AgentFailed(f"{self.command[0]} has ended, but something that it has started holds its output")
+            raise AgentFailed(f"{self.args.command[0]} has ended, but something that it has started holds its output")
         if code != 0:
             said = err.result().strip()[-_TOLD:] or "no error output"
-            raise AgentFailed(f"{self.command[0]} ended with exit code {code}: {said}")
+            raise AgentFailed(f"{self.args.command[0]} ended with exit code {code}: {said}")
         return Said(out.result())
 
 

@@ -143,14 +143,11 @@ async def run_group(
     `ending` may end it early.  With `baseline` the task is also played once at temperature 0, inside that slot, and its reward stands
     in the info of every row as "baseline_reward"; the reward must see each run alone.
     """
-    more: dict[str, Any] = {"seed": seed, "models": models}
+    play = _Play(task, recipe, model, id, limits, slot, seed, request_prefix, models, ending)
     if baseline is None:
-        return await _Play(task, recipe, model, id, limits, ending, request_prefix, slot=slot, **more).run()
+        return await play.run()
     refuse_group_reward(recipe, task)
-    plays = (
-        _Play(task, recipe, model, id, limits, ending, request_prefix, slot=slot, **more),
-        _Play(_greedy(task), recipe, model, id, limits, ending, f"{request_prefix}greedy-", slot=baseline, **more),
-    )
+    plays = play, replace(play, task=_greedy(task), slot=baseline, request_prefix=f"{request_prefix}greedy-")
     both = [asyncio.ensure_future(play.run()) for play in plays]
     try:
         group, greedy = await asyncio.gather(*both)
@@ -185,24 +182,23 @@ def _told(row: Experience, baseline: float) -> Experience:
     return row if row.status == "failed" else msgspec.structs.replace(row, info={**row.info, BASELINE_KEY: baseline})
 
 
+@dataclass(eq=False)
 class _Play:
-    def __init__(
-        self,
-        task: Task,
-        recipe: Recipe,
-        model: ChatModel,
-        id: GroupId,
-        limits: RunLimits,
-        ending: Ending | None,
-        prefix: str,
-        *,
-        slot: Slot,
-        seed: Callable[[int], Callable[[int], int]] | None,
-        models: Mapping[str, ChatModel],
-    ) -> None:
-        self.task, self.recipe, self.model, self.id, self.limits = task, recipe, model, id, limits
-        self._ending, self._prefix, self._slot, self._seed, self._models = ending, prefix, slot, seed, models
-        self._runs = TaskRuns(task, recipe, limits, id)
+    """One call of `run_group`, or its greedy run."""
+
+    task: Task
+    recipe: Recipe
+    model: ChatModel
+    id: GroupId
+    limits: RunLimits
+    slot: Slot
+    seed: Callable[[int], Callable[[int], int]] | None
+    request_prefix: str
+    models: Mapping[str, ChatModel]
+    ending: Ending | None
+
+    def __post_init__(self) -> None:
+        self._runs = TaskRuns(self.task, self.recipe, self.limits, self.id)
         self._cut: Ended = ""
         self._jobs: list[asyncio.Future[list[Run | PlayedRun]]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -218,7 +214,7 @@ class _Play:
             for job in self._jobs:
                 job.add_done_callback(self._hope)
         try:
-            with self._ending.telling(self._end) if self._ending is not None else nullcontext():
+            with self.ending.telling(self._end) if self.ending is not None else nullcontext():
                 await asyncio.wait(self._jobs, return_when=asyncio.FIRST_EXCEPTION)
             done = [r for job in self._jobs if job.done() and not job.cancelled() for r in job.result()]
         finally:
@@ -226,7 +222,7 @@ class _Play:
         return self._group(await self._scored(done))
 
     async def _one(self, run: int) -> list[Run | PlayedRun]:
-        async with self._slot(1):
+        async with self.slot(1):
             self._begins(run)
             played = await self._runs.play_one(self._context, run)
             if self.recipe.scores_group:
@@ -234,7 +230,7 @@ class _Play:
             return [await self._runs.score_one(played)]
 
     async def _together(self) -> list[Run | PlayedRun]:
-        async with self._slot(self.task.num_runs):
+        async with self.slot(self.task.num_runs):
             contexts = [self._context(run, 0) for run in range(self.task.num_runs)]
             for run in range(self.task.num_runs):
                 self._begins(run)
@@ -245,9 +241,9 @@ class _Play:
 
     def _context(self, run: int, attempt: int) -> RunContext:
         self._attempt[run] = attempt
-        own = None if self._seed is None else self._seed(run)
-        request_id = f"{self._prefix}{self.id.run(run, attempt)}"
-        return RunContext(self.model, self.task, run=run, request_id=request_id, seed=own, models=self._models)
+        own = None if self.seed is None else self.seed(run)
+        request_id = f"{self.request_prefix}{self.id.run(run, attempt)}"
+        return RunContext(self.model, self.task, run=run, request_id=request_id, seed=own, models=self.models)
 
     def _begins(self, run: int) -> None:
         self._began[run] = time.monotonic()
@@ -295,7 +291,7 @@ class _Play:
         if not self._cut:
             return True
         if self._cut == "over_rollout":
-            return self._ending is not None and self._ending.partial and trainable >= min(2, self.task.num_runs)
+            return self.ending is not None and self.ending.partial and trainable >= min(2, self.task.num_runs)
         return trainable >= self.limits.needed(self.task.num_runs)
 
     def _group(self, played: Sequence[PlayedRun]) -> PlayedGroup:

@@ -83,7 +83,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """What a child says of one run: the completions, each by its call's number and its place there, with what the workflow added."""
+    """One run, as its process reports it: the completions, each by its call's number and its place there, with what the workflow added."""
 
     calls: list[tuple[tuple[int, int], Score | None, dict[str, Any], np.ndarray | None]]
     layout: Layout
@@ -295,7 +295,7 @@ class _Server(ForkingProcess):
             return int(said)
 
     def kill(self, pid: int) -> int | None:
-        """Kills the group of a child, which is not waited for by anybody else; its wait status, None if that was told before."""
+        """Kill the process group of a child, which only this method waits for; its wait status, None if that was returned before."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._stop()  # its children died with it, and their ids may be others' by now

@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from rft.types.ports import GenerateRequest, ScoreRow
 from rft.worker import framing, limits
 from rft.workflow.base import RunContext
 from rft.workflow.isolated import Answer, Isolation, Order, Played, RunCall, pack, unpack
+from rft.workflow.play_run import check_transcript, play, reason_of
+from rft.workflow.recipes import Recipe
 
 
 def main(argv: Sequence[str]) -> None:
@@ -103,32 +106,23 @@ async def _play(channel: socket.socket, cls: Any) -> None:
         for i, (run, name) in enumerate(order.runs)
     ]
     try:
-        done = await _run(cls(**order.keywords), order, contexts)
+        done = await _run(cls, order, contexts)
         verb, body = "done", pack([_played(t, link) for t in done])
     except BaseException as e:  # user code may raise anything
         lines = "".join(traceback.format_exception(e)).splitlines()[-12:]
-        verb, body = "failed", pack(f"{type(e).__name__}: {e}\n" + "\n".join(lines)[-4000:])
+        verb, body = "failed", pack(f"{reason_of(e)}\n" + "\n".join(lines)[-4000:])
     writer.write(framing.frame(pack(RunCall(0, verb, 0, "", msgspec.Raw(body)))))
     await writer.drain()
     listening.cancel()
 
 
-async def _run(made: Any, order: Order, contexts: list[RunContext]) -> list[Transcript]:
-    from rft.workflow.play_run import BlockingContext
-
-    play = made.run_group if order.together else made.run
-    given: Any
-    if inspect.iscoroutinefunction(play):
-        given = contexts if order.together else contexts[0]
-        got = await play(order.task, given)
-    else:
-        blocking = [BlockingContext(c, asyncio.get_running_loop()) for c in contexts]
-        given = blocking if order.together else blocking[0]
-        got = await asyncio.to_thread(play, order.task, given)
+async def _run(cls: Any, order: Order, contexts: list[RunContext]) -> list[Transcript]:
+    blocking = not inspect.iscoroutinefunction(cls.run_group if order.together else cls.run)
+    recipe = Recipe(order.task.workflow, partial(cls, **order.keywords), blocking, reward=None)
+    got = await play(recipe, order.task, contexts if order.together else contexts[0])
     transcripts = list(got) if order.together else [got]
     for transcript in transcripts:
-        if not isinstance(transcript, Transcript):
-            raise TypeError(f"the workflow returned {type(transcript).__name__}; it must return ctx.transcript()")
+        check_transcript(transcript, recipe)
     return transcripts
 
 
@@ -169,6 +163,8 @@ class _Link:
         while True:
             answer: Answer = unpack(await framing.read(self._reader), Answer)
             future = self._waiting.pop(answer.id)
+            if future.done():  # the workflow has given this call up
+                continue
             if not answer.error:
                 future.set_result(bytes(answer.body))
             else:

@@ -322,7 +322,7 @@ class TaskRuns:
         return runs
 
     async def _played(self, ctx: RunContext | Sequence[RunContext]) -> Any:
-        work = _play(self.recipe, _own(self.task), ctx)
+        work = play(self.recipe, _own(self.task), ctx)
         return await _within(work, self.limits.max_timeout_s, f"workflow {self.recipe.name}")
 
 
@@ -330,7 +330,8 @@ def ended_by(error: Exception) -> Ended:
     return "timeout" if isinstance(error, RunTimeout) else ""
 
 
-async def _play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
+async def play(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:
+    """What the workflow gives for one run, or for all runs of the task."""
     if recipe.place is not None:
         return await _isolated(recipe, recipe.place, task, ctx)
     if recipe.blocking:
@@ -477,9 +478,14 @@ async def _rewarded(reward: Reward, call: Callable[..., Coroutine[Any, Any, T]],
         raise RunTimeout(f"timeout: {what} took longer than {timeout_s:g} s") from None
 
 
+def reason_of(error: BaseException) -> str:
+    """In words; what we say ourselves needs no name of an exception."""
+    return str(error) if isinstance(error, RunError | PluginStopped) else f"{type(error).__name__}: {error}"
+
+
 def _failed(task: Task, recipe: Recipe, group: GroupId, run: int, attempt: int, error: Exception) -> Experience:
     """The header row: one line of reason, and the end of the traceback for the person who wrote the workflow; without secrets."""
-    text = redact(str(error) if isinstance(error, RunError | PluginStopped) else f"{type(error).__name__}: {error}")
+    text = redact(reason_of(error))
     lines = redact("".join(traceback.format_exception(error))).splitlines()[-_TRACEBACK_LINES:]
     return failed(
         group.run(run, attempt),

@@ -93,7 +93,7 @@ class _McpServer:
                 listed = await client.list_tools()
                 self._ready.set_result([McpTool(_schema(t), self) for t in listed.tools])
                 await asyncio.Event().wait()
-        except Exception as e:  # of a program of somebody else; told to whoever waits for it
+        except Exception as e:  # the server is another program; who waits for it is told
             if not self._ready.done():
                 self._ready.set_exception(ConfigError(f"MCP server {self._name!r} cannot be used: {e}", key=_MCP_KEY))
 
@@ -183,7 +183,7 @@ async def load_tool_file(path: str) -> list[Tool]:
     found: list[Tool] = []
     for number, entry in enumerate(_entries(path)):
         where = f"{path}: tools[{number}]"
-        folder = Path(path).parent
+        folder = Path(_whole(path)).parent
         if "function" in entry:
             found.append(FunctionTool(REGISTRY.get("tool", _near(str(entry["function"]), folder)).obj))
         elif (entry.get("config") or {}).get("type") == "mcp":

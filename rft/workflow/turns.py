@@ -108,8 +108,8 @@ class MultiTurnWorkflow(Workflow):
         return {}
 
     def leftover(self) -> Any:
-        """Reward, in the end, of a run that a limit ended."""
-        return 0.0
+        """Reward of a run that a limit ended, added to that of its last step; None: nothing is added."""
+        return None
 
     def counts(self) -> dict[str, float]:
         """More numbers for the monitor, rollout/NAME/mean."""
@@ -160,7 +160,7 @@ class MultiTurnWorkflow(Workflow):
             if left < 1:
                 cut = True
                 break
-        if not done and rewards and (more := await self.call(self.leftover)):
+        if not done and rewards and (more := await self.call(self.leftover)) is not None:
             rewards[-1] = (rewards[-1] or 0.0) + float(more)
             self._scored(ctx, Reply(reward=rewards[-1]))
         return self._transcript(ctx, rewards, done=done, cut=cut)
@@ -240,6 +240,12 @@ def _observed(messages: list[Message], answer: int, head: int) -> int:
     return i
 
 
+def row_seed(task: Task) -> int:
+    """The seed that the task's row names, else the task's number."""
+    seed = task.row.get("seed")
+    return task.index if seed is None else int(seed)
+
+
 @dataclass(frozen=True)
 class Step:
     """What an action led to.  `info` holds JSON values; its `success` becomes a part of the score.
@@ -269,12 +275,10 @@ class EnvWorkflow(MultiTurnWorkflow):
     info has `step_reward` and `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
     """
 
-    def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
-        self._state = ""
-        self._observation = ""
-        self._success: float | None = None
-        self._missing: float | None = None  # reward of a step that names none
+    _state = ""
+    _observation = ""
+    _success: float | None = None
+    _missing: float | None = None  # reward of a step that names none
 
     @staticmethod
     def gives(args: Mapping[str, Any]) -> set[str]:

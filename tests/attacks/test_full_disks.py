@@ -121,6 +121,9 @@ def test_one_name(name: str) -> None:
     except ValueError as wrapped:
         assert is_full(error) and is_full(wrapped)
     assert isinstance(full(error), DiskFull) and "the same command then goes on" in str(full(error))
+    hidden = RuntimeError()
+    hidden.__context__ = error
+    assert str(full(hidden)) == str(full(error)), "the error that names the file, not what it led to"
     assert not is_full(OSError(errno.EACCES, "Permission denied"))
 
 

@@ -1,17 +1,19 @@
 """The engine contract on the engines that need no vLLM."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rft.engine.base import make
+from rft.engine.base import make, worst
 from rft.engine.pool import EnginePool
 from rft.engine.settings import EngineSettings
 from rft.testing.engine_contract import EngineContract, Subject
 from rft.testing.scripted import ScriptedEngine, echo
 from rft.types.ids import Version
+from rft.types.ports import LoadReport, WeightManifest
 
 LENGTH = 501
 
@@ -32,12 +34,30 @@ class TestScripted(EngineContract):
         await engine.close()
 
 
+class LoadedPool(EnginePool):
+    """A pool whose engines are loaded together, as `rft.sync` does it."""
+
+    async def pause(self, *, clear_cache: bool = True) -> None:
+        await asyncio.gather(*(e.pause(clear_cache=clear_cache) for e in self.engines))
+
+    async def sleep(self) -> None:
+        await asyncio.gather(*(e.sleep() for e in self.engines))
+
+    async def load(self, manifest: WeightManifest) -> LoadReport:
+        return worst(await asyncio.gather(*(e.load(manifest) for e in self.engines)), manifest.version)
+
+    async def resume(self) -> None:
+        await asyncio.gather(*(e.resume() for e in self.engines))
+
+    async def health(self) -> None:
+        await asyncio.gather(*(e.health() for e in self.engines))
+
+
 class TestPool(EngineContract):
     @pytest.fixture
     async def subject(self, tmp_path: Path) -> AsyncIterator[Subject]:
         settings = EngineSettings(engine_type="scripted", max_model_len=LENGTH)
         engines = [ScriptedEngine(answer=echo, settings=settings) for _ in range(3)]
-        engine = EnginePool(engines)
 
         def hold() -> None:
             for e in engines:
@@ -47,10 +67,10 @@ class TestPool(EngineContract):
             for e in engines:
                 e.release()
 
-        subject = Subject(engine, arrays(), {}, tmp_path, hold=hold, release=release)
+        subject = Subject(LoadedPool(engines), arrays(), {}, tmp_path, hold=hold, release=release)
         await subject.publish(version=Version(1, 0))
         yield subject
-        await engine.close()
+        await asyncio.gather(*(e.close() for e in engines))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -19,7 +19,6 @@ import numpy as np
 
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
-from rft.engine.pool import EnginePool
 from rft.engine.settings import EngineSettings
 from rft.errors import RftError
 from rft.explorer.assign import Assignments, BatchAssigner
@@ -305,7 +304,7 @@ async def _play(world: World, folder: Path, found: Run) -> None:
     await buffer.open()
     await buffer.start_lineage(None, None)
     engine, ranks = Engine(world, found), Ranks()
-    sync = Synchronizer(settings, EnginePool([engine]), ranks, schedule, PROMPTS, Version(1, 0))
+    sync = Synchronizer(settings, [engine], ranks, schedule, PROMPTS, Version(1, 0))
     observer = Observer(sync, found)
     taskset = TasksetSettings(name="sums", path=str(rows), workflow="simple_workflow", reward="exact_answer", num_runs=2)
     trainer = SimTrainer(

@@ -16,6 +16,7 @@ import pytest
 from rft.buffer.buffer import Buffer
 from rft.buffer.settings import BufferSettings
 from rft.config.verify import load_plan
+from rft.engine.pool import EnginePool
 from rft.errors import DeadlineExceeded, EngineFailed, RunFailed, SetupError
 from rft.explorer.explorer import Explorer
 from rft.explorer.settings import ExplorerSettings
@@ -141,7 +142,7 @@ async def process(
     client.player, client.found, client.process, client.world = player, found, own, world
     explorer = Explorer(
         replace(tasks, name=player.name, max_inflight=None),
-        model=simulated.EnginePool([engine], revive=client.revive),
+        model=EnginePool([engine], revive=client.revive),
         buffer=buffer.writer(1),
         gate=client,
         sink=coordinator,

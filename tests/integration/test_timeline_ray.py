@@ -15,7 +15,7 @@ from rft.launch.cluster import Cluster
 cluster = Cluster.connect(None, num_cpus=int(sys.argv[1]))
 try:
     import ray
-    assert cluster.resources()["CPU"] == float(sys.argv[1]), cluster.resources()
+    assert ray.cluster_resources()["CPU"] == float(sys.argv[1]), ray.cluster_resources()
 
     class Part:
         def work(self):

@@ -114,7 +114,7 @@ async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pyte
     engine.count()
     sync = Synchronizer(
         SyncSettings(timeout_s=120),
-        engine,
+        [engine],
         model,
         Schedule(),
         [[5 + i, 6, 7 + i] for i in range(8)],

@@ -106,7 +106,7 @@ def test_wrong_log_probs_are_found(tiny_model: Path, tmp_path: Path, monkeypatch
         return scored
 
     monkeypatch.setattr(Learner, "score", wrong)
-    assert machine_checks.main("attention", "cpu", str(tiny_model), "0", "1", str(tmp_path)) == 1
+    assert machine_checks.main(machine_checks.CHECKS, "attention", "cpu", str(tiny_model), "0", "1", str(tmp_path)) == 1
     last = json.loads((tmp_path / "attention.jsonl").read_text().splitlines()[-1])
     assert last["state"] == "failed" and "allowed are 1e-3" in last["text"]
 

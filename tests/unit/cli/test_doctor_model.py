@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rft.cli import doctor_command, doctor_model
 from rft.errors import ConfigError, RftError, RunFailed, SetupError
-from rft.launch import model_check, model_engine
+from rft.launch import machine, machine_checks, model_check, model_engine
 from rft.launch.model_engine import ANSWERS, Sampled, Served
 from rft.trainer import attention
 from rft.trainer.policy import Policy
@@ -173,10 +173,15 @@ def test_engines_are_compared_on_what_they_sampled(tmp_path: Path, monkeypatch: 
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
-    assert model_engine.main("transformers", "cpu", str(tmp_path), "0", "1", str(tmp_path)) == 1
+    assert machine_checks.main(model_engine.CHECKS, "transformers", "cpu", str(tmp_path), "0", "1", str(tmp_path)) == 1
     assert "config.json" in (tmp_path / "transformers.jsonl").read_text()
-    assert model_engine.main("no_such_engine", "cpu", str(tmp_path), "0", "1", str(tmp_path)) == 0
-    assert "not installed" in (tmp_path / "no_such_engine.jsonl").read_text()
+
+
+def test_an_engine_that_is_not_installed_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delattr(machine.subprocess, "Popen")
+    (line,) = machine.checked("vllm", "cpu", tmp_path, tmp_path, module=model_engine.__name__)
+    assert (line.state, line.text) == ("note", "not installed")
 
 
 @pytest.mark.slow

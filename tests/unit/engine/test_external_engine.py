@@ -172,7 +172,8 @@ async def test_several_answers_also_from_servers_that_give_one(server: Server) -
 
 
 async def test_limits(server: Server) -> None:
-    pool = EnginePool([await make(settings(requests_per_minute=1200))], max_concurrent=4)
+    engine = await make(settings(requests_per_minute=1200))
+    pool = EnginePool([engine], max_concurrent=4)
     server.hold = asyncio.Event()
     jobs = [asyncio.ensure_future(pool.generate(ask(str(i)))) for i in range(8)]
     began = time.monotonic()
@@ -181,7 +182,7 @@ async def test_limits(server: Server) -> None:
     server.hold.set()
     await asyncio.gather(*jobs)
     assert server.most_at_once == 4 and time.monotonic() - began > 7 * 60 / 1200 - 0.1
-    await pool.close()
+    await engine.close()
 
 
 async def test_what_it_cannot_do(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,6 @@ async def test_requests_of_a_dead_engine_are_asked_elsewhere() -> None:
     await asyncio.sleep(0)
     await asyncio.gather(*(r.pool.generate(ask(f"later {i}")) for i in range(4)))
     assert len(r.made[0].calls) == 6, "it takes its share again"
-    await r.pool.close()
 
 
 async def test_what_was_lost_is_counted_and_what_it_had_counted_is_kept() -> None:

@@ -55,6 +55,11 @@ def test_a_wait_says_what_it_is_for() -> None:
     assert "40 of 224 tasks" in shown(True, 15, news)
 
 
+def test_names_are_no_markup() -> None:
+    news = MetricRecord(role="explorer", step=0, time=0.0, values={}, notes=("evaluating sums[/bold]: 1 of 2 tasks, 12 s",))
+    assert "sums[/bold]" in shown(True, 15, news)
+
+
 def test_what_is_there_is_told_while_the_run_starts() -> None:
     out, log = io.StringIO(), logging.getLogger("rft.launch.ray_runtime")
     log.setLevel("INFO")

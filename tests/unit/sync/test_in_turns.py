@@ -17,7 +17,7 @@ from rft.sync.transport.choose import make
 from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.ports import GenerateRequest, LoadReport, WeightManifest
-from tests.unit.sync.test_synchronizer import PROMPTS, Pool, TableEngine, World, weights
+from tests.unit.sync.test_synchronizer import PROMPTS, TableEngine, World, weights
 
 
 class Sleeper(TableEngine):
@@ -63,8 +63,7 @@ class Turns(World):
         super().__init__(transport, interval=2)
         self.engines: list[Any] = [Sleeper(), Sleeper()]
         made = SyncSettings(in_turns=True, interval=2, timeout_s=20.0, **settings)
-        pool: Any = Pool(*self.engines)
-        self.sync = Synchronizer(made, pool, self.trainer, self.schedule, PROMPTS, Version(1, 0))
+        self.sync = Synchronizer(made, self.engines, self.trainer, self.schedule, PROMPTS, Version(1, 0))
 
     def told(self) -> list[list[str]]:
         return [e.told() for e in self.engines]

@@ -52,7 +52,7 @@ def synchronizer(trainer: Trainer, **more: Any) -> Synchronizer:
 
     settings = SyncSettings(style="trainer_driven", timeout_s=more.pop("timeout_s", 20.0))
     schedule = Schedule(style="trainer_driven")
-    return Synchronizer(settings, None, trainer, schedule, PROMPTS, Version(1, 0), restart, **more)
+    return Synchronizer(settings, (), trainer, schedule, PROMPTS, Version(1, 0), restart, **more)
 
 
 async def test_the_first_version_waits_for_the_first_explorer():

@@ -63,7 +63,7 @@ class World:
         self.transport: Any = make(SyncSettings(method=self.method), folder)
         self.sync = Synchronizer(
             SyncSettings(),
-            EnginePool(self.engines),
+            self.engines,
             self,
             Schedule(),
             PROMPTS,

@@ -68,7 +68,7 @@ class World:
         self.transport = make(SyncSettings(method=method), folder)
         self.key = 0
         sync = SyncSettings(**{"at_a_time": 1, "retries": 0, **settings})
-        self.sync = Synchronizer(sync, self.pool, self, Schedule(), PROMPTS, Version(1, 0), None, self.transport)
+        self.sync = Synchronizer(sync, self.engines, self, Schedule(), PROMPTS, Version(1, 0), None, self.transport)
 
     async def on_load(self, engine: Watched, manifest: WeightManifest) -> None: ...
 

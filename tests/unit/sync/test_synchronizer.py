@@ -139,11 +139,6 @@ class TableEngine:
         return self.go.is_set() and all(torch.equal(self.weights[n], w[n]) for n in w)
 
 
-class Pool:
-    def __init__(self, *engines: TableEngine) -> None:
-        self.engines = engines
-
-
 class Trainer:
     """Stages weights, and scores with what it staged last."""
 
@@ -182,8 +177,7 @@ class World:
         self.trainer = Trainer(transport)
         self.schedule = Schedule(interval=settings.pop("interval", 1), offset=settings.pop("offset", 0))
         settings.setdefault("timeout_s", 20.0)
-        pool: Any = Pool(*self.engines) if engines > 1 else self.engines[0]
-        self.sync = Synchronizer(SyncSettings(**settings), pool, self.trainer, self.schedule, PROMPTS, Version(1, 0))
+        self.sync = Synchronizer(SyncSettings(**settings), self.engines, self.trainer, self.schedule, PROMPTS, Version(1, 0))
 
     async def publish(self, step: int, w: Weights | None = None) -> dict[str, float]:
         return {m.name: m.value for m in await self.sync.publish(self.trainer.stage(step, w))}

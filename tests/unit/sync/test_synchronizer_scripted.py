@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rft import faults
-from rft.engine.pool import EnginePool
 from rft.errors import WeightSyncFailed
 from rft.sync.schedule import Schedule
 from rft.sync.settings import SyncSettings
@@ -51,7 +50,7 @@ class Scorer:
 @pytest.mark.parametrize("point", faults.SYNC_POINTS)
 async def test_every_fault_point_stops_the_sync(point: str, transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo) for _ in range(2)]
-    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
+    sync = Synchronizer(SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
 
     def stage(step: int) -> WeightManifest:
         manifest = transport.stage(Version(1, step), {"embed": torch.full((4,), float(step)), "head": torch.ones(2)}.items(), {})
@@ -70,7 +69,7 @@ async def test_every_fault_point_stops_the_sync(point: str, transport: Any, monk
 
 async def test_a_batch_that_a_step_needs_begins_before_its_turn(transport: Any) -> None:
     scorer, engines = Scorer(), [ScriptedEngine(answer=echo)]
-    sync = Synchronizer(SyncSettings(), EnginePool(engines), scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
+    sync = Synchronizer(SyncSettings(), engines, scorer, Schedule(), PROMPTS, Version(1, 0), None, transport)
     manifest = transport.stage(Version(1, 0), {"embed": torch.zeros(4), "head": torch.ones(2)}.items(), {})
     scorer.key = weights_key(manifest)
     early = asyncio.create_task(sync.may_explore(1))

@@ -76,6 +76,26 @@ async def test_several_answers_to_one_call_are_all_kept(recipes):
     assert [r.response_text for r in group.rows] == ["a", "b"] and group.rewards == [2.0]
 
 
+async def test_an_answer_that_comes_too_late_holds_up_no_later_call(recipes):
+    """The workflow gives its first call up; the answer comes between its others."""
+    given_up = asyncio.Event()
+
+    class Slow(ScriptedEngine):
+        async def generate(self, request):
+            await given_up.wait()
+            return await super().generate(request)
+
+    def answer(messages):
+        given_up.set()
+        return "4"
+
+    models = {"judge": Slow(answer=lambda m: "late")}
+    task = Task(taskset="t", index=0, prompt="2+2?", workflow="unsafe_impatient", num_runs=1)
+    engine = ScriptedEngine(answer=answer)
+    group = await run_group(task, recipes.of(task), engine, ID, limits=RunLimits(20.0), models=models)
+    assert [r.reason for r in group.rows if r.status == "failed"] == [] and group.rewards == [1.0]
+
+
 @pytest.fixture
 def stranger():
     """A process that is nobody's run, leader of its group as one would be."""
@@ -134,7 +154,7 @@ async def test_a_stuck_run_is_killed_at_its_deadline(recipes, what):
         ("eats_memory", "MemoryError"),
         ("crashes", "ended without a result (signal SIGSEGV)"),
         ("leaves", "ended without a result (exit code 3)"),
-        ("exits", "SystemExit: 3"),
+        ("exits", "workflow unsafe_blocking called sys.exit(3)"),
         ("writes_much", "File too large"),
         ("raises", "KeyError: 'my bug'"),
     ],

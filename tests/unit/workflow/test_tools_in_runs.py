@@ -236,6 +236,12 @@ def test_a_tool_file(folder: Path) -> None:
     assert row.metrics["tool_reward"] == 0.5, "what tools give is kept; the taskset's reward decides"
 
 
+async def test_a_tool_file_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    names = [t.schema["function"]["name"] for t in await toolrun.load_tool_file("~/tools.yaml")]
+    assert names == ["count", "shout"], "the files that it names are beside it"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

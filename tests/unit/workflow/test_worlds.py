@@ -73,6 +73,27 @@ def test_lakes_of_rows_with_a_seed_and_wrong_ones():
     assert "is no lake" in bad.runs[0].reason
 
 
+@pytest.mark.parametrize(
+    ("workflow", "args", "answer"),
+    [
+        ("frozen_lake_workflow", {}, "Up"),
+        ("sudoku_workflow", {}, "?"),
+        ("text_game_workflow", {"env_id": f"{__file__}:Guess"}, "1"),
+        ("openenv_workflow", {"client": f"{__file__}:Client", "base_url": "http://127.0.0.1:1", "action": f"{__file__}:Move",
+                              "action_field": "text", "reset_args": {"seed": 2}}, "1"),
+    ],
+)  # fmt: skip
+def test_a_seed_that_is_null_is_none(workflow: str, args: dict[str, Any], answer: str) -> None:
+    """Rows of one file have the same columns, so a row that names no seed has null there."""
+    pytest.importorskip("gymnasium")
+    args = {**args, "max_turns": 1}
+    first, second = (
+        run_workflow(workflow, task(row=row), ScriptedModel(answer), workflow_args=args).group.rows[0].messages[-2]
+        for row in ({}, {"seed": None})
+    )
+    assert first == second
+
+
 def test_no_lake_is_in_both_splits_and_all_can_be_crossed():
     train, test = ({tuple(r["desc"]) for r in frozen_lake_maps(split=s, size=3, holes=2, distance=2)} for s in ("train", "test"))
     assert not train & test and len(test) > 100
@@ -236,6 +257,9 @@ def test_environments_of_verifiers() -> None:
     assert [m["content"] for m in row.messages] == ["Add.", "2+2?", "3", "no (1)", "4"]
     (row,) = run_workflow("verifiers_workflow", asked, ScriptedModel("3", "5"), workflow_args=args).group.rows
     assert row.reward == 0.0 and row.metrics["turns"] == 2.0
+    short = task(truth="4", prompt="2+2?", sampling=SamplingArgs(max_tokens=1))
+    (row,) = run_workflow("verifiers_workflow", short, ScriptedModel("3"), workflow_args=args).group.rows
+    assert (row.reward, row.status) == (0.0, "truncated"), "what the rubric gives to a run that a limit ended"
     old = {**args, "env_args": {"old": True}}
     assert run_workflow("verifiers_workflow", asked, ScriptedModel("4"), workflow_args=old).runs[0].reward == 0.5
     with pytest.raises(Exception, match=r"has no rubric\.score_rollout"):
@@ -271,5 +295,6 @@ def test_environments_of_openenv() -> None:
     (row,) = run_workflow("openenv_workflow", task(row={"seed": 3}), ScriptedModel("1", "2"), workflow_args=args).group.rows
     assert row.reward == 1.0 and [m["content"] for m in row.messages] == ["Count down.", '{"left":3}', "1", '{"left":2}', "2"]
     shown = {**args, "observation_field": "left"}
+    shown["reset_args"] = {"seed": 7}  # the row's own counts
     (row,) = run_workflow("openenv_workflow", task(row={"seed": 1}), ScriptedModel("1"), workflow_args=shown).group.rows
     assert row.messages[1]["content"] == "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -40,6 +41,18 @@ class Samples(Workflow):
     async def run(self, task, ctx):
         await ctx.sample(task.chat(), n=2)
         return ctx.transcript(layout="steps", score=Score(value=float(len(ctx.completions))))
+
+
+@workflow("unsafe_impatient")
+class Impatient(Workflow):
+    isolated = True
+
+    async def run(self, task, ctx):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ctx.model("judge").generate(ctx.request(task.chat())), 0.05)
+        for _ in range(2):  # the late answer to the first question comes before that to the last one
+            await ctx.chat(task.chat())
+        return ctx.transcript(score=Score(value=1.0), layout="steps")
 
 
 @workflow("unsafe_blocking")
