@@ -204,9 +204,6 @@ class Learner:
         needs = self.algorithm.needs
         reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
         logprobs, entropy, *given = self.policy(micro, needs.entropy, balance=self._balance is not None)
-        if not rows:
-            (logprobs * 0).sum().backward()
-            return None
         # the sampler's, or the trainer's before the step; without that there is one update, and these are the policy's before it
         old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
         x = LossInputs(
