@@ -91,7 +91,8 @@ def changes(config: RunConfig, run_dir: Path) -> list[Change]:
     try:
         old = saved(run_dir)["tree"]
     except ConfigError as e:
-        raise ConfigError(f"{e.message}; it is damaged: restore it, or choose another `name` for this run") from None
+        text = f"{run_dir / 'config.json'} is damaged ({e.message}); restore it, or choose another `name` for this run"
+        raise ConfigError(text) from None
     found = compare(plain(old), config.shown(), ())  # an earlier version may have kept secrets
     return [Change(dotted(at), before, now, "safe" if _safe(at) else "refuse") for at, before, now in found]
 
