@@ -92,7 +92,7 @@ async def test_one_step(name: str, settings: Callable[..., LearnerSettings]) -> 
     made = batch_builder.make(given, ranks.algorithm, ranks.budget, world_size=1, computed=computed, seed=1)
     (share,) = made.shares
     trained = [row for micro in share.micro_batches for row in micro]
-    assert len(share.micro_batches) > 1 and len(trained) + made.skipped_rows == len(rows)
+    assert len(share.micro_batches) > 1 and len(trained) + made.metrics["experience/skipped_rows"] == len(rows)
     expected = await _at_once(ranks, trained, share.tokens, share.rows, share.expert_tokens, share.expert_rows)
     before = {n: p.detach().clone() for n, p in learner.policy.names().items()}
     report = await ranks.step(made.shares)
