@@ -87,8 +87,9 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
             return
         self._closed = True
         self._closing.set()
-        if self._flusher is not None:
-            await self._flusher
+        for writing in (self._flusher, self._noting):
+            if writing is not None:
+                await writing
         await self._notify()
         self._ledger.stop()
         await asyncio.get_running_loop().run_in_executor(self._thread, self._reserve.close)

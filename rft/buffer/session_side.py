@@ -1,12 +1,14 @@
 """Sessions that are served: answers and rewards are stored before the client gets a response.  See `rft.types.sessions.SessionStore`.
 
-It knows no HTTP and no groups.  The one invariant: notes that returned are durable, and all of a call are stored or none.
+It knows no HTTP and no groups.  The one invariant: a note that returned is durable, and notes are stored in the order in which they came.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy import Connection, func, select
 
@@ -15,9 +17,16 @@ from rft.buffer.session_rows import calls, sessions, tables, to_call, to_session
 from rft.faults import fault
 from rft.types.sessions import WAITING, CallStored, Note, StoredCall, StoredSession
 
+_TOGETHER = 64  # notes that share a transaction
+
 
 class SessionSide(BufferCore):
     """See `rft.types.sessions.SessionStore`.  Every method names the lineage that calls it, and the explorer."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._notes: list[tuple[Note, asyncio.Future[bool]]] = []
+        self._noting: asyncio.Task[None] | None = None
 
     async def open_sessions(self, lineage: int, *, explorer: int = 0) -> list[StoredSession]:
         def work(tx: Connection) -> list[StoredSession]:
@@ -41,9 +50,30 @@ class SessionSide(BufferCore):
         query = select(calls).where(calls.c.session == id).order_by(calls.c.number)
         return await self._fenced(lineage, lambda tx: [to_call(r) for r in tx.execute(query)])
 
-    async def note(self, lineage: int, notes: Sequence[Note], *, explorer: int = 0) -> list[bool]:
+    async def note(self, lineage: int, note: Note, *, explorer: int = 0) -> bool:
         self._fence(lineage)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._write_notes, lineage, notes)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._notes.append((note, answer))
+        if self._noting is None or self._noting.done():
+            self._noting = asyncio.create_task(self._note_all(lineage), name="buffer-sessions")
+        return await answer
+
+    async def _note_all(self, lineage: int) -> None:
+        """Notes that came while the last transaction ran share the next one.  A full disk is told at once: a client waits."""
+        loop = asyncio.get_running_loop()
+        while self._notes:
+            now, self._notes = self._notes[:_TOGETHER], self._notes[_TOGETHER:]
+            work = functools.partial(self._write_notes, lineage, [note for note, _ in now])
+            try:
+                done = await loop.run_in_executor(self._thread, work)
+            except Exception as e:  # belongs to every note of the transaction
+                for _, answer in now:
+                    if not answer.done():
+                        answer.set_exception(e)
+                continue
+            for (_, answer), stored in zip(now, done, strict=True):
+                if not answer.done():
+                    answer.set_result(stored)
 
     def _write_notes(self, lineage: int, notes: Sequence[Note]) -> list[bool]:
         self._reserve.fill()

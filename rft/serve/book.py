@@ -17,7 +17,6 @@ import msgspec
 import xxhash
 
 from rft.serve.live_session import LiveSession
-from rft.serve.note_queue import NoteQueue
 from rft.serve.session_groups import SessionGroup, SessionGroups
 from rft.serve.settings import ServeSettings
 from rft.types.completion import Score
@@ -50,7 +49,6 @@ class SessionBook:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._settings, self._model, self._store, self.clock = settings, model, store, clock or steady_clock()
-        self._notes = NoteQueue(store)
         self._on_open, self.on_over = on_open, on_over
         self.sessions: dict[str, LiveSession] = {}
         self._alone: dict[tuple[str, str], LiveSession] = {}  # of one call that may be sent again, by client and retry key
@@ -89,7 +87,7 @@ class SessionBook:
             created=now,
             expires=now + ttl_s,
         )
-        await self._notes.note(stored)
+        await self._store.note(stored)
         self.counts["opened"] += 1
         return self._enter(stored, fresh=True, key=key)
 
@@ -108,7 +106,7 @@ class SessionBook:
     def _enter(self, stored: StoredSession, *, fresh: bool, key: str = "") -> LiveSession:
         task = task_of(self._settings, stored.task_id)
         ctx = RunContext(self._model, task, run=0, request_id=stored.id)
-        session = LiveSession(stored, ctx, task, self._store, self._notes, fresh=fresh, key=key)
+        session = LiveSession(stored, ctx, task, self._store, fresh=fresh, key=key)
         self.sessions[stored.id] = session
         self._per_client[stored.client] += 1
         if (of_call := _of_call(stored)) is not None:
@@ -140,7 +138,7 @@ class SessionBook:
             return "duplicate"
         now = self.clock()
         note = Rewarded(session=session.id, score=score, call=call, at=now if completes else None)
-        if not await self._notes.note(note):
+        if not await self._store.note(note):
             raise over("explained", "its group was formed, or it was given up")
         if call is None:
             session.stored = msgspec.structs.replace(session.stored, score=score)
@@ -155,7 +153,7 @@ class SessionBook:
 
     async def join(self, session: LiveSession, others: list[LiveSession], task_id: str) -> None:
         """The calls of `others` become those of `session`, of task `task_id`."""
-        if not await self._notes.note(Merged(session.id, tuple(s.id for s in others), task_id)):
+        if not await self._store.note(Merged(session.id, tuple(s.id for s in others), task_id)):
             raise over("explained", "one of these messages was rewarded or given up already")
         await session.load()
         session.stored = msgspec.structs.replace(session.stored, task_id=task_id)
@@ -165,7 +163,7 @@ class SessionBook:
 
     async def explain(self, ids: list[str], reason: str) -> bool:
         """These sessions are never trained.  False: one of them did not wait any more."""
-        if not ids or not await self._notes.note(Explained(tuple(ids), reason)):
+        if not ids or not await self._store.note(Explained(tuple(ids), reason)):
             return not ids
         self.counts[reason] += len(ids)
         for id in ids:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-from rft.serve.note_queue import NoteQueue
 from rft.types.completion import Score, Transcript
 from rft.types.sessions import CallStored, SessionStore, StoredCall, StoredSession, pack_turns, unpack_turns
 from rft.types.task import Task
@@ -38,21 +37,13 @@ class LiveSession(RunSession):
     """`stored` is the session as the ledger has it; `key`: the secret, where it was just made."""
 
     def __init__(
-        self,
-        stored: StoredSession,
-        ctx: RunContext,
-        task: Task,
-        store: SessionStore,
-        notes: NoteQueue,
-        *,
-        fresh: bool,
-        key: str = "",
+        self, stored: StoredSession, ctx: RunContext, task: Task, store: SessionStore, *, fresh: bool, key: str = ""
     ) -> None:
         own = stored.key_hash or "none " + stored.id  # a session without a key of its own is opened by none
         super().__init__(ctx, task, "taskset", True, id=stored.id, key=key, key_hash=own)
         self.name = "policy"
         self.stored = stored
-        self._store, self._notes = store, notes
+        self._store = store
         self._loading = None if fresh else asyncio.Lock()
         self._retries: dict[str, _Retry] = {}
         self._number = 0
@@ -125,7 +116,7 @@ class LiveSession(RunSession):
                 answers=len(turns),
                 turns=pack_turns(turns),
             )
-            if not await self._notes.note(CallStored(self.id, call)):
+            if not await self._store.note(CallStored(self.id, call)):
                 raise ApiError(409, "the session is over: withdrawn, or without a reward for too long", code="session_over")
             self._add(call, turns)
         finally:

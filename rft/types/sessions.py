@@ -88,10 +88,10 @@ class SessionStore(Protocol):
         """All that wait, oldest first."""
         ...
 
-    async def note(self, notes: Sequence[Note]) -> list[bool]:
-        """Store them, in one transaction; durable on return.  False: a session it is about does not wait any more, so nothing was stored.
+    async def note(self, note: Note) -> bool:
+        """Store it; durable on return.  False: a session it is about does not wait any more, so nothing was stored.
 
-        Raises DiskFull at once, Fenced; then none is stored.
+        Raises DiskFull at once, Fenced.
         """
         ...
 
