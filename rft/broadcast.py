@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rft import changes
 from rft.errors import WeightSyncFailed
 from rft.faults import fault
+from rft.types import delta
 from rft.types.ports import Broadcast, TensorSpec, WeightManifest
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class _Member:
                 done(earlier)
             self._end(b, data, room, sends)
             if packed is not None and not sends:
-                changes.apply(part.numpy(), packed.numpy())
+                delta.apply(part.numpy(), packed.numpy())
             if not b.overlap:
                 done(bucket)
             earlier = bucket if b.overlap else None
@@ -149,7 +149,7 @@ class _Member:
         """The changes of a bucket, at a worker room for them; None where the bucket itself is sent.  Its size goes ahead."""
         import torch
 
-        made = None if before is None else changes.pack(before.numpy(), part.numpy())
+        made = None if before is None else delta.pack(before.numpy(), part.numpy())
         size = torch.tensor([-1 if made is None else len(made)])
         self._end(b, size, self._begin(b, size, before is not None), before is not None)
         if size < 0:

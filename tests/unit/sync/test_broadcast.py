@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rft import changes, faults
+from rft import faults
 from rft.broadcast import Bucket, buckets
 from rft.engine.weights import TakenWeights, WeightIntake
 from rft.errors import WeightSyncFailed
 from rft.sync.settings import SyncSettings
 from rft.sync.transport.nccl import BroadcastTransport
+from rft.types import delta
 from rft.types.ids import Version
 from rft.types.ports import TensorSpec, WeightManifest
 
@@ -195,11 +196,11 @@ def test_changes_make_the_new_bytes_of_the_old_ones_or_are_longer(data: st.DataO
     for at in data.draw(st.lists(st.integers(0, len(before) - 1), max_size=6)) if before else []:
         now[at] = data.draw(st.integers(0, 255))
     room, wanted = np.frombuffer(bytearray(before), np.uint8), np.frombuffer(bytes(now), np.uint8)
-    packed = changes.pack(np.frombuffer(before, np.uint8), wanted)
+    packed = delta.pack(np.frombuffer(before, np.uint8), wanted)
     if packed is None:
         assert len(before) // 16 + 2 * np.count_nonzero(room != wanted) + 2 >= len(before)
         return
-    changes.apply(room, packed)
+    delta.apply(room, packed)
     assert np.array_equal(room, wanted) and (len(packed) < len(now) or not now)
 
 
