@@ -213,7 +213,7 @@ def _vllm(plan: Plan, e: EngineSettings, shape: ModelShape, prompt: int, gpu_mem
         Term("tokenizer", shape.vocab * TOKENIZER_ENTRY, f"{shape.vocab} entries x {TOKENIZER_ENTRY} bytes"),
         Term("weights", weights, _count(shape.parameters, item)),
         Term("packed output layer", head, f"vocabulary {shape.vocab} x hidden {shape.hidden} x {item} bytes"),
-        Term("key/value cache", tp * (e.kv_cache_bytes or CPU_KV_CACHE_BYTES), "explorer.rollout_model.kv_cache_bytes, filled with zeros"),
+        Term("key/value cache", tp * (e.kv_cache_bytes or CPU_KV_CACHE_BYTES), "explorer.rollout_model.kv_cache_bytes, all used in time"),
         Term("second copy while a version loads, or decoding", max(weights, decode), f"larger of {_size(weights)} and {_size(decode)}"),
         Term("the published version, mapped", weights, "while it loads; also in others", shared=True),
     ]  # fmt: skip

@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from rft.engine import vllm_host
 from rft.engine.settings import EngineSettings
 from rft.errors import SetupError
 
@@ -56,6 +57,17 @@ def cpu_environment(settings: EngineSettings, *, first_core: int = 0) -> dict[st
         if library(ALLOCATOR) is None:
             env[TUNABLES] = _KEPT
     return _unless_set(env)
+
+
+def host_program(settings: EngineSettings) -> list[str] | None:
+    """The interpreter with its arguments for the process that hosts an engine; None: as any other.
+
+    vLLM sets variables for its core, which need a new interpreter: for several workers, compiled models, libraries that are not preloaded.
+    """
+    eager = settings.engine_type == "vllm" and settings.device == "cpu" and settings.enforce_eager and settings.workers == 1
+    if not eager or library(OPENMP) is None or library(ALLOCATOR) is None:
+        return None
+    return [sys.executable, "-P", "-c", vllm_host.START]
 
 
 def trainer_environment(threads: int) -> dict[str, str]:

@@ -30,6 +30,7 @@ from rft.engine.chat import Chat
 from rft.engine.local_engine import FIXED, LocalEngine
 from rft.engine.settings import EngineSettings
 from rft.engine.vllm_args import check_installed, engine_args, sampling_params, tells_experts
+from rft.engine.vllm_host import core_from_child
 from rft.engine.vllm_stats import Stats, without_prometheus
 from rft.engine.watch import Usage, Watch, usage
 from rft.errors import DeadlineExceeded, EngineFailed, EngineStalled, OutOfMemory, RftError, SetupError
@@ -94,9 +95,10 @@ class VllmEngine(LocalEngine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._stats = Stats()
-        before = set(psutil.Process().children(recursive=True))
-        self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings), stat_loggers=[lambda config, index: self._stats])
-        self._processes = [p.pid for p in psutil.Process().children() if p not in before]
+        before = {p.pid for p in psutil.Process().children()}
+        with core_from_child() as core:
+            self._llm: Any = AsyncLLM.from_engine_args(engine_args(settings), stat_loggers=[lambda config, index: self._stats])
+        self._processes = [p.pid for p in psutil.Process().children() if p.pid not in before - {core}]
         without_prometheus(self._llm.logger_manager)
         super().__init__(settings, Chat(settings, self._llm.renderer.get_tokenizer(), self._llm.model_config.get_vocab_size()))
         self._adapter = _adapter_request() if settings.lora_rank is not None else None

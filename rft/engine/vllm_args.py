@@ -74,6 +74,7 @@ def engine_args(settings: EngineSettings) -> Any:
         args["kv_cache_memory_bytes"] = settings.kv_cache_bytes or CPU_KV_CACHE_BYTES
         if settings.dtype == "float32" and _latent(settings):
             args["attention_backend"] = "CPU_MLA"  # the one for AMX, which vLLM prefers, computes in bfloat16 only
+        args["worker_cls"] = "rft.engine.vllm_cpu.CacheWorker"
         # "uni" holds only where the environment of rft.engine.environment says so; else vLLM takes "mp" itself
         args["distributed_executor_backend"] = "uni" if settings.workers == 1 else "mp"
     else:

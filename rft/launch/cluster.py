@@ -36,6 +36,7 @@ _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise Ray replaces 127.0.0.1 by the routable address
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",  # engines and trainer are the work of this machine, not background jobs
+    "RAY_worker_register_timeout_seconds": "600",  # a worker may import an engine first
     "RAY_enable_worker_prestart": "0",  # every actor has its own environment, so prestarted workers are never used
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",  # nothing reads them; the program has metrics of its own

@@ -19,6 +19,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rft.config.plan import Plan
@@ -131,21 +132,25 @@ class ExploreAndTrain(_Training):
     async def start(self, parts: Parts) -> bool:
         plan = self.plan
         await parts.reserve(engines=self._explores, trainer=True)
-        specs = [PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)]
+        exploring = [*engine_specs(plan), *explorer_specs(plan)] if self._explores else []
         if plan.cluster.shared:  # an engine measures what is free on its GPU when it starts
-            await parts.start(engine_specs(plan))
-            await parts.start([*specs, *explorer_specs(plan)])
+            await parts.start(exploring)
+            await self._start_training(parts)
         else:
-            await parts.start([*specs, *engine_specs(plan), *explorer_specs(plan)] if self._explores else specs)
-        self.begun = await begin(parts.made["buffer"], self._found, self._other)
-        buffer, node = Bound(parts.made["buffer"], self.begun.lineage), parts.nodes.get("trainer-0", "")
-        wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
-        await parts.start([PartSpec("coordinator", "coordinator", wiring)])
+            await parts.together(partial(parts.start, exploring), partial(self._start_training, parts))
         if self._explores:
             nodes = [parts.nodes[f"engine-{i}"] for i in range(len(plan.engines)) if f"engine-{i}" in parts.nodes]
             coordinator = parts.made["coordinator"]
             self._joined = await coordinator.join(plan.explorer.name, nodes, parts.engines, None, plan.sync)
         return True
+
+    async def _start_training(self, parts: Parts) -> None:
+        plan = self.plan
+        await parts.start([PartSpec("buffer", "buffer", (plan,)), *trainer_specs(plan, parts.rundir)])
+        self.begun = await begin(parts.made["buffer"], self._found, self._other)
+        buffer, node = Bound(parts.made["buffer"], self.begun.lineage), parts.nodes.get("trainer-0", "")
+        wiring = (plan, parts.ranks[0], buffer, self.begun, node, parts.restarts)
+        await parts.start([PartSpec("coordinator", "coordinator", wiring)])
 
     async def work(self, parts: Parts, on_record: OnRecord, signals: Signals) -> None:
         (trainer, *others), coordinator = parts.ranks, parts.made["coordinator"]

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import os
 import re
+import shlex
 import sys
 import threading
 import types
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rft.config.plan import ClusterSettings, Plan
-from rft.engine.environment import cpu_environment
+from rft.engine.environment import cpu_environment, host_program
 from rft.errors import EngineFailed, Interrupted, RunFailed
 from rft.launch import drive, leftovers
 from rft.launch.cluster import Cluster, Places, here, placement, reserve
@@ -130,6 +131,9 @@ class RayParts(Parts):
     async def start(self, specs: Sequence[PartSpec]) -> None:
         await all_of(*map(self._start, specs))
 
+    async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
+        await all_of(*(start() for start in starts))
+
     async def _start(self, spec: PartSpec) -> None:
         import ray
 
@@ -145,8 +149,11 @@ class RayParts(Parts):
             self._restarted.add(name)
         if plan.cluster.ray_address is not None:  # a Ray of others does not hand this process's environment on
             env = {leftovers.RUN_ID: self.rundir.run_id, **env}
-        if env:
-            options["runtime_env"] = {"env_vars": env}
+        runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
+        if engine is not None and plan.cluster.ray_address is None and (program := host_program(engine)):
+            runtime_env["py_executable"] = shlex.join(program)
+        if runtime_env:
+            options["runtime_env"] = runtime_env
         again = {n: ray.method(max_task_retries=-1)(_copy(getattr(Host, n))) for n in ("start", "broken")}  # wait for a restart
         titled = type(re.sub(r"\W", "_", name), (Host,), again)  # `ps` shows the class: ray::engine_0
         made = (name, str(self.rundir.logs), plan.log_by_node, plan.log_level, learnt_secrets(), spec.factory, spec.args)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import importlib
 import io
 import logging
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,7 +128,7 @@ class Host:
             if self._part is None:
                 for line in await asyncio.to_thread(leftovers.end_former):
                     log.warning("%s: %s", self._name, line)
-                with contained(f"a plugin in {self._name}"):
+                with contained(f"a plugin in {self._name}"), _kept():
                     self._part = await getattr(importlib.import_module("rft.launch.parts"), self._factory)(*self._args)
 
     async def broken(self) -> str:
@@ -155,6 +157,16 @@ class Host:
     async def errors(self, seen: int) -> list[str]:
         """What it has logged as errors after the first `seen`; waits for one."""
         return await self._errors.after(seen)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """What is imported and built in the block stays: looking for garbage in it takes a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class ErrorLines:

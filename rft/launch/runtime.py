@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +57,10 @@ class Parts(ABC):
     @abstractmethod
     async def start(self, specs: Sequence[PartSpec]) -> None:
         """Build these parts, side by side where they have processes."""
+
+    @abstractmethod
+    async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
+        """Starts of parts that do not need each other, side by side where parts have processes."""
 
     @abstractmethod
     async def stop(self, names: Sequence[str]) -> None:
@@ -160,6 +164,10 @@ class LocalParts(Parts):
     async def start(self, specs: Sequence[PartSpec]) -> None:
         for spec in specs:
             self.made[spec.name] = await getattr(factories, spec.factory)(*spec.args)
+
+    async def together(self, *starts: Callable[[], Awaitable[None]]) -> None:
+        for start in starts:
+            await start()
 
     async def stop(self, names: Sequence[str]) -> None:
         async with AsyncExitStack() as closing:  # all are closed, also where one of them fails

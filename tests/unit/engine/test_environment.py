@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rft.engine import environment
-from rft.engine.environment import cpu_environment, trainer_environment
+from rft.engine.environment import cpu_environment, host_program, trainer_environment
 from rft.engine.settings import EngineSettings
 from rft.errors import SetupError
 
@@ -66,3 +66,14 @@ def test_missing_libraries_come_with_a_remedy(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(environment, "library", lambda name: None)
     assert "LD_PRELOAD" not in trainer_environment(2) and "apt-get" in caplog.text
     assert len(environment.missing_libraries()) == 2
+
+
+def test_a_core_that_needs_an_interpreter_of_its_own_gets_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
+) -> None:
+    monkeypatch.setattr(environment, "library", lambda name: tmp_path / name)
+    assert host_program(EngineSettings()) is not None
+    for other in ({"enforce_eager": False}, {"tensor_parallel_size": 2}, {"device": "cuda"}, {"engine_type": "transformers"}):
+        assert host_program(EngineSettings(**other)) is None
+    monkeypatch.setattr(environment, "library", lambda name: None)  # vLLM preloads its own
+    assert host_program(EngineSettings()) is None
