@@ -153,7 +153,7 @@ async def test_two_hundred_interrupted_syncs(tiny_model: Path, environment: pyte
                 served = trial
                 usual = asyncio.get_running_loop().time() - began
             (now,) = await engine.generate(ask(n=1, max_tokens=24, ignore_eos=True))
-            assert [s.version for s in now.version_spans] == [Version(1, served)], (trial, how)
+            assert [s.version.published for s in now.version_spans] == [Version(1, served)], (trial, how)  # by whichever attempt
             assert model.error(now) <= NEAR, (trial, how, model.error(now))
             answering = {a for a in answering if not a.done()}
         await publish(sync, transport, model, TRIALS + 1, served)
