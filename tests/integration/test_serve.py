@@ -152,6 +152,7 @@ def test_a_service_joins_a_trainer_that_another_command_started(launch, tiny_mod
         asyncio.run(play_some(killed, "0"))
         killed.process.kill()
         killed.end(400)
+        (folder(tmp_path) / "explorers/explorer/serve.json").unlink(missing_ok=True)  # its service may go on for a moment
         again = start("serve")
         asyncio.run(play_some(again, "1", "2", "3"))
         codes = [run.end(400) for run in (trainer, again)]
