@@ -157,7 +157,7 @@ class Cluster:
 
 
 def _end_unused(processes: list[psutil.Process]) -> None:
-    """Ray starts these with every cluster and has no option against it; each takes 1 % of a core and 100 MB."""
+    """Ray starts these with every cluster and has no option against it; each takes processor time and memory for as long as it runs."""
     unused = []
     for process in processes:
         with suppress(psutil.Error):
