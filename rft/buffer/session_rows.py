@@ -117,9 +117,11 @@ def count_answers(tx: Connection) -> Answers:
 def write(tx: Connection, note: Note) -> bool:
     match note:
         case StoredSession():
-            put_many(tx, sessions, [(*_values(note), None, None)])
-        case CallStored(session=session, call=call):
-            if not all_wait(tx, (session,)):
+            _open(tx, note)
+        case CallStored(session=session, call=call, opens=opens):
+            if opens is not None:
+                _open(tx, opens)
+            elif not all_wait(tx, (session,)):
                 return False
             put_many(tx, calls, [_call_values(session, call)])
         case Rewarded():
@@ -132,6 +134,10 @@ def write(tx: Connection, note: Note) -> bool:
             )
             return done.rowcount == len(ids)
     return True
+
+
+def _open(tx: Connection, session: StoredSession) -> None:
+    put_many(tx, sessions, [(*_values(session), None, None)])
 
 
 def _reward(tx: Connection, note: Rewarded) -> bool:

@@ -1,6 +1,7 @@
 """All sessions that wait: opened, rewarded, joined, withdrawn, given up.  Every change is in the store before it is here.
 
-Knows no HTTP and no batches.  Invariant: a session is here exactly as long as it waits in the store.
+Knows no HTTP and no batches.  Invariant: a session is here exactly as long as it waits in the store; one of a single call also while that
+is under way, and is stored with its answer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class SessionBook:
         self._on_open, self.on_over = on_open, on_over
         self.sessions: dict[str, LiveSession] = {}
         self._alone: dict[tuple[str, str], LiveSession] = {}  # of one call that may be sent again, by client and retry key
-        self._opening: dict[tuple[str, str], asyncio.Future[LiveSession]] = {}
         self.groups = SessionGroups(settings.num_runs, settings.group_deadline_s)
         self.changed = asyncio.Event()  # a group closed, or a deadline is earlier than the ones before
         self.counts: Counter[str] = Counter()  # of what became of sessions, since this process began
@@ -68,40 +68,47 @@ class SessionBook:
             self.groups.add(s.task_id, s.id, s.rewarded or s.created)
         self.changed.set()
 
-    async def open(
-        self, client: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None = None, *, own_key: bool = True
-    ) -> LiveSession:
+    async def open(self, client: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None = None) -> LiveSession:
         """A new session.  Raises ApiError 429 where the client has too many."""
+        key = new_key()
+        stored = self._made(client, hashed(key), task_id, metadata, ttl_s)
+        await self._store.note(stored)
+        self.counts["opened"] += 1
+        return self._enter(stored, fresh=True, key=key)
+
+    def alone(self, client: str, retry_key: str) -> LiveSession:
+        """A session for one call of a client.  The same call, sent again, has the same one.  Raises ApiError 429 as `open` does."""
+        if (session := self._alone.get((client, retry_key))) is not None:
+            return session
+        stored = self._made(client, "", "", {"retry_key": retry_key} if retry_key else {}, None)
+        self.counts["opened"] += 1
+        return self._enter(stored, fresh=True)
+
+    async def abandon(self, session: LiveSession) -> None:
+        """A call failed.  A session of this call alone ends, whether the call reached the store or not."""
+        if not session.opening or session.under_way or session.id not in self.sessions:
+            return
+        self._alone.pop((session.stored.client, session.stored.metadata.get("retry_key", "")), None)
+        if not await self.explain([session.id], "failed"):
+            self.counts["failed"] += 1
+            self._leave(session)
+
+    def _made(self, client: str, key_hash: str, task_id: str, metadata: dict[str, Any], ttl_s: float | None) -> StoredSession:
         if self._per_client[client] >= self._settings.limits.max_sessions:
             raise ApiError(
                 429, f"{self._settings.limits.max_sessions} sessions of this client wait", code="too_many_sessions", retry_s=10
             )
-        now, key = self.clock(), new_key() if own_key else ""
+        now = self.clock()
         ttl_s = self._settings.session_ttl_s if ttl_s is None else min(ttl_s, self._settings.session_ttl_s)
-        stored = StoredSession(
+        return StoredSession(
             id=f"s{secrets.token_hex(12)}",
             client=client,
-            key_hash=hashed(key) if key else "",
+            key_hash=key_hash,
             task_id=task_id,
             metadata=metadata,
             created=now,
             expires=now + ttl_s,
         )
-        await self._store.note(stored)
-        self.counts["opened"] += 1
-        return self._enter(stored, fresh=True, key=key)
-
-    async def alone(self, client: str, retry_key: str) -> LiveSession:
-        """A session for one call of a client.  The same call, sent again, has the same one."""
-        if not retry_key:
-            return await self.open(client, "", {}, own_key=False)
-        key = client, retry_key
-        if (session := self._alone.get(key)) is not None:
-            return session
-        if key not in self._opening:
-            self._opening[key] = asyncio.ensure_future(self.open(client, "", {"retry_key": retry_key}, own_key=False))
-            self._opening[key].add_done_callback(lambda _: self._opening.pop(key))
-        return await asyncio.shield(self._opening[key])
 
     def _enter(self, stored: StoredSession, *, fresh: bool, key: str = "") -> LiveSession:
         task = task_of(self._settings, stored.task_id)
@@ -206,8 +213,10 @@ class SessionBook:
     async def _end_overdue(self) -> None:
         now = self.clock()
         await self.explain(self.groups.expire(now), "too_few")
-        overdue = list(self._overdue(now))
-        await self.explain(overdue, "unrewarded")
+        overdue = [self.sessions[id] for id in self._overdue(now)]
+        await self.explain([s.id for s in overdue if not s.opening], "unrewarded")
+        for session in overdue:
+            await self.abandon(session)
 
     def _overdue(self, now: float) -> Iterator[str]:
         while self._expiries and self._expiries[0][0] <= now:

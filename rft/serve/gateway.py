@@ -91,12 +91,11 @@ class Gateway(Endpoint):
         if name is not None:
             quotas = [self.quotas[name]]
             with self._limited(quotas):  # before there is a session: what is refused leaves none behind
-                session = await self.book.alone(name, retry_key)
+                session = self.book.alone(name, retry_key)
                 try:
                     answer = await session.answer(asked, retry_key)
                 except BaseException:
-                    if not session.calls and not session.under_way:
-                        await self.book.explain([session.id], "failed")
+                    await self.book.abandon(session)
                     raise
         else:
             found = self._session(request)

@@ -44,6 +44,7 @@ class LiveSession(RunSession):
         self.name = "policy"
         self.stored = stored
         self._store = store
+        self.opening = fresh and not stored.key_hash  # until its only call is stored
         self._loading = None if fresh else asyncio.Lock()
         self._retries: dict[str, _Retry] = {}
         self._number = 0
@@ -116,8 +117,9 @@ class LiveSession(RunSession):
                 answers=len(turns),
                 turns=pack_turns(turns),
             )
-            if not await self._store.note(CallStored(self.id, call)):
+            if not await self._store.note(CallStored(self.id, call, self.stored if self.opening else None)):
                 raise ApiError(409, "the session is over: withdrawn, or without a reward for too long", code="session_over")
+            self.opening = False
             self._add(call, turns)
         finally:
             self.under_way -= 1

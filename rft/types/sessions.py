@@ -52,8 +52,11 @@ class StoredCall(Struct, frozen=True, kw_only=True):
 
 
 class CallStored(Struct, frozen=True):
+    """`opens`: the session, where it is of this one call and so is stored with it."""
+
     session: str
     call: StoredCall
+    opens: StoredSession | None = None
 
 
 class Rewarded(Struct, frozen=True, kw_only=True):
