@@ -29,7 +29,7 @@ SIDES = harness.ROOT / "scripts" / "serve_sides.py"
 START_S, ANSWER_S = 600.0, 600.0
 LEAST_S, MOST_S = 2.0, 6.0  # that a scripted answer takes
 OVERHEAD_S = 0.020
-LENGTH, TOKENS, AT_ONCE = 512, 48, 32  # context, most of an answer, requests at the same time, of the real engine
+LENGTH, TOKENS, AT_ONCE = 512, 80, 32  # context, most of an answer, requests at the same time, of the real engine
 WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
 
 
@@ -276,15 +276,16 @@ def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
                 number += 1
                 rng = random.Random((number + 1) // 2)  # both sides of a round are asked the same
                 texts = [" ".join(rng.choices(WORDS, k=rng.randint(16, 96))) for _ in range(requests)]
+                lengths = [rng.randint(TOKENS // 4, TOKENS) for _ in range(requests)]  # else all answers end in the same step
 
                 async def work(client: Client) -> float:
                     turn, began = asyncio.Semaphore(AT_ONCE), time.perf_counter()
 
-                    async def one(text: str) -> None:  # without a seed, of which vLLM's own server on CPU ends
+                    async def one(text: str, most: int) -> None:  # without a seed, of which vLLM's own server on CPU ends
                         async with turn:
-                            await client.ask(address, key, text, max_tokens=TOKENS, temperature=1.0)
+                            await client.ask(address, key, text, max_tokens=most, temperature=1.0)
 
-                    await asyncio.gather(*map(one, texts))
+                    await asyncio.gather(*map(one, texts, lengths))
                     return (time.perf_counter() - began) / client.tokens
 
                 return float(asked(work))
@@ -299,7 +300,8 @@ def _throughputs(rounds: int, requests: int) -> tuple[list[float], list[float]]:
 
 def serve_overhead(quick: bool) -> harness.Result:
     """`throughput`: seconds for a token at vLLM's own OpenAI server / at `rft serve` (Ray, one engine, every answer stored before it
-    leaves), the same chats, 32 at once, same engine arguments, SmolLM2-135M-Instruct; both run all the time and are asked in turn.
+    leaves), the same chats, 32 at once, answers of up to 20 to 80 tokens, same engine arguments, SmolLM2-135M-Instruct; both run all the
+    time and are asked in turn.
 
     With a scripted engine, service and buffer in one process and the clients in another.  `overhead_p99_at_most`: 20 ms / 99th percentile
     of what a call takes beyond its answer, 500 sessions that stream at once, answers of 2 to 6 s: the time of the client that measures

@@ -24,8 +24,7 @@ class CacheWorker(CPUWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         with _NewMemory():
             super().initialize_from_config(kv_cache_config)
-        if hasattr(self.model_runner, "sampler"):
-            self.model_runner.sampler.gather_logprobs = _gathered
+        self.model_runner.sampler.gather_logprobs = _gathered
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:

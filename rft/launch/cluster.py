@@ -40,6 +40,8 @@ _LOCAL = {
     "RAY_enable_worker_prestart": "0",  # every actor has its own environment, so prestarted workers are never used
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_metrics_collection": "0",  # nothing reads them; the program has metrics of its own
+    "RAY_task_events_report_interval_ms": "0",  # nor the events of each call
+    "RAY_event_stats": "0",
 }
 _ALWAYS = {
     "RAY_USAGE_STATS_ENABLED": "0",
