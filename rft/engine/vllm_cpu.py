@@ -1,8 +1,7 @@
 """vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and which ranks no token.
 
 vLLM writes zeros over the whole cache when it starts: half a second for each GiB, two on a virtual machine whose host gives it memory late.
-New memory from the kernel is zero as well.  It comes in huge pages where the kernel has them: with 4 KiB pages the first use of the cache
-takes a twentieth of the time of generation.
+New memory from the kernel is zero as well.  It comes in huge pages where the kernel has them, so that the first use costs few page faults.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class CacheWorker(CPUWorker):
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-    """float32 [N, 1] of tokens [N] from [N, V].  vLLM's own also counts which tokens are more probable: twice the time of the log-probs."""
+    """float32 [N, 1] of tokens [N] from [N, V].  vLLM's own also counts the more probable tokens, which nobody reads."""
     if num_logprobs:
         return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
     ids = token_ids.unsqueeze(-1)

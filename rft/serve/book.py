@@ -88,7 +88,7 @@ class SessionBook:
         """A call failed.  A session of this call alone ends, whether the call reached the store or not."""
         if not session.opening or session.under_way or session.id not in self.sessions:
             return
-        self._alone.pop((session.stored.client, session.stored.metadata.get("retry_key", "")), None)
+        self._no_more_alone(session)  # its call, sent again meanwhile, opens another one
         if not await self.explain([session.id], "failed"):
             self.counts["failed"] += 1
             self._leave(session)
@@ -188,9 +188,13 @@ class SessionBook:
     def _leave(self, session: LiveSession) -> None:
         del self.sessions[session.id]
         self._per_client[session.stored.client] -= 1
-        if (of_call := _of_call(session.stored)) is not None:
-            self._alone.pop(of_call, None)
+        self._no_more_alone(session)
         self.on_over(session)
+
+    def _no_more_alone(self, session: LiveSession) -> None:
+        of_call = _of_call(session.stored)
+        if of_call is not None and self._alone.get(of_call) is session:
+            del self._alone[of_call]
 
     # ------------------------------------------------------------ deadlines
 
