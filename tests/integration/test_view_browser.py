@@ -207,6 +207,9 @@ class Walk:
         ]
         assert len(rewards) == 32
         assert rewards == sorted(rewards)
+        where = "return document.querySelector('#rows a.go').getBoundingClientRect().top"
+        shown = "; ".join(f"document.querySelector('{s}').hidden = false" for s in ("#new", "#live"))
+        assert self.window.execute_script(where) == self.window.execute_script(f"{shown}; {where}"), "news move nothing away"
 
     def one_rollout(self) -> None:
         self.click("#rows a.go")
