@@ -72,7 +72,7 @@ class Served:
 
     def play(self, tasks: list[dict[str, str]], *, train: bool) -> list[float]:
         """The agent plays each task RUNS times at the same time; its rewards."""
-        return [float(r) for r in self.agent.ask(tasks=tasks, runs=RUNS, train=train)["rewards"]]
+        return [float(p["reward"]) for p in self.agent.ask(tasks=tasks, runs=RUNS, train=train)["plays"]]
 
     def step(self) -> int:
         """The step whose weights are served: what was published last."""

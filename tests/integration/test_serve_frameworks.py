@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
+import random
 import shutil
+import socket
+import sqlite3
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rft.serve.access import ENVIRONMENT
+from rft.taskset.generated_tasks import digit_sums
+from rft.testing.models import smollm2
 from rft.testing.scripted import ScriptedEngine
 from rft.threads import in_thread
 from tests.helpers import runs
@@ -70,6 +82,82 @@ async def test_node_plays_sessions(tmp_path, monkeypatch):
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == [f'{how}: "to hi", reward ok' for how in ("whole", "stream")]
         await served.gate.wait_explored(1)
+
+
+KILLED = ("engine", "trainer", "buffer", "explorer")  # the explorer's process has the service
+KILLS = 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_langgraph_run_loses_nothing(launch, tmp_path, python):
+    """kill -9 of parts at random moments of the run that scripts/learning_serve.py plays, with real vLLM and SmolLM2."""
+    dice, tasks, over = random.Random(0), digit_sums(split="train"), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    more = (
+        f"checkpoint_root_dir={tmp_path}",
+        f"explorer.proxy_port={port}",
+        "trainer.save_interval=1",
+        "trainer.total_steps=1000",
+    )
+    folder = tmp_path / "rft" / "examples" / "langgraph"
+
+    def start() -> Any:
+        run = launch("serve", "-c", str(EXAMPLE / "smollm2.yaml"), *more, MODEL_PATH=str(smollm2()), **{ENVIRONMENT: KEY})
+        deadline = time.monotonic() + 400
+        while time.monotonic() < deadline and run.process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                return run
+            over.wait(0.2)
+        raise AssertionError(run.output)
+
+    run = start()
+    plays: list[dict[str, Any]] = []
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(client_alone(tmp_path)), ENVIRONMENT: KEY}
+    command = [python, str(EXAMPLE / "langgraph_agent.py"), f"http://127.0.0.1:{port}"]
+    agent = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def play() -> None:
+        for step in itertools.count():
+            asked = {"tasks": [tasks[(4 * step + i) % len(tasks)] for i in range(4)], "runs": 8, "train": True}
+            print(json.dumps(asked), file=agent.stdin, flush=True)
+            plays.extend(json.loads(agent.stdout.readline())["plays"])
+            if over.is_set():
+                return
+
+    player = threading.Thread(target=play)
+    player.start()
+    killed: Counter[str] = Counter()
+    while killed.total() < KILLS:
+        over.wait(dice.uniform(1, 40))
+        assert player.is_alive() and run.process.poll() is None, run.output
+        parts = {runs.role(p): p for p in runs.parts(json.loads((folder / "state.json").read_text())["run_id"])}
+        if (part := KILLED[killed.total() % len(KILLED)]) not in parts:  # the engine, while it is being restarted
+            continue
+        parts[part].kill()
+        killed[part] += 1
+        if part != "engine":
+            run.end(180)
+            run = start()
+    over.set()
+    player.join(400)
+    assert not player.is_alive()
+    agent.communicate(timeout=60)
+    assert agent.returncode == 0
+    run.interrupt()
+    run.end(120)
+    with contextlib.closing(sqlite3.connect(folder / "buffer" / "experience_buffer.db")) as ledger:
+        calls = Counter(f"chatcmpl-{id}" for (id,) in ledger.execute("SELECT id FROM calls"))
+        scores = {id: json.loads(score)["value"] for id, score in ledger.execute("SELECT id, score FROM sessions") if score}
+    ok, audit = runs.audit(folder)
+    rewarded = {p["session"]: p["reward"] for p in plays if p["reward"] is not None}
+    answers = [a for p in plays for a in p["answers"]]
+    print(f"{dict(killed)} killed, {len(answers)} answers, {len(rewarded)} rewards of {len(plays)} sessions, audit {audit}")
+    assert ok, audit
+    assert {a for a in answers if calls[a] != 1} == set()
+    assert {s for s, reward in rewarded.items() if scores.get(s) != reward} == set()
+    assert len(rewarded) > 10 * KILLS
 
 
 def client_alone(folder: Path) -> Path:
