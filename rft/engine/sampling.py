@@ -61,14 +61,22 @@ def draw(logits: torch.Tensor, rows: Sequence[RowState]) -> tuple[list[int], lis
         if row.sampling.temperature > 0:
             _cut(logits[i], row.sampling)
     logps = logits.log_softmax(-1)
-    # inverse of the distribution function in float64: float32 sums of a large vocabulary would misplace rare tokens
-    edges = logps.double().exp_().cumsum_(-1)
     uniform = torch.tensor([row.random.random() if row.sampling.temperature > 0 else 0.0 for row in rows], dtype=torch.float64)
-    tokens = torch.searchsorted(edges, uniform.to(edges.device).unsqueeze(1) * edges[:, -1:], right=True).squeeze(1)
     greedy = torch.tensor([row.sampling.temperature == 0 for row in rows], device=logits.device)
-    tokens = torch.where(greedy, logps.argmax(-1), tokens.clamp_max(logps.shape[1] - 1))
+    tokens = torch.where(greedy, logps.argmax(-1), pick(logps, uniform.to(logits.device)))
     chosen = logps.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return tokens.tolist(), chosen.tolist()
+
+
+def pick(logps: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token of each row, int64 [B], at which the distribution function of `logps` [B, V] exceeds `uniform`, float64 [B] in [0, 1).
+
+    Never one of no probability.  Sums are in float64: those in float32 would misplace rare tokens of a large vocabulary.
+    """
+    sums = logps.double().exp_().cumsum_(-1)
+    whole = sums[:, -1:]
+    at = torch.minimum(uniform.unsqueeze(1) * whole, whole.nextafter(torch.zeros_like(whole)))  # rounding may carry it to the end
+    return torch.searchsorted(sums, at, right=True).squeeze(1).clamp_max(logps.shape[1] - 1)  # a row may be no number
 
 
 def _penalize(logits: torch.Tensor, row: RowState) -> None:

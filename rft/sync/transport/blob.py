@@ -7,9 +7,9 @@ not from what was written, so damage on the way to an engine is always seen.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Semaphore
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from rft.types.ids import Version
 from rft.types.ports import TensorSpec
 
 ALIGN = 64
-PIECE = 1 << 19  # a piece and its copy fit into a core's own cache
+PIECE = 1 << 20  # a piece and its copy fit into a core's own cache
 THREADS = min(4, os.cpu_count() or 1)
 _NAMES = {
     torch.float64: "F64",
@@ -50,10 +50,10 @@ def write(
     `mapped`: the bytes of `fd` from its beginning; what lies beyond is written through `fd`.
     """
     room = np.empty(0, np.uint8) if mapped is None else mapped.numpy()
-    specs: list[TensorSpec] = []
     names: set[str] = set()
     end = 0
-    under_way: deque[Future[TensorSpec]] = deque()
+    carried: list[Future[TensorSpec]] = []
+    room_left = Semaphore(3 * THREADS)  # tensors may be made one by one, and are not to be in memory all at once
     with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as pool:
         for name, tensor in tensors:
             if name in names:
@@ -66,27 +66,28 @@ def write(
                 )
             start = aligned(end)
             end = start + host.nbytes
-            under_way.append(pool.submit(_carry, fd, room, version, name, host, start))
-            while len(under_way) > 2 * THREADS:  # the tensors may be made one by one, and are not to be in memory all at once
-                specs.append(under_way.popleft().result())
-        specs.extend(carried.result() for carried in under_way)
+            room_left.acquire()
+            carried.append(pool.submit(_carry, fd, room, version, name, host, start))
+            carried[-1].add_done_callback(lambda _: room_left.release())
     _check_tied(version, names, tied)
-    return tuple(specs)
+    return tuple(tensor.result() for tensor in carried)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _carry(fd: int, room: np.ndarray, version: Version, name: str, host: torch.Tensor, start: int) -> TensorSpec:
     """Write one tensor to its place and describe it; each piece is looked at, hashed and copied while it is in the processor's cache."""
-    digest, flat, end = xxhash.xxh3_128(), host.reshape(-1), start
-    for part in flat.split(PIECE // flat.itemsize):
-        if not _finite(part):
+    digest, flat = xxhash.xxh3_128(), host.reshape(-1)
+    data, count = flat.view(torch.uint8).numpy(), PIECE // flat.itemsize
+    values = flat.numpy() if flat.dtype in (torch.float32, torch.float64) else flat
+    for i, at in enumerate(range(0, len(data), PIECE)):
+        if not _finite(values[i * count : (i + 1) * count]):
             raise WeightSyncFailed(f"version {version}: tensor {name} holds NaN or infinity; it is not published")
-        data = part.view(torch.uint8).numpy()
-        digest.update(data)
-        if end + len(data) <= len(room):
-            np.copyto(room[end : end + len(data)], data)
+        piece, begin = data[at : at + PIECE], start + at
+        digest.update(piece)
+        if begin + len(piece) <= len(room):
+            np.copyto(room[begin : begin + len(piece)], piece)
         else:
-            _pwrite(fd, data.data, end)
-        end += len(data)
+            _pwrite(fd, piece.data, begin)
     return TensorSpec(name, _NAMES[host.dtype], tuple(host.shape), start, host.nbytes, digest.hexdigest())
 
 
@@ -112,15 +113,10 @@ def same_layout(version: Version, specs: tuple[TensorSpec, ...], before: tuple[T
     )
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.element_size() == 1:
-        return True
-    if tensor.dtype in (torch.float32, torch.float64):
-        flat = tensor.reshape(-1).numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(np.dot(flat, flat)):  # one pass at memory speed; huge but finite values overflow and get the slow look
-                return True
-    return bool(torch.isfinite(tensor).all())
+def _finite(values: np.ndarray | torch.Tensor) -> bool:
+    if isinstance(values, np.ndarray):  # the square is one pass at memory speed; that of huge but finite values overflows
+        return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
+    return values.itemsize == 1 or not values.is_floating_point() or bool(torch.isfinite(values).all())
 
 
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rft.engine.sampling import RowState, draw
+from rft.engine.sampling import RowState, draw, pick
 from rft.types.task import SamplingArgs
 
 
@@ -33,6 +33,18 @@ def test_draws_follow_the_distribution() -> None:
     found = torch.tensor(tokens).bincount(minlength=5) / count
     assert torch.allclose(found, want, atol=0.03)
     assert np.allclose(np.exp(logps), want[tokens].numpy(), atol=1e-6)
+
+
+def test_every_token_has_its_own_part_of_the_unit_interval() -> None:
+    logps = torch.randn(1, 5000, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    logps[:, 4990:] = float("-inf")
+    logps[:, :3] = float("-inf")
+    sums = logps.double().exp().cumsum(-1)
+    ends = (sums / sums[:, -1:])[0, 2:4990]
+    inside = (ends[:-1] + ends[1:]) / 2
+    assert pick(logps.expand(len(inside), -1), inside).tolist() == list(range(3, 4990))
+    extremes = torch.tensor([0.0, 1 - 2.0**-53, 1.0], dtype=torch.float64)  # nor does rounding reach what has no probability
+    assert pick(logps.expand(3, -1), extremes).tolist() == [3, 4989, 4989]
 
 
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:
