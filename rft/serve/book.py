@@ -89,7 +89,7 @@ class SessionBook:
         if not session.opening or session.under_way or session.id not in self.sessions:
             return
         self._no_more_alone(session)  # its call, sent again meanwhile, opens another one
-        if not await self.explain([session.id], "failed"):
+        if not await self.explain([session.id], "failed") and session.id in self.sessions:
             self.counts["failed"] += 1
             self._leave(session)
 
@@ -169,15 +169,18 @@ class SessionBook:
             self._leave(other)
 
     async def explain(self, ids: list[str], reason: str) -> bool:
-        """These sessions are never trained.  False: one of them did not wait any more."""
-        if not ids or not await self._store.note(Explained(tuple(ids), reason)):
-            return not ids
-        self.counts[reason] += len(ids)
-        for id in ids:
+        """These sessions are never trained.  False: one of them did not wait any more, and is what it was."""
+        whole = not ids or await self._store.note(Explained(tuple(ids), reason))
+        for id in ids if whole else [id for id in ids if await self._is_explained(id)]:
             self.groups.remove(id)
             if (session := self.sessions.get(id)) is not None:
+                self.counts[reason] += 1
                 self._leave(session)
-        return True
+        return whole
+
+    async def _is_explained(self, id: str) -> bool:
+        stored = await self._store.find_session(id)
+        return stored is not None and stored.state == "explained"
 
     def accepted(self, ids: list[str]) -> None:
         """The store has them as rows."""
@@ -221,6 +224,8 @@ class SessionBook:
         await self.explain([s.id for s in overdue if not s.opening], "unrewarded")
         for session in overdue:
             await self.abandon(session)
+            if session.id in self.sessions:  # its call was sent again meanwhile
+                heapq.heappush(self._expiries, (now + 1.0, session.id))
 
     def _overdue(self, now: float) -> Iterator[str]:
         while self._expiries and self._expiries[0][0] <= now:

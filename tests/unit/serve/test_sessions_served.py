@@ -13,6 +13,7 @@ from rft.errors import DiskFull, EngineFailed, RunFailed
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import Version
+from rft.types.sessions import Explained
 from tests.helpers.serving import HI, KEY, serving
 
 RATIO = {"num_runs": 2, "batch_size": 1}
@@ -168,6 +169,35 @@ async def test_every_session_ends_with_its_reason(tmp_path, monkeypatch):
         assert audit.ok and audit.discarded == {"too_few": 1, "unrewarded": 1, "withdrawn": 1} and audit.available == 2
         refused = await served.reward(late, 1.0)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_over")
+
+
+async def test_an_overdue_session_ends_although_another_is_withdrawn_just_then(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline_s=10_000) as served:
+        book = served.service.book
+        store = book._store.note
+        now = book.clock()
+        gone, late = [await served.open(task_id="t", ttl=500) for _ in range(2)]
+        for session in (gone, late):
+            await served.ask(session)
+
+        refused = asyncio.Event()
+
+        async def note(asked):
+            if not (isinstance(asked, Explained) and len(asked.sessions) == 2):
+                return await store(asked)
+            await book.explain([gone["id"]], "withdrawn")
+            assert not await store(asked)
+            refused.set()
+            return False
+
+        monkeypatch.setattr(book._store, "note", note)
+        book.clock = lambda: now + 700
+        book.changed.set()
+        await asyncio.wait_for(refused.wait(), 20)
+        book.clock = lambda: now + 800
+        book.changed.set()
+        await served.until(late, "unrewarded")
+        assert (await served.state(gone))["reason"] == "withdrawn"
 
 
 async def test_a_clock_that_is_set_ends_no_session(tmp_path, monkeypatch):
