@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFL
 os.environ.update(
     WANDB_MODE="offline", HF_HUB_DISABLE_TELEMETRY="1", RAY_USAGE_STATS_ENABLED="0", DO_NOT_TRACK="1", MPLBACKEND="Agg"
 )
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a background job; what tests start would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "RFT_TESTS_TMP" not in os.environ or not os.environ["RFT_TESTS_TMP"].endswith(os.environ.get("PYTEST_XDIST_WORKER", "")):
     # what libraries and killed processes leave in the temporary folder goes with it; each worker has its own, so what another makes does
     # not look left behind; a short name, because sockets are made in it
