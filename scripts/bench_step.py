@@ -1,9 +1,9 @@
-"""`step_vs_trl`: one whole GRPO step of SmolLM2 against TRL's GRPOTrainer.
+"""`step_vs_trl`: whole GRPO steps of SmolLM2 against TRL's GRPOTrainer.
 
 Both sides hold the same weights in float32 on the same number of threads, see the same questions, draw completions of at most 24
-tokens at temperature 1 and make one AdamW step on the token-mean loss.  A step of ours ends when the new weights are served and
-proven.  The learning rate is so small that the answers' lengths stay what they are at the start, on both sides.  Only one side works
-at a time: the other waits at a gate.
+tokens at temperature 1 and make one AdamW step on the token-mean loss.  The learning rate is so small that the answers' lengths stay
+what they are at the start, on both sides.  Only one side works at a time: the other waits at a gate.  A round is three steps in a
+row, as in a run, where the next batch begins while the canary is still being verified; it ends when the last weights are served and proven.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rft.taskset.generated_tasks import digit_sums
 from rft.testing.models import smollm2
 from rft.types.metrics import MetricRecord, Role
 
-PROMPTS, RUNS, MAX_TOKENS, LR = 4, 8, 24, 1e-7
+PROMPTS, RUNS, MAX_TOKENS, LR, STEPS = 4, 8, 24, 1e-7, 3
 START_S, STEP_S = 600.0, 600.0
 
 
 class Trl(harness.Child):
-    """TRL in its own environment; `step` makes one optimizer step."""
+    """TRL in its own environment; `step` makes optimizer steps."""
 
     def __init__(self, spec: dict[str, Any], folder: Path) -> None:
         path = folder / "trl.json"
@@ -44,15 +44,15 @@ class Trl(harness.Child):
         super().__init__("TRL", command, ready_s=START_S, answer_s=STEP_S, env={"HF_HUB_OFFLINE": "1"})
         self.reports: list[dict[str, Any]] = []
 
-    def step(self) -> float:
-        """Seconds of one step: generation, scoring, update."""
+    def step(self, steps: int = 1) -> float:
+        """Mean seconds of `steps` in a row: generation, scoring, update."""
         began = time.monotonic()
-        self.reports.append(self.ask("step"))
-        return time.monotonic() - began
+        self.reports += [self.ask("step") for _ in range(steps)]
+        return (time.monotonic() - began) / steps
 
 
 class Ours:
-    """`rft run` with vLLM, Ray and the FSDP2 trainer, whose runs wait at a gate; `step` makes one whole step."""
+    """`rft run` with vLLM, Ray and the FSDP2 trainer, whose runs wait at a gate; `step` makes whole steps."""
 
     def __init__(self, config: dict[str, Any], folder: Path) -> None:
         self._server = socket.socket(socket.AF_UNIX)
@@ -76,16 +76,17 @@ class Ours:
         self._await_served(0)
         return self
 
-    def step(self) -> float:
-        """Seconds from opening the gate until the next step's weights are served and its runs stand at the gate."""
+    def step(self, steps: int = 1) -> float:
+        """Mean seconds of `steps` in a row, from opening the gate until the last weights are served and the next runs stand there."""
         began = time.monotonic()
-        self._step += 1
-        for run in self._held:
-            run.sendall(b"g")
-            run.close()
-        self._gather(STEP_S)
+        for _ in range(steps):
+            for run in self._held:
+                run.sendall(b"g")
+                run.close()
+            self._gather(STEP_S)
+        self._step += steps
         self._await_served(self._step)
-        return time.monotonic() - began
+        return (time.monotonic() - began) / steps
 
     def records(self) -> list[MetricRecord]:
         return scan(self._run / "metrics.jsonl").records
@@ -181,22 +182,22 @@ def trl_spec(model: Path, steps: int) -> dict[str, Any]:
 def step_vs_trl(quick: bool) -> harness.Result:
     """Seconds of TRL's step / seconds of ours; at least 3."""
     harness.peer_python()
-    rounds = 6 if quick else 12
+    rounds = 3 if quick else 6
     model = smollm2()
     measured = harness.probes()
     with tempfile.TemporaryDirectory(prefix="rft-bench-") as name, ExitStack() as stack:
         folder = Path(name)
-        ours = stack.enter_context(Ours(config(model, folder, folder / "gate", rounds + 50), folder))
+        ours = stack.enter_context(Ours(config(model, folder, folder / "gate", STEPS * rounds + 50), folder))
         harness.note("rft is at the gate")
-        trl = stack.enter_context(Trl(trl_spec(model, rounds + 50), folder))
+        trl = stack.enter_context(Trl(trl_spec(model, STEPS * rounds + 50), folder))
         harness.note("TRL is at the gate")
-        mine, theirs = harness.in_turn(ours.step, trl.step, rounds)
-        kept = range(2, rounds + 2)
+        mine, theirs = harness.in_turn(lambda: ours.step(STEPS), lambda: trl.step(STEPS), rounds)
+        kept = range(STEPS + 1, STEPS * (rounds + 1) + 1)
         values = {(r.role, r.step): r.values for r in ours.records()}
         lengths = [values["explorer", k]["rollout/response_length/mean"] for k in kept]
         rewards = [values["explorer", k]["rollout/reward/mean"] for k in kept]
         split = {part: round(statistics.median(_split(values, k)[part] for k in kept), 3) for part in ("train", "sync")}
-    reports = trl.reports[1:]
+    reports = trl.reports[STEPS:]
     return harness.Result(
         "step_vs_trl",
         [harness.speed_ratio("step", mine, theirs, 3.0)],

@@ -159,7 +159,7 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
 
     Raises ConfigError where there are too few steps.
     """
-    batches, steps, syncs, lengths = [], [], [], []
+    batches, steps, syncs, verified, lengths = [], [], [], [], []
     for plan, records in runs.values():
         for v in (r.values for r in records if r.role == "explorer" and r.values.get("rollout/runs")):
             texts, mean, longest, prompt = (v[f"rollout/{x}"] for x in _LENGTHS)
@@ -174,6 +174,7 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
             tokens = v["experience/response_tokens"] + prompts_of(plan) * v["experience/prompt_length/mean"]
             steps.append(([1.0, tokens / plan.learner.world_size], v["time/train_s"]))
             syncs += [v["time/sync_s"]] if "time/sync_s" in v else []
+        verified += [v["sync/total_s"] - v["sync/opened_s"] for v in (r.values for r in records) if "sync/opened_s" in v]
     if min(len(batches), len(steps), len(syncs)) < 3:
         raise ConfigError(f"{', '.join(runs)}: three steps with a publication are the least to learn speeds from", key=KEY)
     batch, decode_step, decode_token, prompt_token = _fitted(batches)
@@ -181,7 +182,7 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
     mean, longest, prompt = (fmean(x[i] for x in lengths) for i in range(3))
     return Speeds(
         batch=batch, decode_step=decode_step, decode_token=decode_token, prompt_token=prompt_token, step=step, trained_token=trained,
-        sync=median(syncs), prompt=prompt, response=mean, longest=longest,
+        sync=median(syncs) - median(verified or [0.0]), prompt=prompt, response=mean, longest=longest,
     )  # fmt: skip
 
 

@@ -1,20 +1,26 @@
-"""vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and which ranks no token.
+"""vLLM's worker on CPUs, whose cache for keys and values takes memory where it is used first, and which samples with less work.
 
 vLLM writes zeros over the whole cache when it starts: half a second for each GiB, two on a virtual machine whose host gives it memory late.
 New memory from the kernel is zero as well.  It comes in huge pages where the kernel has them, so that the first use costs few page faults.
+
+vLLM draws a random number for each token of the vocabulary (Gumbel-max); one for each row gives the same distribution.
 """
 
 from __future__ import annotations
 
 import mmap
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rft.engine.sampling import pick
 
 _LARGE = 1 << 20  # bytes
 
@@ -23,7 +29,21 @@ class CacheWorker(CPUWorker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         with _NewMemory():
             super().initialize_from_config(kv_cache_config)
-        self.model_runner.sampler.gather_logprobs = _gathered
+        sampler = self.model_runner.sampler
+        sampler.gather_logprobs = _gathered
+        sampler.topk_topp_sampler.forward = partial(_drawn, sampler.topk_topp_sampler.logprobs_mode)
+
+
+def _drawn(
+    mode: str, logits: torch.Tensor, generators: dict[int, torch.Generator], k: torch.Tensor | None, p: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens [N] from logits [N, V], and what vLLM wants beside them in this mode of log-probs."""
+    logits = apply_top_k_top_p(logits, k, p)
+    logprobs = logits.log_softmax(-1, dtype=torch.float32)
+    uniform = torch.rand(len(logits), dtype=torch.float64)
+    for row, generator in generators.items():
+        uniform[row] = torch.rand((), generator=generator, dtype=torch.float64)
+    return pick(logprobs, uniform), {"processed_logits": logits, "processed_logprobs": logprobs}.get(mode)
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:

@@ -1,13 +1,14 @@
 """One weight update: load a version into the engines, verify that they serve it, and go back to the one before if they do not.
 
-    update:  pause -> load and check the reports -> resume -> probes -> explorers may begin with it -> the trainer scores the probes
+    update:  pause -> load and check the reports -> resume -> probes, then explorers may begin with it -> the trainer scores the probes
     rolling: drain -> the same -> admit, a few engines after the other, while the others serve the version before
     restore: pause -> load the version before -> resume -> compare with its canary record -> admit
     sleep:   pause -> sleep, until one of them; engines that share their GPUs with the trainer
 
-The probes come first because they are short: behind the prompts of a batch or an evaluation they would wait for all of these.  In a
-rolling update an engine takes requests again only after its canary, so clients meet no weights that are not verified.  What fails
-concerns the engines that were touched: the others never stop.
+The probes come first because they are short: behind the prompts of a batch or an evaluation they would wait for all of these.  Engines
+that have no other work get new work as soon as the probes are sent, since eight more rows cost a step of generation next to nothing.
+In a rolling update an engine takes requests again only after its canary, so clients meet no weights that are not verified.  What
+fails concerns the engines that were touched: the others never stop.
 
 A version that is broadcast is loaded in rounds: the trainer sends while the engines receive, and no side waits for an engine that failed.
 
@@ -129,8 +130,11 @@ class WeightUpdates:
         self.provisional: Version | None = None  # what engines may have written with, besides verified versions
         self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
 
-    async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]]) -> list[Wave]:
-        """Serve `manifest`; `resumed` is awaited as soon as all engines generate with it.  Raises Rejected, NoEngines."""
+    async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]], *, idle: bool = False) -> list[Wave]:
+        """Serve `manifest`; `resumed` is awaited once all engines have answered its probes, or been sent them where they are `idle`.
+
+        Raises Rejected, NoEngines.
+        """
         began = time.perf_counter()
         self._touched |= set(await self._engines.restart_dead())
         waves: list[Wave] = []
@@ -140,7 +144,7 @@ class WeightUpdates:
             size = self._settings.at_a_time if rolling else None
             numbers, left = left[:size], left[size or len(left) :]
             try:
-                waves.append(await self._wave(manifest, numbers, began, rolling, resumed if not left else None))
+                waves.append(await self._wave(manifest, numbers, began, rolling, resumed if not left else None, idle))
             except NoEngines:
                 if not self._engines.numbers:
                     raise
@@ -163,6 +167,7 @@ class WeightUpdates:
         began: float,
         rolling: bool,
         resumed: Callable[[], Awaitable[None]] | None,
+        idle: bool,
     ) -> Wave:
         self._touched |= set(numbers)
         if rolling:
@@ -176,8 +181,13 @@ class WeightUpdates:
         at = time.perf_counter()
         if self.manifest is not None:  # else nothing was under way, and nothing starts before the canary
             self.provisional = manifest.version
-        probes = await self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers, generated=True)
-        if self.manifest is not None and resumed is not None:
+        probing = self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers, generated=True)
+        if self.manifest is None or resumed is None:
+            probes = await probing
+        elif idle:
+            probes, _ = await asyncio.gather(probing, resumed())
+        else:
+            probes = await probing
             await resumed()
         probed = time.perf_counter()
         verdict = await self._verify(probes, numbers)

@@ -262,6 +262,30 @@ async def test_seeds_where_prompts_are_computed_in_pieces(tied_engine: Counting,
     assert [c.tokens.tolist() for (c,) in together] == [c.tokens.tolist() for (c,) in alone]
 
 
+@pytest.mark.parametrize("top_k", [-1, 20])
+async def test_draws_follow_the_models_probabilities(tied_engine: Counting, tiny_model: Path, tmp_path: Path, top_k: int) -> None:
+    """Of a first token, with seeds and without: chi-square, of tokens that are expected five times."""
+    import torch
+
+    weights = weights_of(tiny_model)
+    await Subject(tied_engine, weights, TIED, tmp_path).publish(version=Version(4, 4 + (top_k > 0)))
+    asked = [ask(n=64, max_tokens=1, temperature=0.5, top_k=top_k, seed=1000 * i if i % 2 else None) for i in range(64)]
+    made = [c for answers in await asyncio.gather(*map(tied_engine.generate, asked)) for c in answers]
+    with torch.no_grad():
+        logits = (
+            reference(tiny_model, weights)(torch.from_numpy(made[0].prompt_tokens.astype(np.int64))[None]).logits[0, -1] / 0.5
+        )
+    if top_k > 0:
+        logits[logits < logits.topk(top_k).values[-1]] = float("-inf")
+    counts = np.bincount([c.tokens[0] for c in made], minlength=len(logits))
+    expected = logits.softmax(-1).numpy() * len(made)
+    often = expected >= 5
+    counts, expected = (np.append(x[often], x[~often].sum()) for x in (counts, expected))
+    chi2 = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert counts[expected == 0].sum() == 0
+    assert often.sum() >= 15 and chi2 < often.sum() + 5 * (2 * often.sum()) ** 0.5
+
+
 @pytest.mark.slow
 async def test_untied(tiny_untied: Path, environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     environment.delenv("RFT_FAULT", raising=False)

@@ -268,9 +268,12 @@ async def test_what_a_canary_costs(transport: Transport) -> None:
     assert world.trainer.positions == (8 + 2) * each
 
 
-async def test_probes_come_before_what_the_new_version_is_asked_else(world: World) -> None:
-    """So a batch or an evaluation that begins with it cannot hold up the canary."""
+@pytest.mark.parametrize("idle", [False, True])
+async def test_probes_come_before_what_the_new_version_is_asked_else(world: World, idle: bool) -> None:
+    """So a batch or an evaluation that begins with it cannot hold up the canary; idle engines get work once the probes are sent."""
     await world.publish(0)
+    if not idle:
+        assert await world.sync.may_explore(0) == Version(1, 0)
     asked, go = asyncio.Event(), asyncio.Event()
     engine = world.engines[-1]
     generate = engine.generate
@@ -281,15 +284,36 @@ async def test_probes_come_before_what_the_new_version_is_asked_else(world: Worl
         return await generate(request)
 
     engine.generate = slow  # type: ignore[method-assign]
-    publish, explore = await begun(world.publish(1), world.sync.may_explore(1))
+    explore, publish = await begun(world.sync.may_explore(1), world.publish(1))
     await asked.wait()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not explore.done() and world.trainer.calls == 1
+    assert explore.done() == idle and world.trainer.calls == 1
     go.set()
     assert await explore == Version(1, 1)
     said = await publish
     assert said["sync/canary_s"] >= said["sync/canary/score_s"] > 0
+    assert 0 < said["sync/opened_s"] < said["sync/total_s"]
+
+
+async def test_what_idle_engines_began_with_weights_that_fail_their_probes_never_counts(world: World) -> None:
+    await world.publish(0)
+    generate, fails = world.engines[0].generate, True
+
+    async def broken(request: GenerateRequest) -> list[Completion]:
+        nonlocal fails
+        if fails:
+            assert await explore == Version(1, 1), "provisional"
+            fails = False
+            raise ValueError("no logits")
+        return await generate(request)
+
+    world.engines[0].generate = broken  # type: ignore[method-assign]
+    (explore,) = await begun(world.sync.may_explore(1))
+    async with asyncio.timeout(30):
+        said = await world.publish(1)
+    assert said["sync/attempt"] == 1 and world.engines[0].version == Version(1, 1, 1)
+    assert await world.sync.wait_verified(Version(1, 1)) is False and await world.sync.wait_verified(Version(1, 1, 1)) is True
 
 
 async def test_what_was_written_before_a_publish_was_cancelled_at_its_probes_never_counts(world: World) -> None:
