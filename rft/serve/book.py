@@ -145,8 +145,12 @@ class SessionBook:
             return "duplicate"
         now = self.clock()
         note = Rewarded(session=session.id, score=score, call=call, at=now if completes else None)
-        if not await self._store.note(note):
-            raise over("explained", "its group was formed, or it was given up")
+        session.scoring += 1
+        try:
+            if not await self._store.note(note):
+                raise over("explained", "its group was formed, or it was given up")
+        finally:
+            session.scoring -= 1
         if call is None:
             session.stored = msgspec.structs.replace(session.stored, score=score)
         else:
@@ -233,7 +237,7 @@ class SessionBook:
             session = self.sessions.get(id)
             if session is None or session.stored.state != "open":
                 continue
-            if session.under_way:  # an answer that is being written may still be rewarded
+            if session.under_way or session.scoring:  # an answer that is being written may still be rewarded
                 heapq.heappush(self._expiries, (now + 1.0, id))
                 return
             yield id

@@ -51,7 +51,7 @@ class LiveSession(RunSession):
         self.calls: dict[str, StoredCall] = {}  # without payload
         self._owners: list[str] = []  # of each recorded turn: its call
         self.scores: dict[str, Score] = {}  # of single calls
-        self.under_way = 0
+        self.under_way = self.scoring = 0  # calls, and rewards that are being stored
 
     async def load(self) -> None:
         """What it was before this process began."""

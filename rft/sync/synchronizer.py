@@ -112,11 +112,7 @@ class Synchronizer:
             self._waits.raise_failure()
 
     async def _attempt(self, manifest: WeightManifest) -> list[Metric]:
-        began = opened = time.perf_counter()
-
         async def resumed() -> None:
-            nonlocal opened
-            opened = time.perf_counter()
             self._gate.loaded = manifest.version
             await self._waits.changed()
 
@@ -127,7 +123,6 @@ class Synchronizer:
         return [
             *(Metric(f"sync/{name}", float(count), "sum") for name, count in self._engines.take_restarts().items()),
             *metrics(manifest, waves),
-            *([Metric("sync/opened_s", opened - began, "max")] if opened > began else []),
             *([] if bound is None else [Metric("sync/staleness_bound", float(bound), "last")]),
             *(Metric(name, window, "mean") for name in ("explorer/idle_ratio", "rollouter/idle_ratio") if window is not None),
         ]

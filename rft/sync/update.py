@@ -114,6 +114,7 @@ class Wave:
     paused: float
     loaded: float
     resumed: float
+    opened: float  # when explorers could begin
     probed: float
     ended: float
 
@@ -181,19 +182,17 @@ class WeightUpdates:
         at = time.perf_counter()
         if self.manifest is not None:  # else nothing was under way, and nothing starts before the canary
             self.provisional = manifest.version
+        opening = resumed if self.manifest is not None and resumed is not None else lambda: asyncio.sleep(0)
         probing = self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers, generated=True)
-        if self.manifest is None or resumed is None:
-            probes = await probing
-        elif idle:
-            probes, _ = await asyncio.gather(probing, resumed())
-        else:
-            probes = await probing
-            await resumed()
+        probes, _ = await asyncio.gather(probing, opening() if idle else asyncio.sleep(0))
+        if not idle:
+            await opening()
         probed = time.perf_counter()
         verdict = await self._verify(probes, numbers)
         if rolling:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers, generated=True)
-        return Wave(probes, reports, verdict, began, drained, paused, loaded, at, probed, time.perf_counter())
+        opened = at if idle else probed
+        return Wave(probes, reports, verdict, began, drained, paused, loaded, at, opened, probed, time.perf_counter())
 
     @property
     def _rolls(self) -> bool:
@@ -320,6 +319,7 @@ def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
         "load/model_s": max(r.load_s - r.meeting_s - r.transfer_s - r.verify_s - r.probe_s for r in reports),
         "load/probe_s": max(r.probe_s for r in reports),
         "resume_s": sum(w.resumed - w.loaded for w in waves),
+        "opened_s": waves[-1].opened - waves[0].began,
         "canary_s": sum(w.ended - w.resumed for w in waves),
         "canary/score_s": sum(w.ended - w.probed for w in waves),
         "total_s": waves[-1].ended - waves[0].began,

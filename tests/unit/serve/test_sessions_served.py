@@ -13,7 +13,7 @@ from rft.errors import DiskFull, EngineFailed, RunFailed
 from rft.testing.scripted import ScriptedEngine
 from rft.types.completion import Score
 from rft.types.ids import Version
-from rft.types.sessions import Explained
+from rft.types.sessions import Explained, Rewarded
 from tests.helpers.serving import HI, KEY, serving
 
 RATIO = {"num_runs": 2, "batch_size": 1}
@@ -198,6 +198,27 @@ async def test_an_overdue_session_ends_although_another_is_withdrawn_just_then(t
         book.changed.set()
         await served.until(late, "unrewarded")
         assert (await served.state(gone))["reason"] == "withdrawn"
+
+
+async def test_a_reward_that_is_stored_as_its_sessions_time_ends_counts(tmp_path, monkeypatch):
+    async with serving(tmp_path, monkeypatch, num_runs=2, group_deadline_s=10_000) as served:
+        book = served.service.book
+        store, now = book._store.note, book.clock()
+        session, other = [await served.open(task_id="t", ttl=500) for _ in range(2)]
+        await served.ask(session)
+        await served.ask(other)
+
+        async def note(asked):
+            stored = await store(asked)
+            if isinstance(asked, Rewarded):
+                book.clock = lambda: now + 700
+                book.changed.set()
+                await served.until(other, "unrewarded")
+            return stored
+
+        monkeypatch.setattr(book._store, "note", note)
+        assert (await served.reward(session, 1.0)).json()["status"] == "ok"
+        assert (await served.state(session))["state"] == "rewarded" and book.groups.waiting == 1
 
 
 async def test_a_clock_that_is_set_ends_no_session(tmp_path, monkeypatch):
