@@ -81,6 +81,7 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     prompt: float
     response: float
     longest: float
+    computed: float = 1.0  # share of positions that a step computes: groups with equal rewards are skipped
 
 
 def load(path: Path) -> ClusterFile:
@@ -159,7 +160,7 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
 
     Raises ConfigError where there are too few steps.
     """
-    batches, steps, syncs, verified, lengths = [], [], [], [], []
+    batches, steps, syncs, verified, lengths, computed = [], [], [], [], [], []
     for plan, records in runs.values():
         for v in (r.values for r in records if r.role == "explorer" and r.values.get("rollout/runs")):
             texts, mean, longest, prompt = (v[f"rollout/{x}"] for x in _LENGTHS)
@@ -172,7 +173,9 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
         later = [r.values for r in records if r.role == "trainer" and r.step > 1]  # the first step compiles
         for v in (v for v in later if "time/train_s" in v):
             tokens = v["experience/response_tokens"] + prompts_of(plan) * v["experience/prompt_length/mean"]
-            steps.append(([1.0, tokens / plan.learner.world_size], v["time/train_s"]))
+            positions = v.get("perf/computed_positions", tokens)
+            steps.append(([1.0, positions / plan.learner.world_size], v["time/train_s"]))
+            computed.append(positions / tokens)
             syncs += [v["time/sync_s"]] if "time/sync_s" in v else []
         verified += [v["sync/total_s"] - v["sync/opened_s"] for v in (r.values for r in records) if "sync/opened_s" in v]
     if min(len(batches), len(steps), len(syncs)) < 3:
@@ -183,6 +186,7 @@ def of_runs(runs: Mapping[str, tuple[Plan, list[MetricRecord]]]) -> Speeds:
     return Speeds(
         batch=batch, decode_step=decode_step, decode_token=decode_token, prompt_token=prompt_token, step=step, trained_token=trained,
         sync=median(syncs) - median(verified or [0.0]), prompt=prompt, response=mean, longest=longest,
+        computed=fmean(computed),
     )  # fmt: skip
 
 

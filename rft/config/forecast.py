@@ -155,7 +155,8 @@ class Simulation:
             + texts / runs * s.prompt * s.prompt_token
         )
         tokens = rows_of(plan) * s.response
-        train_s = s.step + (tokens + prompts_of(plan) * s.prompt) / plan.learner.world_size * s.trained_token
+        positions = (tokens + prompts_of(plan) * s.prompt) * s.computed
+        train_s = s.step + positions / plan.learner.world_size * s.trained_token
         interval = plan.sync.interval
         steps = -(-_STEPS // interval) * interval
         overlap = 1.0 if plan.mode == "colocate" else self._cluster.shared_speed

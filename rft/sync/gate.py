@@ -60,6 +60,11 @@ class GateState:
         """Whether anything is explored: a group, where groups are paced one by one, else a batch."""
         return self.groups > 0 if self.schedule.by_group else bool(self._exploring)
 
+    @property
+    def both_wait(self) -> bool:
+        """Whether nothing is explored, and the trainer has no rows to go on with until something is."""
+        return not self.playing and self.schedule.style == "fixed" and not self.schedule.offset
+
     def may_acquire(self, batch: int, group: int | None) -> bool:
         """May group `group` (None: one that replaces another) start now, or never any more?"""
         if self.finished:

@@ -116,7 +116,7 @@ class Synchronizer:
             self._gate.loaded = manifest.version
             await self._waits.changed()
 
-        waves = await self._updates.run(manifest, resumed, idle=not self._gate.playing)
+        waves = await self._updates.run(manifest, resumed, idle=self._gate.both_wait)
         window, bound = self._idle.window(), self._gate.schedule.staleness_bound
         self._gate.verify(manifest.version)
         await self._waits.changed()

@@ -111,7 +111,8 @@ def test_planted_speeds_are_found_again(tmp_path: Path) -> None:
                 "rollout/time/batch": 0.5 + longest * 0.02 + rows * mean * 0.001 + tasks * 30 * 0.0005,
             }
             t = {"experience/response_tokens": rows * mean, "experience/prompt_length/mean": 30.0, "time/sync_s": 1.1}
-            t["time/train_s"] = 0.3 + (rows * mean + tasks * 30) * 0.002
+            t["perf/computed_positions"] = (rows * mean + tasks * 30) * (0.5 if step % 2 else 1.0)
+            t["time/train_s"] = 0.3 + t["perf/computed_positions"] * 0.002
             records += [
                 MetricRecord(role="explorer", step=step, time=0.0, values=v),
                 MetricRecord(role="trainer", step=step, time=0.0, values=t),
@@ -121,6 +122,7 @@ def test_planted_speeds_are_found_again(tmp_path: Path) -> None:
     s = cluster_file.of_runs(found)
     assert s.decode_step == pytest.approx(0.02, rel=0.05) and s.decode_token == pytest.approx(0.001, rel=0.05)
     assert s.trained_token == pytest.approx(0.002, rel=1e-6) and s.step == pytest.approx(0.3, rel=1e-6)
+    assert s.computed == pytest.approx(5.5 / 7), "of steps 2 to 8"
     assert s.batch == pytest.approx(0.5, rel=0.2) and s.sync == pytest.approx(0.7), "until exploring may go on"
 
 

@@ -268,12 +268,16 @@ async def test_what_a_canary_costs(transport: Transport) -> None:
     assert world.trainer.positions == (8 + 2) * each
 
 
-@pytest.mark.parametrize("idle", [False, True])
-async def test_probes_come_before_what_the_new_version_is_asked_else(world: World, idle: bool) -> None:
-    """So a batch or an evaluation that begins with it cannot hold up the canary; idle engines get work once the probes are sent."""
+@pytest.mark.parametrize(("playing", "offset"), [(False, 0), (True, 0), (False, 1)])
+async def test_probes_come_before_what_the_new_version_is_asked_else(transport: Transport, playing: bool, offset: int) -> None:
+    """So a batch or an evaluation that begins with it cannot hold up the canary.  Where both sides have nothing else to do, it begins
+    once the probes are sent."""
+    world, idle, last = World(transport, offset=offset), not playing and not offset, 1 + offset
     await world.publish(0)
-    if not idle:
-        assert await world.sync.may_explore(0) == Version(1, 0)
+    for batch in range(last):
+        assert await world.sync.may_explore(batch) == Version(1, 0)
+        if batch or not playing:
+            await world.sync.explored(batch)
     asked, go = asyncio.Event(), asyncio.Event()
     engine = world.engines[-1]
     generate = engine.generate
@@ -284,7 +288,7 @@ async def test_probes_come_before_what_the_new_version_is_asked_else(world: Worl
         return await generate(request)
 
     engine.generate = slow  # type: ignore[method-assign]
-    explore, publish = await begun(world.sync.may_explore(1), world.publish(1))
+    explore, publish = await begun(world.sync.may_explore(last), world.publish(1))
     await asked.wait()
     for _ in range(10):
         await asyncio.sleep(0)
