@@ -148,19 +148,24 @@ class Simulation:
         s = self.speeds(plan)
         texts = plan.runs_per_step / len(plan.engines)
         runs = max((t.num_runs for t in plan.explorer.tasksets), default=1)
-        explore_s = (
+        explore_s, two = (
             s.batch
-            + decode_steps(texts, self._at_once(plan), s.response, s.longest) * s.decode_step
-            + texts * s.response * s.decode_token
-            + texts / runs * s.prompt * s.prompt_token
+            + decode_steps(n, self._at_once(plan), s.response, s.longest) * s.decode_step
+            + n * s.response * s.decode_token
+            + n / runs * s.prompt * s.prompt_token
+            for n in (texts, 2 * texts)
         )
+        batches = max(1, plan.explorer.max_concurrent_runs // plan.runs_per_step)
         tokens = rows_of(plan) * s.response
         positions = (tokens + prompts_of(plan) * s.prompt) * s.computed
         train_s = s.step + positions / plan.learner.world_size * s.trained_token
         interval = plan.sync.interval
         steps = -(-_STEPS // interval) * interval
         overlap = 1.0 if plan.mode == "colocate" else self._cluster.shared_speed
-        found = simulate(schedule(plan.sync), steps=steps, explore_s=explore_s, train_s=train_s, sync_s=s.sync, overlap=overlap)
+        found = simulate(
+            schedule(plan.sync), steps=steps, explore_s=explore_s, more_s=two - explore_s, at_once=batches, train_s=train_s,
+            sync_s=s.sync, overlap=overlap,
+        )  # fmt: skip
         first = steps // 3 // interval * interval
         begin, end = found.trained[first - 1].end, found.trained[-1].end
         passed, trained = end - begin, found.trained[first:]
@@ -225,4 +230,9 @@ def _styles(plan: Plan, bound: int) -> Iterator[Plan]:
 
 
 def _busy(spans: Sequence[Span], begin: float, end: float) -> float:
-    return sum(max(0.0, min(x.end, end) - max(x.begin, begin)) for x in spans)
+    """Seconds in which at least one goes on; they are in the order of their begin."""
+    busy = 0.0
+    for x in spans:
+        busy += max(0.0, min(x.end, end) - max(x.begin, begin))
+        begin = max(begin, x.end)
+    return busy

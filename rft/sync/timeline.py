@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from rft.sync.schedule import Schedule
 
+_OVER = 1e-9  # what is left of work that has ended, as floats are
+
 
 @dataclass(frozen=True)
 class Span:
@@ -30,13 +32,22 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, *, steps: int, explore_s: float = 1.0, train_s: float = 1.0, sync_s: float = 0.0, overlap: float = 1.0
+    schedule: Schedule,
+    *,
+    steps: int,
+    explore_s: float = 1.0,
+    more_s: float = 0.0,
+    at_once: int = 1,
+    train_s: float = 1.0,
+    sync_s: float = 0.0,
+    overlap: float = 1.0,
 ) -> Timeline:
-    """One explorer, one batch at a time, and one trainer, from the first step on.  Raises RuntimeError when neither can continue.
+    """One explorer and one trainer, from the first step on.  Raises RuntimeError when neither can continue.
 
+    Up to `at_once` batches are explored at a time: one takes `explore_s`, and n together `explore_s + (n - 1) * more_s`.
     `sync_s`: of a publication, in which neither side works.  `overlap`: speed of each side while both work, 1 on devices of their own.
     """
-    run = _Simulated(schedule, explore_s, train_s, sync_s, overlap)
+    run = _Simulated(schedule, explore_s, more_s, at_once, train_s, sync_s, overlap)
     while True:
         if run.syncing is None:
             run.begin_what_may()
@@ -56,54 +67,65 @@ class _Work:
 class _Simulated:
     """The state of both sides at `now`."""
 
-    def __init__(self, schedule: Schedule, explore_s: float, train_s: float, sync_s: float, overlap: float) -> None:
-        self._schedule, self._overlap = schedule, overlap
-        self._explore_s, self._train_s, self._sync_s = explore_s, train_s, sync_s
+    def __init__(
+        self, schedule: Schedule, explore_s: float, more_s: float, at_once: int, train_s: float, sync_s: float, overlap: float
+    ) -> None:
+        self._schedule, self._overlap, self._at_once = schedule, overlap, at_once
+        self._explore_s, self._more_s, self._train_s, self._sync_s = explore_s, more_s, train_s, sync_s
         self.explored: list[Span] = []
         self.trained: list[Span] = []
         self.published = [(0.0, 0)]
-        self.exploring: _Work | None = None
+        self.exploring: list[_Work] = []
         self.training: _Work | None = None
         self.syncing: _Work | None = None
         self._now, self._version, self._held = 0.0, 0, 0
 
     def begin_what_may(self) -> None:
-        s, batch, done = self._schedule, len(self.explored), len(self.trained)
-        if self.training is None and batch * s.batch_units // s.step_units > done:
+        s, done = self._schedule, len(self.trained)
+        if self.training is None and len(self.explored) * s.batch_units // s.step_units > done:
             oldest = min(x.version for x in self.explored[done * s.step_units // s.batch_units : self._batches_of(done + 1)])
             self.training = _Work(done + 1, self._now, self._train_s, oldest)
-        if self.exploring is not None:
-            return
-        if s.on_demand and self.training is None and not self._may_explore(batch, self._version):
-            self._publish(asked=self._may_explore(batch, done))
-        if self.syncing is None and self._may_explore(batch, self._version):
-            self.exploring, self._held = _Work(batch, self._now, self._explore_s, self._version), self._version
+        while len(self.exploring) < self._at_once:
+            batch = len(self.explored) + len(self.exploring)
+            if self.exploring and s.syncs_before(batch):
+                return
+            if s.on_demand and self.training is None and not self._may_explore(batch, self._version):
+                self._publish(asked=self._may_explore(batch, done))
+            if self.syncing is not None or not self._may_explore(batch, self._version):
+                return
+            self.exploring.append(_Work(batch, self._now, self._explore_s, self._version))
+            self._held = self._version
 
     def advance(self) -> None:
         """To the next end of anything."""
-        both = self.exploring is not None and self.training is not None
-        working = [self.syncing] if self.syncing is not None else [x for x in (self.exploring, self.training) if x is not None]
-        if not working:
+        if not (working := self._speeds()):
             state = f"{len(self.trained)} steps trained, {self._version} published, batch {len(self.explored)} waits"
             raise RuntimeError(f"neither side can continue: {state}")
-        speed = self._overlap if both and self.syncing is None else 1.0
-        passed = min(x.left for x in working)
-        self._now += passed / speed
-        for work in working:
-            work.left -= passed
+        passed = min(work.left / speed for work, speed in working)
+        self._now += passed
+        for work, speed in working:
+            work.left -= passed * speed
         if self.syncing is not None:
             self._version, self.syncing = self.syncing.number, None
             self.published.append((self._now, self._version))
             return
-        if self.training is not None and self.training.left <= 0:
+        if self.training is not None and self.training.left <= _OVER:
             self.trained.append(self._ended(self.training))
             self.training, done, batch = None, len(self.trained), len(self.explored)
             self._publish(
-                asked=self.exploring is None and self._may_explore(batch, done) and not self._may_explore(batch, self._version)
+                asked=not self.exploring and self._may_explore(batch, done) and not self._may_explore(batch, self._version)
             )
-        if self.exploring is not None and self.exploring.left <= 0:
-            self.explored.append(self._ended(self.exploring))
-            self.exploring, self._held = None, self._version
+        while self.exploring and self.exploring[0].left <= _OVER:
+            self.explored.append(self._ended(self.exploring.pop(0)))
+            self._held = self._version
+
+    def _speeds(self) -> list[tuple[_Work, float]]:
+        """What goes on, and how fast beside what it takes alone."""
+        if self.syncing is not None:
+            return [(self.syncing, 1.0)]
+        speed = self._overlap if self.exploring and self.training is not None else 1.0
+        each = self._explore_s / (self._explore_s + (len(self.exploring) - 1) * self._more_s) if len(self.exploring) > 1 else 1.0
+        return [(x, speed * each) for x in self.exploring] + ([(self.training, speed)] if self.training is not None else [])
 
     def _publish(self, *, asked: bool) -> None:
         done = len(self.trained)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rft.cli.main import make
-from rft.config import cluster_file
+from rft.config import cluster_file, forecast
 from rft.config.cluster_file import ClusterFile, decode_steps
 from rft.config.forecast import Simulated, simulated
 from rft.config.plan import Plan
@@ -72,6 +72,16 @@ def test_the_formulas_by_hand() -> None:
     assert found.forecast.sync_s == pytest.approx(8_030_261_248 * 2 / 100e9, rel=0.01)
     assert found.forecast.step_s == pytest.approx(explore + found.forecast.train_s + found.forecast.sync_s, rel=0.01)
     assert found.forecast.explorer_idle + found.forecast.trainer_idle == pytest.approx(1.0), "they work in turns"
+
+
+def test_batches_that_may_begin_are_explored_at_once() -> None:
+    """Three under each version: together 3 + 2 * 1 s, then their three steps of 2 s."""
+    found = simulate(Schedule(interval=3), steps=6, explore_s=3.0, more_s=1.0, at_once=8, train_s=2.0, sync_s=1.0)
+    assert [(x.begin, x.end) for x in found.explored[:3]] == [(0.0, pytest.approx(5.0))] * 3
+    assert [x.end for x in found.trained] == pytest.approx([7.0, 9.0, 11.0, 19.0, 21.0, 23.0])
+    assert forecast._busy(found.explored, 0.0, 23.0) == pytest.approx(10.0)
+    two = simulate(Schedule(interval=3), steps=3, explore_s=3.0, more_s=1.0, at_once=2, train_s=2.0)
+    assert [x.end for x in two.explored] == pytest.approx([4.0, 4.0, 7.0])
 
 
 def test_later_turns_of_an_engine_take_the_mean() -> None:
