@@ -180,7 +180,7 @@ def trl_spec(model: Path, steps: int) -> dict[str, Any]:
 
 
 def step_vs_trl(quick: bool) -> harness.Result:
-    """Seconds of TRL's step / seconds of ours; at least 3."""
+    """Seconds of TRL's step / seconds of ours, means of three in a row; at least 3."""
     harness.peer_python()
     rounds = 3 if quick else 6
     model = smollm2()

@@ -6,7 +6,7 @@
     sleep:   pause -> sleep, until one of them; engines that share their GPUs with the trainer
 
 The probes come first because they are short: behind the prompts of a batch or an evaluation they would wait for all of these.  Engines
-that have no other work get new work as soon as the probes are sent, since eight more rows cost a step of generation next to nothing.
+that have no other work get new work together with the probes, since eight more rows cost a step of generation next to nothing.
 In a rolling update an engine takes requests again only after its canary, so clients meet no weights that are not verified.  What
 fails concerns the engines that were touched: the others never stop.
 
@@ -132,7 +132,7 @@ class WeightUpdates:
         self._proofs: tuple[Probe, ...] = ()  # one of them, kept when all engines have left
 
     async def run(self, manifest: WeightManifest, resumed: Callable[[], Awaitable[None]], *, idle: bool = False) -> list[Wave]:
-        """Serve `manifest`; `resumed` is awaited once all engines have answered its probes, or been sent them where they are `idle`.
+        """Serve `manifest`; `resumed` is awaited once all engines have answered its probes, or together with these where they are `idle`.
 
         Raises Rejected, NoEngines.
         """
@@ -145,7 +145,8 @@ class WeightUpdates:
             size = self._settings.at_a_time if rolling else None
             numbers, left = left[:size], left[size or len(left) :]
             try:
-                waves.append(await self._wave(manifest, numbers, began, rolling, resumed if not left else None, idle))
+                opens = resumed if not left and self.manifest is not None else _nothing
+                waves.append(await self._wave(manifest, numbers, began, rolling, opens, idle))
             except NoEngines:
                 if not self._engines.numbers:
                     raise
@@ -167,7 +168,7 @@ class WeightUpdates:
         numbers: Sequence[int],
         began: float,
         rolling: bool,
-        resumed: Callable[[], Awaitable[None]] | None,
+        opens: Callable[[], Awaitable[None]],
         idle: bool,
     ) -> Wave:
         self._touched |= set(numbers)
@@ -182,17 +183,17 @@ class WeightUpdates:
         at = time.perf_counter()
         if self.manifest is not None:  # else nothing was under way, and nothing starts before the canary
             self.provisional = manifest.version
-        opening = resumed if self.manifest is not None and resumed is not None else lambda: asyncio.sleep(0)
         probing = self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers, generated=True)
-        probes, _ = await asyncio.gather(probing, opening() if idle else asyncio.sleep(0))
+        probes, _ = await asyncio.gather(probing, opens() if idle else _nothing())
         if not idle:
-            await opening()
+            await opens()
         probed = time.perf_counter()
         verdict = await self._verify(probes, numbers)
         if rolling:
             await self._engines.ask_all("admit", lambda e: e.admit(), numbers, generated=True)
-        opened = at if idle else probed
-        return Wave(probes, reports, verdict, began, drained, paused, loaded, at, opened, probed, time.perf_counter())
+        ended = time.perf_counter()
+        opened = ended if self.manifest is None else at if idle else probed
+        return Wave(probes, reports, verdict, began, drained, paused, loaded, at, opened, probed, ended)
 
     @property
     def _rolls(self) -> bool:
@@ -346,6 +347,9 @@ def metrics(manifest: WeightManifest, waves: Sequence[Wave]) -> list[Metric]:
         Metric("sync/canary_tokens", float(sum(w.verdict.num_tokens for w in waves)), "last"),
         Metric("sync/below_noise", float(any(w.verdict.below_noise for w in waves)), "sum"),
     ]
+
+
+async def _nothing() -> None: ...
 
 
 def _some(names: Sequence[Any]) -> str:

@@ -216,6 +216,9 @@ async def test_versions_are_served_one_after_the_other(world: World) -> None:
         await world.sync.wait_verified(Version(1, step))
         assert said["sync/canary_max_abs"] < 1e-5
         assert said["sync/below_noise"] == 0
+        assert (said["sync/opened_s"] < said["sync/total_s"]) == (step > 0), (
+            "nothing begins with a first version that is not verified"
+        )
         assert said["sync/version"] == step
         assert said["sync/bytes"] == 2 * V * H * 4
         assert said["sync/total_s"] >= said["sync/load_s"] > 0
@@ -271,7 +274,7 @@ async def test_what_a_canary_costs(transport: Transport) -> None:
 @pytest.mark.parametrize(("playing", "offset"), [(False, 0), (True, 0), (False, 1)])
 async def test_probes_come_before_what_the_new_version_is_asked_else(transport: Transport, playing: bool, offset: int) -> None:
     """So a batch or an evaluation that begins with it cannot hold up the canary.  Where both sides have nothing else to do, it begins
-    once the probes are sent."""
+    together with the probes."""
     world, idle, last = World(transport, offset=offset), not playing and not offset, 1 + offset
     await world.publish(0)
     for batch in range(last):
