@@ -162,7 +162,7 @@ async def main(spec: dict[str, Any]) -> None:
     data = load_file(path)
     groups, runs = (int(n) for n in data["shape"])
     longest = int(data["prompts"].max()), int((data["lengths"] - data["prompts"]).max())
-    made = plan(spec, groups, runs, longest)
+    made = await asyncio.to_thread(plan, spec, groups, runs, longest)
     ranks = Ranks(await asyncio.to_thread(Learner, made.learner))
     ends = np.cumsum(data["lengths"])
     asked = [

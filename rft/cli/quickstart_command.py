@@ -48,38 +48,47 @@ def config_file() -> Path:
 
 def report(run_dir: Path, seconds: float, console: Any) -> None:
     """What the model learnt: held-out accuracy, answers before and after, the curve, and where to go next."""
-    from rich.table import Table
-
     from rft.monitor.curves import evaluations
     from rft.monitor.pictures import reward_curve
     from rft.monitor.read import read, series
 
     records = read(run_dir / "metrics.jsonl")
-    if not (names := evaluations(records)):
-        raise RuntimeError(f"{run_dir / 'metrics.jsonl'} has no evaluation; was buffer.explorer_input.eval_tasksets removed?")
-    points = series(records, names[0])
-    first, last = points[0], points[-1]
-    _, taskset, metric = names[0].split("/")
-    before, after = _samples(run_dir, taskset, first[0]), _samples(run_dir, taskset, last[0])
-    table = Table(title="held-out questions, first answer of each", title_justify="left")
-    for column in ("question", "truth", "untrained", f"after {last[0]} steps"):
-        table.add_column(column, overflow="fold")
-    for prompt in list(before)[:6]:
-        if prompt in after:
-            table.add_row(prompt, str(before[prompt]["truth"]), _short(before[prompt]), _short(after[prompt]))
-    console.print(table)
+    name = next(iter(evaluations(records)), "")
+    points = series(records, name) if name else []
+    if len(points) > 1:
+        console.print(_answers(run_dir, name.split("/")[1], points[0][0], points[-1][0]))
+        accuracy = f"held-out accuracy ({name.split('/')[2]}, temperature 1)"
+        gain = f"[bold]{points[0][1]:.2f} -> {points[-1][1]:.2f}[/bold] in {points[-1][0]} steps"
+        console.print(f"\n{accuracy}: {gain}, {seconds:.0f} s")
+    else:
+        console.print(
+            f"\n{seconds:.0f} s; what was learnt is not told without an evaluation before and one after (explorer.eval_*)"
+        )
     picture = run_dir / "reward_curve.png"
     reward_curve(run_dir, picture)
-    console.print(
-        f"\nheld-out accuracy ({metric}, temperature 1): [bold]{first[1]:.2f} -> {last[1]:.2f}[/bold] in {last[0]} steps, {seconds:.0f} s"
-    )
-    console.print(f"curve     {picture}\nrun       {run_dir}\nmodel     {run_dir}/checkpoints/global_step_{last[0]}/huggingface")
+    console.print(f"curve     {picture}\nrun       {run_dir}")
+    for model in sorted(run_dir.glob("checkpoints/global_step_*/huggingface"), key=lambda m: m.stat().st_mtime_ns)[-1:]:
+        console.print(f"model     {model}")
     console.print(
         "next      rft status "
         + str(run_dir)
         + "\n          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL\n"
         "          docs/ explains how to write a workflow, a reward, a taskset"
     )
+
+
+def _answers(run_dir: Path, taskset: str, first: int, last: int) -> Any:
+    """A table of six held-out questions with the first answer to each before and after training."""
+    from rich.table import Table
+
+    before, after = _samples(run_dir, taskset, first), _samples(run_dir, taskset, last)
+    table = Table(title="held-out questions, first answer of each", title_justify="left")
+    for column in ("question", "truth", "untrained" if first == 0 else f"after {first} steps", f"after {last} steps"):
+        table.add_column(column, overflow="fold")
+    for prompt in list(before)[:6]:
+        if prompt in after:
+            table.add_row(prompt, str(before[prompt]["truth"]), _short(before[prompt]), _short(after[prompt]))
+    return table
 
 
 def _samples(run_dir: Path, taskset: str, step: int) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -57,7 +60,9 @@ async def serve(path: str, methods: dict[str, Handler]) -> asyncio.Server:
     def _ended(task: asyncio.Task[None]) -> None:
         running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            task.get_loop().call_exception_handler({"message": "a call failed in an unexpected way", "exception": error})
+            traceback.print_exception(error)  # its caller would wait for ever: the supervisor shows this as how the process died
+            sys.stderr.flush()
+            os._exit(1)
 
     return await asyncio.start_unix_server(session, path)
 
