@@ -43,6 +43,7 @@ class SqlWorkflow(EnvWorkflow):
 
     blocking = True
     scores_itself = True
+    observed = 0  # the question
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)

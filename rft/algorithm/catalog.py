@@ -73,16 +73,15 @@ def algorithms() -> dict[str, AlgorithmDefaults]:
     return {p.name: p.obj for p in _ours("algorithm")}
 
 
-def algorithm_defaults(name: str, *, key: str = "algorithm.algorithm_type") -> AlgorithmDefaults:
+def algorithm_defaults(name: str) -> AlgorithmDefaults:
     """The parts of algorithm `name`, a shipped one or a plugin; raises ConfigError that lists what there is."""
-    name = RENAMED_ALGORITHMS.get(name, name)
+    name, key = RENAMED_ALGORITHMS.get(name, name), "algorithm.algorithm_type"
     if (found := algorithms().get(name)) is not None:
         return found
     known = sorted({*algorithms(), *REGISTRY.names("algorithm")})
     if ":" not in name and name not in known:
-        raise ConfigError(
-            f"unknown algorithm {name!r}.  Available: {', '.join(known)}.{nearest(name, known)}", key=key, given=name
-        )
+        text = f"unknown algorithm {name!r}.  Available: {', '.join(known)}.{nearest(name, known)}"
+        raise ConfigError(text, key=key, given=name)
     made = REGISTRY.get("algorithm", name).obj
     if not isinstance(made, AlgorithmDefaults):
         raise ConfigError(f"is {type(made).__name__}; write NAME = define_algorithm(...) in that file", key=key, given=name)
@@ -95,14 +94,13 @@ def compares_in_groups(advantage_fn: str) -> bool:
     return model is None or model.in_groups
 
 
-def check_args(kind: str, name: str, given: Mapping[str, Any], *, key: str = "") -> BaseModel:
+def check_args(kind: str, name: str, given: Mapping[str, Any]) -> BaseModel:
     """The checked arguments of part `name` of `kind` ("advantage_fn", ...).
 
-    `name` is a shipped name, a registered plugin's, `pkg.module:Name` or `path/file.py:Name`.  `key` is the configuration key of
-    the name, e.g. "algorithm.policy_loss_fn"; its arguments stand under the same key with `_args`.  Raises ConfigError for an
-    unknown name, ConfigErrors with one entry per wrong argument.
+    `name` is a shipped name, a registered plugin's, `pkg.module:Name` or `path/file.py:Name`.  Raises ConfigError for an unknown name,
+    ConfigErrors with one entry per wrong argument; both name keys of section `algorithm`.
     """
-    key = key or f"algorithm.{kind}"
+    key = f"algorithm.{kind}"
     return validate(part_model(kind, name, key=key), given, what=f'{KINDS[kind]} "{name}"', key=f"{key}_args")
 
 

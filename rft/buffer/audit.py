@@ -20,7 +20,7 @@ from rft.buffer.location import Location, connect, find
 from rft.buffer.mixing import counted as counted_mixed
 from rft.buffer.schema import FORMAT, experiences, groups, lineages, meta
 from rft.errors import BufferFailed
-from rft.types.block import contents, decode
+from rft.types.block import UNREADABLE, read
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
@@ -131,8 +131,8 @@ def _read_back(tx: Connection, storage: Storage, wanted: set[str]) -> list[str]:
     for locator, rows in hashes.items():
         try:
             (block,) = storage.get([locator], tx)
-            found = {str(x.id): content.hash for x, content in zip(decode(block), contents(block), strict=True)}
-        except (BufferFailed, ValueError, msgspec.MsgspecError) as error:
+            found = {str(x.id): content.hash for x, content in zip(*read(block), strict=True)}
+        except (BufferFailed, *UNREADABLE) as error:
             problems.append(f"payload {locator}: {error}")
             continue
         bad = [x for x, content in rows.items() if found.get(x) != content]

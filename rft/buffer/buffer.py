@@ -34,12 +34,14 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
         if not self._storage.durable:
             log.warning("buffer %s keeps its payload in memory only (path: none): it is not durable", self._settings.name)
 
-    async def start_lineage(self, parent: Version | None, consumption: Consumption | None) -> LineageStart:
+    async def start_lineage(self, parent: Version | None, consumption: Consumption | None, step: int = 0) -> LineageStart:
         """A trainer takes over, going on from the checkpoint `parent` (None: from the base model); all earlier ones are fenced.
+
+        Where it begins with another run's weights instead: `step` is theirs, `consumption` says at which batch it begins.
 
         Raises BufferFailed when `consumption`, of the checkpoint's manifest, is not what the ledger counts for `parent`.
         """
-        start, groups = await self._work(self._ledger.start_lineage, parent, consumption)
+        start, groups = await self._work(self._ledger.start_lineage, parent, consumption, step)
         if self._mix is not None:
             mix = self._mix
             await self._fenced(start.lineage, lambda tx: remember(tx, start.lineage, mix.name, mix.fingerprint))
@@ -76,7 +78,7 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
             "explained": audit.discarded,
             "waiting_groups": self._order.num_groups,
             "rejected": await self._work(self._ledger.run, count_rejected),
-            "bytes": await self._work(self._ledger.size),
+            "bytes": await self._work(self._ledger.run, self._ledger.database.size),
             "lineage": self._lineage,
             "finished": self._order.finished,
         }
@@ -91,8 +93,8 @@ class Buffer(ExplorerSide, TrainerSide, SessionSide):
             if writing is not None:
                 await writing
         await self._notify()
-        self._ledger.stop()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._reserve.close)
+        self._ledger.database.stop()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._reserve.spend)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.close)
         self._thread.shutdown()
 

@@ -90,7 +90,7 @@ class Reserve:
         except OSError as e:
             if e.errno not in FULL:
                 raise
-            os.ftruncate(fd, 0)
+            self._path.unlink(missing_ok=True)
             raise DiskFull(
                 f"{self._path.parent} has not {self._size} bytes free for the trainer: {e.strerror}. Nothing of the last call is stored.  "
                 f"{REMEDY}"
@@ -100,17 +100,15 @@ class Reserve:
         self._whole = True
 
     def spend(self) -> bool:
-        """Gives the space away; False if that was done before."""
-        if self._path is None or not self._whole:
+        """Gives the space away, also what a process that was killed had taken; False if there is none."""
+        if self._path is None:
             return False
-        os.truncate(self._path, 0)
         self._whole = False
+        try:
+            self._path.unlink()
+        except FileNotFoundError:  # spent before, or removed by a person in need of space
+            return False
         return True
-
-    def close(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._whole = False
 
 
 class BufferCore:

@@ -83,12 +83,11 @@ class Checkpointer:
                 while seen != self._count and not self._due.is_set():
                     seen = self._count
                     self._due.wait(QUIET_S)
-                if self._closed:
-                    return
                 self._moved = self._bytes
                 self._due.clear()
-                if not self._closed:  # what was cleared may have been the call to end
-                    self._move(connection)
+                if self._closed:  # what was cleared may have been the call to end
+                    return
+                self._move(connection)
         finally:
             connection.close()
 
@@ -320,9 +319,8 @@ class Database:
         """Whether the connection is gone, could not be made, or cannot be used any more."""
         if self.location.url is None or not isinstance(error, DBAPIError):  # a file that cannot be opened stays so
             return False
-        unanswered = (
-            isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) is None
-        )  # the driver's, not the server's
+        # the driver's error, not the server's
+        unanswered = isinstance(error, OperationalError) and getattr(error.orig, "sqlstate", None) is None
         return error.connection_invalidated or self._connection is None or unanswered
 
     def _passing(self, error: BaseException) -> bool:

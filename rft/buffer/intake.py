@@ -20,7 +20,7 @@ from rft.buffer.row_selectors import WaitingRow
 from rft.buffer.schema import MAX_REWARD
 from rft.buffer.settings import BufferSettings
 from rft.errors import Fenced, FrameRejected
-from rft.types.block import Content
+from rft.types.block import UNREADABLE, Content
 from rft.types.block import read as read_block
 from rft.types.experience import Experience
 from rft.types.ids import GroupId, Version
@@ -109,7 +109,7 @@ def _decode(frame: bytes) -> tuple[list[Experience], list[Content]]:
         return read_block(frame)
     except msgspec.ValidationError as e:  # a value that `Experience` refuses; its message begins with the field
         raise FrameRejected(f"invalid_{_field(str(e))}: {e}") from e
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
+    except UNREADABLE as e:
         raise FrameRejected(f"damaged: {type(e).__name__}: {e}") from e
 
 

@@ -24,7 +24,7 @@ from rft.buffer.schema import checkpoints, experiences, groups, lineages, parts,
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed, Fenced, PayloadDamaged
 from rft.faults import fault
-from rft.types.block import contents
+from rft.types.block import UNREADABLE, contents
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
@@ -69,16 +69,14 @@ class Ledger:
         self.storage.close()
         self.database.close()
 
-    def stop(self) -> None:
-        """From another thread: a call that waits for a lost server gives up."""
-        self.database.stop()
-
     # ------------------------------------------------------------ lineages
 
-    def start_lineage(self, parent: Version | None, consumption: Consumption | None) -> tuple[LineageStart, list[WaitingGroup]]:
-        """The next lineage; everything that does not descend from `parent` stops counting."""
+    def start_lineage(
+        self, parent: Version | None, consumption: Consumption | None, step: int = 0
+    ) -> tuple[LineageStart, list[WaitingGroup]]:
+        """The next lineage; everything that does not descend from `parent` stops counting.  `step`: it begins with, without a parent."""
         s = self.settings
-        step = parent.step if parent else 0
+        step = parent.step if parent else step
         cursor = consumption.cursor if consumption else 0
 
         def work(tx: Connection) -> tuple[LineageStart, dict[int, int], list[WaitingGroup]]:
@@ -187,10 +185,6 @@ class Ledger:
 
     # ------------------------------------------------------------ looking
 
-    def look(self) -> tuple[Connection, dict[int, int]]:
-        """The connection (inside no transaction) and what counts now."""
-        return self.database.connection, self.ancestry
-
     def audit(self, leased: int, waiting: int) -> Audit:
         """What the facts say of the current lineage, and whether the stored states and the `leased` + `waiting` rows agree."""
         s = self.settings
@@ -218,10 +212,6 @@ class Ledger:
             facts, leased=leased, available=available - leased, discarded=discarded, problems=tuple(problems)
         )
 
-    def size(self) -> int:
-        """Bytes of the database."""
-        return self.run(self.database.size)
-
 
 def note_checkpoint(tx: Connection, version: Version, stated: Consumption) -> None:
     row = (version.lineage, version.step, stated.num_uses, stated.digest, stated.cursor, time.time())
@@ -232,7 +222,7 @@ def verify(group: WaitingGroup, rows: Sequence[WaitingRow], block: bytes, hashes
     """Raises PayloadDamaged where one of these rows is not in the block as it was stored."""
     try:
         found = contents(block, [r.position for r in rows])
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, msgspec.MsgspecError) as e:
+    except UNREADABLE as e:
         raise PayloadDamaged(f"payload {group.locator} of group {group.id} cannot be read: {e}. {REMEDY}") from e
     for row, content in zip(rows, found, strict=True):
         if content.hash != hashes[row.id]:

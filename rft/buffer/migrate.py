@@ -12,7 +12,6 @@ import sqlite3
 import time
 from collections.abc import Callable
 
-import msgspec
 from sqlalchemy import Connection, Table, insert, inspect, select, text, update
 from sqlalchemy.schema import CreateColumn
 
@@ -34,7 +33,7 @@ from rft.buffer.schema import (
 )
 from rft.buffer.settings import BufferSettings
 from rft.errors import BufferFailed
-from rft.types.block import decode
+from rft.types.block import UNREADABLE, decode
 
 log = logging.getLogger(__name__)
 _PAGE = 256  # groups whose payload is read at once
@@ -152,7 +151,7 @@ def _fill(tx: Connection, storage: Storage, group: str, locator: str) -> bool:
     try:
         (block,) = storage.get([locator], tx)
         rows = decode(block)
-    except (BufferFailed, ValueError, msgspec.MsgspecError):
+    except (BufferFailed, *UNREADABLE):
         return False
     tx.execute(update(groups).where(groups.c.id == group).values(num_bytes=len(block)))
     for row in rows:

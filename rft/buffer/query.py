@@ -11,7 +11,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from rft.buffer.location import Location, connect, find
 from rft.buffer.schema import FORMAT, VIEWS, experiences, groups, meta
 from rft.errors import BufferFailed, ConfigError, PayloadDamaged
 from rft.logs import redact
-from rft.types.block import decode
+from rft.types.block import UNREADABLE, read
 from rft.types.experience import Experience
 from rft.types.token_logprobs import TrainerTokens, of_trainer
 
@@ -226,20 +226,27 @@ class Questions:
             return [dict(row) for row in tx.exec_driver_sql(sql, values).mappings()]
 
     def payload(self, ids: Sequence[str]) -> dict[str, Experience]:
-        """These experiences as their explorer stored them; an edited reward is in the ledger alone.  Raises PayloadDamaged."""
+        """These experiences as their explorer stored them; an edited reward is in the ledger alone.  Raises PayloadDamaged, ConfigError."""
         found: dict[str, Experience] = {}
-        wanted = set(ids)
         e = experiences.c
         mine = select(groups.c.locator, groups.c.num_bytes).where(
             groups.c.id.in_(select(e.group_id).where(e.id.in_(ids)).distinct())
         )
         with self.errors("RUN"), self.reading() as tx:
+            hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.id.in_(ids)))}
             for locators in _portions(tx.execute(mine).all()):
-                for block in self.storage.get(locators, tx):
-                    found.update((str(x.id), x) for x in decode(block) if str(x.id) in wanted)
-        if missing := sorted(wanted - found.keys()):
-            raise PayloadDamaged(f"the payload of {missing[0]} is not in its group's block; `rft buffer audit` says more")
+                for block in self.blocks(locators, tx):
+                    found.update(_as_stored(block, hashes))
+        if missing := sorted(set(ids) - found.keys()):
+            raise PayloadDamaged(f"the payload of {missing[0]} is not as it was stored; restore the buffer's folder from a copy")
         return found
+
+    def blocks(self, locators: Sequence[str], tx: Connection) -> list[bytes]:
+        """Payload by its locators.  Raises PayloadDamaged, ConfigError."""
+        try:
+            return self.storage.get(locators, tx)
+        except OSError as e:
+            raise ConfigError(f"{e.filename} cannot be read: {e.strerror or e}", key="RUN", given=str(self.run_dir)) from e
 
     def trainer_tokens(self, ids: Sequence[str]) -> dict[str, TrainerTokens]:
         """Of these experiences, as far as they are kept."""
@@ -299,6 +306,15 @@ class Questions:
         if re.search(r"no such table: (\S+)|relation \"?([\w.]+)\"? does not exist", line):
             return f". The views are {', '.join(VIEWS)}; `rft buffer query RUN` without SQL lists their columns"
         return ""
+
+
+def _as_stored(block: bytes, hashes: Mapping[str, str]) -> dict[str, Experience]:
+    """Experiences of a block by their ids, those of these hashes alone."""
+    try:
+        rows, held = read(block)
+    except UNREADABLE:
+        return {}
+    return {str(x.id): x for x, content in zip(rows, held, strict=True) if content.hash == hashes.get(str(x.id))}
 
 
 def _portions(blocks: Iterable[Any]) -> Iterator[list[str]]:

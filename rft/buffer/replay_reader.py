@@ -85,7 +85,7 @@ class ReplayReader(GivenRows):
 
     def _blocks(self, locators: list[str]) -> dict[str, bytes]:
         with self._there.errors(KEY), self._there.reading() as tx:
-            return dict(zip(locators, self._there.storage.get(locators, tx), strict=True))
+            return dict(zip(locators, self._there.blocks(locators, tx), strict=True))
 
     def _asked(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         mark = "?" if self._there.sqlite else "%s"

@@ -32,12 +32,6 @@ def _buffer() -> None:
     """Look into a run's experience buffer."""
 
 
-def _told(count: int) -> None:
-    """Progress of an export, for display."""
-    if sys.stderr.isatty():
-        print(f"\r{count} experiences", end="\r", file=sys.stderr, flush=True)
-
-
 def _opened(run: Path | None, config: Path | None) -> AbstractContextManager[Questions]:
     from rft.buffer.query import open_run
 
@@ -115,10 +109,11 @@ def export(
 ) -> None:
     """Write experiences to a new Parquet or JSON lines file."""
     from rft.buffer.experience_export import export as write
-    from rft.cli.show import human
+    from rft.cli.show import human, progress
 
+    tell = progress()
     with _opened(run, config) as questions:
-        count = write(questions, to, where=where, tokens=tokens, told=_told)
+        count = write(questions, to, where=where, tokens=tokens, told=lambda n: tell(f"{n} experiences"))
     print(f"{to}  {count} experiences, {human(to.stat().st_size)}")
 
 

@@ -23,21 +23,22 @@ def chat(
 ) -> None:
     """Talk to the model of a checkpoint, or of a folder.  An empty line begins anew, Ctrl-D ends."""
     from rft.cli.export_command import copy_model
+    from rft.launch.stages import RECORD
 
     if (source / "config.json").is_file() and not (source / "checkpoints").exists():
         if step is not None:
             raise ConfigError("is for runs; this is the folder of a model", key="--step", given=step)
-        asyncio.run(_talk(source, system, temperature, max_tokens, str(source)))
-    elif (source / "checkpoints").is_dir():
+        _talk(source, system, temperature, max_tokens, str(source))
+    elif (source / "checkpoints").is_dir() or (source / RECORD).is_file():
         with tempfile.TemporaryDirectory(prefix="rft-chat-") as aside:
             model = copy_model(source, Path(aside) / "model", step)
             called = f"{'the newest step' if step is None else f'step {step}'} of {source}"
-            asyncio.run(_talk(model, system, temperature, max_tokens, called))
+            _talk(model, system, temperature, max_tokens, called)
     else:
         raise ConfigError("holds neither checkpoints nor a model", key="RUN | MODEL", given=str(source))
 
 
-async def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called: str) -> None:
+def _talk(folder: Path, system: str, temperature: float, max_tokens: int, called: str) -> None:
     import torch
 
     from rft.engine.settings import EngineSettings
@@ -48,25 +49,25 @@ async def _talk(folder: Path, system: str, temperature: float, max_tokens: int, 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     print(f"loading {called} on {device}", file=sys.stderr, flush=True)
     length = _context(folder)
-    engine = await TransformersEngine.start(
-        EngineSettings(
-            engine_type="transformers", name="chat", model_path=str(folder), device=device, dtype=dtype, fixed_weights=True,
-            max_model_len=length, max_num_seqs=1, cpu_threads=torch.get_num_threads(),
-        )
+    settings = EngineSettings(
+        engine_type="transformers", name="chat", model_path=str(folder), device=device, dtype=dtype, fixed_weights=True,
+        max_model_len=length, max_num_seqs=1, cpu_threads=torch.get_num_threads(),
     )  # fmt: skip
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     said, sampling = list(opening), SamplingArgs(temperature=temperature, max_tokens=min(max_tokens, length // 2))
-    try:
-        while (line := await asyncio.to_thread(_line)) is not None:
-            if not line.strip():
-                said = list(opening)
-                continue
-            said.append({"role": "user", "content": line})
-            (answer,) = await engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling))
-            said.append(answer.message)
-            print(safe(answer.text, lines=True), flush=True)
-    finally:
-        await engine.close()
+    with asyncio.Runner() as runner:
+        engine = runner.run(TransformersEngine.start(settings))
+        try:
+            while (line := _line()) is not None:  # in the main thread, where Ctrl-C ends it
+                if not line.strip():
+                    said = list(opening)
+                    continue
+                said.append({"role": "user", "content": line})
+                (answer,) = runner.run(engine.generate(GenerateRequest(messages=tuple(said), sampling=sampling)))
+                said.append(answer.message)
+                print(safe(answer.text, lines=True), flush=True)
+        finally:
+            runner.run(engine.close())
 
 
 def _line() -> str | None:

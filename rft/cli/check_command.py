@@ -62,14 +62,8 @@ def check(
     if simulate is not None and cluster is not None:
         found = {stage: _simulated(report, cluster, simulate) for stage, report in found.items()}
     seats = {stage: _seats(report.plan) if report.ok else ([], "") for stage, report in found.items()}
-    again = [
-        "rft",
-        "run",
-        "--config",
-        str(config),
-        *(x for d in plugin_dir or () for x in ("--plugin-dir", d)),
-        *(overrides or ()),
-    ]
+    folders = [x for d in plugin_dir or () for x in ("--plugin-dir", d)]
+    again = ["rft", "run", "--config", str(config), *folders, *(overrides or ())]
     if as_json:
         print(json.dumps(_json(found, seats), indent=2, default=str))
     else:

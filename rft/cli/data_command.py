@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rft.cli.options import Config, Json, Overrides, PluginDirs
+from rft.cli.options import Config, Json, Overrides, PluginDirs, planned, tasksets
 from rft.errors import ConfigError, ConfigErrors
+from rft.logs import learn_environment, safe
 
 if TYPE_CHECKING:
     from rft.config.data_audit import AuditFinding, TasksetAudit
@@ -34,10 +35,8 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Read every row: gold answers, duplicates, lengths, templates, kinds of tasks.  Exit code 4 if something is wrong."""
-    from rft.cli.options import planned
     from rft.cli.show import progress
     from rft.config import data_audit, model_folder
-    from rft.logs import learn_environment
 
     learn_environment()
     plan = planned(config, overrides, plugin_dir, stage)
@@ -61,7 +60,6 @@ def audit(
 
 
 def _opened(plan: Plan) -> list[Taskset]:
-    from rft.cli.options import tasksets
     from rft.taskset.open_source import open_taskset
 
     found = tasksets(plan).values()
@@ -80,7 +78,6 @@ def _opened(plan: Plan) -> list[Taskset]:
 
 def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:
     from rft.cli.show import table
-    from rft.logs import safe
 
     heads = (
         "taskset",
@@ -117,7 +114,5 @@ def _show(found: list[TasksetAudit], between: list[AuditFinding]) -> None:
 
 
 def _tell(findings: list[AuditFinding]) -> None:
-    from rft.logs import safe
-
     for f in findings:
         print(f"  {'WRONG' if f.error else 'note '}  {safe(f.what)}" + (f": {', '.join(map(safe, f.rows))}" if f.rows else ""))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from rft.cli.options import Config, Json, Overrides, PluginDirs, one_of, planned, tasksets
+from rft.cli.options import Config, Json, Overrides, PluginDirs, one_of, planned, task_of, tasksets
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
 from rft.logs import learn_environment
@@ -32,7 +32,7 @@ debug = typer.Typer(no_args_is_help=True, help="Play one task of a configuration
 ENGINES = ("scripted", "transformers", "vllm", "openai")
 _JUDGE = re.compile(r"(?:(?P<name>[^:=]+)=)?(?P<how>scripted|fake):(?P<says>.*)", re.DOTALL)
 
-Number = Annotated[int, typer.Option("--task", help="number of the task in its taskset, from 0")]
+Number = Annotated[int, typer.Option("--task", help="row of the task in its taskset, from 0")]
 Name = Annotated[str | None, typer.Option("--taskset", help="name of the taskset; default: the first", show_default=False)]
 Stage = Annotated[str, typer.Option(help="which of the configuration's stages", show_default=False)]
 Judges = Annotated[
@@ -135,9 +135,7 @@ def _task(plan: Plan, name: str | None, number: int, *, counts: bool) -> Task:
         raise ConfigError("has no taskset to take a task from", key="buffer.explorer_input")
     settings = found[one_of(name or next(iter(found)), list(found), "--taskset")]
     opened = open_taskset(settings if counts else dataclasses.replace(settings, prompt_limit=None))
-    if not 0 <= number < len(opened):
-        raise ConfigError(f"taskset {settings.name} has tasks 0 to {len(opened) - 1}", key="--task", given=number)
-    return opened.task(number)
+    return task_of(opened, number, "--task")
 
 
 def _unlimited(task: Task) -> Task:

@@ -47,10 +47,7 @@ def doctor(
         str, typer.Option("--model", help="compare the trainer, transformers and engines for this model: a folder or a hub id")
     ] = "",
     device: Annotated[
-        str,
-        typer.Option(
-            "--device", help="with --gpu and --model: cuda, or cpu; default: cuda where there is one for --model, else cpu"
-        ),
+        str, typer.Option("--device", help="cuda or cpu; default: cuda with --gpu, what there is with --model")
     ] = "",
 ) -> None:
     """Show what this machine has, and what is missing.  Exit code 3 if something needed is, or a check fails.

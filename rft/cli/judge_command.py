@@ -10,12 +10,13 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rft.cli.options import Json, PluginDirs, one_of, planned, tasksets
+from rft.cli.options import Json, PluginDirs, one_of, planned, task_of, tasksets
 from rft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,17 +98,12 @@ def bench(
 async def _scored(plan: Plan | None, opened: Taskset, response_key: str, group_key: str) -> list[Scored]:
     from rft.explorer.stored import score_stored
 
+    score = partial(score_stored, opened, response_key=response_key, group_key=group_key)
     if plan is None:
-        return await score_stored(opened, response_key=response_key, group_key=group_key, timeout_s=1800.0, max_concurrent=256)
+        return await score(timeout_s=1800.0, max_concurrent=256)
+    s = plan.explorer
     async with auxiliary_models(plan) as models:
-        return await score_stored(
-            opened,
-            response_key=response_key,
-            group_key=group_key,
-            timeout_s=plan.explorer.max_timeout_s,
-            max_concurrent=plan.explorer.max_concurrent_runs,
-            models=models,
-        )
+        return await score(timeout_s=s.max_timeout_s, max_concurrent=s.max_concurrent_runs, models=models)
 
 
 @asynccontextmanager
@@ -184,12 +180,7 @@ def report(
     ] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=100,
-            help="calls per answer; default: 1, and 0 with --run, whose stored scores are used",
-            show_default=False,
-        ),
+        typer.Option(min=0, max=100, help="calls per answer; default: 1, and 0 with --run, which has scores", show_default=False),
     ] = None,
     threshold: Annotated[float, typer.Option(help="a score from here on is a good verdict")] = 0.5,
     label_threshold: Annotated[
@@ -203,6 +194,8 @@ def report(
     """Agreement of a judge with labels, its consistency and biases, and its drift over a run."""
     if (stored is None) == (run is None):
         raise ConfigError("give a file with --input, or the folder of a run with --run", key="--input")
+    if to is not None and not to.parent.is_dir():
+        raise ConfigError("must be a file in a folder that is there", key="--to", given=str(to))
     plan = planned(config, plugin_dirs=plugin_dir)
     opened = _taskset(plan, taskset, stored, prompt_key, truth_key)
     rows = _answers(run, opened, response_key, None if gold is not None else label_key, limit)
@@ -266,9 +259,20 @@ def _of_run(run: Path, opened: Taskset, limit: int | None) -> list[Any]:
     with open_run(run) as questions:
         with questions.ask(question) as answer:
             found = [r for r in answer.rows if r[1] == opened.settings.name]
+        tell_changed(questions, opened)
         found = evenly(found, limit)
         texts = {id: str(x.messages[-1].get("content") or "") for id, x in payloads(questions, [r[0] for r in found])}
-    return [(opened.task(index), texts[id], None, reward, step) for id, _, index, reward, step in found]
+    return [(task_of(opened, index, "--run"), texts[id], None, reward, step) for id, _, index, reward, step in found]
+
+
+def tell_changed(questions: Questions, opened: Taskset) -> None:
+    """Says so where the rows of a taskset are not those that the run has explored."""
+    name = opened.settings.name
+    explored = [v for k, v in questions.about.items() if k.startswith("taskset:") and k.split(":", 2)[2] == name]
+    if explored and opened.fingerprint not in explored:
+        typer.echo(
+            f"note: taskset {name} has changed since the run; each answer is scored by the row that has its number now", err=True
+        )
 
 
 def evenly(found: list[T], most: int | None) -> list[T]:

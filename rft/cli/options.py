@@ -12,7 +12,9 @@ from rft.errors import ConfigError
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan
+    from rft.taskset.base import Taskset
     from rft.taskset.settings import TasksetSettings
+    from rft.types.task import Task
 
 RunDir = Annotated[Path, typer.Argument(help="folder of the run", show_default=False)]
 Config = Annotated[Path, typer.Option("--config", "-c", help="the YAML file", show_default=False)]
@@ -42,6 +44,15 @@ def planned(
     plan = resolve(load(config, overrides or (), stage=stage))
     load_all([*plan.plugin_dirs, *(plugin_dirs or ())])
     return plan
+
+
+def task_of(opened: Taskset, row: int, key: str) -> Task:
+    """The task of row `row`, as a run stores its number; rows that were left out have one too."""
+    if (place := opened.place(row)) is None:
+        raise ConfigError(
+            f"taskset {opened.settings.name} has no row {row}, or leaves it out; it has {len(opened)}", key=key, given=row
+        )
+    return opened.task(place)
 
 
 def tasksets(plan: Plan) -> dict[str, TasksetSettings]:

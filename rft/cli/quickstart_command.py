@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+
+from rft.logs import safe
 
 
 def quickstart(
@@ -34,7 +37,7 @@ def quickstart(
         *(overrides or []),
     ]
     outcome = execute(config_file(), changes)
-    report(outcome.run_dir, outcome.seconds, console)
+    report(outcome.run_dir, outcome.seconds if outcome.resumed_from is None else None, console)
 
 
 def config_file() -> Path:
@@ -46,35 +49,31 @@ def config_file() -> Path:
     raise FileNotFoundError("examples/quickstart/config.yaml is neither in the source tree nor in the package")
 
 
-def report(run_dir: Path, seconds: float, console: Any) -> None:
-    """What the model learnt: held-out accuracy, answers before and after, the curve, and where to go next."""
+def report(run_dir: Path, seconds: float | None, console: Any) -> None:
+    """What the model learnt: held-out accuracy, answers before and after, the curve, and where to go next; seconds of a whole run."""
     from rft.monitor.curves import evaluations
     from rft.monitor.pictures import reward_curve
     from rft.monitor.read import read, series
 
     records = read(run_dir / "metrics.jsonl")
     name = next(iter(evaluations(records)), "")
-    points = series(records, name) if name else []
+    points, took = series(records, name) if name else [], "" if seconds is None else f", {seconds:.0f} s"
     if len(points) > 1:
-        console.print(_answers(run_dir, name.split("/")[1], points[0][0], points[-1][0]))
-        accuracy = f"held-out accuracy ({name.split('/')[2]}, temperature 1)"
+        taskset, _, mean = name.removeprefix("eval/").rpartition("/")
+        if (shown := _answers(run_dir, taskset, points[0][0], points[-1][0])).row_count:
+            console.print(shown)
         gain = f"[bold]{points[0][1]:.2f} -> {points[-1][1]:.2f}[/bold] in {points[-1][0]} steps"
-        console.print(f"\n{accuracy}: {gain}, {seconds:.0f} s")
+        console.print(f"\nheld-out accuracy ({mean}, temperature 1): {gain}{took}")
     else:
-        console.print(
-            f"\n{seconds:.0f} s; what was learnt is not told without an evaluation before and one after (explorer.eval_*)"
-        )
+        console.print(f"\nwhat was learnt is not told without an evaluation before and one after (explorer.eval_*){took}")
     picture = run_dir / "reward_curve.png"
     reward_curve(run_dir, picture)
     console.print(f"curve     {picture}\nrun       {run_dir}")
     for model in sorted(run_dir.glob("checkpoints/global_step_*/huggingface"), key=lambda m: m.stat().st_mtime_ns)[-1:]:
         console.print(f"model     {model}")
-    console.print(
-        "next      rft status "
-        + str(run_dir)
-        + "\n          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL\n"
-        "          docs/ explains how to write a workflow, a reward, a taskset"
-    )
+    console.print(f"next      rft status {run_dir}")
+    console.print("          rft run --config examples/quickstart/config.yaml model.model_path=YOUR_MODEL")
+    console.print("          docs/ explains how to write a workflow, a reward, a taskset")
 
 
 def _answers(run_dir: Path, taskset: str, first: int, last: int) -> Any:
@@ -87,20 +86,25 @@ def _answers(run_dir: Path, taskset: str, first: int, last: int) -> Any:
         table.add_column(column, overflow="fold")
     for prompt in list(before)[:6]:
         if prompt in after:
-            table.add_row(prompt, str(before[prompt]["truth"]), _short(before[prompt]), _short(after[prompt]))
+            table.add_row(_plain(prompt), _plain(before[prompt]["truth"]), _short(before[prompt]), _short(after[prompt]))
     return table
 
 
 def _samples(run_dir: Path, taskset: str, step: int) -> dict[str, dict[str, Any]]:
-    """First answer per prompt of one evaluation."""
+    """First answer per prompt of one evaluation; none where none was kept (monitor.log_eval_samples=0)."""
     found: dict[str, dict[str, Any]] = {}
-    for line in (run_dir / "samples" / f"eval_{taskset}_{step}.jsonl").read_text().splitlines():
+    file = run_dir / "samples" / f"eval_{taskset}_{step}.jsonl"
+    for line in file.read_text().splitlines() if file.is_file() else ():
         row = json.loads(line)
         found.setdefault(row["prompt"], row)
     return found
 
 
 def _short(row: dict[str, Any]) -> str:
-    text = " ".join(str(row["answer"]).split())
     mark = "[green]✓[/green]" if row["reward"] == 1 else "[red]✗[/red]"
-    return f"{mark} {text[:60]}"
+    return f"{mark} {_plain(' '.join(str(row['answer']).split())[:60])}"
+
+
+def _plain(text: Any) -> str:
+    """Brackets of models and tasks are no markup."""
+    return escape(safe(str(text)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rft.cli.options import Json, PluginDirs, RunDir, planned, tasksets
+from rft.cli.options import Json, PluginDirs, RunDir, planned, task_of, tasksets
 from rft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def replay(
         raise ConfigError(f"{run} has no config.resolved.yaml; name the run's YAML file with --config", key="RUN", given=str(run))
     plan = planned(file, overrides, plugin_dir)
     try:
-        args = json.loads(reward_args)
-    except ValueError as e:
-        raise ConfigError(f"is no JSON: {e}", key="--reward-args", given=reward_args) from None
+        args = dict(json.loads(reward_args))
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"is no JSON object: {e}", key="--reward-args", given=reward_args) from None
     made = build(reward, args, key="--reward-args")
     stored, tell = _stored(run, plan, where, step, limit), progress()
     if not stored:
@@ -83,7 +83,7 @@ def replay(
 def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> list[StoredAnswer]:
     """Groups in order, with the tasks that the configuration gives them.  Failed runs have no answer and are left out."""
     from rft.buffer.query import open_run
-    from rft.cli.judge_command import evenly, payloads
+    from rft.cli.judge_command import evenly, payloads, tell_changed
     from rft.explorer.rescore import StoredAnswer
     from rft.taskset.open_source import open_taskset
 
@@ -101,8 +101,12 @@ def _stored(run: Path, plan: Plan, where: str, step: int | None, limit: int) -> 
         rows = [r for r in rows if r[1] in chosen]
         if missing := sorted({r[2] for r in rows} - known.keys()):
             raise ConfigError(f"the configuration has no taskset {missing[0]!r}, which rows of the run belong to", key="--config")
+        for name in sorted({r[2] for r in rows}):
+            tell_changed(questions, known[name])
         payload = dict(payloads(questions, [r[0] for r in rows]))
-    return [StoredAnswer(known[name].task(index), group, payload[id], old) for id, group, name, index, old in rows]
+    return [
+        StoredAnswer(task_of(known[name], index, "--config"), group, payload[id], old) for id, group, name, index, old in rows
+    ]
 
 
 def _show(found: Sequence[Rescored], told: dict[str, dict[str, float]], to: Path | None) -> None:

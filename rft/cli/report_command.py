@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rft.cli.options import Json, RunDir
+from rft.disk import write_whole
 from rft.errors import ConfigError
 
 KEYS = (  # of `rft compare`, where a run has them
@@ -22,7 +23,6 @@ def report(
     out: Annotated[Path, typer.Option("-o", "--output", help="the HTML file; one that exists is replaced")] = Path("report.html"),
 ) -> None:
     """Write one HTML file about a run: subject, curves, evaluations, answers, cost, alarms, settings, versions."""
-    from rft.disk import write_whole
     from rft.notebook import open_run
     from rft.report.facts import collect
     from rft.report.page import page
@@ -48,7 +48,6 @@ def compare(
 ) -> None:
     """Show runs beside each other: evaluations with intervals, newest numbers, cost, and every key that differs."""
     from rft.cli import show
-    from rft.disk import write_whole
     from rft.notebook import open_run
     from rft.report import comparison
     from rft.report.facts import collect

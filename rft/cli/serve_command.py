@@ -29,8 +29,6 @@ def serve(
         typer.echo(f"the key, shown this once:            {key}")
         typer.echo(f"line for explorer.serve.clients_file: {line_of(new_key, key)}")
         return
-    from rft.launch.execute import execute
-    from rft.launch.progress import summary
+    from rft.cli.run_command import run
 
-    outcome = execute(config, ["mode=serve", *(overrides or [])], plugin_dirs=plugin_dir or (), in_process=in_process)
-    summary(outcome.run_dir, outcome.version, outcome.seconds, outcome.resumed_from)
+    run(config, ["mode=serve", *(overrides or [])], plugin_dir, in_process=in_process)

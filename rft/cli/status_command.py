@@ -100,8 +100,8 @@ def _stages(run_dir: Path) -> list[dict[str, Any]]:
     rows = []
     for stage in record(run_dir):
         folder = run_dir / stage["stage_name"]
-        phase = "done" if stage["version"] else str(RunDir(folder).read_state().get("phase", "not begun"))
-        rows.append({**stage, "phase": phase, "run_dir": str(folder)})
+        state = {"phase": "done"} if stage["version"] else RunDir(folder).read_state()
+        rows.append({**stage, "phase": RunDir(folder).phase(state)[0] if state else "not begun", "run_dir": str(folder)})
     return rows
 
 
@@ -212,7 +212,9 @@ def log(
         str | None, typer.Option("-k", help="only entries that contain this text, in any case", show_default=False)
     ] = None,
     level: Annotated[str, typer.Option("-l", help=f"lowest level: {', '.join(LEVELS)}")] = "info",
-    last: Annotated[int | None, typer.Option("-n", help="show only this many of the newest entries", show_default=False)] = None,
+    last: Annotated[
+        int | None, typer.Option("-n", min=0, help="show only this many of the newest entries", show_default=False)
+    ] = None,
     follow: Annotated[bool, typer.Option("-f", help="follow the log as the run writes it; Ctrl-C ends it")] = False,
 ) -> None:
     """Show a run's logs, merged by time."""

@@ -150,5 +150,10 @@ def group_by(experiences: Iterable[TrinityExperience], id_type: str) -> dict[str
     return found
 
 
+def plain(info: dict[str, Any]) -> dict[str, Any]:
+    """With lists and numbers in place of arrays and tensors."""
+    return {str(k): v.tolist() if hasattr(v, "tolist") else v for k, v in info.items()}
+
+
 def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -137,8 +138,9 @@ class ModelWrapper:
     async def close(self) -> None:
         """Closes the clients; called when the run is over."""
         for client in self._clients.values():
-            if inspect.isawaitable(waiting := client.close()):
-                await waiting
+            with suppress(RuntimeError):  # its connections belong to an event loop of the workflow, which has ended
+                if inspect.isawaitable(waiting := client.close()):
+                    await waiting
 
     # ------------------------------------------------------------ what it is
 

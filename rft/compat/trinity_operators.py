@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from rft.buffer.operators.base import GroupView, Operator, Result, Stage, untrained
-from rft.compat.trinity_experience import EID, TrinityExperience
+from rft.compat.trinity_experience import EID, TrinityExperience, plain
 from rft.types import experience as ours
 from rft.types.metrics import Metric
 
@@ -127,5 +127,5 @@ def _row(cls: Any, row: ours.Experience, x: TrinityExperience) -> ours.Experienc
         return msgspec.structs.replace(row, reward=None if x.reward is None else float(x.reward))
     if cls.stage == "statistics":
         added = {k: v for k, v in x.info.items() if k != "task_index"}
-        return msgspec.structs.replace(row, info=added)
+        return msgspec.structs.replace(row, info=plain(added))
     return untrained(row) if cls.stage == "drop" and not bool(x.action_mask.any()) else row

@@ -15,7 +15,7 @@ import numpy as np
 
 from rft.compat import trinity_rewards as rewards
 from rft.compat import trinity_task as tasks
-from rft.compat.trinity_experience import TrinityExperience
+from rft.compat.trinity_experience import TrinityExperience, plain
 from rft.compat.trinity_home import HOME, Home
 from rft.compat.trinity_model import ModelWrapper
 from rft.compat.trinity_registry import stands_for
@@ -136,7 +136,7 @@ def _untrained(name: str, experiences: Sequence[TrinityExperience], ctx: RunCont
             f"workflow {name} made no call, and returned nothing to train: {last.info.get('error_reason', 'no reason')}"
         )
     mask = np.zeros(len(turns[-1].completion.tokens), np.bool_)
-    turn = msgspec.structs.replace(turns[-1], mask=mask, info=_json(last.info))
+    turn = msgspec.structs.replace(turns[-1], mask=mask, info=plain(last.info))
     return Transcript(turns=(turn,), metrics=_mean([last.metrics]), score=Score(value=float(last.reward or 0.0)))
 
 
@@ -199,7 +199,7 @@ def _scored(x: TrinityExperience, turns: list[Turn]) -> list[Turn]:
                 mask=None if mask.all() else mask,
                 teacher_logprobs=teacher,
                 score=_score(x) if last and x.reward is not None else None,
-                info=_json(x.info) if last else {},
+                info=plain(x.info) if last else {},
             )
         )
     return made
@@ -208,10 +208,6 @@ def _scored(x: TrinityExperience, turns: list[Turn]) -> list[Turn]:
 def _score(x: TrinityExperience) -> Score:
     assert x.reward is not None
     return Score(value=float(x.reward), parts={})
-
-
-def _json(info: dict[str, Any]) -> dict[str, Any]:
-    return {str(k): v.item() if hasattr(v, "item") and not hasattr(v, "__len__") else v for k, v in info.items()}
 
 
 def _mean(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:

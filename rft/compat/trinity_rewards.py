@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rft.compat import trinity_home as home
+from rft.compat.trinity_grading import validate_think_pattern
 from rft.compat.trinity_registry import original, stands_for
 from rft.plugins import REGISTRY
 from rft.reward.base import Reward, score
@@ -125,17 +126,17 @@ def make_transcript(text: str, tokens: Any = None) -> Transcript:
 
 
 class MathBoxedRewardFn(_Ours):
-    """Accuracy of the last box; `with_think` takes `format_score_coef` from answers that do not begin with one <think> block."""
+    """Accuracy of the last box; `with_think` takes `format_score_coef` from answers without exactly one <think> block."""
 
     name = "math_boxed_reward"
 
     def __call__(
         self, *args: Any, with_think: bool = False, format_score_coef: float | None = 0.1, **kwargs: Any
     ) -> dict[str, float]:
-        response = str(kwargs.get("response", args[0] if args else ""))
-        thought = response.count("<think>") == response.count("</think>") == 1 and response.lstrip().startswith("<think>")
-        format_score = -(format_score_coef or 0.1) if with_think and not thought else 0.0
-        return {**super().__call__(*args, **kwargs), "format_score": format_score}
+        given = dict(zip(("response", "truth"), args, strict=False)) | kwargs
+        thought = not with_think or validate_think_pattern(str(given.get("response", "")))
+        format_score = 0.0 if thought else -(format_score_coef or 0.1)
+        return {**super().__call__(**given), "format_score": format_score}
 
 
 class AccuracyReward(_Ours):

@@ -66,11 +66,6 @@ class TrinityWorkflow:
     def asynchronous(self) -> bool:
         return type(self).is_async
 
-    @property
-    def rollout_args(self) -> dict[str, Any]:
-        """The taskset's sampling, as keyword arguments of `model.chat`."""
-        return asdict(self.task.rollout_args)
-
     def reset(self, task: TrinityTask) -> None:
         raise NotImplementedError
 
@@ -126,6 +121,11 @@ class BaseSimpleWorkflow(TrinityWorkflow):
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
         super().set_repeat_times(repeat_times, run_id_base)
         self.task.rollout_args.n = repeat_times
+
+    @property
+    def rollout_args(self) -> dict[str, Any]:
+        """The taskset's sampling, as keyword arguments of `model.chat`."""
+        return asdict(self.task.rollout_args)
 
     def format_messages(self) -> list[dict[str, Any]]:
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []

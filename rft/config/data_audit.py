@@ -26,7 +26,7 @@ from rft.taskset.near_duplicates import earlier, signatures, words
 from rft.types.task import Task
 from rft.workflow.recipes import Recipes
 
-ROWS_COMPARED = 50_000  # of a set, where it is only looked at
+ROWS_COMPARED, ROWS_NEAR = 50_000, 1000  # of a set, where it is only looked at: for the same prompts, and for nearly the same
 ALIKE = 0.7  # of the sequences of 3 words and signs of two prompts that are near-duplicates
 SHOWN = 5  # rows that a finding names
 _NUMBER = re.compile(r"\d+")
@@ -130,11 +130,12 @@ def _lengths(plan: Plan, out: TasksetAudit, tasks: Sequence[Task], model: ModelF
         return
     values = np.array(list(lengths.values()))
     out.tokens = (int(np.median(values)), int(np.percentile(values, 95)), int(values.max()))
-    over = [i for i, n in lengths.items() if limit is not None and n > limit]
+    over, cut = [i for i, n in lengths.items() if limit is not None and n > limit], tasks[0].prompt_truncation
     out.too_long = len(over)
     if over:
-        what = f"{len(over)} prompts are longer than model.max_prompt_tokens {limit} (longest: {values.max()}); their runs fail"
-        out.findings.append(AuditFinding(True, what, _named(out.name, over)))
+        then = "their runs fail" if cut == "error" else f"they are cut (prompt_truncation_side: {cut})"
+        what = f"{len(over)} prompts are longer than model.max_prompt_tokens {limit} (longest: {values.max()}); {then}"
+        out.findings.append(AuditFinding(cut == "error", what, _named(out.name, over)))
 
 
 def _golds(out: TasksetAudit, tasks: Sequence[Task], told: Told) -> None:
@@ -149,7 +150,7 @@ def _golds(out: TasksetAudit, tasks: Sequence[Task], told: Told) -> None:
     out.gold_checked, out.gold_full = len(found), sum(g.full for g in found)
     broken, low = [g for g in found if g.failed], [g for g in found if not g.failed and not g.full]
     if broken:
-        what = f"the reward {broken[0].told(f'{len(broken)} gold answers')}"
+        what = f"the reward {broken[0].told(f'{len(broken)} rows')}"
         out.findings.append(AuditFinding(True, what, _named(out.name, [g.index for g in broken])))
     if low:
         best, worst = max(g.best or 0.0 for g in low), min(low, key=lambda g: g.best or 0.0)
@@ -215,26 +216,31 @@ def _inside(out: TasksetAudit, texts: Sequence[TaskText], told: Told) -> None:
 def _between(found: Sequence[TasksetAudit], texts: dict[str, list[TaskText]]) -> list[AuditFinding]:
     """Rows of evaluation sets that are in training sets too."""
     out = []
-    for train in (f for f in found if not f.is_eval):
-        known = {t.text: t for t in texts[train.name]}
-        for held_out in (f for f in found if f.is_eval):
-            same = [t for t in texts[held_out.name] if t.text in known]
-            if same:
-                rows = tuple(f"{held_out.name}[{t.index}] = {train.name}[{known[t.text].index}]" for t in same[:SHOWN])
-                out.append(
-                    AuditFinding(True, f"{len(same)} of {held_out.read} rows of {held_out.name} are in {train.name} too", rows)
-                )
-            both = [*known.values(), *(t for t in texts[held_out.name] if t.text not in known)]
-            pairs = near(both, [i < len(known) for i in range(len(both))])
+    for train, held_out in ((t, h) for t in found if not t.is_eval for h in found if h.is_eval):
+        for pairs, sign, how in zip(_shared(texts[train.name], texts[held_out.name]), "=~", _HOW, strict=True):
             if pairs:
-                rows = tuple(f"{held_out.name}[{both[i].index}] ~ {train.name}[{both[j].index}]" for i, j in pairs[:SHOWN])
-                what = f"{len(pairs)} of {held_out.read} rows of {held_out.name} are nearly the same as one of {train.name}"
+                rows = tuple(f"{held_out.name}[{t.index}] {sign} {train.name}[{u.index}]" for t, u in pairs[:SHOWN])
+                what = f"{len(pairs)} of {held_out.read} rows of {held_out.name} are {how.format(train.name)}"
                 out.append(AuditFinding(True, what, rows))
     return out
 
 
-def overlap(opened: Sequence[Taskset], problems: Problems, *, sample: int = 1000) -> None:
-    """For `rft check`: warns of evaluation prompts that are in a training set; near-duplicates among `sample` rows of each."""
+_HOW = ("in {} too", "nearly the same as one of {}")
+
+
+def _shared(
+    train: Sequence[TaskText], held_out: Sequence[TaskText], sample: int = 1 << 62
+) -> tuple[list[tuple[TaskText, TaskText]], ...]:
+    """(row held out, row of training) that are the same; and nearly the same, of at most `sample` rows of each."""
+    known = {t.text: t for t in train}
+    mine = _spread(list(known.values()), sample)
+    both = [*mine, *_spread([t for t in held_out if t.text not in known], sample)]
+    alike = near(both, [i < len(mine) for i in range(len(both))])
+    return [(t, known[t.text]) for t in held_out if t.text in known], [(both[i], both[j]) for i, j in alike]
+
+
+def overlap(opened: Sequence[Taskset], problems: Problems) -> None:
+    """For `rft check`: warns of evaluation prompts that are in a training set; near-duplicates among a sample of each."""
     evals = [t.settings.name for t in opened if t.settings.is_eval]
     trains = [t.settings.name for t in opened if not t.settings.is_eval]
     if not evals or not trains:
@@ -246,22 +252,17 @@ def overlap(opened: Sequence[Taskset], problems: Problems, *, sample: int = 1000
             texts[name] = [TaskText.of(taskset.task(i)) for i in range(min(len(taskset), ROWS_COMPARED))]
         except (ConfigError, ValueError):
             texts[name] = []
-    for train in trains:
-        known = {t.text for t in texts[train]}
-        for held_out in evals:
-            theirs = {t.text for t in texts[held_out]}
-            if same := len(known & theirs):
-                problems.warn(
-                    f"{same} of {len(theirs)} prompts of {held_out} are also in {train}: its accuracy is not that of unseen tasks"
-                )
-            mine, others = _spread(texts[train], sample), [t for t in _spread(texts[held_out], sample) if t.text not in known]
-            some = [*mine, *others]
-            if pairs := near(some, [i < len(mine) for i in range(len(some))]):
-                i, j = pairs[0]
-                problems.warn(
-                    f"{len(pairs)} of the prompts of {held_out} that were compared are nearly the same as one of {train}, e.g. row "
-                    f"{some[i].index} and row {some[j].index}; `rft data audit` compares all of them"
-                )
+    for train, held_out in ((t, h) for t in trains for h in evals):
+        same, alike = _shared(texts[train], texts[held_out], ROWS_NEAR)
+        if same:
+            problems.warn(
+                f"{len(same)} of {len(texts[held_out])} prompts of {held_out} are also in {train}: its accuracy is not that of unseen tasks"
+            )
+        if alike:
+            problems.warn(
+                f"{len(alike)} of the prompts of {held_out} that were compared are nearly the same as one of {train}, e.g. row "
+                f"{alike[0][0].index} and row {alike[0][1].index}; `rft data audit` compares all of them"
+            )
 
 
 def _spread(texts: Sequence[TaskText], most: int) -> list[TaskText]:

@@ -6,7 +6,6 @@ Knows tasks and rewards; no engine and no model.  Invariant: nothing is generate
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from rft.config.context import Problems
 from rft.explorer.stored import transcript
 from rft.reward.base import THE_TRUTH, Reward, score_each
+from rft.reward.judges import text_of
 from rft.types.completion import Score
 from rft.types.task import Task
 
@@ -58,7 +58,8 @@ def gold_of(task: Task, reward: Reward | None, key: str, problems: Problems, hun
     if found is None:
         return None
     if found.failed:
-        problems.warn(f"{key}: the reward {task.reward} {found.told(f'the gold answer of row {task.index}')}")
+        what = "the gold answer of" if task.truth is not None else "an empty answer to"
+        problems.warn(f"{key}: the reward {task.reward} {found.told(f'{what} row {task.index}')}")
     elif not found.full:
         problems.warn(
             f"{key}: the gold answer {found.gold[:60]!r} of row {task.index} scores {found.best:g} with {task.reward} and an empty answer "
@@ -74,7 +75,7 @@ def scored(
     *,
     hung: set[str] | None = None,
 ) -> list[GoldScore | None]:
-    """Of each task; None where it has no reward, no gold answer, or one that is no answer.  `told` hears how many are done.
+    """Of each task; None where it has no reward, or no gold answer and a reward that needs none.  `told` hears how many are done.
 
     `hung`: rewards that took too long, by name; given, they are not asked again.
     """
@@ -102,20 +103,26 @@ async def _all(
 async def _one(
     task: Task, reward: Reward | None, known: tuple[int, float] | None
 ) -> tuple[GoldScore | None, tuple[int, float] | None]:
-    if reward is None or task.truth is None or (solution := reward.gold_answer(task)) is None:
+    if reward is None:
         return None, known
-    # where the truth is no answer, e.g. tests of a program, there is a solution beside it
-    gold, forms = (_text(task.truth), _FORMS) if solution is THE_TRUTH else (solution, _FORMS[:1])
-    first, enough = known or (0, float("inf"))
-    order = sorted(range(len(forms)), key=lambda i: (i != first, i))
+    gold = said = ""
 
     async def score(text: str) -> Score:
+        nonlocal said
+        said = text
         (result,) = await asyncio.wait_for(score_each(reward, task, [transcript(task, text)]), REWARD_TIMEOUT_S)
         return result
 
     try:
+        if (solution := reward.gold_answer(task)) is None:
+            return None, known
         empty, found = await score(""), dict[int, Score]()
-        for i in order:
+        if task.truth is None:  # and the reward needs none
+            return None, known
+        # where the truth is no answer, e.g. tests of a program, there is a solution beside it
+        gold, forms = (_text(task.truth), _FORMS) if solution is THE_TRUTH else (solution, _FORMS[:1])
+        first, enough = known or (0, float("inf"))
+        for i in sorted(range(len(forms)), key=lambda i: (i != first, i)):
             found[i] = await score(forms[i].format(gold))
             if _value(found[i]) >= enough:
                 break
@@ -127,7 +134,7 @@ async def _one(
     except TimeoutError:
         return GoldScore(task.index, gold, None, None, f"took longer than {REWARD_TIMEOUT_S:g} s", late=True), known
     except Exception as e:  # plugin code may raise anything; it is reported, not hidden
-        return GoldScore(task.index, gold, None, None, "raised", f"{type(e).__name__}: {e}"), known
+        return GoldScore(task.index, gold, None, None, "raised", f"{type(e).__name__}: {e}  (answer {said[:60]!r})"), known
 
 
 def _value(score: Score) -> float:
@@ -138,6 +145,4 @@ def _text(truth: Any) -> str:
     """The gold answer as one would say it: of several, the first."""
     while isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
-    if isinstance(truth, list) and truth and isinstance(truth[0], str):
-        truth = truth[0]
-    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+    return text_of(truth[0] if isinstance(truth, list) and truth and isinstance(truth[0], str) else truth)

@@ -31,10 +31,6 @@ class Inert:
     values: tuple[Any, ...] = ()
     harmless: bool = False
 
-    def __post_init__(self) -> None:
-        if self.level in ("warned", "noted"):
-            object.__setattr__(self, "harmless", True)
-
 
 _GENERATED_ONLY = "the log-prob of every generated token is always kept, and experiences have room for no other"
 _FOR_TASKS = "is for tasks; rows that are trained on have none"

@@ -19,7 +19,7 @@ from rft.config import expansions, extends, foreign, yamlfile
 from rft.config.foreign import advice, value_advice
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import STEP, Loc, Source, dotted, hidden, is_secret, leaves, plain, undotted
-from rft.config.schema.walk import all_keys, field_at, fields_at
+from rft.config.schema.walk import aliases, all_keys, field_at, fields_at
 from rft.errors import ConfigError, ConfigErrors, nearest, raise_all
 from rft.logs import REDACTED, is_secret_name, learn_secrets, looks_random, url_passwords
 
@@ -283,9 +283,11 @@ def _unknown(loc: Loc, given: Any) -> str:
     key = dotted(loc)
     if text := advice(key):
         return text
-    names = list(fields_at(loc[:-1]))
-    near = [n for n in names if fields_at((*loc[:-1], n))] if isinstance(given, dict) else names
-    return f"unknown key.{did_you_mean(loc, near)}  Known here: {', '.join(names) or 'nothing, it is a value'}"
+    fields = fields_at(loc[:-1])
+    if same := next((n for n, f in fields.items() if loc[-1] in aliases(f)), ""):
+        return f"is another name of {same}, which is written too; write one of them"
+    near = [n for n in fields if not isinstance(given, dict) or fields_at((*loc[:-1], n))]
+    return f"unknown key.{did_you_mean(loc, near)}  Known here: {', '.join(fields) or 'nothing, it is a value'}"
 
 
 def did_you_mean(loc: Loc, near: list[str]) -> str:

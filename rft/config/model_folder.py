@@ -30,19 +30,10 @@ _NEXT_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")  # layers behind t
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.")
 _ALL_EXPERTS = re.compile(r"(.*\.experts)\.(?:gate_up_proj|down_proj)$")
 _BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "I16": 2,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL"), 1),
 }
 
 
@@ -175,10 +166,8 @@ def _weights(folder: Path, wrong: Any) -> dict[str, tuple[str, tuple[int, ...]]]
             wrong(f"{file} is damaged: {e}; copy it again")
         else:
             tensors |= header
-    if listed and not (missing := [f for f in files if not f.is_file()]):
-        lost = sorted(set(listed) - set(tensors))
-        if lost and not missing:
-            wrong(f"{index.name} names {len(lost)} tensor(s) that no file holds, e.g. {lost[0]}")
+    if all(f.is_file() for f in files) and (lost := sorted(set(listed) - set(tensors))):
+        wrong(f"{index.name} names {len(lost)} tensor(s) that no file holds, e.g. {lost[0]}")
     return tensors
 
 

@@ -22,7 +22,7 @@ from rft.config.schema.root import RunConfig
 from rft.config.tasksets import columns
 from rft.engine.settings import EngineSettings
 from rft.errors import ConfigError
-from rft.taskset.settings import OfflineDataSettings, TasksetSettings
+from rft.taskset.settings import FILES, OfflineDataSettings, TasksetSettings
 
 if TYPE_CHECKING:
     from rft.config.plan import Plan
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 KEY = "buffer.trainer_input.experience_buffer"
 BUFFERS = "buffer.trainer_input.auxiliary_buffers"
-_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _ONLY_HERE = ("split", "subset_name", "format", "data_selector", "eval_split", "filter_overlong")
 
 
@@ -93,7 +92,7 @@ def wanted(ctx: Context, algorithm: AlgorithmSettings, name: str, engine: Engine
         return DataSets(given, None)
     if b.eval_split == (b.split or "train"):
         ctx.error(f"{KEY}.eval_split", "is the split that is trained on; name another one")
-    elif (b.path or "").lower().endswith(_FILES):
+    elif (b.path or "").lower().endswith(FILES):
         text = f"needs a data set with splits, and {b.path} is one file; name a folder with a file for each split"
         ctx.error(f"{KEY}.eval_split", text)
     return DataSets(given, replace(given, rows=_rows(ctx, b, b.eval_split, f"{name}_{b.eval_split}")))

@@ -217,8 +217,9 @@ def _evaluation(plan: Plan, keys: dict[str, str], p: Problems) -> None:
     training = {t.sampling.temperature for t in plan.explorer.tasksets}
     for t in plan.explorer.eval_tasksets:
         key, temperature = keys.get(t.name, t.name), t.sampling.temperature
-        if temperature == 0 and t.num_runs > 1:
-            p.warn(f"{key}: temperature 0 gives the same answer {t.num_runs} times; use a temperature above 0 or one run")
+        if t.num_runs > 1 and (temperature == 0 or t.sampling.seed is not None):
+            why, use = ("temperature 0", "a temperature above 0") if temperature == 0 else ("rollout_args.seed", "none")
+            p.warn(f"{key}: {why} gives the same answer {t.num_runs} times; use {use}, or one run")
         elif temperature > 0 and t.num_runs == 1:
             p.note(
                 f"{key}: one answer per task at temperature {temperature:g} is a noisy measure; use temperature 0, or repeat_times of 4 "

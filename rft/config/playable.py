@@ -18,7 +18,7 @@ from rft.config.plan import Facts, Plan
 from rft.plugins import REGISTRY
 from rft.reward.build_reward import INSTEAD as REWARDS_INSTEAD
 from rft.reward.data_sources import reward_of
-from rft.taskset.settings import TasksetSettings
+from rft.taskset.settings import FILES, TasksetSettings
 from rft.workflow.recipes import INSTEAD as WORKFLOWS_INSTEAD
 from rft.workflow.recipes import workflow_class
 
@@ -81,7 +81,9 @@ def _of_taskset(t: TasksetSettings, key: str, plan: Plan, facts: Facts) -> Itera
     if t.workflow in REGISTRY.names("workflow"):
         needs = workflow_class(REGISTRY.get("workflow", t.workflow)).needs
         yield from _packages("workflow", t.workflow, needs, f"{key}.default_workflow_type")
-    elsewhere = ":" in t.path or _HUB.fullmatch(t.path)  # a database, code, the hub or its cache
+    elsewhere = ":" in t.path or (
+        _HUB.fullmatch(t.path) and not t.path.lower().endswith(FILES)
+    )  # a database, code, the hub or its cache
     if t.storage_type == "file" and not elsewhere and not facts.exists(t.path):
         yield Need("data", f"{key}.path", f"data {t.path!r}: no such file or folder")
 

@@ -189,7 +189,8 @@ def _rows(
         if n < len(tasks):
             gold = gold_of(task, rewards[n], key, problems, hung)
             rows.append(RowPreview(index=task.index, prompt=text, tokens=tokens, truth=task.truth, gold_reward=gold))
-    if limit is not None and lengths and min(lengths) > limit:
+    cut = taskset.settings.prompt_truncation
+    if limit is not None and lengths and min(lengths) > limit and cut == "error":
         problems.error(
             "model.max_prompt_tokens",
             f"is {limit}, but every prompt of {key} that was inspected is longer (from {min(lengths)} tokens); raise it",
@@ -198,7 +199,7 @@ def _rows(
     elif limit is not None and (over := sum(n > limit for n in lengths)):
         problems.warn(
             f"{key}: {over} of {len(lengths)} rows inspected have prompts of more than model.max_prompt_tokens {limit} (longest: "
-            f"{max(lengths)}); their runs will fail.  Raise it"
+            f"{max(lengths)}); {'their runs will fail.  Raise it' if cut == 'error' else f'they are cut (prompt_truncation_side: {cut})'}"
         )
     return rows, (float(np.mean(lengths)), max(lengths)) if lengths else (None, None)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic_core import to_jsonable_python
 
+from rft.config import yamlfile
 from rft.config.schema.root import RunConfig
 from rft.config.schema.source import Loc, dotted, hidden, is_secret, plain, undotted
 from rft.config.schema.walk import field_at
@@ -56,7 +56,7 @@ def save(config: RunConfig, run_dir: Path) -> None:
     head = (f"# {source.path}\n" if source.path else "") + (f"# stage: {source.stage}\n" if source.stage else "")
     overrides = [_override(o) for o in source.overrides]
     said = "".join(f"# override: {o}\n" for o in overrides)
-    written = redact(_without_secrets(source.text)) if source.text else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    written = redact(_without_secrets(source.text)) if source.text else yamlfile.dump(tree)
     record = {
         "sha256": source.files[0][1] if source.files else None,
         "files": dict(source.files),
@@ -68,7 +68,7 @@ def save(config: RunConfig, run_dir: Path) -> None:
     }
     run_dir.mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / "config.yaml", redact(head + said) + written)
-    write_whole(run_dir / "config.resolved.yaml", yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    write_whole(run_dir / "config.resolved.yaml", yamlfile.dump(tree))
     write_whole(run_dir / "config.json", json.dumps(record, indent=1))
 
 
@@ -186,9 +186,7 @@ def _override(text: str) -> str:
 
 def _without_secrets(text: str) -> str:
     """The YAML text with values under secret names replaced, line by line (block scalars and flow maps included)."""
-    from rft.config.yamlfile import secret_spans
-
-    for start, end in sorted(secret_spans(text), reverse=True):
+    for start, end in sorted(yamlfile.secret_spans(text), reverse=True):
         end_of_block = "\n" if text[start:end].endswith("\n") else ""
         text = text[:start] + f"'{REDACTED}'" + end_of_block + text[end:]
     return _REMARK.sub(lambda m: f"{m[1]}{m[2]}{m[3]}{REDACTED}" if is_secret(m[2], m[4]) else m[0], text)

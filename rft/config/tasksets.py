@@ -57,6 +57,9 @@ def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int, any_s
                     "(`rft plugins workflow` lists them; simple_workflow asks once, math_workflow asks for a final answer)",
                 )
             named = t.default_reward_fn_type or given.default_reward_fn_type
+            runs = t.repeat_times or t.rollout_args.n or (1 if is_eval else repeat_times)
+            if t.rollout_args.seed is not None and runs > 1 and not is_eval:
+                ctx.error(f"{key}.rollout_args.seed", f"gives all {runs} runs of a task the same answer; leave it out")
             made[is_eval].append(
                 filled(
                     TasksetSettings,
@@ -70,7 +73,7 @@ def tasksets(ctx: Context, *, max_response_tokens: int, repeat_times: int, any_s
                     reward=_found(named, ctx.find),
                     reward_args=dict(t.reward_fn_args),
                     sampling=sampling_args(ctx, t.rollout_args, max_response_tokens, key, is_eval, any_sampling),
-                    num_runs=t.repeat_times or t.rollout_args.n or (1 if is_eval else repeat_times),
+                    num_runs=runs,
                     **_selector(ctx, t, name, is_eval, key),
                     seed=t.data_selector.seed,
                     is_eval=is_eval,
@@ -220,8 +223,6 @@ def sampling_args(
         return SamplingArgs()
     if not is_eval:
         _reproducible(sampling, args, key, any_sampling, ctx)
-    elif sampling.temperature == 0 and (config_runs := (args.n or 1)) > 1:
-        ctx.warn(f"{key}: temperature 0 gives the same answer {config_runs} times; use a temperature above 0 or one run")
     return sampling
 
 

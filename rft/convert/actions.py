@@ -126,9 +126,11 @@ temperature = only_if(
 )
 
 
-def length(limit: str, target: str, otherwise: str = "there is one limit here, set that one") -> Rule:
+def alike(limit: str, target: str, otherwise: str = "there is one limit here, set that one") -> Rule:
+    """One key here for two of veRL's, which must say the same."""
+
     def act(d: Draft, a: Argument) -> ArgumentOutcome:
-        if (isinstance(a.value, str) and "${" in a.value) or d.whole(a.key) == d.whole(limit):
+        if (isinstance(a.value, str) and "${" in a.value) or str(a.value).lower() == d.text(limit).lower():
             return ArgumentOutcome("derived", f"is {limit}", (target,))
         return ArgumentOutcome("refused", f"differs from {limit} {d.get(limit)}; {otherwise}")
 
@@ -235,11 +237,7 @@ def lora_key(name: str) -> Rule:
 
 
 compute_dtype = choice("trainer.param_dtype", DTYPES, "use bfloat16, or float32 on machines without it")
-reduce_dtype = choice(
-    "trainer.reduce_dtype",
-    DTYPES,
-    "gradients are summed in float32 or bfloat16",
-)
+reduce_dtype = choice("trainer.reduce_dtype", DTYPES, "gradients are summed in float32 or bfloat16")
 sanity = choice(
     f"{ENGINE}.tokenization_check",
     {"disable": "off", "strict": "strict", "ignore_strippable": "warn", "true": "strict", "false": "off"},

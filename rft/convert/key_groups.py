@@ -10,6 +10,7 @@ import posixpath
 import re
 from typing import Any
 
+from rft.algorithm.catalog import losses
 from rft.convert.draft import EVAL, TRAIN, Draft
 from rft.convert.names import ACTOR, ENGINE, KL, OPTIM, RM, ROLLOUT, TRACKERS, estimator, loss_reads, policy_loss
 from rft.convert.sizes import (
@@ -112,7 +113,7 @@ def evaluation(d: Draft) -> None:
         )
     else:
         for name in ("temperature", "top_p", "top_k"):
-            if d.stated(f"{prefix}.{name}") or (d.exact and name == "temperature"):
+            if d.stated(f"{prefix}.{name}") or (d.exact and (name == "temperature" or d.stated(f"{ROLLOUT}.{name}"))):
                 value = d.get(f"{prefix}.{name}")
                 d.put(f"{args}.{name}", -1 if name == "top_k" and value == 0 else value, f"{prefix}.{name}")
     if d.exact or d.stated(f"{prefix}.n"):
@@ -180,7 +181,7 @@ def _clip_range(d: Draft) -> None:
             f"{ACTOR}.clip_ratio {d.get(f'{ACTOR}.clip_ratio')} is applied to the sides that are not given themselves; veRL would keep "
             "its 0.2 there, since its file sets clip_ratio_low and clip_ratio_high"
         )
-    vanilla = policy_loss(d) == "ppo"
+    known = policy_loss(d) in losses()  # veRL's file has these numbers for every loss
     for side in ("low", "high"):
         key = f"{ACTOR}.clip_ratio_{side}"
         if not loss_reads(d, f"clip_range_{side}"):
@@ -190,7 +191,7 @@ def _clip_range(d: Draft) -> None:
             d.put(f"{ARGS}.clip_range_{side}", 1.0 if whole else d.get(key), key)
         elif both:
             d.put(f"{ARGS}.clip_range_{side}", d.get(f"{ACTOR}.clip_ratio"), f"{ACTOR}.clip_ratio")
-        elif (d.exact and vanilla) or any(stated.values()):
+        elif (d.exact and known) or any(stated.values()):
             d.put(f"{ARGS}.clip_range_{side}", d.get(key), f"veRL's default of {key}")
 
 

@@ -101,11 +101,7 @@ def evaluated(name: str) -> Rule:
 
 
 _OPERATORS = "data_processor.experience_pipeline.operators[i]"
-
-
 _REWARDS = ("score", "seq_reward", "seq_final_reward")  # metrics of veRL that are the reward itself
-
-
 FILTER_TARGETS = (f"{_OPERATORS}.name", f"{_OPERATORS}.args", "buffer.max_refill")
 
 

@@ -32,6 +32,7 @@ from rft.convert.names import (
     megatron,
 )
 from rft.convert.rule import Rule, always, below, choice, derived, each_set, ignored, only_if, refused, scaled, to, via, write
+from rft.convert.sizes import is_async
 
 _TRACE = "profiling and tracing change no result; trainer.profiler is the native one"
 _INTERNAL = "veRL-internal"
@@ -158,8 +159,8 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.top_k": to("model.top_k", by=do.positive_k),
     f"{ROLLOUT}.do_sample": do.do_sample,
     f"{ROLLOUT}.use_fire_sampling": refused("FIRE sampling is not offered by the engine"),
-    f"{ROLLOUT}.prompt_length": do.length("data.max_prompt_length", "model.max_prompt_tokens"),
-    f"{ROLLOUT}.response_length": do.length("data.max_response_length", "model.max_response_tokens"),
+    f"{ROLLOUT}.prompt_length": do.alike("data.max_prompt_length", "model.max_prompt_tokens"),
+    f"{ROLLOUT}.response_length": do.alike("data.max_response_length", "model.max_response_tokens"),
     f"{ROLLOUT}.enable_sleep_mode": derived("the engine sleeps while the trainer has its GPU, in mode colocate", "mode"),
     f"{ROLLOUT}.skip_tokenizer_init": ignored("the engine renders and reads with its tokenizer"),
     f"{ROLLOUT}.quantization": refused("weights cannot be loaded into a quantized engine"),
@@ -187,7 +188,7 @@ RULES: dict[str, Rule] = {
     f"{ROLLOUT}.multi_turn.enable_tokenization_sanity_check": do.sanity,
     f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode": do.sanity,
     f"{ROLLOUT}.val_kwargs.do_sample": derived(
-        "off: evaluation is greedy", f"{EVAL}[i].rollout_args.temperature", f"{EVAL}[i].repeat_times"
+        "evaluation samples, or is greedy", f"{EVAL}[i].rollout_args.temperature", f"{EVAL}[i].repeat_times"
     ),
     **{f"{ROLLOUT}.val_kwargs.{n}": play.evaluated(n) for n in ("temperature", "top_p", "top_k", "n")},
     f"{ROLLOUT}.agent.custom_async_server.path": refused("veRL's extension point; ours is the workflow"),
@@ -205,27 +206,23 @@ RULES: dict[str, Rule] = {
     "critic.ppo_micro_batch_size": do.critic(
         do.micro("critic", "critic.ppo_micro_batch_size_per_gpu", f"{CRITIC}.micro_batch_size_per_gpu")
     ),
-    "critic.ppo_micro_batch_size_per_gpu": do.critic(to(f"{CRITIC}.micro_batch_size_per_gpu", guide=PASSED)),
     "critic.model.path": do.critic(do.path("model.critic_model_path")),
-    "critic.model.use_remove_padding": do.critic(to(f"{CRITIC}.use_remove_padding", guide=PASSED)),
-    "critic.model.enable_gradient_checkpointing": do.critic(to(f"{CRITIC}.enable_gradient_checkpointing", guide=PASSED)),
-    "critic.model.fsdp_config.param_offload": do.critic(to(f"{CRITIC}.param_offload", guide=PASSED)),
-    "critic.model.fsdp_config.optimizer_offload": do.critic(to(f"{CRITIC}.optimizer_offload", guide=PASSED)),
     "critic.model.tokenizer_path": ignored("actor and critic read the same tokens"),
-    "critic.optim.lr": do.critic(to(f"{CRITIC}.optimizer.lr", guide=PASSED)),
-    "critic.optim.lr_warmup_steps_ratio": do.critic(to(f"{CRITIC}.optimizer.lr_warmup_steps_ratio", guide=PASSED)),
     "critic.optim.lr_warmup_steps": do.critic(scaled(f"{CRITIC}.optimizer.lr_warmup_steps", never=-1)),
     "critic.optim.min_lr_ratio": do.critic(to(f"{CRITIC}.optimizer.min_lr_ratio")),
     "critic.optim.betas": do.critic(to(f"{CRITIC}.optimizer.betas")),
-    "critic.optim.warmup_style": do.critic(
-        do.scheduler(f"{CRITIC}.optimizer")
-    ),
-    "critic.optim.lr_scheduler_type": do.critic(
-        do.scheduler(f"{CRITIC}.optimizer")
-    ),
+    "critic.optim.warmup_style": do.critic(do.scheduler(f"{CRITIC}.optimizer")),
+    "critic.optim.lr_scheduler_type": do.critic(do.scheduler(f"{CRITIC}.optimizer")),
     "critic.optim.total_training_steps": derived("the program sets it from the length of the run, here too", "buffer.total_steps"),
     "critic.ulysses_sequence_parallel_size": derived("is the actor's", "trainer.ulysses_sequence_parallel_size"),
     "critic.rollout_n": derived("is rollout.n", "algorithm.repeat_times"),
+    **{
+        f"critic.{name}": do.critic(do.alike(f"{ACTOR}.{name}", target, "actor and critic learn from the same mini-batches"))
+        for name, target in (
+            ("ppo_mini_batch_size", "buffer.batch_size"), ("shuffle", "trainer.shuffle_minibatches"),
+            ("loss_agg_mode", "algorithm.loss_agg_mode"),
+        )
+    },
     # ------------------------------------------------------------------ rewards
     f"{RM}.enable": play.rm_enable,
     f"{RM}.model.path": play.rm(do.path("explorer.auxiliary_models[i].model_path")),
@@ -262,7 +259,7 @@ RULES: dict[str, Rule] = {
     },
     f"{RM}.overlong_buffer.log": ignored("the parts of a reward are always logged"),
     f"{RM}.reward_kwargs.overlong_buffer_cfg.log": ignored("the parts of a reward are always logged"),
-    f"{RM}.reward_kwargs.max_resp_len": do.length(
+    f"{RM}.reward_kwargs.max_resp_len": do.alike(
         "data.max_response_length", "model.max_response_tokens", "the penalty is measured from that"
     ),
     **{
@@ -313,7 +310,9 @@ RULES: dict[str, Rule] = {
     "trainer.nnodes": via("all nodes", "cluster.node_num"),
     "trainer.n_gpus_per_node": via("", "cluster.gpu_per_node"),
     "trainer.save_freq": scaled("trainer.save_interval", never=0),
-    "trainer.test_freq": scaled("explorer.eval_interval", never=0),
+    "trainer.test_freq": only_if(
+        lambda d: not is_async(d), "the asynchronous recipe reads rollout.test_freq", scaled("explorer.eval_interval", never=0)
+    ),
     "trainer.val_only": do.val_only,
     "trainer.critic_warmup": do.critic_warmup,
     "trainer.default_local_dir": via("without a trailing /project/name", "checkpoint_root_dir"),
@@ -363,7 +362,7 @@ RULES |= {
     )
 }  # fmt: skip
 RULES |= {
-    e.name: do.critic(to(e.targets[0]))
+    e.name: do.critic(to(e.targets[0], guide=PASSED))
     for e in table.by_name().values()
     if e.name.startswith("critic.") and e.kind == "native" and e.name not in RULES
 }

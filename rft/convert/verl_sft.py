@@ -132,6 +132,7 @@ def finish(d: Draft) -> None:
         d.fill(f"{OPTIM}.lr_warmup_from_zero", True, "veRL's warm-up begins at 0")
     d.fill(f"{OPTIM}.min_lr_ratio", 0.0, "veRL's cosine ends at 0")
     d.fill(f"{OPTIM}.betas", [0.9, 0.95], "veRL's default of optim.betas")
+    d.fill("trainer.max_checkpoints_to_keep", 0, "veRL's default of trainer.max_ckpt_to_keep: all")
     if not d.has("buffer.total_steps"):
         d.fill("buffer.total_epochs", OWN["trainer.total_epochs"], "veRL's default of trainer.total_epochs")
 

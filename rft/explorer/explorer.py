@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline
 from rft.buffer.settings import ROLLOUT_MODEL
-from rft.errors import RftError, ShortBatch
+from rft.errors import ShortBatch
 from rft.explorer.batch_runner import BatchRunner
 from rft.explorer.evaluate import Evaluator
 from rft.explorer.rollout_metrics import engine_metrics, pipeline_metrics, rollout_metrics
@@ -107,21 +107,21 @@ class Explorer:
             await self._recipes.prepare(self._models)
             await self._pipeline.prepare({**self._models, ROLLOUT_MODEL: self._model})
             reason = await self._explore()
+            await self._pipeline.close()
+            await self._buffer.finish(reason)
+            version = await self._gate.wait_final()
+            if self.settings.eval_at_end and await self._gate.evaluates():
+                await self._evaluator.run(version)
+            await self._recipes.close()
         except BaseException as error:
             for close in (self._pipeline.close, self._recipes.close):
                 try:
                     await close()
-                except RftError as e:
+                except Exception as e:  # of a plugin, perhaps; what went wrong before explains the end
                     log.error("while closing: %s", e)
             if isinstance(error, BaseExceptionGroup):
                 raise _first(error) from None
             raise
-        await self._pipeline.close()
-        await self._buffer.finish(reason)
-        version = await self._gate.wait_final()
-        if self.settings.eval_at_end and await self._gate.evaluates():
-            await self._evaluator.run(version)
-        await self._recipes.close()
 
     async def _explore(self) -> str:
         """The loop.  Returns why it ended."""

@@ -132,12 +132,9 @@ class Coordinator(MonitorPart):
         self._assigner = BatchAssigner(Assignments(*limits), buffer.room, self.sync.may_explore, self._waits)
         self._fingerprint = ""
         self._evaluator = ""
-        self.wait_for_demand, self.step_started, self.allow_batch = (
-            self.sync.wait_for_demand,
-            self.sync.step_started,
-            self.sync.allow_batch,
-        )
-        self.wait_verified, self.wait_final, self.revive = self.sync.wait_verified, self.sync.wait_final, self.sync.revive
+        sync = self.sync
+        self.wait_for_demand, self.step_started, self.allow_batch = sync.wait_for_demand, sync.step_started, sync.allow_batch
+        self.wait_verified, self.wait_final, self.revive = sync.wait_verified, sync.wait_final, sync.revive
 
     # ------------------------------------------------------------ the trainer's side; see `ports.WeightSync`
 

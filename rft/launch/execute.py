@@ -86,6 +86,7 @@ def _run(loaded: RunConfig, plan: Plan, in_process: bool, folder: Path | None = 
     if plan.serve is not None:
         known = clients(plan.serve)  # before anything starts; the service's process may not have this one's environment
         plan = replace(plan, serve=replace(plan.serve, clients=known))
+    loaded = loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs})  # also those of the command line
     runtime, mode = _runtime(plan, in_process), modes.mode_of(plan)
     rundir = RunDir.claim(folder or plan.run_dir)
     changed = _changes(loaded, plan, rundir) if folder is None else []

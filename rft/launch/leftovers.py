@@ -75,7 +75,7 @@ def compare(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
 def orphans() -> list[str]:
     """Parts of runs whose launcher is gone: processes with a RFT_RUN_ID below no living process without one, except init."""
     found = []
-    for process in _all_processes():
+    for process in psutil.process_iter():
         if RUN_ID in _environment(process):
             above = next((p for p in _quietly(process.parents) or [] if RUN_ID not in _environment(p)), None)
             if above is None or above.pid == 1:
@@ -96,7 +96,7 @@ def clean(run_id: str) -> list[str]:
     not quite new; removes folders of a Ray that no process uses, and of vLLM's sockets whose owner is dead.
     """
     protected = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    ended = _end([p for p in _all_processes() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
+    ended = _end([p for p in psutil.process_iter() if p.pid not in protected and _environment(p).get(RUN_ID) == run_id])
     return [*ended, *_remove_files()]
 
 
@@ -129,7 +129,7 @@ def end_former() -> list[str]:
         return []
     placed = {parent.pid, *(p.pid for p in (*parent.parents(), *parent.children(recursive=True)))}
     return _end(
-        [p for p in _all_processes() if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)]
+        [p for p in psutil.process_iter() if p.pid not in placed and mine.items() <= _environment(p).items() and not _ending(p)]
     )
 
 
@@ -174,17 +174,13 @@ def _our_processes() -> list[psutil.Process]:
     me, mark = psutil.Process(), os.environ.get(MARK)
     family = {me.pid, *(p.pid for p in me.parents())}
     found = {p.pid: p for p in me.children(recursive=True)}
-    for process in _all_processes():
+    for process in psutil.process_iter():
         if process.pid in found:
             continue
         environment = _environment(process)
         if environment.get(MARK) == mark if mark else RUN_ID in environment or _PROCESS_NAMES.match(_name(process)):
             found[process.pid] = process
     return [p for pid, p in sorted(found.items()) if pid not in family and not _ending(p) and not _HELPERS.search(_command(p))]
-
-
-def _all_processes() -> list[psutil.Process]:
-    return list(psutil.process_iter())
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -241,7 +237,7 @@ class _Others:
         self._paths: set[str] = set()
         self._commands: list[str] = []
         self._closed: list[psutil.Process] = []  # ours, but what they have open cannot be seen
-        for process in _all_processes():
+        for process in psutil.process_iter():
             if process.pid in exclude:
                 continue
             self._commands.append(_command(process))

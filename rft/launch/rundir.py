@@ -132,7 +132,8 @@ class RunDir:
     def phase(self, state: Mapping[str, Any]) -> tuple[str, int | None]:
         """What the run is doing by `state`, "died" where its process has gone without saying so; and the process that holds it."""
         holder, phase = self._holder(), str(state.get("phase", "unknown"))
-        return ("died" if holder is None and phase in ("starting", "running", "stopping") else phase), holder
+        gone = holder is None and phase in ("starting", "waiting for the trainer", "running", "stopping")
+        return "died" if gone else phase, holder
 
     def _holder(self) -> int | None:
         """The process that holds the run's lock now; None when it is free, or its holder was killed.

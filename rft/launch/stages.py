@@ -15,6 +15,7 @@ from typing import Any
 
 from rft.config.load import stage_names
 from rft.config.plan import Plan
+from rft.config.roles import apart
 from rft.config.save import refuse_changes
 from rft.config.schema.root import RunConfig
 from rft.config.verify import load_plan
@@ -69,7 +70,16 @@ class Program:
         plans, errors = [], []
         for stage in self._names:
             try:
-                plans.append(self._plan(stage, name, ""))
+                loaded, plan = self._plan(stage, name, "")
+                if not plan.trains or apart(loaded):
+                    raise ConfigErrors(
+                        [
+                            ConfigError(
+                                "is for a run of its own; a stage trains and hands on its model", key="mode", given=plan.mode
+                            )
+                        ]
+                    )
+                plans.append((loaded, plan))
             except ConfigErrors as e:
                 errors += [ConfigError(f"{x.message}  (stage {stage})", key=x.key, given=x.given) for x in e.errors]
         if errors:
@@ -77,10 +87,12 @@ class Program:
         return plans
 
     def _plan(self, stage: str, name: str, model: str) -> tuple[RunConfig, Plan]:
-        return load_plan(self._config, self._overrides, plugin_dirs=self._plugin_dirs, name=name, stage=stage, model_path=model)
+        folders = self._plugin_dirs
+        loaded, plan = load_plan(self._config, self._overrides, plugin_dirs=folders, name=name, stage=stage, model_path=model)
+        return loaded.model_copy(update={"plugin_dirs": plan.plugin_dirs}), plan
 
     def _done(self, folder: Path, plans: list[tuple[RunConfig, Plan]]) -> list[Done]:
-        """The finished stages.  Raises ConfigError if the file does not describe what was done."""
+        """The finished stages, but for a last one that is to go on.  Raises ConfigError if the file does not describe what was done."""
         done = read(folder)
         if (names := tuple(d.name for d in done)) != self._names[: len(done)]:
             raise ConfigError(
@@ -91,6 +103,8 @@ class Program:
         for d, (loaded, plan) in zip(done, plans, strict=False):
             changed = refuse_changes(loaded, plan.run_dir)
             if plan.trainer.total_steps > d.version.step and any(c.key in _LENGTHS for c in changed):
+                if d is done[-1] and not any(p.run_dir.exists() for _, p in plans[len(done) :]):
+                    return done[:-1]
                 raise ConfigError(
                     f"stage {d.name} is done at step {d.version.step} and the next one began with its model; choose another `name`",
                     key="trainer.total_steps",
@@ -142,13 +156,8 @@ def refuse_program(run_dir: Path) -> None:
 
 
 def _write(folder: Path, names: tuple[str, ...], done: list[Done]) -> None:
-    finished = {d.name: d for d in done}
-    entries = [
-        {"stage_name": n, "version": str(finished[n].version), "model": finished[n].model}
-        if n in finished
-        else {"stage_name": n, "version": None, "model": None}
-        for n in names
-    ]
+    entries: list[dict[str, Any]] = [{"stage_name": d.name, "version": str(d.version), "model": d.model} for d in done]
+    entries += [{"stage_name": n, "version": None, "model": None} for n in names[len(done) :]]
     write_json(folder / RECORD, {"stages": entries})
 
 

@@ -67,10 +67,10 @@ async def begin(buffer: Any, found: Manifest | None, other: Manifest | None = No
     rows stay where they are, so nothing counts as their use here.
     """
     if found is None:
-        started = await buffer.start_lineage(None, None)
+        step, place = (0, None) if other is None else (other.version.step, other.consumption)
+        started = await buffer.start_lineage(None, place, step)
         lineage = started.lineage
         if lineage > 1:
-            step = 0 if other is None else other.version.step
             message = "no checkpoint of the earlier attempt (trainer.save_interval): step %d again, %d experiences set aside"
             log.info(message, step, started.orphaned, extra=STARTING)
         if other is None:

@@ -18,7 +18,7 @@ from rft.config.plan import Plan
 from rft.config.verify import load_plan
 from rft.errors import ConfigError, RunFailed
 from rft.launch import parts
-from rft.launch.start import Start, schedule
+from rft.launch.start import Start, origin, schedule
 from rft.monitor.read import read
 from rft.trainer import manifest as manifests
 from rft.trainer.manifest import Manifest
@@ -58,8 +58,11 @@ def again(run_dir: Path, step: int, overrides: Sequence[str] = (), tell: Tell = 
     with ReplayReader(run_dir) as reader, tempfile.TemporaryDirectory(prefix="rft-step-") as aside:
         if not 1 <= step <= reader.last:
             raise ConfigError(f"the run trained steps 1 to {reader.last}", key="STEP", given=step)
-        found = _before(run_dir, step)
-        rows, values = asyncio.run(_train(_plan(run_dir, Path(aside), overrides), reader, found, step, tell))
+        plan, other = _plan(run_dir, Path(aside), overrides)
+        found = _before(run_dir, step) or origin(other)
+        if found is not None and found.version.step >= step:
+            raise ConfigError(f"the run began with step {found.version.step} of another one", key="STEP", given=step)
+        rows, values = asyncio.run(_train(plan, reader, found, step, tell))
     then = {k: v for r in read(run_dir / "metrics.jsonl") if r.role == "trainer" and r.step == step for k, v in r.values.items()}
     name = found.folder.name if found else "the model that the run began with"
     return StepAgain(step, name, rows, {k: (values[k], then.get(k)) for k in COMPARED if k in values})
@@ -96,8 +99,8 @@ def _before(run_dir: Path, step: int) -> Manifest | None:
     return None if best is None else manifests.read(best)
 
 
-def _plan(run_dir: Path, aside: Path, overrides: Sequence[str]) -> Plan:
-    """The run's plan for one rank that trains on the run's own rows."""
+def _plan(run_dir: Path, aside: Path, overrides: Sequence[str]) -> tuple[Plan, Path | None]:
+    """The run's plan for one rank that trains on the run's own rows; the other run that it began with, if any."""
     file = run_dir / "config.resolved.yaml"
     if not file.is_file():
         raise ConfigError("has no config.resolved.yaml", key="RUN", given=str(run_dir))
@@ -107,7 +110,7 @@ def _plan(run_dir: Path, aside: Path, overrides: Sequence[str]) -> Plan:
     ]  # fmt: skip
     _, whole = load_plan(file, ["monitor.monitor_type=[]", "monitor.monitor_args=null", *overrides])
     _, plan = load_plan(file, [*changes, f"trainer.total_steps={whole.trainer.total_steps}", *overrides, "trainer.world_size=1"])
-    return plan
+    return plan, whole.resume_from_path
 
 
 async def _step(ranks: Any, learner: Any, lease: Lease, *, with_rows: bool) -> tuple[list[RowLoss], dict[str, float]]:

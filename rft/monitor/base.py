@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
+from rft.disk import write_whole
 from rft.monitor.settings import MonitorSettings
 from rft.plugins import kind
 from rft.types.metrics import MetricRecord
@@ -100,7 +101,7 @@ def remembered_id(path: Path) -> str:
     """The tracker's own id of this run, kept in `path`, so that a resumed run continues it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex[:16])
+        write_whole(path, uuid.uuid4().hex[:16])
     return path.read_text().strip()
 
 

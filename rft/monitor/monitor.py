@@ -219,13 +219,15 @@ def _write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def _redacted(value: Any) -> Any:
-    """JSON value with secrets removed from every text; numbers that JSON cannot hold become null."""
-    if isinstance(value, str):
-        return redact(value)
+    """JSON value with secrets removed from every text; numbers that JSON cannot hold become null, other things their text."""
     if isinstance(value, Mapping):
         return {redact(str(k)): _redacted(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_redacted(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    if value is None or type(value) in (bool, int):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # of numpy or torch
+        return _redacted(value.tolist())
+    return redact(str(value)).encode("utf-8", "backslashreplace").decode()  # no file holds half of a character

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SecretStr
 
+from rft.disk import write_whole
 from rft.logs import learn_secrets
 from rft.monitor.base import OneRun, Row, Tracker, TrackerArgs, cell, columns, markdown, monitor, remembered_id
 from rft.monitor.settings import MonitorSettings
@@ -169,7 +170,7 @@ class Mlflow(OneRun):
         experiment = found.experiment_id if found else self._client.create_experiment(settings.project, artifact_location=own)
         tags = {"group": settings.group} if settings.group else {}
         self._run = self._client.create_run(experiment, run_name=settings.name, tags=tags).info.run_id
-        kept.write_text(self._run)
+        write_whole(kept, self._run)
         params = [Param(_allowed(k), str(v)[:6000]) for k, v in _flat(settings.config).items()]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run, params=params[start : start + _PARAMS])

@@ -119,7 +119,7 @@ def collect(run: StoredRun, *, answers: bool = True) -> RunFacts:
     return RunFacts(
         name=run.run_dir.resolve().name,
         folder=str(run.run_dir),
-        phase=str(state.get("phase", "unknown")),
+        phase=RunDir(run.run_dir).phase(state)[0],
         reason=str(state.get("reason", "")),
         steps=steps,
         subject=told("subject", lambda: _subject(tree, steps, found.records)),
@@ -146,9 +146,10 @@ def _saved(run: StoredRun, missing: list[str]) -> dict[str, Any]:
 def _repeat(saved: dict[str, Any]) -> list[str]:
     if not saved.get("path"):
         return []
+    folders = [x for folder in saved["tree"].get("plugin_dirs") or () for x in ("--plugin-dir", folder)]
     return [
         f"# {saved['path']}  sha256 {saved.get('sha256')}",
-        shlex.join(["rft", "run", "--config", saved["path"], *saved.get("overrides", ())]),
+        shlex.join(["rft", "run", "--config", saved["path"], *folders, *saved.get("overrides", ())]),
     ]
 
 

@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -138,16 +139,17 @@ def blocks(fn: Callable[..., Any]) -> bool:
 
 def checked(result: RewardResult) -> Score:
     """A Score of what a reward returned.  Raises ValueError on anything that is not a finite number."""
-    if isinstance(result, dict):
-        parts = {str(k): _number(v, f"reward part {k!r}") for k, v in result.items()}
-        return Score(value=math.fsum(parts.values()), parts=parts)
     if isinstance(result, Score):
-        if result.value is not None:
-            _number(result.value, "reward")
-        for name, part in result.parts.items():
-            _number(part, f"reward part {name!r}")
-        return result
-    return Score(value=_number(result, "reward"))
+        value = None if result.value is None else number(result.value, "reward")
+        return Score(value=value, parts=_parts(result.parts), reason=result.reason)
+    if isinstance(result, dict):
+        parts = _parts(result)
+        return Score(value=math.fsum(parts.values()), parts=parts)
+    return Score(value=number(result, "reward"))
+
+
+def _parts(given: Mapping[Any, Any]) -> dict[str, float]:
+    return {str(k): number(v, f"reward part {k!r}") for k, v in given.items()}
 
 
 async def score_each(fn: Reward, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
@@ -168,7 +170,14 @@ async def score_group(
     return [checked(r) for r in results]
 
 
-def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise ValueError(f"{what} is {value!r}; it must be a finite number (None through Score(value=None) means unscored)")
+def number(value: Any, what: str) -> float:
+    """Raises ValueError on anything that is not a finite number."""
+    if (found := as_number(value)) is None or not math.isfinite(found):
+        raise ValueError(f"{what} is {value!r}; it must be a finite number (None through Score(value=None) means unscored)")
+    return found
+
+
+def as_number(value: Any) -> float | None:
+    """A number, also one of numpy or torch; None for anything else."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    return float(value) if isinstance(value, Real) else None

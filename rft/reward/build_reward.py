@@ -59,6 +59,9 @@ def of(plugin: Plugin, args: Mapping[str, Any], *, key: str = "") -> Reward:
         if lists.is_batch(plugin.obj):
             manager.fits(calls, lists=True, name=name, key=key)
         made = lists.ListReward(plugin.obj, own, calls, name=name, key=key)
+    elif calls.reward_timeout_s is not None:
+        text = f"reward_timeout_s is for functions of veRL's and TRL's form; reward {name!r} has until explorer.max_timeout"
+        raise ConfigError(text, key=key, given=calls.reward_timeout_s)
     elif inspect.isclass(plugin.obj):
         if (cls := derived(plugin.obj, Reward)).__call__ is Reward.__call__:
             raise _not_callable(name, key)

@@ -10,8 +10,8 @@ from rft.reward.base import reward_function
 from rft.types.completion import Transcript
 from rft.types.task import Task
 
-# an optional sign that is not a minus between two operands, digits with or without thousands commas, decimals
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+# an optional sign that is not a minus between two operands, digits with or without thousands commas, decimals, an exponent
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d{1,3}\b)?")
 
 
 @reward_function("exact_answer")

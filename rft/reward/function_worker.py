@@ -18,20 +18,17 @@ def load() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Gives the function that answers {file or module, name, given} with {value, parts}."""
     from rft.plugins import import_file
     from rft.reward.functions import to_score
+    from rft.threads import guarded
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         home = import_file(Path(request["file"])) if request["file"] else importlib.import_module(request["module"])
         result = getattr(home, request["name"])(**request["given"])
         if inspect.isawaitable(result):
-            result = asyncio.run(_wait(result))
+            result = asyncio.run(guarded(result, "the reward"))
         score = to_score(result, request["name"])
         return {"value": score.value, "parts": score.parts}
 
     return answer
-
-
-async def _wait(result: Any) -> Any:
-    return await result
 
 
 if __name__ == "__main__":

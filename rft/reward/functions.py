@@ -7,14 +7,12 @@ else; an async one is awaited.  Invariant: what it raises reaches the run, and a
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 from rft.errors import ConfigError
-from rft.reward.base import FunctionReward, Reward
+from rft.reward.base import FunctionReward, Reward, as_number, number
 from rft.reward.manager import PRIME_TIMEOUT_S, ManagerArgs, answer, fits, late, with_acc
 from rft.types.completion import Score, Transcript
 from rft.types.task import Task
@@ -94,20 +92,8 @@ async def _in_process(home: tuple[str, str], name: str, given: dict[str, Any], t
 def to_score(result: Any, name: str) -> Score:
     """A number, or a dict with `score`, whose other numbers become parts.  Raises ValueError on anything else."""
     if not isinstance(result, dict):
-        return Score(value=_number(result, f"reward {name!r}"))
+        return Score(value=number(result, f"reward {name!r}"))
     if "score" not in result:
         raise ValueError(f"reward {name!r} returned a dict without 'score'; it has {', '.join(map(str, result)) or 'no keys'}")
-    parts = {str(k): _number(v, f"reward {name!r}: {k!r}") for k, v in result.items() if k != "score" and _is_number(v)}
-    return Score(value=_number(result["score"], f"reward {name!r}: 'score'"), parts=parts)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) or type(value).__name__ in ("bool", "bool_")  # numpy's own truth value is no Real
-
-
-def _number(value: Any, what: str) -> float:
-    if not _is_number(value):
-        raise ValueError(f"{what} is {value!r} ({type(value).__name__}); it must be a number")
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{what} is {value!r}; it must be finite")
-    return number
+    parts = {str(k): number(v, f"reward {name!r}: {k!r}") for k, v in result.items() if k != "score" and as_number(v) is not None}
+    return Score(value=number(result["score"], f"reward {name!r}: 'score'"), parts=parts)

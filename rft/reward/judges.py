@@ -124,7 +124,7 @@ class ReferenceJudge(Judge):
 
     def prompt(self, case: JudgeCase, delimit: PromptDelimiters) -> str:
         return (
-            f"{self.args.instruction}\n\n{delimit('question', case.question)}\n\n{delimit('reference', _text(case.task.truth))}\n\n"
+            f"{self.args.instruction}\n\n{delimit('question', case.question)}\n\n{delimit('reference', text_of(case.task.truth))}\n\n"
             f"{delimit('answer', case.answer)}\n\n{delimit.ask(correct=WordChoice(('yes', 'no')))}"
         )
 
@@ -160,7 +160,7 @@ class PairwiseJudge(Judge):
             return known
         if task.truth is None:
             return Score(value=None, reason="the row has no reference answer")
-        value, why = await self._meet(case.question, case.answer, _text(task.truth))
+        value, why = await self._meet(case.question, case.answer, text_of(task.truth))
         return Score(value=value, reason=why)
 
     async def _among(self, task: Task, transcripts: Sequence[Transcript]) -> list[Score]:
@@ -253,8 +253,8 @@ class RulerJudge(Judge):
         ]
 
 
-def _text(truth: Any) -> str:
+def text_of(truth: Any) -> str:
     """A gold answer as a text; of {"target": ...} the target."""
     while isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
-    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+    return json.dumps(truth, ensure_ascii=False, default=str) if isinstance(truth, dict | list) else str(truth)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +62,11 @@ class Gateway(Endpoint):
 
     def routes(self, router: web.UrlDispatcher) -> None:
         super().routes(router)
-        router.add_post("/v1/sessions", self._open)
+        router.add_post("/v1/sessions", _to_its_end(self._open))
         router.add_get("/v1/sessions/{id}", self._show)
-        router.add_post("/v1/sessions/{id}/reward", self._reward_session)
-        router.add_delete("/v1/sessions/{id}", self._withdraw)
-        router.add_post("/feedback", self._feedback)
+        router.add_post("/v1/sessions/{id}/reward", _to_its_end(self._reward_session))
+        router.add_delete("/v1/sessions/{id}", _to_its_end(self._withdraw))
+        router.add_post("/feedback", _to_its_end(self._feedback))
         router.add_post("/commit", self._commit)
         router.add_get("/metrics", self._metrics)
 
@@ -247,6 +247,15 @@ class Gateway(Endpoint):
             values |= {m.name: m.value for m in await self._model.metrics()}
         lines = [f"rft_{_prometheus(name)} {value:.15g}" for name, value in sorted(values.items())]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
+
+
+def _to_its_end(handler: Callable[[web.Request], Awaitable[web.Response]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Also where the client has gone: a session is here as it is in the store."""
+
+    async def handled(request: web.Request) -> web.Response:
+        return await asyncio.shield(handler(request))
+
+    return handled
 
 
 def _prometheus(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from rft.types.completion import Score, Transcript
+from rft.types.completion import Score, Transcript, Turn
 from rft.types.sessions import CallStored, SessionStore, StoredCall, StoredSession, pack_turns, unpack_turns
 from rft.types.task import Task
 from rft.workflow.base import RunContext
@@ -107,6 +107,14 @@ class LiveSession(RunSession):
             turns = await understood(self.generate(asked))
             if any(t.completion.finish_reason == "abort" for t in turns):
                 raise ApiError(503, "the engine aborted this call; send it again", code="engine_failed", retry_s=1.0)
+            return await asyncio.shield(self._kept(turns, retry_key, digest))
+        finally:
+            self.under_way -= 1
+
+    async def _kept(self, turns: list[Turn], retry_key: str, digest: str) -> ApiAnswer:
+        """Stored and recorded, also where the client has gone meanwhile: neither is without the other."""
+        self.under_way += 1
+        try:
             number, self._number = self._number, self._number + 1
             call = StoredCall(
                 id=f"{self.id}-{number}",

@@ -25,11 +25,11 @@ class NoEngines(Exception):
 
 
 class Rejected(Exception):
-    """One attempt failed.  `generated` = engines may have written tokens with the weights in question."""
+    """One attempt failed."""
 
-    def __init__(self, reason: str, *, generated: bool = False) -> None:
-        super().__init__(reason)
-        self.generated = generated
+
+class Died(Rejected):
+    """Because an engine has to be restarted: nothing is said against the weights."""
 
 
 class EngineSet:
@@ -104,11 +104,11 @@ class EngineSet:
     # ------------------------------------------------------------ asking
 
     async def ask_all(
-        self, what: str, ask: Callable[[Engine], Awaitable[T]], numbers: Sequence[int] | None = None, *, generated: bool = False
+        self, what: str, ask: Callable[[Engine], Awaitable[T]], numbers: Sequence[int] | None = None
     ) -> dict[int, T]:
         """The answers of all engines, or of those with `numbers`; a failure becomes Rejected and names the engine."""
         asked = self.numbers if numbers is None else numbers
-        return await self.gather({i: self.ask(i, what, ask, generated=generated) for i in asked})
+        return await self.gather({i: self.ask(i, what, ask) for i in asked})
 
     async def gather(self, asked: Mapping[int, Awaitable[T]]) -> dict[int, T]:
         """All answers.  Of several failures the one that says something against the weights counts, before an engine that died.
@@ -119,28 +119,27 @@ class EngineSet:
         results = {i: r for i, r in zip(asked, answers, strict=True) if i in self._engines}
         failures = [r for r in results.values() if isinstance(r, BaseException)]
         if failures:
-            raise next((f for f in failures if isinstance(f, Rejected) and f.generated), failures[0])
+            raise next((f for f in failures if not isinstance(f, Died)), failures[0])
         if not results:
             raise NoEngines
         return results  # type: ignore[return-value]  # exceptions are gone
 
-    async def ask(self, index: int, what: str, ask: Callable[[Engine], Awaitable[T]], *, generated: bool = False) -> T:
+    async def ask(self, index: int, what: str, ask: Callable[[Engine], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
                 if (engine := self._engines.get(index)) is None:
                     raise EngineFailed("it has left")
                 return await ask(engine)
         except TimeoutError:
-            raise Rejected(f"engine {index} did not answer `{what}` within {self._timeout_s:g} s", generated=generated) from None
-        except EngineFailed as e:  # nothing is said against the weights
-            if self._restart is not None and index in self._engines:
+            raise Rejected(f"engine {index} did not answer `{what}` within {self._timeout_s:g} s") from None
+        except Exception as e:  # a remote engine may raise anything; all of it means the way back
+            why = f"engine {index}: {what}: {type(e).__name__}: {e}"
+            if isinstance(e, EngineFailed) and self._restart is not None and index in self._engines:
                 self._dead.add(index)
                 if isinstance(e, EngineStalled):
                     self._stalled.add(index)
-                generated = False
-            raise Rejected(f"engine {index}: {what}: {type(e).__name__}: {e}", generated=generated) from e
-        except Exception as e:  # a remote engine may raise anything; all of it means the way back
-            raise Rejected(f"engine {index}: {what}: {type(e).__name__}: {e}", generated=generated) from e
+                raise Died(why) from e
+            raise Rejected(why) from e
 
     # ------------------------------------------------------------ restarting
 

@@ -117,8 +117,8 @@ class GateState:
         return version in self._rejected
 
     def is_decided(self, version: Version) -> bool:
-        """Whether `version` is verified, rejected, or can never be verified."""
-        if version in self._verified or version in self._rejected or version.lineage != self._lineage:
+        """Whether `version` is verified or can never be; one that was rejected, once what replaces it is served: new rows wait for that."""
+        if version in self._verified or version.lineage != self._lineage:
             return True
         return self.verified is not None and version < self.verified
 

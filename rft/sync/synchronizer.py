@@ -94,16 +94,11 @@ class Synchronizer:
                     return [waited, *await self._attempt(replace(manifest, version=version))]
             except asyncio.CancelledError:
                 log.warning("publishing %s was cancelled", version)
-                provisional = self._updates.provisional == version
                 await self._restore_although_cancelled()
-                if provisional:
-                    self._gate.reject(version)
                 raise
             except Rejected as e:
                 log.error("version %s: %s", version, e)
                 restored = await self._restore()
-                if e.generated:
-                    self._gate.reject(version)  # only now: what replaces its rows is written by the version before
                 failures += self._engines.departures == departures  # else nothing is said against the weights
                 if restored is not None or failures > self._settings.retries:
                     why = self._gate.failure(manifest.version, str(e), max(1, failures), restored)
@@ -116,7 +111,12 @@ class Synchronizer:
             self._gate.loaded = manifest.version
             await self._waits.changed()
 
-        waves = await self._updates.run(manifest, resumed, idle=self._gate.both_wait)
+        try:
+            waves = await self._updates.run(manifest, resumed, idle=self._gate.both_wait)
+        except BaseException:
+            if self._updates.provisional == manifest.version:
+                self._gate.reject(manifest.version)
+            raise
         window, bound = self._idle.window(), self._gate.schedule.staleness_bound
         self._gate.verify(manifest.version)
         await self._waits.changed()
@@ -263,21 +263,6 @@ class Synchronizer:
             if index not in self._engines:  # its explorer had to leave
                 raise EngineFailed(f"engine {index} could not be brought back")
             log.info("engine %d serves %s again after %.1f s", index, self._gate.served_text, time.perf_counter() - began)
-
-    @property
-    def manifest(self) -> WeightManifest | None:
-        """The newest verified version: what a restarted engine has to load."""
-        return self._updates.manifest
-
-    @property
-    def loaded(self) -> Version | None:
-        """What all engines hold, perhaps provisional."""
-        return self._gate.loaded
-
-    @property
-    def waiting(self) -> list[str]:
-        """Who waits for what at this moment."""
-        return self._waits.names
 
     # ------------------------------------------------------------ inside
 

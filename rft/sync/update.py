@@ -150,8 +150,6 @@ class WeightUpdates:
             except NoEngines:
                 if not self._engines.numbers:
                     raise
-            except Rejected as e:
-                raise Rejected(str(e), generated=e.generated or bool(waves)) from e
             began = time.perf_counter()
         if not waves:
             raise NoEngines
@@ -179,18 +177,17 @@ class WeightUpdates:
         paused = time.perf_counter()
         reports = tuple((await self._load(manifest, numbers)).values())
         loaded = time.perf_counter()
-        await self._engines.ask_all("resume", lambda e: e.resume(), numbers, generated=True)
+        self.provisional = manifest.version
+        await self._engines.ask_all("resume", lambda e: e.resume(), numbers)
         at = time.perf_counter()
-        if self.manifest is not None:  # else nothing was under way, and nothing starts before the canary
-            self.provisional = manifest.version
-        probing = self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers, generated=True)
+        probing = self._engines.ask_all("probe", lambda e: self._canary.probe(e, manifest.version), numbers)
         probes, _ = await asyncio.gather(probing, opens() if idle else _nothing())
         if not idle:
             await opens()
         probed = time.perf_counter()
         verdict = await self._verify(probes, numbers)
         if rolling:
-            await self._engines.ask_all("admit", lambda e: e.admit(), numbers, generated=True)
+            await self._engines.ask_all("admit", lambda e: e.admit(), numbers)
         ended = time.perf_counter()
         opened = ended if self.manifest is None else at if idle else probed
         return Wave(probes, reports, verdict, began, drained, paused, loaded, at, opened, probed, ended)
@@ -279,11 +276,11 @@ class WeightUpdates:
                 return await self._canary.check(tuple(probes.values()), before, names=tuple(probes))
         except TimeoutError:
             why = f"the trainer did not score the canary within {self._settings.timeout_s:g} s"
-            raise Rejected(why, generated=True) from None
+            raise Rejected(why) from None
         except WeightSyncFailed as e:
-            raise Rejected(str(e), generated=True) from e
+            raise Rejected(str(e)) from e
         except Exception as e:  # whatever the trainer's side raises, the engines must go back to verified weights
-            raise Rejected(f"the trainer could not score the canary: {type(e).__name__}: {e}", generated=True) from e
+            raise Rejected(f"the trainer could not score the canary: {type(e).__name__}: {e}") from e
 
     def _objection(self, report: LoadReport, manifest: WeightManifest) -> str:
         limit = PROBE_LIMIT.get(self._settings.engine_dtype, PROBE_LIMIT["bfloat16"])

@@ -22,12 +22,6 @@ class Waits:
         self._timeout_s = timeout_s
         self._condition = asyncio.Condition()
         self._error: BaseException | None = None
-        self._names: dict[int, str] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """Who waits for what at this moment."""
-        return list(self._names.values())
 
     async def changed(self) -> None:
         """Let every wait ask its condition again."""
@@ -45,11 +39,10 @@ class Waits:
 
     async def until(self, done: Callable[[], bool], who: str, whom: str, remedy: Callable[[], str]) -> None:
         """Wait until `done()`.  Raises DeadlineExceeded with `remedy` once nothing has changed for too long."""
-        with self._named(f"{who} waits for {whom}"):
-            try:
-                await self.without_deadline(done, self._timeout_s)
-            except TimeoutError:
-                raise DeadlineExceeded(f"{who} waited {self._timeout_s:g} s for {whom}{remedy()}") from None
+        try:
+            await self.without_deadline(done, self._timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{who} waited {self._timeout_s:g} s for {whom}{remedy()}") from None
 
     async def without_deadline(self, done: Callable[[], bool], quiet_s: float | None = None) -> None:
         """Wait until `done()`.  Raises TimeoutError only when `quiet_s` is given and nothing has changed for so long."""
@@ -58,15 +51,6 @@ class Waits:
                 self.raise_failure()
                 async with asyncio.timeout(quiet_s):
                     await self._condition.wait()
-
-    @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        token = object()
-        self._names[id(token)] = name
-        try:
-            yield
-        finally:
-            del self._names[id(token)]
 
 
 class WaitShare:

@@ -172,7 +172,8 @@ class Taskset:
     def _named(self, which: str, key: str) -> dict[str, int]:
         found: dict[str, int] = {}
         for place, (row, values) in enumerate(self._used_rows()) if key else ():
-            found.setdefault(_get(self.settings, values, self._where(row), which, key), place)
+            if value := _text(self.settings, values, self._where(row), which, key):
+                found.setdefault(value, place)
         return found
 
     def _used_rows(self) -> Iterator[tuple[int, Row]]:
@@ -266,7 +267,7 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
     messages: tuple[dict[str, Any], ...] = ()
     if fmt.prompt_type == "messages":
         messages = _messages(settings, _get(settings, row, where, "messages_key", fmt.messages_key), where)
-    elif fmt.prompt_type == "plaintext":
+    else:
         prompt = _get(settings, row, where, "prompt_key", fmt.prompt_key)
         if isinstance(prompt, list) and prompt:
             messages, prompt = _messages(settings, prompt, where, "prompt_key"), None
@@ -274,13 +275,11 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
             raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a non-empty text, or a list of messages")
         elif len(prompt) > MAX_CHARS:
             raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, f"at most {MAX_CHARS:,} characters long")
-    else:
-        raise ConfigError(
-            f"{fmt.prompt_type!r} is not known; use plaintext or messages", key=_key(settings, "format.prompt_type")
-        )
-    system = settings.format.system_prompt
+    system = fmt.system_prompt
     if fmt.system_prompt_key is not None:
-        system = _get(settings, row, where, "system_prompt_key", fmt.system_prompt_key)
+        system = _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key)
+    if system and messages and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": system}, *messages)
     return Task(
         taskset=settings.name,
         index=index,
@@ -293,9 +292,9 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
         chat_template=fmt.chat_template,
         chat_template_args=fmt.chat_template_args,
         truth=_get(settings, row, where, "response_key", fmt.response_key) if has_truth else None,
-        workflow=_get(settings, row, where, "workflow_key", fmt.workflow_key) if fmt.workflow_key else settings.workflow,
+        workflow=_text(settings, row, where, "workflow_key", fmt.workflow_key) or settings.workflow,
         workflow_args=settings.workflow_args,
-        reward=_get(settings, row, where, "reward_fn_key", fmt.reward_fn_key) if fmt.reward_fn_key else settings.reward,
+        reward=_text(settings, row, where, "reward_fn_key", fmt.reward_fn_key) or settings.reward,
         reward_args=settings.reward_args,
         sampling=settings.sampling,
         num_runs=settings.num_runs,
@@ -331,6 +330,14 @@ def _get(settings: TasksetSettings, row: Row, where: str, which: str, name: str)
     if (value := lookup(row, name)) is ABSENT:
         raise _missing(settings, where, which, name, row)
     return value
+
+
+def _text(settings: TasksetSettings, row: Row, where: str, which: str, name: str) -> str | None:
+    """The column's text; None without a `name`, or for null."""
+    value = _get(settings, row, where, which, name) if name else None
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong(settings, where, which, name, value, "a text")
 
 
 ABSENT = object()
@@ -378,13 +385,20 @@ def _messages(settings: TasksetSettings, value: Any, where: str, which: str = "m
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:
-    value = row.get(settings.format.tools_key)
-    if value is None or value == "":
+    value = lookup(row, settings.format.tools_key)
+    if value in (ABSENT, None, ""):
         return ()
     given = _from_json(value)
     if not isinstance(given, list) or not all(isinstance(t, dict) for t in given):
         raise _wrong(settings, where, "tools_key", settings.format.tools_key, value, "a list of tools, or that list as JSON")
-    return tuple(given)
+    return tuple(map(_without_nulls, given))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table gives every tool all keys that one of them has."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _from_json(value: Any) -> Any:

@@ -17,7 +17,7 @@ import xxhash
 
 from rft.errors import ConfigError, SetupError
 from rft.strictjson import parse_json
-from rft.taskset.base import CHECKED, ByIndex, FoundRows, RowSource, sample_fingerprint
+from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
 
 
@@ -67,6 +67,8 @@ def _json(settings: TasksetSettings, path: Path) -> RowSource:
     try:
         rows = parse_json(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)))
     except json.JSONDecodeError as e:
+        if e.msg == "Extra data" and data.lstrip().startswith(b"{"):
+            return _jsonl(settings, path)
         raise _error(settings, f"{path}:{e.lineno}: not JSON ({e.msg} at column {e.colno})") from None
     except ValueError as e:
         raise _error(settings, f"{path}: {e}") from None
@@ -83,6 +85,7 @@ def _json(settings: TasksetSettings, path: Path) -> RowSource:
 
 def _csv(settings: TasksetSettings, path: Path) -> RowSource:
     data = path.read_bytes()
+    csv.field_size_limit(MAX_CHARS)
     reader = csv.DictReader(io.StringIO(_text(settings, data.removeprefix(b"\xef\xbb\xbf"), str(path)), newline=""), strict=True)
     found = FoundRows(settings)
     try:

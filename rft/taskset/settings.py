@@ -8,6 +8,8 @@ from typing import Any, Literal
 from rft.types.ids import SEED
 from rft.types.task import SamplingArgs
 
+FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSettings:

@@ -37,11 +37,6 @@ class TaskOrder:
     def __init__(self, tasksets: Sequence[Taskset], batch_size: int, seed: int, *, lag: int = 0) -> None:
         if not tasksets:
             raise ConfigError("there is no taskset to explore", key="buffer.explorer_input.tasksets")
-        if batch_size < 1:
-            raise ConfigError(f"{batch_size} is not allowed; at least 1", key="buffer.batch_size")
-        names = [t.settings.name for t in tasksets]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"taskset names must differ; given {', '.join(names)}", key="buffer.explorer_input.tasksets")
         self.tasksets = tuple(tasksets)
         self.batch_size = batch_size
         self.lag = lag
@@ -222,16 +217,9 @@ def num_batches(lengths: Sequence[int], batch_size: int, epochs: int) -> int:
 
 def _shares(tasksets: Sequence[Taskset]) -> list[int]:
     """Slots of each taskset in one block: its length, or after `weight`, if need be by largest remainder."""
-    weights = [t.settings.weight for t in tasksets]
-    if all(w is None for w in weights):
+    if tasksets[0].settings.weight is None:  # for all of them, or for none
         return [len(t) for t in tasksets]
-    if any(w is None or w <= 0 for w in weights):
-        given = ", ".join(f"{t.settings.name}: {t.settings.weight}" for t in tasksets)
-        raise ConfigError(
-            f"weights must be positive and given for all tasksets or for none; given {given}",
-            key="buffer.explorer_input.tasksets",
-        )
-    numbers = np.array(weights, np.float64)
+    numbers = np.array([t.settings.weight for t in tasksets], np.float64)
     exact = numbers / numbers.sum()
     for size in range(len(exact), _BLOCK):
         if np.allclose(rounded := np.rint(exact * size), exact * size, rtol=0, atol=1e-9) and rounded.min() > 0:

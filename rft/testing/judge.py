@@ -118,9 +118,6 @@ def make_transcript(answer: str, *, prompt: str = "?") -> Transcript:
     return Transcript(turns=(Turn(messages=({"role": "user", "content": prompt},), completion=completion(answer)),))
 
 
-said = make_transcript  # its earlier name
-
-
 async def score_with(judge: Any, model: Any, answers: Sequence[str], task: Task) -> list[Score]:
     """What `judge` (a reward that is not prepared yet) says of `answers` to one task, asking `model` under every name."""
     await judge.prepare({judge.args.judge or "judge": model})

@@ -40,7 +40,7 @@ def encode(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] =
     head = [{"role": "tools", "content": json.dumps(list(tools), sort_keys=True)}] if tools else []
     ids: list[int] = []
     for m in [*head, *messages]:
-        ids += [BEGIN, *f"{m['role']}\n{m['content']}".encode(), END]
+        ids += [BEGIN, *f"{m['role']}\n{m.get('content') or ''}".encode(), END]
     return np.array([*ids, BEGIN, *b"assistant\n"], np.int32)
 
 

@@ -24,9 +24,8 @@ ALL_LINEAR = "all-linear"
 RANK, ALPHA = 32, 32.0
 BASE_HASH = "rft_base_sha256"  # metadata of WEIGHTS: `fingerprint` of the base
 KEY = "model.lora_configs[0]"
-_DEFAULTS: dict[
-    str, tuple[Any, ...]
-] = {  # entries of adapter_config.json that change what is computed: only these values are known
+# entries of adapter_config.json that change what is computed: only these values are known
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
     "bias": ("none", None),

@@ -133,6 +133,7 @@ def _shares(
             expert_tokens=float(sum(n for n, expert in counted if expert)),
             expert_rows=float(sum(n > 0 and expert for n, expert in counted)),
             kl_coef=kl_coef,
+            ref_given=any(row.ref is not None for row in rows),
         )
         for mine in cut
     ]
@@ -272,10 +273,6 @@ def train_row(row: Experience, pairs: bool = False) -> TrainRow:
 
 def _step_row(row: Experience, group: str, computed: Mapping[Computed, np.ndarray]) -> StepRow:
     mask = row.loss_mask
-
-    def trained(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else values[mask]
-
     return StepRow(
         group=group,
         run=row.id.run,
@@ -283,7 +280,7 @@ def _step_row(row: Experience, group: str, computed: Mapping[Computed, np.ndarra
         reward=float(row.reward or 0.0),  # of an expert's row never read
         logprobs=row.logprobs[mask],
         token_rewards=None if row.token_rewards is None else _earned(row.token_rewards, mask),
-        teacher=trained(row.teacher_logprobs),
+        teacher=None if row.teacher_logprobs is None else row.teacher_logprobs[mask],
         is_expert=row.is_expert,
         info=row.info,
         **{str(name): values for name, values in computed.items()},

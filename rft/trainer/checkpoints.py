@@ -1,7 +1,7 @@
 """Writes `checkpoints/global_step_N` aside, then commits it by renaming its manifest.
 
 Knows folders and manifests; what goes into them is written by the ranks.  Invariant: a crash at any moment leaves every committed
-checkpoint as it was; what was half written has no manifest and is removed by the next save.
+checkpoint as it was; what was half written has no manifest, and what lies aside is removed by the next save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from rft.disk import sync_path
-from rft.errors import CheckpointInvalid
+from rft.errors import CheckpointInvalid, nearest
 from rft.faults import fault
 from rft.monitor.read import read, series
 from rft.trainer import manifest as manifests
@@ -101,10 +101,12 @@ class Checkpoints:
 
 def best_step(metrics: Path, name: str, mode: Literal["max", "min"], steps: Collection[int]) -> int | None:
     """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one of equals; None: none has a value."""
-    found = [(v, s) for s, v in series(read(metrics), name) if s in steps and math.isfinite(v)] if metrics.is_file() else []
-    if not found:
-        return None
-    return max(found, key=lambda x: (x[0] if mode == "max" else -x[0], x[1]))[1]
+    records = read(metrics) if metrics.is_file() else []
+    if not (values := series(records, name)):
+        near = nearest(name, {n for r in records for n in r.values})
+        log.warning("no checkpoint is kept as the best one: %s has no %s so far.%s", metrics, name, near)
+    found = [(v, s) for s, v in values if s in steps and math.isfinite(v)]
+    return max(found, key=lambda x: (x[0] if mode == "max" else -x[0], x[1]))[1] if found else None
 
 
 def _age(folder: Path) -> tuple[int, int]:
@@ -117,5 +119,7 @@ def _age(folder: Path) -> tuple[int, int]:
 
 
 def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    for old in folder.parent.glob("*.tmp"):  # of whatever step: saves that died
+        if manifests.is_name(old.stem):
+            shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -22,8 +22,6 @@ from rft.trainer.tensors import Files
 from rft.types.adapter import key
 from rft.types.modelfiles import fingerprint
 
-_PLAIN: dict[str, Any] = {"trust_remote_code": False, "attn_implementation": "eager"}
-
 
 def assemble(saved: Path, target: Path) -> None:
     """Write the model in `saved`, the folder of a checkpoint's parts, to `target` with config and tokenizer, in the config's dtype.
@@ -35,12 +33,10 @@ def assemble(saved: Path, target: Path) -> None:
         shutil.copyfile(path, target / path.name)
     page = json.loads((target / "config.json").read_text(encoding="utf-8"))
     dtype = DTYPES.get(str(page.get("dtype") or page.get("torch_dtype")), torch.float32)
-    # the model's own code, where it brings some, knows one set of names
-    lm = (
-        None
-        if "auto_map" in page
-        else loading.skeleton(loading.config_of(target, trust_remote_code=False, override={}), **_PLAIN)
-    )
+    lm = None
+    if "auto_map" not in page:  # the model's own code, where it brings some, knows one set of names
+        config = loading.config_of(target, trust_remote_code=False, override={})
+        lm = loading.skeleton(config, trust_remote_code=False, attn_implementation="eager")
     exact = set() if lm is None else set(saved_buffers(lm))
     adapted = read_page(saved).get("adapter") is not None
     files, read = _adapted(saved, lm) if adapted else _whole(saved)

@@ -144,7 +144,7 @@ class Learner:
             order: Sequence[int] = range(len(batch.micro_batches))
             if s.shuffle_minibatches:  # the same on all ranks
                 order = np.random.default_rng((s.data_seed, batch.step, epoch)).permutation(len(batch.micro_batches)).tolist()
-            if accumulate == self._accumulate and self._balance is not None:
+            if accumulate == self._accumulate and self._balance is not None and batch.positions:
                 self._balance.count(self.policy, batch, self._micro_batch)
             for i in order:
                 logprobs = accumulate(batch.micro_batches[i], batch, totals)
@@ -202,7 +202,7 @@ class Learner:
     def _loss_inputs(self, micro: batches.MicroBatch, batch: RankBatch) -> tuple[LossInputs, list[torch.Tensor]]:
         """What the loss reads of a micro-batch, and what a model with experts gives for their balance."""
         needs = self.algorithm.needs
-        reference = self._reference_logprobs(micro) if needs.reference and "ref" not in micro.given else None
+        reference = self._reference_logprobs(micro) if needs.reference and not batch.ref_given else None
         logprobs, entropy, *given = self.policy(micro, needs.entropy, balance=self._balance is not None)
         # the sampler's, or the trainer's before the step; without that there is one update, and these are the policy's before it
         old = micro.rollout_logprobs if self.settings.algorithm.bypass_old_logprobs else micro.given.get("old", logprobs.detach())
@@ -395,7 +395,9 @@ def _memory(settings: LearnerSettings, rank: int, doing: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
+        tokens, rows = settings.max_token_len_per_gpu, settings.micro_batch_size
+        budget = f"max_token_len_per_gpu (now {tokens})" if settings.use_dynamic_bsz else f"micro_batch_size_per_gpu (now {rows})"
         raise OutOfMemory(
-            f"trainer rank {rank} ran out of {settings.device} memory while {doing}.  Lower trainer.max_token_len_per_gpu "
-            f"(now {settings.max_token_len_per_gpu}), set trainer.enable_gradient_checkpointing: true, or use more ranks."
+            f"trainer rank {rank} ran out of {settings.device} memory while {doing}.  Lower trainer.{budget}, set "
+            "trainer.enable_gradient_checkpointing: true, or use more ranks."
         ) from e

@@ -111,9 +111,7 @@ def use_liger(lm: Any, device: str) -> None:
     if device != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         why = "liger-kernel is not installed" if device == "cuda" else f"its kernels run on GPUs, not on {device}"
         raise ConfigError(f"{why}; write false", key="trainer.use_liger", given=True)
-    _apply_liger_kernel_to_instance = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=lm)
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=lm)
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:

@@ -21,7 +21,7 @@ def numbers(batch: StepBatch, report: StepResult, kl_coefs: Mapping[str, float])
     if batch.kl is not None:
         values |= {"advantage/kl": batch.kl, "advantage/kl_coef": kl_coefs["kl_penalty"]}
     if (critic := report.critic) is not None:
-        values |= {f"critic/{name}": value / batch.tokens for name, value in critic.sums.items()}
+        values |= {f"critic/{name}": value / critic.trained_tokens for name, value in critic.sums.items()}
         values |= {"critic/grad_norm": critic.grad_norm, "critic/lr": critic.lr}
         values |= {f"time/train/critic_{name}_s": value for name, value in critic.seconds.items()}
     return values

@@ -76,6 +76,7 @@ class RankBatch(Struct, frozen=True, kw_only=True):
     kl_coef: float | None = None  # factor of the KL loss in this step; None = the argument's
     expert_tokens: float = 0.0  # those of an expert's rows among them
     expert_rows: float = 0.0
+    ref_given: bool = False  # rows have `ref`, so no rank computes it, one without rows neither
 
 
 @dataclass(frozen=True)

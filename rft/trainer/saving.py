@@ -76,7 +76,7 @@ def take(
         names, adapter = part.policy.trainable(), part.policy.adapter
         if "model" in settings.save_contents and adapter is not None:
             adapters.append((adapter, adapter.whole()))  # small, so all of it goes into one file, which peft reads
-        elif "model" in settings.save_contents:
+        elif "model" in settings.save_contents or part.prefix:  # a Hugging Face folder holds no critic
             pieces[f"{part.prefix}model"] = shards.take({**names, **part.policy.saved_buffers()}, copy=copy)
         if "optimizer" in settings.save_contents and (averages := optim.moments(part.optimizer, names)):
             pieces[f"{part.prefix}optimizer"] = shards.take(averages, copy=copy)

@@ -27,15 +27,18 @@ class StepResult(Struct, kw_only=True):
     grad_norm: float
     lr: float
     seconds: dict[str, float]
-    logprobs: list[
-        np.ndarray
-    ] = []  # float32 [L] of each row before the step, one micro-batch, and one rank, after the other; if kept
+    logprobs: list[np.ndarray] = []  # float32 [L] of each row before the step, micro-batch by micro-batch, rank by rank; if kept
     critic: StepResult | None = None
 
     @property
     def finite(self) -> bool:
         """Whether the step changed weights, so that its rows are used."""
         return self.updates > 0 or (self.critic is not None and self.critic.finite)
+
+    @property
+    def stuck(self) -> StepResult | None:
+        """That of the policy, else of the critic, if it was not changed because no pass of it was finite."""
+        return self if self.skipped and not self.updates else self.critic and self.critic.stuck
 
 
 def combined(results: Sequence[StepResult]) -> StepResult:

@@ -115,8 +115,8 @@ class Trainer:
             if self._nonfinite >= self.settings.max_nonfinite_steps:
                 await self._save(step, export=False)
                 raise RunFailed(
-                    f"{self._nonfinite} train steps in a row, the last being {step}, had a gradient that is not finite; weights are those "
-                    f"before them.  A checkpoint of step {step} is saved.  Lower the learning rate or look at the rows of these steps"
+                    f"{self._nonfinite} train steps in a row, the last being {step}, had a gradient that is not finite, which changes no "
+                    f"weights.  A checkpoint of step {step} is saved.  Lower the learning rate or look at the rows of these steps"
                 )
         if whole:
             await self._finish(step)
@@ -205,8 +205,7 @@ class Trainer:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
         ranks, report, kept = self._ranks, None, None
         with self._timed("train"):
-            needs = ranks.algorithm.needs
-            given = batch_builder.read(lease, samples=needs.samples, pairs=needs.pairs)
+            given = batch_builder.read(lease, samples=ranks.algorithm.needs.samples, pairs=ranks.algorithm.needs.pairs)
             if self._sync is not None:
                 self._window.rows(given.experiences)
             else:  # no canary looks at this run
@@ -228,18 +227,18 @@ class Trainer:
             if batch.tokens:
                 report, kept = await kept_logprobs.step(ranks, given, batch)
         if report is None:
-            log.warning(
-                "step %d: the algorithm rejects every token of its %d rows; nothing is learnt from them", lease.step, batch.rows
-            )
+            log.warning("step %d: the algorithm rejects all tokens of its %d rows, so it is skipped", lease.step, len(given.rows))
             await self._buffer.discard(lease.step, "rejected")
-        elif report.finite:
-            self._nonfinite = 0
+            return batch, None
+        self._nonfinite = self._nonfinite + 1 if (stuck := report.stuck) else 0
+        if stuck is not None:
+            who = "critic" if stuck is report.critic else "policy"
+            log.warning("step %d: gradient norm is %s; the %s learns nothing from it", lease.step, stuck.grad_norm, who)
+        if report.finite:
             ranks.steer(batch.kl, report, batch.rows, batch.tokens)
             await self._buffer.use(lease.step, kept)
             fault("trainer.used")
         else:
-            self._nonfinite += 1
-            log.warning("step %d: gradient norm is %s; its %d rows are skipped", lease.step, report.grad_norm, batch.rows)
             await self._buffer.discard(lease.step, "nonfinite")
         return batch, report
 
@@ -312,13 +311,12 @@ class Trainer:
             await self._sink.log(MetricRecord(role="eval", step=step, time=time.time(), values=values))
 
     async def _log(self, step: int, batch: StepBatch, report: StepResult | None, lease: Lease, seconds: float) -> None:
-        train_s = self._seconds["train"]
         values = {
             **batch.metrics,
             "experience/available": float(lease.available_after),
             "experience/missing": float(lease.missing),
             "perf/step_s": seconds,
-            "perf/tokens_per_s": batch.tokens / train_s,
+            "perf/tokens_per_s": batch.tokens / self._seconds["train"],
             **{f"time/{name}_s": value for name, value in self._seconds.items()},
         }
         if report is not None:

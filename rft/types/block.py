@@ -27,6 +27,7 @@ OLD_MAGIC = b"RFT1"  # as MAGIC, but one head for all rows, with offsets from th
 BUNDLE_MAGIC = b"RFTB"
 _ALIGN = 8
 Buffer = bytes | memoryview
+UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, msgspec.MsgspecError)
 _START = len(MAGIC) + 8
 _DTYPES = {
     "tokens": np.int32,

@@ -37,9 +37,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     engine: str = ""  # which engine, e.g. "vllm-0"
     reasoning: str = ""  # what a reasoning parser cut out of `text`
     tool_calls: tuple[dict[str, Any], ...] = ()  # what a tool-call parser found, in OpenAI's form
-    routed_experts: np.ndarray | None = (
-        None  # [P + R - 1, layers, experts], see rft.types.experts; None: the engine does not tell
-    )
+    routed_experts: np.ndarray | None = None  # [P + R - 1, layers, experts], see rft.types.experts; None: it does not tell
     usage: tuple[int, int] | None = None  # tokens of prompt and answer as a server counted them, where the tokens are not known
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import msgspec
@@ -58,9 +59,7 @@ class Experience(Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = field(default_factory=dict)
     token_rewards: np.ndarray | None = None  # float32 [T]
     teacher_logprobs: np.ndarray | None = None  # float32 [T]
-    routed_experts: np.ndarray | None = (
-        None  # uint8 or uint16 [P, layers, experts]: which the engine chose, see rft.types.experts
-    )
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [P, layers, experts]: the engine's choice, see rft.types.experts
     is_expert: bool = False
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
@@ -264,7 +263,7 @@ def check(x: Experience) -> None:
 def _check_reward(name: str, value: float | None) -> None:
     if type(value) is float and -math.inf < value < math.inf:  # as good as always
         return
-    if value is not None and not (isinstance(value, float | int) and math.isfinite(value)):
+    if value is not None and not (isinstance(value, Real) and math.isfinite(value)):  # also NumPy's
         raise ValueError(f"{name}: {value!r} is not a finite number")
 
 

@@ -24,16 +24,18 @@ class SamplingArgs(Struct, frozen=True, kw_only=True, gc=False):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"temperature {self.temperature}: must be 0 (greedy) or positive")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p}: must be in (0, 1]")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k {self.top_k}: must be -1 (off) or at least 1")
+        if self.top_k != -1 and not 1 <= self.top_k < 1 << 31:
+            raise ValueError(f"top_k {self.top_k}: must be -1 (off) or from 1 to 2**31 - 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p {self.min_p}: must be in [0, 1]")
         if self.max_tokens < 1 or not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens}, max_tokens {self.max_tokens}: need 0 <= min <= max and max >= 1")
+        if self.seed is not None and not -1 << 63 <= self.seed < 1 << 63:
+            raise ValueError(f"seed {self.seed}: must be from -2**63 to 2**63 - 1, as the ledger keeps it")
 
     @property
     def reproducible(self) -> bool:

@@ -233,17 +233,8 @@ class ViewPages:
 
         values = await run.ask(read)
         judged = values["info"].pop("judge", None)
-        return self._run_page(
-            request,
-            "rollout",
-            {
-                **values,
-                "by": by,
-                "colours": COLOURS,
-                "judged": judged if isinstance(judged, list) else [],
-                "plain": rollout_pages.plain,
-            },
-        )
+        values |= {"judged": judged if isinstance(judged, list) else [], "plain": rollout_pages.plain}
+        return self._run_page(request, "rollout", {**values, "by": by, "colours": COLOURS})
 
     async def _group(self, request: web.Request, run: OpenedRun) -> web.Response:
         try:

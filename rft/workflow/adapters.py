@@ -131,6 +131,7 @@ class TextGame(EnvWorkflow):
     Args: type[BaseModel] = TextGameArgs
     blocking = True
     scores_itself = True
+    observed = 0  # the first observation tells the rules
     game: Any = None
     _reward: float | None = None
 

@@ -94,6 +94,8 @@ class RunContext:
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **overrides: Any
     ) -> Completion:
         """One model call.  `overrides` replace fields of the task's sampling arguments, e.g. max_tokens=8."""
+        if overrides.get("n", 1) != 1:
+            raise ValueError("ctx.chat gives one answer; ctx.sample(messages, n=4) gives a list of several")
         (completion,) = await self.sample(messages, tools=tools, **overrides)
         return completion
 
@@ -118,7 +120,10 @@ class RunContext:
         **overrides: Any,
     ) -> GenerateRequest:
         """What `sample` asks the policy's engine.  Every call of a run has a number of its own, also of those at the same time."""
-        sampling = msgspec.structs.replace(self._task.sampling, **overrides) if overrides else self._task.sampling
+        sampling = self._task.sampling
+        if "max_tokens" in overrides:  # of a run that may only write so much more
+            overrides["min_tokens"] = min(overrides.get("min_tokens", sampling.min_tokens), overrides["max_tokens"])
+        sampling = msgspec.structs.replace(sampling, **overrides) if overrides else sampling
         number, self._asked = self._asked, self._asked + 1
         if self.seed is not None and sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self.seed(number))

@@ -175,9 +175,6 @@ class RunSession(Session):
         overrides = {k: v for k, v in asked.sampling.items() if self._rule == "request" or k in HARMLESS}
         if self._rule == "taskset" and "max_tokens" in overrides:
             overrides["max_tokens"] = min(overrides["max_tokens"], self._task.sampling.max_tokens)
-        if "max_tokens" in overrides:
-            least = overrides.get("min_tokens", self._task.sampling.min_tokens)
-            overrides["min_tokens"] = min(least, overrides["max_tokens"])
         more: dict[str, Any] = {
             "n": asked.n,
             "chat_template_args": asked.chat_template_args,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 import math
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -26,7 +28,7 @@ from rft.logs import redact
 from rft.reward import exchanges
 from rft.reward.base import Reward, blocks, called, checked, score_group
 from rft.threads import contained, in_thread
-from rft.types.completion import Completion, Score, Transcript, Turn
+from rft.types.completion import Score, Transcript, Turn
 from rft.types.experience import Experience, failed, from_completions
 from rft.types.ids import GroupId
 from rft.types.task import Task
@@ -387,33 +389,34 @@ def _forget(job: asyncio.Future[Any]) -> None:
 
 
 class BlockingContext:
-    """A run's context for workflows whose `run` is an ordinary function: the same calls, waiting in the run's own thread."""
+    """A run's context for workflows whose `run` is an ordinary function: what is awaited there is waited for in the run's own thread."""
 
     def __init__(self, ctx: RunContext, loop: asyncio.AbstractEventLoop) -> None:
         self._ctx, self._loop = ctx, loop
         self._over = False
-        self.run, self.request_id, self.transcript, self.score_step = ctx.run, ctx.request_id, ctx.transcript, ctx.score_step
-        self.models, self.model = ctx.models, ctx.model
+        self._calls: set[Future[Any]] = set()  # under way
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ctx, name)
+        return (lambda *a, **k: self.wait(found(*a, **k))) if inspect.iscoroutinefunction(found) else found
 
     def wait(self, call: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine that the event loop runs: `ctx.wait(ctx.model("judge").generate(request))`."""
         if self._over:
             call.close()
-            raise RunError("this run has passed its deadline")
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
-    def teach(self, name: str) -> None:
-        self.wait(self._ctx.teach(name))
-
-    def chat(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **overrides: Any) -> Completion:
-        return self.wait(self._ctx.chat(messages, tools=tools, **overrides))
-
-    @property
-    def completions(self) -> list[Completion]:
-        return self._ctx.completions
+            raise RunError("this run is over")
+        under_way = asyncio.run_coroutine_threadsafe(call, self._loop)
+        self._calls.add(under_way)
+        under_way.add_done_callback(self._calls.discard)
+        if self._over:  # since a moment ago
+            under_way.cancel()
+        return under_way.result()
 
     def end(self) -> None:
+        """Its calls end, too."""
         self._over = True
+        for call in list(self._calls):
+            call.cancel()
 
 
 async def _blocking(recipe: Recipe, task: Task, ctx: RunContext | Sequence[RunContext]) -> Any:

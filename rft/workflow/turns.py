@@ -90,7 +90,7 @@ class MultiTurnWorkflow(Workflow):
 
     Args: type[BaseModel] = TurnArgs
     blocking = False
-    head = 1  # opening messages that are always shown, where history is limited
+    observed = 0  # opening messages, the last ones, that are part of the first turn: not always shown where history is limited
 
     def __init__(self, **args: Any) -> None:
         self.args: Any = self.Args(**args)
@@ -170,10 +170,10 @@ class MultiTurnWorkflow(Workflow):
         return ()
 
     def _shown(self, messages: list[Message], opening: int) -> list[Message]:
-        """What the model sees: all, or the head and the last turns."""
+        """What the model sees: all, or the opening and the last turns."""
         if self.args.history is None:
             return messages
-        head = min(self.head, opening)
+        head = opening - self.observed
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= opening]
         kept = answers[len(answers) - self.args.history :] if self.args.history else []
         if len(answers) <= self.args.history:
@@ -275,6 +275,7 @@ class EnvWorkflow(MultiTurnWorkflow):
     info has `step_reward` and `env_state_hash` (of `state()`, by default the observation), which `gigpo` reads.
     """
 
+    observed = 1
     _state = ""
     _observation = ""
     _success: float | None = None

@@ -13,6 +13,7 @@ from rft.testing.postgres import PostgresServer
 from tests.helpers.lab.cases import Case, kill_the_migration, matrix, postgres_matrix
 from tests.helpers.lab.judge import judge
 from tests.helpers.lab.lab import Lab, Nursery
+from tests.helpers.lab.nursery import Order
 from tests.helpers.lab.plan import Plan
 
 FORMAT1 = Path(__file__).parents[1] / "unit" / "buffer" / "format1.sql"
@@ -97,6 +98,22 @@ def test_migration_everywhere(lab_nursery: Nursery) -> None:
     case = Case("F28", "migration", kill_the_migration(FORMAT1.read_text()))
     for seed in SEEDS:
         play(case, lab_nursery, seed, storage="sql")
+
+
+def test_a_buffer_is_ready_before_the_nursery_says_that_it_was_born(tmp_path: Path) -> None:
+    """A nursery that was held up after its fork on a busy machine: the run stood still, waiting for what it had been told."""
+
+    class HeldUp(Nursery):
+        def __init__(self) -> None:
+            self.news: list[dict[str, object]] = []
+
+        def start(self, order: Order) -> None:
+            self.news = [{"told": order.tag, "event": "ready"}, {"born": order.tag, "pid": 0}]
+
+        def next(self, timeout_s: float = 0.0) -> dict[str, object]:
+            return self.news.pop(0)
+
+    assert Lab(HeldUp(), Plan(root=str(tmp_path))).start_buffer()
 
 
 def test_the_judge_is_not_blind(lab_nursery: Nursery, tmp_path: Path) -> None:

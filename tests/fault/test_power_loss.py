@@ -134,7 +134,7 @@ async def judge(out: Path, kind: Any, durability: Any, said: list[dict[str, list
     buffer = Buffer(settings)
     await buffer.open()
     seen: Counter[str] = Counter()
-    connection, _ = buffer._ledger.look()
+    connection = buffer._ledger.database.connection
     with connection.begin():
         assert connection.exec_driver_sql("PRAGMA integrity_check").scalar_one() == "ok"
         storage = make_storage(settings)

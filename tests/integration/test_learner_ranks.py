@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -51,11 +52,21 @@ def rows() -> list[TrainRow]:
     return made
 
 
-def share(rank: int, world: int, step: int) -> RankBatch:
+def share(rank: int, world: int, step: int, scorer: Learner | None = None) -> RankBatch:
+    """`scorer`: its reference model runs before the step, whose rows are cut so that a rank idles."""
     given = rows()
-    cut = plan(given, world, Budget(tokens=40))
-    micro = tuple(tuple(given[i] for i in m) for m in cut[rank])
-    return RankBatch(step=step, micro_batches=micro, tokens=float(sum(r.loss_mask.sum() for r in given)), rows=float(len(given)))
+    if scorer is not None:
+        (scored,) = scorer.score([given], ("ref",))
+        given = [msgspec.structs.replace(row, ref=s["ref"]) for row, s in zip(given, scored, strict=True)]
+    cut = plan(given, world, Budget(tokens=40 if scorer is None else 30))
+    assert scorer is None or any(not m for mine in cut for m in mine)
+    return RankBatch(
+        step=step,
+        micro_batches=tuple(tuple(given[i] for i in m) for m in cut[rank]),
+        tokens=float(sum(r.loss_mask.sum() for r in given)),
+        rows=float(len(given)),
+        ref_given=scorer is not None,
+    )
 
 
 CRITIC = AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo")
@@ -63,6 +74,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # other ways to spread the same step; e
     "sequence": {"sequence_parallel": 2},
     "copies": {"fsdp_size": 1, "forward_prefetch": True},
     "host": {"offload_policy": True, "ref_offload": True, "gradient_checkpointing": True},
+    "referred": {},
 }
 
 
@@ -119,7 +131,7 @@ def vary(settings: LearnerSettings, name: str, changes: dict[str, Any], rank: in
     own = replace(settings, **changes)
     each = own.sequence_parallel
     learner = Learner(own, rank, f"{rendezvous}.{name}")
-    mine = share(rank // each, own.world_size // each, 1)
+    mine = share(rank // each, own.world_size // each, 1, learner if name == "referred" else None)
     learner.step(mine, mine if learner.critic is not None else None)
     learner.save(str(folder / name), 1)
     learner.close()

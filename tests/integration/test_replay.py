@@ -10,12 +10,16 @@ import pytest
 
 import rft
 from rft.buffer.replay_reader import ReplayReader
+from rft.cli import debug_command, judge_command
+from rft.cli.options import planned, tasksets
 from rft.errors import ConfigError, ConfigErrors
 from rft.launch.execute import execute
 from rft.launch.step_again import again
+from rft.report.facts import collect
+from rft.taskset.open_source import open_taskset
 from rft.types.ports import EndOfData
 from tests.helpers.asked_ledger import said
-from tests.helpers.runs import TINY
+from tests.helpers.runs import TINY, audit
 
 STEPS = ("trainer.total_steps=4", "trainer.save_interval=2", "trainer.max_checkpoints_to_keep=0", "buffer.batch_size=8")
 QUIET = ("explorer.eval_on_startup=false", "explorer.eval_interval=1000")
@@ -129,3 +133,66 @@ def test_what_contradicts_it_is_refused(original: Path, tiny_model: Path) -> Non
     for text, (name, *more) in cases.items():
         with pytest.raises(ConfigErrors, match=text):
             execute(TINY, given(tiny_model, root, name, *more), in_process=True)
+
+
+@pytest.fixture(scope="module")
+def filtered(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose first row is too long and left out, with a reward of a plugin folder: the row's own gold answer, as a number."""
+    root = tmp_path_factory.mktemp("filtered")
+    (root / "plugins").mkdir()
+    (root / "plugins" / "gold.py").write_text(
+        "import rft\n\n@rft.register.reward('its_gold')\ndef its_gold(task, transcript):\n    return float(task.truth)\n"
+    )
+    rows = [{"prompt": "x" * 300, "response": "99"}, *({"prompt": f"ab{i % 10}", "response": str(i)} for i in range(1, 13))]
+    (root / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return execute(SMALL, few(tiny_model, root, "first"), plugin_dirs=[str(root / "plugins")], in_process=True).run_dir
+
+
+SMALL = Path(__file__).with_name("tiny_config.yaml")
+
+
+def few(model: Path, root: Path, name: str, *more: str) -> list[str]:
+    given = f"taskset={{name: few, path: {root}/tasks.jsonl, filter_overlong_prompts: true}}"
+    into = [f"buffer.explorer_input.{x}" for x in (given, "default_reward_fn_type=its_gold")]
+    return [f"model.model_path={model}", f"checkpoint_root_dir={root}", f"name={name}", "trainer.save_interval=1", *into, *more]
+
+
+def test_an_answer_keeps_its_task_where_rows_are_left_out(filtered: Path) -> None:
+    """The plugins are found again, too."""
+    out, err, code = said("replay", str(filtered), "--reward", "its_gold", "--json")
+    assert code == 0, err
+    told = json.loads(out)["tasksets"]["few"]
+    assert told["old"] == told["new"] and told["changed"] == 0 and "note" not in err
+    plan = planned(filtered / "config.resolved.yaml")
+    opened = open_taskset(tasksets(plan)["few"])
+    assert all(float(str(task.truth)) == old for task, _, _, old, _ in judge_command._of_run(filtered, opened, None))
+    assert debug_command._task(plan, None, 3, counts=True).index == 3
+    with pytest.raises(ConfigError, match="has no row 0, or leaves it out"):
+        debug_command._task(plan, None, 0, counts=True)
+    assert f"--plugin-dir {filtered.parents[2]}/plugins" in collect(rft.open_run(filtered)).repeat[1]
+    for args in ("null", "[1]", "{"):
+        assert said("replay", str(filtered), "--reward", "its_gold", "--reward-args", args)[2] == 2
+
+
+def test_a_step_of_a_run_that_began_with_another_one(filtered: Path, tiny_model: Path) -> None:
+    root = filtered.parents[2]
+    more = (f"resume_from_path={filtered}", "trainer.total_steps=4", "trainer.save_interval=9", f"plugin_dirs=[{root}/plugins]")
+    second = execute(SMALL, few(tiny_model, root, "second", *more), in_process=True).run_dir
+    assert audit(second)[0], "the account balances"
+    found = again(second, 4)
+    assert found.begun_from == "global_step_2" and found.numbers["actor/loss"][0] == found.numbers["actor/loss"][1]
+    with pytest.raises(ConfigError, match="began with step 2 of another one"):
+        again(second, 2)
+
+
+def test_changed_tasks_are_told(filtered: Path) -> None:
+    file = filtered.parents[2] / "tasks.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:2], *lines[3:]]))
+    try:
+        out, err, code = said("replay", str(filtered), "--reward", "its_gold", "--where", "task_index < 12")
+        assert code == 0 and out and "note: taskset few has changed since the run" in err
+        if "12" in rft.open_run(filtered).rollouts().to_pandas()["task_index"].astype(str).tolist():
+            assert said("replay", str(filtered), "--reward", "its_gold")[2] == 2
+    finally:
+        file.write_text("".join(lines))

@@ -164,3 +164,21 @@ def test_the_folder_of_a_run_is_not_taken(program: Callable[..., Path], tmp_path
     execute(program(None), ["trainer.total_steps=1"], in_process=True)
     with pytest.raises(RftError, match="holds a run without stages"):
         execute(program(), [], in_process=True)
+
+
+def test_the_last_stage_may_go_on(program: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No other stage has begun with its model; `nothing to do` says that trainer.total_steps continues it."""
+    execute(program(STAGES[:1]), [], in_process=True, plugin_dirs=[str(tmp_path)])
+    outcome = execute(program(STAGES[:1]), ["stages.0.trainer.total_steps=3"], in_process=True, plugin_dirs=[str(tmp_path)])
+    assert outcome.version.step == 3 and outcome.resumed_from is not None and outcome.resumed_from.step == 2
+    assert collect(folder(tmp_path))["stages"][0]["version"] == str(outcome.version)
+    assert "has no effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["bench", "explore"])
+def test_a_stage_that_has_no_model_to_hand_on_is_refused(mode: str, program: Callable[..., Path], tmp_path: Path) -> None:
+    evals = {**INPUT, "eval_tasksets": [{"name": "copied", "path": "rft.testing.tiny:copy_tasks", "split": "eval"}]}
+    given = {"batch_size": 4, "explorer_input": {**taskset("copy")["explorer_input"], **evals}}
+    with pytest.raises(ConfigErrors, match=r"mode: is for a run of its own.*stage score"):
+        execute(program([STAGES[0], {"stage_name": "score", "mode": mode, "buffer": given}]), [], in_process=True)
+    assert not folder(tmp_path).exists()

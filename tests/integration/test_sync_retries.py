@@ -42,3 +42,28 @@ def test_rows_of_a_failed_attempt_are_explained_and_never_train(
     assert failed not in trained and {v.published for v in trained} >= {failed}
     rejected = [r for r in found.records if r.role == "explorer" and r.values.get("rollout/failed", 0) > 0]
     assert rejected, "some groups of the failed attempt ended before its canary"
+
+
+def test_what_replaces_rows_of_a_failed_attempt_is_no_older_than_the_schedule_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On-policy: it waits for the second attempt instead of being written by the version before, which is served in between."""
+    late: list[tuple[int, Version]] = []
+    score, train = simulated.Ranks.score, simulated.SimTrainer._train
+
+    async def slow_score(ranks: Any, rows: Any) -> Any:
+        await simulated.asyncio.sleep(1.5)
+        return await score(ranks, rows)
+
+    async def seen_train(trainer: Any, lease: Any) -> Any:
+        versions = (s.version for x in decode(lease.frame) for s in x.version_spans)
+        late.extend((lease.step, v) for v in versions if v.step < lease.step - 1)
+        return await train(trainer, lease)
+
+    monkeypatch.setattr(simulated.Ranks, "score", slow_score)
+    monkeypatch.setattr(simulated.SimTrainer, "_train", seen_train)
+    faults._seen.clear()
+    monkeypatch.setenv(faults.VARIABLE, "sync.skip:3")
+    world = simulated.World(schedule=Schedule(), steps=4, explore_s=(1.0,), train_s=(0.5,), max_refill=8)
+    found = simulated.play(world, tmp_path)
+    assert len(found.steps) == world.steps and found.audit.ok and late == []

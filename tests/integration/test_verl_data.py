@@ -148,7 +148,7 @@ def test_an_unknown_data_source_is_named(config: Path, data: Path) -> None:
 def test_a_function_that_raises_or_says_nan_fails_its_runs(config: Path, data: Path) -> None:
     broken = f"{INPUT}.tasksets.1.default_reward_fn_type={data}/custom.py:broken"
     only = [f"{INPUT}.tasksets.0.weight=0.001", f"{INPUT}.tasksets.1.weight=1", f"{INPUT}.tasksets.1.reward_fn_args={{}}"]
-    with pytest.raises(RunFailed, match=r"nothing to compare with|is nan; it must be finite"):
+    with pytest.raises(RunFailed, match=r"nothing to compare with|is nan; it must be a finite number"):
         execute(config, [broken, *only, "explorer.eval_on_startup=false", "buffer.max_refill=2"], in_process=True)
 
 

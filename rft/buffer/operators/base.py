@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Mapping, Sequence
+from numbers import Real
 from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
@@ -137,7 +138,7 @@ def number_of(row: Experience, name: str) -> float | None:
     for place in (row.info, row.metrics, row.reward_parts):
         if name in place:
             value = place[name]
-            if isinstance(value, bool | int | float) and math.isfinite(value):
+            if isinstance(value, Real) and math.isfinite(value):
                 return float(value)
             raise ValueError(f"{row.id}: {name!r} is {value!r}; it must be a finite number")
     return None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import FileIO
+from numbers import Real
 from pathlib import Path
 from typing import Any, get_args
 
@@ -70,7 +71,8 @@ class InputCopy:
     async def close(self) -> None:
         """May be repeated."""
         if self._file is not None:
-            await self._work(self._close)
+            await self._work(self._file.close)
+            self._file = None
         self._thread.shutdown()
 
     async def _work(self, job: Callable[[], None]) -> None:
@@ -89,11 +91,6 @@ class InputCopy:
         rest = memoryview(b"".join(msgspec.json.encode(as_line(r)) + b"\n" for r in rows))
         while rest:
             rest = rest[self._file.write(rest) :]
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
 
 
 def as_line(row: Experience) -> dict[str, Any]:
@@ -184,11 +181,10 @@ def _invalid(row: Experience) -> str:
         return ""
     try:
         check(row)
-        msgspec.convert(row.metrics, dict[str, float], strict=True)
     except (ValueError, TypeError, RecursionError) as e:
         return f"made {row.id} invalid: {e}"
-    wild = [name for name, value in row.metrics.items() if not math.isfinite(value)]
-    return f"made {row.id} invalid: metrics {', '.join(wild)} are not finite" if wild else ""
+    wild = [str(n) for n, v in row.metrics.items() if type(v) is bool or not isinstance(v, Real) or not math.isfinite(v)]
+    return f"made {row.id} invalid: metrics {', '.join(wild)} are not finite numbers" if wild else ""
 
 
 def _numbers(result: Result) -> str:
@@ -196,7 +192,7 @@ def _numbers(result: Result) -> str:
         if not (
             isinstance(m, Metric)
             and isinstance(m.name, str)
-            and isinstance(m.value, int | float)
+            and isinstance(m.value, Real)
             and math.isfinite(m.value)
             and m.reduction in get_args(Reduction)
         ):

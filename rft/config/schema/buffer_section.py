@@ -8,7 +8,7 @@ from pydantic import AliasChoices
 
 from rft.buffer.settings import STORAGES, BufferSettings, ReplaySettings
 from rft.config.schema.base import Args, IgnoreCase, Name, Section, Told, key, safe_key, section, shipped
-from rft.taskset.settings import FormatSettings, OfflineDataSettings, TaskPipelineSettings, TasksetSettings
+from rft.taskset.settings import FILES, FormatSettings, OfflineDataSettings, TaskPipelineSettings, TasksetSettings
 
 OnShortBatch = Annotated[Literal["stop", "train", "carry"], IgnoreCase]
 
@@ -162,6 +162,8 @@ class TasksetConfig(Section):
         if (self.reader_path is None) != (self.reader_name is None):
             missing = "reader_name" if self.reader_name is None else "reader_path"
             told.error(f"{at}.{missing}", "reader_path (a file) and reader_name (a class in it) go together; write both")
+        if self.storage_type.lower() == "file" and self.reader_path is None and self.path.lower().endswith(FILES):
+            self.idle(at, ("split", "subset_name", "args"), f"{self.path} is one file, whose rows are taken as they are", told)
         n, repeat = self.rollout_args.n, self.repeat_times
         if n is not None and repeat is not None and n != repeat:
             told.error(f"{at}.rollout_args.n", f"is {n}, but repeat_times is {repeat}; both mean runs per task, write one")

@@ -165,15 +165,12 @@ class Lab:
         self.wait_for("born", tag)
 
     def start_buffer(self) -> bool:
-        """Whether it came up."""
+        """Whether it came up.  It may say so before the nursery says that it was born."""
         self.start("buffer")
-        tag = self.living["buffer"]
-        while "buffer" in self.living:
-            news = self._nursery.next()
-            if news.get("told") == tag:  # "ready" is the only event it tells
-                return True
-            self._note(news)
-        return False
+        ready = (self.living["buffer"], "ready")
+        while "buffer" in self.living and ready not in self._seen:
+            self._note(self._nursery.next())
+        return ready in self._seen
 
     def begin(self, *roles: str) -> None:
         """Start these; the buffer, if it is one of them, comes first and must come up."""

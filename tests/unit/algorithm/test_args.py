@@ -47,8 +47,10 @@ def test_refused(kind: str, name: str, given: dict[str, Any], expected: str) -> 
 
 def test_all_wrong_arguments_are_reported_together() -> None:
     with pytest.raises(ConfigErrors) as caught:
-        check_args("policy_loss_fn", "ppo", {"clip_rang": 1, "clip_ratio_c": 0}, key="x.loss")
-    assert {e.key for e in caught.value.errors} == {"x.loss_args.clip_rang", "x.loss_args.clip_ratio_c"}
+        check_args("policy_loss_fn", "ppo", {"clip_rang": 1, "clip_ratio_c": 0})
+    assert {e.key for e in caught.value.errors} == {
+        f"algorithm.policy_loss_fn_args.{name}" for name in ("clip_rang", "clip_ratio_c")
+    }
 
 
 def test_clip_bounds_default_to_clip_range() -> None:

@@ -159,7 +159,7 @@ async def test_a_full_disk_is_loud_and_passes(tmp_path: Path) -> None:
     """SQLite's own page limit stands for the full disk; the append fails whole, and works again once there is space."""
     buffer = await opened(tmp_path, full_disk_wait_s=0.0)
     await buffer.start_lineage(None, None)
-    connection, _ = buffer._ledger.look()
+    connection = buffer._ledger.database.connection
     pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
     connection.exec_driver_sql(f"PRAGMA max_page_count = {pages + 1}")
     connection.rollback()

@@ -14,7 +14,9 @@ from rft.buffer.settings import BufferSettings
 from rft.errors import FrameRejected
 from rft.testing.storage_contract import group, row
 from rft.types.block import bundle, encode
+from rft.types.experience import SamplingRecord
 from rft.types.ids import GroupId, Version
+from rft.types.task import SamplingArgs
 
 
 def patched(**changes: Any) -> bytes:
@@ -95,3 +97,18 @@ async def test_bad_frames_are_rejected_and_counted(tmp_path: Path) -> None:
     assert stats["rejected"] == {**expected, "no_reason": 1, "closed_batch": 1}
     assert stats["acked"] == 0
     await buffer.close()
+
+
+async def test_numbers_of_sampling_that_no_ledger_holds_are_refused_where_they_are_made(tmp_path: Path) -> None:
+    """A workflow's seed of 64 random bits ended the run with an OverflowError of SQLite."""
+    buffer = Buffer(BufferSettings(folder=tmp_path))
+    await buffer.open()
+    await buffer.start_lineage(None, None)
+    for task, (name, value) in enumerate([("seed", -(1 << 63)), ("seed", (1 << 63) - 1), ("top_k", (1 << 31) - 1)]):
+        drawn = SamplingRecord(start=0, end=12, sampling=SamplingArgs(**{name: value}))
+        frame = encode([msgspec.structs.replace(x, sampling=(drawn,)) for x in group(1, 0, task)])
+        assert (await buffer.writer(1).append(frame, accepted=True)).appended == 4
+    await buffer.close()
+    for name, value in [("seed", 1 << 63), ("seed", -(1 << 63) - 1), ("top_k", 1 << 31), ("temperature", float("nan"))]:
+        with pytest.raises(ValueError, match=rf"^{name} .*: must be"):
+            SamplingArgs(**{name: value})

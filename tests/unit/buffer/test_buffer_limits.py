@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -18,8 +19,12 @@ import pytest
 from rft.buffer.audit import audit_run
 from rft.buffer.buffer import Buffer
 from rft.buffer.core import Limiter
+from rft.buffer.experience_export import export
+from rft.buffer.inspect import look
+from rft.buffer.query import open_run
 from rft.buffer.settings import BufferSettings
-from rft.errors import BufferFailed, DiskFull, Fenced, PayloadDamaged, ShortBatch
+from rft.buffer.storage.blobs import SqlStorage
+from rft.errors import BufferFailed, ConfigError, DiskFull, Fenced, PayloadDamaged, ShortBatch
 from rft.testing.storage_contract import fill, group, ids, take
 from rft.types.block import decode, encode
 
@@ -264,6 +269,31 @@ async def test_a_disk_that_stays_full_is_told(tmp_path: Path, kind: str, monkeyp
     await buffer.close()
 
 
+@pytest.mark.parametrize("point", ["buffer.lineage", "buffer.use.before"])
+async def test_space_that_is_reserved_already_or_not_any_more(
+    tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that was killed leaves it behind: the next one begins with it.  A person removes it: the write waits."""
+    reserve = tmp_path / "buffer/experience_buffer.reserve"
+    buffer = await started(tmp_path)
+    await fill(buffer, 1, 0)
+    await take(buffer, 1, 1)
+    if point == "buffer.lineage":
+        await buffer.close()
+        reserve.write_bytes(bytes(1 << 20))
+        monkeypatch.setenv("RFT_FAULT", f"{point}:1=enospc")
+        buffer = await started(tmp_path, full_disk_wait_s=0.0)
+        assert "is in use now" in caplog.text
+    else:
+        reserve.unlink()
+        monkeypatch.setenv("RFT_FAULT", f"{point}:1=enospc")
+        await buffer.reader(1).use(1)
+        assert (await buffer.audit()).used == 8
+        assert "Retrying for" in caplog.text
+    assert not reserve.exists()
+    await buffer.close()
+
+
 # ---------------------------------------------------------------- damaged payload
 
 
@@ -315,6 +345,34 @@ async def test_damaged_payload_stops_the_run_and_says_how_to_go_on(tmp_path: Pat
     audit = await buffer.audit()
     assert (audit.used, audit.available, audit.discarded, audit.ok) == (12, 0, {"payload_damaged": 8}, True)
     await buffer.close()
+
+
+@pytest.mark.parametrize("at", [60, -9])  # in a row's fields, in its arrays
+async def test_damaged_payload_is_neither_shown_nor_exported(tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = await started(tmp_path)
+    await fill(buffer, 1, 0)
+    await buffer.close()
+    with open_run(tmp_path) as questions:
+        assert look(questions, num=1)[0].payload is not None
+        monkeypatch.setattr(SqlStorage, "get", unreadable)
+        with pytest.raises(ConfigError, match=r"0000\.blk cannot be read: Permission denied"):
+            export(questions, tmp_path / "a.jsonl", tokens=True)
+        monkeypatch.undo()
+    with sqlite3.connect(tmp_path / "buffer/experience_buffer.db") as raw:
+        for number, block in raw.execute("SELECT id, block FROM payloads").fetchall():
+            changed = bytearray(block)
+            changed[at] ^= 0x80
+            raw.execute("UPDATE payloads SET block = ? WHERE id = ?", (bytes(changed), number))
+    raw.close()
+    with open_run(tmp_path) as questions:
+        (shown,) = look(questions, num=1)
+        assert shown.payload is None and "is not as it was stored" in shown.gone
+        with pytest.raises(PayloadDamaged, match="is not as it was stored"):
+            export(questions, tmp_path / "a.jsonl", tokens=True)
+
+
+def unreadable(*_: Any) -> list[bytes]:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "buffer/0000.blk")
 
 
 async def test_rows_of_damaged_groups_and_a_step_without_any(tmp_path: Path) -> None:

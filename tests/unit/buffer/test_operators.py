@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from rft.buffer.operators.base import GroupView, Operator, Result, operator
+from rft.buffer.operators.base import GroupView, Operator, Result, number_of, operator
 from rft.buffer.operators.experience_pipeline import ExperiencePipeline, OperatorFailed, Processed, build
 from rft.buffer.settings import OperatorSettings, PipelineSettings
 from rft.errors import ConfigError, EngineFailed, RunFailed
 from rft.plugins import REGISTRY, load_all
+from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, failed
 from rft.types.ids import ExperienceId, Version
@@ -332,6 +333,25 @@ async def test_what_an_operator_may_change() -> None:
 
     done = await own("reward", unscored).process(TASK, rows(1.0, 0.0))
     assert (done.accepted, done.reason) == (False, "unscored")
+
+
+async def test_numbers_of_numpy_are_numbers() -> None:
+    """A log-prob's mean is a float32; as a reward it was "not a finite number", as a metric it stopped the run."""
+
+    async def numpys(self: Any, given: Sequence[Experience], group: GroupView) -> Result:
+        low = np.float32(-0.25)
+        made = [
+            msgspec.structs.replace(r, reward=r.reward + low, reward_parts={"low": low}, metrics={"n": np.int64(2)})
+            for r in given
+        ]
+        return Result(made, [Metric("low", low)])
+
+    done = await own("reward", numpys).process(TASK, rows(1.0, 0.0))
+    assert reduce(done.metrics)["low"] == -0.25
+    stored = decode(encode(done.rows))
+    assert [(x.reward, x.reward_parts, x.metrics) for x in stored] == [(r, {"low": -0.25}, {"n": 2.0}) for r in (0.75, -0.25)]
+    assert all(type(x.reward) is float for x in stored)
+    assert number_of(done.rows[0], "low") == -0.25
 
 
 def raises(self: Any, given: Any, group: Any) -> Result:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import os
+import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +54,20 @@ def test_no_bars_where_nobody_watches(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "rft.cli.main", "chat", str(tiny_model), "--max-tokens", "3"]
     done = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stderr.splitlines() == [f"loading {tiny_model} on cpu"]
+
+
+@pytest.mark.e2e
+def test_ctrl_c_at_the_prompt_ends_a_chat(tiny_model: Path) -> None:
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-m", "rft.cli.main", "chat", str(tiny_model)])
+    said = b""
+    while b"> " not in said:
+        said += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    left = signal.alarm(60)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130 and not left
+    finally:
+        signal.alarm(0)
+        os.close(terminal)

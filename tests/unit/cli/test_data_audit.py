@@ -105,7 +105,7 @@ def test_a_reward_that_does_not_know_the_answers(tmp_path: Path, tiny_model: Pat
     (tmp_path / "r2.py").write_text("def half(task, transcript):\n    raise ValueError('no scale')\n")
     other = given[0].replace("r.py", "r2.py")
     found, code = audit(tmp_path, tiny_model, rows(0, 4), rows(1000, 5), other, given[1])
-    assert code == 4 and "the reward raised on 4 gold answers: ValueError: no scale" in whats(found)
+    assert code == 4 and "the reward raised on 4 rows: ValueError: no scale  (answer '')" in whats(found)
 
 
 def test_a_reward_without_a_score_says_why(tmp_path: Path, tiny_model: Path) -> None:

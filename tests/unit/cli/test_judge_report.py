@@ -108,6 +108,7 @@ def test_what_is_wrong_is_said(server: JudgeServer, tmp_path: Path) -> None:
     for more, why in (
         ((), "--input, or the folder of a run"),
         (("-i", str(tmp_path / "none.jsonl")), "is not a file"),
+        (("-i", str(tmp_path / "labelled.jsonl"), "--to", str(tmp_path / "none" / "r.json")), "--to: must be a file in a folder"),
         (("-i", str(tmp_path / "labelled.jsonl")), "no column 'response'"),
         (("-i", str(tmp_path / "labelled.jsonl"), "--response-key", "said"), "no column 'label'"),
         (("-i", str(tmp_path / "labelled.jsonl"), "--response-key", "said", "--label-key", "said"), "is no label"),

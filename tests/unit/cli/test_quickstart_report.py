@@ -48,3 +48,23 @@ def test_without_two_evaluations_it_says_what_is_missing(tmp_path: Path, steps: 
     assert "an evaluation before and one after" in said
     assert "->" not in said
     assert "model " not in said
+
+
+def test_without_kept_answers_the_accuracy_is_told_all_the_same(tmp_path: Path) -> None:
+    metrics(tmp_path)  # monitor.log_eval_samples=0
+    said = _said(tmp_path)
+    assert "0.33 -> 0.67 in 10 steps, 75 s" in said and "held-out questions" not in said
+
+
+def test_what_a_model_says_is_no_markup(tmp_path: Path) -> None:
+    metrics(tmp_path)
+    _sample(tmp_path, 5, "[/INST] [red]5\x1b[2J")
+    _sample(tmp_path, 10, "5")
+    assert "[/INST] [red]5\\x1b[2J" in _said(tmp_path)
+
+
+def test_the_seconds_of_a_resumed_run_are_not_those_of_the_whole(tmp_path: Path) -> None:
+    metrics(tmp_path)
+    console = Console(file=io.StringIO(), soft_wrap=True, width=200)
+    report(tmp_path, None, console)
+    assert "0.33 -> 0.67 in 10 steps\n" in console.file.getvalue()  # type: ignore[attr-defined]

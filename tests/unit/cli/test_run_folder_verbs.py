@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rft.cli import export_command, status_command
+import rft
+from rft.cli import chat_command, export_command, status_command
 from rft.cli import main as cli
 from rft.errors import CheckpointInvalid, ConfigError
 from rft.launch.rundir import RunDir
+from rft.report.facts import collect
 from rft.trainer import manifest as manifests
 from rft.types.ids import Version
 from rft.types.ports import Consumption
@@ -196,6 +198,7 @@ def test_log_filters(logs: Path, options: tuple[str, ...], found: list[str]) -> 
 
 def test_log_refuses(logs: Path, tmp_path: Path) -> None:
     assert said("log", str(logs), "-l", "loud")[1] == 2
+    assert said("log", str(logs), "-n", "-1")[1] == 2
     assert said("log", str(tmp_path))[1] == 2
 
 
@@ -226,3 +229,31 @@ def test_log_follows(logs: Path) -> None:
     finally:
         following.kill()
         following.communicate()
+
+
+# ------------------------------------------------------------ killed
+
+
+@pytest.mark.parametrize("phase", ["running", "waiting for the trainer"])
+def test_a_killed_run_has_died_wherever_it_is_told(phase: str, run_dir: Path, tmp_path: Path) -> None:
+    RunDir(run_dir).state(phase)
+    assert status_command.collect(run_dir)["phase"] == "died"
+    assert collect(rft.open_run(run_dir), answers=False).phase == "died"
+    program = run_dir.parent / "program"
+    program.mkdir()
+    run_dir.rename(program / "one")
+    RunDir(program).state("running", stage="one")
+    stages = [{"stage_name": name, "version": None, "model": None} for name in ("one", "two")]
+    (program / "stages.json").write_text(json.dumps({"stages": stages}))
+    assert [s["phase"] for s in status_command.collect(program)["stages"]] == ["died", "not begun"]
+
+
+def test_a_chat_takes_a_program_as_an_export_does(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = run_dir.parent / "program"
+    program.mkdir()
+    run_dir.rename(program / "one")
+    record = {"stage_name": "one", "version": "1:10", "model": "one/checkpoints/global_step_10/huggingface"}
+    (program / "stages.json").write_text(json.dumps({"stages": [record]}))
+    talked = []
+    monkeypatch.setattr(chat_command, "_talk", lambda folder, *_: talked.append(sorted(f.name for f in folder.iterdir())))
+    assert said("chat", str(program))[1] == 0 and talked == [["config.json", "model.safetensors"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
 import re
 from pathlib import Path
@@ -38,6 +40,7 @@ from rft.compat import (
 from rft.errors import ConfigError, PluginError
 from rft.plugins import REGISTRY, load_all
 from rft.testing.scripted import ScriptedEngine
+from rft.types.block import encode
 from rft.types.ids import GroupId
 from rft.types.task import SamplingArgs, Task
 from rft.worker import job_pool
@@ -297,12 +300,53 @@ async def test_flags_and_what_a_task_holds():
         t = self.task
         assert t.raw_task == {"q": "2+2?", "a": "4", "level": 3} and t.format_args.prompt_key == "q"
         assert (t.task_desc, t.truth, t.format_args.response_key) == ("2+2?", "4", "a") and t.to_dict() is t.raw_task
-        assert self.rollout_args["temperature"] == 1.0 and t.index == {"index": 0, "taskset_id": "t"}
+        assert t.rollout_args.temperature == 1.0 and t.index == {"index": 0, "taskset_id": "t"}
         x.reward = 1.0
         return [x]
 
     group = await play(ScriptedEngine("a"), returns(looks), row={"q": "2+2?", "a": "4", "level": 3})
     assert group.rewards == [1.0], group.rows[0].reason
+
+
+async def test_a_workflow_may_have_rollout_args_of_its_own():
+    def keeps(self, x):
+        self.rollout_args = {"temperature": 0.5}  # of the bases only those that ask once have such a property
+        x.reward = self.rollout_args["temperature"]
+        return [x]
+
+    group = await play(ScriptedEngine("a"), returns(keeps))
+    assert group.rewards == [0.5], group.reason
+
+
+async def test_arrays_and_tensors_in_info_become_numbers_and_lists():
+    def measures(self, x):
+        x.reward = torch.tensor(0.5)
+        x.info |= {"scalar": torch.tensor(0.5), "number": np.float32(1.5), "several": np.array([1, 2])}
+        return [x]
+
+    group = await play(ScriptedEngine("a"), returns(measures))
+    assert group.rewards == [0.5], group.reason
+    assert {k: group.rows[0].info[k] for k in ("scalar", "number", "several")} == {
+        "scalar": 0.5,
+        "number": 1.5,
+        "several": [1, 2],
+    }
+
+
+class LoopOfItsOwn(Workflow):
+    def run(self):
+        client = self.model.get_openai_async_client()
+        asyncio.run(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}]))
+        (x,) = self.model.extract_experience_from_history()
+        x.reward = 1.0
+        return [x]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_a_workflow_that_is_not_async_may_ask_in_an_event_loop_of_its_own():
+    group = await play(ScriptedEngine("4"), LoopOfItsOwn)
+    gc.collect()
+    assert group.rewards == [1.0], group.reason
 
 
 async def pipeline(name, rows, of_task):
@@ -341,6 +385,21 @@ async def test_operators():
     assert [r.reason for r in done.rows] == ["", "test_compat_Best"]
     with pytest.raises(Exception, match='write `stage = "reward"`'):
         await pipeline("test_compat_Wrong", group.rows, group.task)
+
+
+async def test_an_operator_may_write_tensors_into_info():
+    class Measured(ExperienceOperator):
+        stage = "statistics"
+
+        def process(self, exps):
+            for x in exps:
+                x.info["score"] = torch.tensor(0.5)
+            return exps, {}
+
+    EXPERIENCE_OPERATORS.register_module("test_compat_Measured")(Measured)
+    group = await play(ScriptedEngine("4", "5"), "test_SimpleWorkflow", reward="test_compat_reward", num_runs=2)
+    done = await pipeline("test_compat_Measured", group.rows, group.task)
+    assert [r.info["score"] for r in done.rows] == [0.5, 0.5] and encode(done.rows)
 
 
 def test_what_is_not_kept_says_what_to_do():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rft.compat import (
+    MathBoxedRewardFn,
     MathBoxedWorkflow,
     RewardFn,
     fix_fracs,
@@ -116,3 +117,9 @@ async def test_a_chat_in_the_prompts_column_is_the_task() -> None:
     chat = ({"role": "user", "content": "hi"},)
     made = trinity_task.of(Task(taskset="t", index=0, messages=chat, row={"messages": list(chat)}, workflow="w"), Own, None)
     assert made.task_desc == list(chat) and made.format_args.prompt_key == "messages"
+
+
+def test_the_boxed_reward_takes_answer_and_truth_in_order():
+    assert MathBoxedRewardFn()("so \\boxed{4}", "4", with_think=True) == {"accuracy": 1.0, "format_score": -0.1}
+    thought = "Sure. <think>two and two</think> \\boxed{4}"
+    assert MathBoxedRewardFn()(thought, "4", with_think=True) == {"accuracy": 1.0, "format_score": 0.0}

@@ -434,3 +434,55 @@ def test_a_reward_that_is_never_used_is_refused(model: Path, tmp_path: Path) -> 
     reward = "buffer.explorer_input.default_reward_fn_type=exact_answer"
     (error,) = run(model, flow, reward).errors
     assert "scores its runs itself, so this reward would never be used" in error.message and "default_reward_fn_type" in error.key
+
+
+def test_a_gold_answer_that_cannot_be_tried_is_a_warning(model: Path, tmp_path: Path) -> None:
+    """A column that was forgotten, data of another shape, a date."""
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def warned(path: Path, *more: str) -> str:
+        report = run(model, f"{TASKSET}.path={path}", "buffer.batch_size=1", *more)
+        assert report.ok, errors(report)
+        return "\n".join(report.warnings)
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
+    said = warned(rows, f"{TASKSET}.format.response_key=response", f"{TASKSET}.default_reward_fn_type=exact_answer")
+    assert "exact_answer raised on an empty answer to row 0: ValueError" in said and "format.response_key" in said
+    said = warned(rows, f"{TASKSET}.default_reward_fn_type=countdown_reward")
+    assert "raised on the gold answer of row 0: ValueError" in said and "(answer '')" in said
+    table = pa.table({"question": ["1?"], "answer": [datetime.datetime(2020, 1, 2)]})
+    pq.write_table(table, tmp_path / "dates.parquet")
+    text = f"{TASKSET}.reward_fn_args={{compare: text}}"
+    assert "gold answer" not in warned(tmp_path / "dates.parquet", f"{TASKSET}.default_reward_fn_type=exact_answer", text)
+
+
+def test_prompts_that_are_cut_do_not_fail(model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1 " * 200, "answer": "2"}) + "\n")
+    given = [f"{TASKSET}.path={rows}", "buffer.batch_size=1", "model.enable_prompt_truncation=false"]
+    report = run(model, *given, "model.prompt_truncation_side=left")
+    assert report.ok, errors(report)
+    assert any("1 of 1 rows inspected" in w and "they are cut (prompt_truncation_side: left)" in w for w in report.warnings)
+
+
+def test_keys_of_other_sources_do_nothing_to_a_file(model: Path) -> None:
+    report = run(model, f"{TASKSET}.split=test", f"{TASKSET}.args={{size: 3}}", f"{TASKSET}.subset_name=main")
+    for name in ("split", "subset_name", "args"):
+        assert any(w.startswith(f"{TASKSET}.{name} has no effect: ") for w in report.warnings), report.warnings
+    assert not any("has no effect" in w for w in run(model, f"{TASKSET}.split=train").warnings)
+
+
+def test_a_seed_makes_the_runs_of_a_task_the_same(model: Path) -> None:
+    seed = f"{TASKSET}.rollout_args.seed=7"
+    assert f"{TASKSET}.rollout_args.seed: gives all 4 runs of a task the same answer" in errors(
+        run(model, seed, f"{TASKSET}.repeat_times=4")
+    )
+    assert run(model, seed, f"{TASKSET}.repeat_times=1").ok
+    held_out = f"{{name: h, path: {GOOD.parent / 'rows.jsonl'}, repeat_times: 4, rollout_args: {{seed: 7}}, format: "
+    held_out += "{prompt_key: question, response_key: answer}}"
+    report = run(model, f"buffer.explorer_input.eval_tasksets=[{held_out}]")
+    assert any("rollout_args.seed gives the same answer 4 times" in w for w in report.warnings), (report.warnings, errors(report))

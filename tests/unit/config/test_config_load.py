@@ -164,3 +164,9 @@ def test_an_override_of_one_place_leaves_the_others_of_an_alias(tmp_path: Path) 
     )
     c = load(file, ["buffer.explorer_input.tasksets.1.workflow_args.k=2"])
     assert [t.workflow_args for t in c.buffer.explorer_input.tasksets] == [{"k": 1}, {"k": 2}]
+
+
+def test_a_key_written_under_both_of_its_names() -> None:
+    taskset = "buffer.explorer_input.taskset"
+    with pytest.raises(ConfigErrors, match="max_samples: is another name of max_rows, which is written too"):
+        load(GOOD / "short.yaml", [f"{taskset}.max_rows=2", f"{taskset}.max_samples=1"])

@@ -111,3 +111,9 @@ def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_folders_may_bring_the_name(tmp_path: Path) -> None:
     (tmp_path / "plugins").mkdir(mode=0o755)
     assert needed(report(tmp_path, f"plugin_dirs=[{tmp_path}/plugins]", workflow="mine")) == []
+
+
+def test_a_file_with_a_folder_is_no_hub_id(tmp_path: Path) -> None:
+    found = report(tmp_path, path="no_such_data/train.jsonl")
+    assert "data 'no_such_data/train.jsonl': no such file or folder" in needed(found)[0]
+    assert needed(report(tmp_path, path="somebody/data")) == []

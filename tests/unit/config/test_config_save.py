@@ -137,3 +137,10 @@ def test_damaged_record(tmp_path: Path) -> None:
 
 def test_empty_folder_has_no_changes(tmp_path: Path) -> None:
     assert refuse_changes(load(GOOD / "full.yaml"), tmp_path) == []
+
+
+def test_the_resolved_file_is_read_as_it_was(tmp_path: Path) -> None:
+    """A text that looks like a number to our reader only."""
+    config = load(GOOD / "short.yaml", ["name=1e-6"])
+    save(config, tmp_path)
+    assert load(tmp_path / "config.resolved.yaml").name == config.name == "1e-6"

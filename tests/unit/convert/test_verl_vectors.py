@@ -244,6 +244,38 @@ def test_evaluation_sampling() -> None:
     assert outcome(c, f"{k}.temperature")[0] == "mapped" and found(c)[f"{E}.rollout_args.temperature"] == 0
 
 
+def test_evaluation_does_not_take_over_the_sampling_of_training() -> None:
+    v = found(made(f"{R}.top_p=0.9", f"{R}.top_k=50", f"{R}.val_kwargs.do_sample=True"))
+    assert (v[f"{E}.rollout_args.top_p"], v[f"{E}.rollout_args.top_k"]) == (1.0, -1)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [
+    ("gspo", {"clip_range_low": 0.2, "clip_range_high": 0.2}), ("cispo", {"clip_range_low": 0.2, "clip_range_high": 0.2}),
+    ("kl_cov", {"ppo_kl_coef": 0.1}), ("mine", {}),
+])  # fmt: skip
+def test_losses_have_the_numbers_of_verls_file_where_none_are_stated(loss: str, expected: dict[str, float]) -> None:
+    v = found(made(f"{A}.policy_loss.loss_mode={loss}"))
+    assert {k.rsplit(".", 1)[-1]: x for k, x in v.items() if k.startswith(LOSS)} == expected
+
+
+def test_a_critic_with_mini_batches_of_its_own_is_refused() -> None:
+    key = "critic.ppo_mini_batch_size"
+    assert outcome(made(*SHARED, f"{key}=64"), key)[0] == "derived"
+    assert outcome(made(*SHARED, f"{key}=32"), key)[0] == "refused"
+    assert outcome(made(*SHARED, f"{key}=32", "algorithm.adv_estimator=grpo"), key)[0] == "ignored"
+
+
+def test_all_checkpoints_are_kept_as_in_verl() -> None:
+    assert found(made())["trainer.max_checkpoints_to_keep"] == 0
+    assert found(made(program="sft"))["trainer.max_checkpoints_to_keep"] == 0
+    assert found(made("trainer.max_actor_ckpt_to_keep=5"))["trainer.max_checkpoints_to_keep"] == 5
+
+
+def test_the_asynchronous_recipe_evaluates_as_its_rollouter_says() -> None:
+    c = made("async_training.trigger_parameter_sync_step=4", "rollout.test_freq=5", "trainer.test_freq=-1", program="fully_async")
+    assert found(c)["explorer.eval_interval"] == 20 and outcome(c, "trainer.test_freq")[0] == "ignored"
+
+
 def test_rewards() -> None:
     c = made("custom_reward_function.path=my/reward.py", "custom_reward_function.name=score")
     assert found(c)["buffer.explorer_input.default_reward_fn_type"] == "my/reward.py:score"

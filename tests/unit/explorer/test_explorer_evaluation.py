@@ -8,10 +8,10 @@ from statistics import fmean
 
 import pytest
 
-from rft.errors import ConfigError
+from rft.errors import ConfigError, RunFailed
 from rft.explorer.evaluate import at_k
 from rft.explorer.state import Batch
-from rft.reward.base import reward
+from rft.reward.base import Reward, reward
 from rft.types.completion import Score
 from rft.types.ids import Version
 from rft.types.task import SamplingArgs
@@ -58,6 +58,26 @@ async def test_each_taskset_has_its_own_runs_and_arguments(world):
     )
     assert told["eval/greedy/greedy"] == told["eval/greedy/mean@1"] and told["eval/many/model_version/max"] == 0
     assert {c.sampling.max_tokens for c in world.engine.calls if c.request_id.startswith("eval-greedy-")} == {3}
+
+
+async def test_rewards_are_closed_where_the_final_evaluation_fails(world):
+    closed = []
+
+    @reward("test_is_closed")
+    class IsClosed(Reward):
+        async def __call__(self, task, transcript):
+            if task.taskset == "held":
+                raise ConnectionError("judge is gone")
+            return float(task.index % 2)
+
+        async def close(self):
+            closed.append(self)
+            raise ValueError("this does not hide why the run ends")
+
+    tasks, held = (world.taskset(name, reward="test_is_closed", max_rows=2) for name in ("tasks", "held"))
+    with pytest.raises(RunFailed, match="judge is gone"):
+        await world.explorer(tasksets=(tasks,), eval_tasksets=(held,), eval_on_startup=False, total_batches=1).run()
+    assert closed
 
 
 async def test_exploring_goes_on_while_an_evaluation_runs_in_the_background(world):

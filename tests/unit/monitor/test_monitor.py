@@ -6,13 +6,16 @@ import json
 import logging
 import math
 import os
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from rft import logs
@@ -186,6 +189,26 @@ async def test_samples_are_whole_files_without_secrets(tmp_path: Path, monkeypat
     assert "hunter" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+async def test_samples_hold_whatever_a_taskset_made(tmp_path: Path) -> None:
+    """A taskset from Python whose truths are NumPy's ended the run at its first evaluation."""
+    truth = [
+        np.int64(3),
+        np.float32(0.5),
+        np.float64("inf"),
+        np.bool_(True),
+        np.arange(2),
+        {1},
+        date(2026, 1, 2),
+        "\ud83d",
+        2**70,
+    ]
+    m = monitor(tmp_path)
+    await m.samples("sums", 0, [{"truth": truth}])
+    await m.close()
+    (path,) = (tmp_path / "samples").iterdir()
+    assert json.loads(path.read_text()) == {"truth": [3, 0.5, None, True, [0, 1], "{1}", "2026-01-02", "\\ud83d", 2**70]}
+
+
 async def test_first_samples_are_shown_and_all_are_dumped(tmp_path: Path) -> None:
     m = Monitor(MonitorSettings(folder=tmp_path / "run", num_samples=2, dump_dir=tmp_path / "dumps"))
     await m.samples("eval/sums", 7, [{"task": i} for i in range(5)])
@@ -318,3 +341,16 @@ def test_markdown_shows_every_column_and_says_what_is_left_out() -> None:
 def test_a_remembered_id_stays(tmp_path: Path) -> None:
     path = tmp_path / "x" / "id"
     assert remembered_id(path) == remembered_id(path) != remembered_id(tmp_path / "other")
+
+
+def test_a_full_disk_leaves_no_empty_id(tmp_path: Path) -> None:
+    """The resumed run had an empty one, so that each start was another run of the tracker."""
+    path = tmp_path / "id"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            remembered_id(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(remembered_id(path)) == 16

@@ -8,6 +8,7 @@ import sys
 from decimal import Decimal
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -320,3 +321,23 @@ async def test_reasoning_gym_scores_its_own_rows():
     assert (await score(fn, first, make_transcript(first.truth))).value == 1.0
     assert (await score(fn, first, make_transcript(f"<think>x</think><answer>{first.truth}</answer>"))).value == 1.0
     assert (await score(fn, first, make_transcript("no"))).value < 0.5
+
+
+@pytest.mark.parametrize("given", [np.float32(0.5), np.int64(1), np.bool_(True), np.array(2.0)])
+async def test_numbers_of_numpy_are_numbers(given):
+    for result in (given, {"part": given}, Score(value=given, parts={"part": given})):
+        got = await score(lambda t, x, result=result: result, task("1"), make_transcript("1"))
+        assert got.value == float(given) and type(got.value) is float
+        assert all(type(part) is float for part in got.parts.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("it is .5", "0.5"), ("-.25", "-0.25"), ("1e-3", "0.001"), ("so x.5", "5"), ("3e", "3")]
+)
+def test_numbers_without_a_leading_digit_and_with_an_exponent(text, number):
+    assert last_number(text) == Decimal(number)
+
+
+def test_a_deadline_that_a_reward_would_not_keep_is_refused():
+    with pytest.raises(ConfigError, match="has until explorer"):
+        build("exact_answer", {"reward_timeout_s": 5})

@@ -170,9 +170,9 @@ async def test_functions_with_verls_signature(functions: Path) -> None:
     ("name", "error", "message"),
     [
         ("raises", OSError, "no table"),
-        ("nan", ValueError, "is nan; it must be finite"),
+        ("nan", ValueError, "is nan; it must be a finite number"),
         ("nan_part", ValueError, "'acc' is nan"),
-        ("text", ValueError, r"is 'good' \(str\); it must be a number"),
+        ("text", ValueError, "is .good.; it must be a finite number"),
         ("nothing", ValueError, "a dict without 'score'; it has acc"),
         ("leaves", RuntimeError, r"called sys.exit\(3\)"),
     ],

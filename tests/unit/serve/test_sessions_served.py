@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import time
 
@@ -86,6 +87,41 @@ async def test_an_answer_goes_on_when_its_client_has_gone(tmp_path, monkeypatch)
         await asyncio.gather(asking, return_exceptions=True)
         engine.release()
         assert (await served.ask(session, retry_key="k")).status_code == 200 and len(engine.calls) == 1
+
+
+@pytest.mark.parametrize("what", ["call", "reward"])
+async def test_a_client_that_goes_while_its_call_is_stored_leaves_store_and_session_alike(tmp_path, monkeypatch, what):
+    async with serving(tmp_path, monkeypatch, ScriptedEngine(answer=lambda m: "a")) as served:
+        session = await served.open()
+        assert (await served.ask(session)).status_code == 200
+        live, storing, go = served.service.book.sessions[session["id"]], asyncio.Event(), asyncio.Event()
+        store, cancelled = live._store, asyncio.Event()
+
+        class Slow:
+            async def note(self, note):
+                stored = await store.note(note)
+                storing.set()
+                try:
+                    await go.wait()
+                except asyncio.CancelledError:
+                    cancelled.set()
+                    raise
+                return stored
+
+        monkeypatch.setattr(*((live, "_store") if what == "call" else (served.service.book, "_store")), Slow())
+        asking = asyncio.ensure_future(served.ask(session, "again") if what == "call" else served.reward(session, 1.0))
+        await storing.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await cancelled.wait()
+        go.set()
+        monkeypatch.undo()
+        if what == "call":
+            assert (await served.reward(session, 1.0)).status_code == 200
+        await served.gate.wait_explored(1)
+        assert (await served.buffer.audit()).ok
 
 
 async def test_what_waited_goes_on_after_a_restart(tmp_path, monkeypatch):

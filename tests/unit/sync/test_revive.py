@@ -19,9 +19,10 @@ from rft.sync.synchronizer import Synchronizer
 from rft.sync.transport.choose import make
 from rft.testing.engine_contract import ask
 from rft.testing.scripted import ScriptedEngine, echo, logprobs, weights_key
+from rft.types.completion import Completion
 from rft.types.ids import Version
 from rft.types.metrics import reduce
-from rft.types.ports import LoadReport, ScoreRow, WeightManifest
+from rft.types.ports import GenerateRequest, LoadReport, ScoreRow, WeightManifest
 
 PROMPTS = [[10 + i, 20, 30] for i in range(8)]
 
@@ -48,6 +49,11 @@ class Mortal(ScriptedEngine):
         await super().resume()
         if self.dies_at == "resume":
             self.die("kill -9")
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        if self.dies_at == "probe" and self.version == Version(1, 1):
+            self.die("kill -9")
+        return await super().generate(request)
 
 
 class World:
@@ -87,8 +93,8 @@ class World:
         self.key = weights_key(manifest)
         self.told = reduce(await self.sync.publish(manifest))
 
-    def serve(self, step: int) -> None:
-        assert [e.version for e in self.engines] == [Version(1, step)] * 2
+    def serve(self, step: int, attempt: int = 0) -> None:
+        assert [e.version for e in self.engines] == [Version(1, step, attempt)] * 2
         assert self.engines[0]._key == self.engines[1]._key == self.key
 
 
@@ -144,7 +150,28 @@ async def test_it_dies_while_a_version_is_published(moment: str, tmp_path: Path)
     w.engines[0].anew = lambda: (setattr(w.engines[0], "dies_at", ""), Mortal.anew(w.engines[0]))[1]  # type: ignore[method-assign]
     await w.publish(1)
     assert w.restarted == [0]
-    w.serve(1)
+    w.serve(1, attempt=int(moment == "resume"))  # the other one may have written with it by then
+
+
+@pytest.mark.parametrize("moment", ["resume", "probe"])
+async def test_what_others_wrote_meanwhile_never_counts(moment: str, tmp_path: Path) -> None:
+    """Engine 0 has other weights than it says; its canary is never compared, because engine 1 dies."""
+    w = World(tmp_path)
+    await w.publish(0)
+    w.engines[1].dies_at = moment
+    w.engines[1].anew = lambda: (setattr(w.engines[1], "dies_at", ""), Mortal.anew(w.engines[1]))[1]  # type: ignore[method-assign]
+    load = w.engines[0].load
+
+    async def stale(manifest: WeightManifest) -> LoadReport:
+        report = await load(manifest)
+        w.engines[0]._key += 1
+        del w.engines[0].load  # type: ignore[method-assign]
+        return report
+
+    w.engines[0].load = stale  # type: ignore[method-assign]
+    await w.publish(1)
+    assert w.restarted == [1]
+    assert await w.sync.wait_verified(Version(1, 1)) is False and await w.sync.wait_verified(Version(1, 1, 1)) is True
 
 
 async def test_another_one_dies_on_the_way_back(tmp_path: Path) -> None:
@@ -155,7 +182,7 @@ async def test_another_one_dies_on_the_way_back(tmp_path: Path) -> None:
         engine.anew = lambda e=engine: (setattr(e, "dies_at", ""), Mortal.anew(e))[1]  # type: ignore[method-assign,misc]
     await w.publish(1)
     assert w.restarted == [0, 1]
-    w.serve(1)
+    w.serve(1, attempt=1)
 
 
 async def test_one_that_cannot_be_restarted_ends_the_run(tmp_path: Path) -> None:

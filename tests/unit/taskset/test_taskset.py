@@ -113,7 +113,7 @@ def test_messages_tools_and_per_row_names(tmp_path):
     }
     fmt = FormatSettings(prompt_type="messages", workflow_key="flow", reward_fn_key="score", system_prompt_key="sys")
     task = open_taskset(settings(jsonl(tmp_path, json.dumps(row)), format=fmt)).task(0)
-    assert task.chat() == [{"role": "user", "content": "hi"}]
+    assert task.chat() == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}]
     assert (task.tools, task.workflow, task.reward, task.system_prompt, task.truth) == (
         ({"type": "function"},), "math_workflow", "math_reward", "Be short.", None,
     )  # fmt: skip
@@ -250,3 +250,50 @@ def test_countdown_refuses_numbers_that_cannot_be_held_out():
 def test_paths_of_earlier_versions_are_read(path):
     taskset = open_taskset(settings(path, split="test"))
     assert len(taskset) and taskset.fingerprint
+
+
+def test_a_system_prompt_stands_before_messages_that_have_none(tmp_path):
+    system = {"role": "system", "content": "Own."}
+    rows = [{"message": [{"role": "user", "content": "a"}]}, {"message": [system, {"role": "user", "content": "b"}]}]
+    fmt = FormatSettings(prompt_type="messages", system_prompt="Be short.")
+    taskset = open_taskset(settings(jsonl(tmp_path, "\n".join(map(json.dumps, rows))), format=fmt))
+    assert [taskset.task(i).chat()[0]["content"] for i in range(2)] == ["Be short.", "Own."]
+
+
+@pytest.mark.parametrize("key", ["workflow_key", "reward_fn_key", "system_prompt_key"])
+@pytest.mark.parametrize("value", [3, {"style": "rule"}, ["a"]])
+def test_names_in_columns_are_texts(tmp_path, key, value):
+    path = jsonl(tmp_path, json.dumps({"prompt": "a", "x": value}))
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1: key 'x' is .*; it must be a text") as e:
+        open_taskset(settings(path, format=FormatSettings(**{key: "x"})))
+    assert e.value.key == f"taskset sums.format.{key}"
+
+
+def test_a_row_that_names_nothing_has_what_the_taskset_names(tmp_path):
+    path = jsonl(
+        tmp_path, '{"prompt": "a", "flow": null, "score": ""}\n{"prompt": "a", "flow": "math_workflow", "score": "mine"}\n'
+    )
+    fmt = FormatSettings(workflow_key="flow", reward_fn_key="score")
+    taskset = open_taskset(settings(path, format=fmt, reward="exact_answer"))
+    assert [(t.workflow, t.reward) for t in map(taskset.task, range(2))] == [
+        ("simple_workflow", "exact_answer"),
+        ("math_workflow", "mine"),
+    ]
+    assert (taskset.workflows(), taskset.rewards()) == ({"math_workflow": 1}, {"mine": 1})
+
+
+def test_tools_of_a_table_have_no_keys_of_other_tools(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tools = [{"name": "a", "parameters": {"city": {"type": "string"}}}, {"name": "b", "parameters": {"x": {"type": "number"}}}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "extra": {"tools": tools}}]), tmp_path / "rows.parquet")
+    task = open_taskset(settings(tmp_path / "rows.parquet", format=FormatSettings(tools_key="extra.tools"))).task(0)
+    assert list(task.tools) == tools
+
+
+def test_long_cells_and_lines_in_a_json_file(tmp_path):
+    (tmp_path / "long.csv").write_text(f"prompt,response\n{'a' * 200_000},3\n")
+    assert len(open_taskset(settings(tmp_path / "long.csv")).task(0).prompt) == 200_000
+    (tmp_path / "lines.json").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    assert [t.truth for t in map(open_taskset(settings(tmp_path / "lines.json")).task, range(2))] == ["2", "4"]

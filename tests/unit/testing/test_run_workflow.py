@@ -199,6 +199,16 @@ def test_tool_calls() -> None:
     assert '-> add({"a": 5, "b": 7})' in result.trace() and "tool       12" in result.trace()
 
 
+def test_an_answer_that_calls_tools_may_have_no_content() -> None:
+    class Calls(Workflow):
+        async def run(self, task: Task, ctx: RunContext) -> Transcript:
+            call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            said = await ctx.chat([*task.chat(), {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "r"}])
+            return ctx.transcript(score=Score(value=float(said.text == "a")))
+
+    assert run_workflow(Calls, ROW, ScriptedModel("a")).reward == 1.0
+
+
 def test_a_flaky_model() -> None:
     result = run_workflow(Guess, ROW, FlakyModel(ScriptedModel(answer=lambda _: "7"), fail=[0]), max_retry_times=1)
     assert result.reward == 1.0 and result.runs[0].played.attempts == 2 and result.experience.id.attempt == 1

@@ -92,6 +92,15 @@ def test_all_rewards_equal_leaves_no_micro_batch() -> None:
     assert [s.micro_batches for s in made.shares] == [(), ()]
 
 
+def test_every_rank_knows_that_the_reference_model_ran_before() -> None:
+    """Also one without rows, which would otherwise compute it alone and wait for the others."""
+    given = batch_builder.read(lease([experience(1, 0, 1.0), experience(1, 1, 0.0)]))
+    algorithm = build(AlgorithmSettings(kl_loss_fn="k2"))
+    for computed, told in ([{"ref": np.zeros(2, np.float32)}] * 2, True), ((), False):
+        made = batch_builder.make(given, algorithm, Budget(100), world_size=3, computed=computed)
+        assert [s.ref_given for s in made.shares] == [told] * 3 and made.shares[2].micro_batches == ((),)
+
+
 def test_staleness_counts_finished_steps_since_the_oldest_token() -> None:
     made = make([experience(0, 0, 1.0, written_by=4), experience(0, 1, 0.0, written_by=2)], step=5)
     assert made.staleness == [0, 2]

@@ -180,14 +180,20 @@ def test_it_learns_what_it_is_taught(made: Made, rows: list[TrainRow]) -> None:
     assert losses[-1] < 0.2 * losses[0], losses
 
 
-def test_saved_and_loaded_gives_the_same_next_losses(made: Made, rows: list[TrainRow], tmp_path: Path) -> None:
-    whole = made(critic={"ppo_epochs": 2})
+@pytest.mark.parametrize("contents", [("model", "optimizer", "extra"), ("hf_model", "optimizer", "extra")])
+def test_saved_and_loaded_gives_the_same_next_losses(
+    contents: tuple[str, ...], made: Made, rows: list[TrainRow], tmp_path: Path
+) -> None:
+    """Also where the policy's weights are in a Hugging Face folder, which holds no critic."""
+    whole = made(critic={"ppo_epochs": 2}, save_contents=contents)
     for step in (1, 2):
         learn(whole, rows, step)
     whole.save(str(tmp_path / "trainer"), 2)
-    assert {p.name.split("-")[0] for p in (tmp_path / "trainer").glob("*.safetensors")} == {
-        "model", "optimizer", "critic_model", "critic_optimizer",
-    }  # fmt: skip
+    kinds = {"optimizer", "critic_model", "critic_optimizer"} | ({"model"} & set(contents))
+    assert {p.name.split("-")[0] for p in (tmp_path / "trainer").glob("*.safetensors")} == kinds
+    if "hf_model" in contents:
+        (tmp_path / "huggingface").mkdir()
+        whole.export(str(tmp_path / "huggingface"))
     second = made(critic={"ppo_epochs": 2})
     second.load(str(tmp_path / "trainer"))
     for step in (3, 4):

@@ -140,6 +140,16 @@ async def test_half_written_does_not_count(tmp_path: Path) -> None:
     assert found is not None and found.version.step == 3
 
 
+async def test_what_a_save_that_died_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Of whatever step; but not a checkpoint that was being replaced, nor what is not a checkpoint's."""
+    await save(tmp_path, 1)
+    (tmp_path / "global_step_1").rename(tmp_path / "global_step_1.old.tmp")
+    for name in ("global_step_2.tmp/trainer", "notes.tmp"):
+        (tmp_path / name).mkdir(parents=True)
+    await save(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == ["global_step_1", "global_step_3", "notes.tmp"]
+
+
 async def test_a_newer_lineage_wins_over_a_higher_step_and_is_kept(tmp_path: Path) -> None:
     await save(tmp_path, 1)
     await save(tmp_path, 10)

@@ -21,7 +21,7 @@ from rft.trainer.numbers import numbers
 from rft.trainer.pack import RankBatch, TrainRow
 from rft.trainer.ranks import Ranks
 from rft.trainer.settings import LearnerSettings
-from rft.types.block import encode
+from rft.types.block import decode, encode
 from rft.types.completion import VersionSpan
 from rft.types.experience import Experience, SamplingRecord
 from rft.types.ids import GroupId, Version
@@ -189,6 +189,32 @@ async def test_mismatch_is_of_the_weights_before_the_step(settings: Settings) ->
     assert found["mismatch/ratio_outside"] == pytest.approx(np.mean((ratio < 0.9) | (ratio > 1.1)))
     assert found["mismatch/ess"] == pytest.approx(ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum()), rel=1e-5)
     assert (found["train/updates"], found["train/skipped_updates"]) == (3.0, 0.0)
+
+
+async def test_the_critics_numbers_are_of_the_rows_that_it_learns(settings: Settings) -> None:
+    """An expert's rows, which the policy alone imitates, are in none of its means."""
+    own = AlgorithmSettings(advantage_fn="ppo", policy_loss_fn="mix")
+    given = lease()
+    rows = decode(given.frame)
+    expert = msgspec.structs.replace(
+        rows[0], id=GroupId(1, 0, 1, 9).run(0), is_expert=True, reward=None, has_logprobs=False, version_spans=(), sampling=()
+    )
+    with_expert = msgspec.structs.replace(given, frame=encode([*rows, expert]))
+    told = []
+    for each in (given, with_expert):
+        ranks = Ranks(Learner(settings(algorithm=own)))
+        read = batch_builder.read(each, samples="own")
+        feed = batch_builder.make(
+            read,
+            ranks.algorithm,
+            ranks.budget,
+            world_size=1,
+            computed=await ranks.prepare(read.rows),
+            critic_budget=ranks.critic_budget,
+        )
+        found = numbers(feed, await ranks.step(feed.shares, feed.critic), {})
+        told.append({name: value for name, value in found.items() if name.startswith("critic/")})
+    assert told[0]["critic/vf_loss"] > 0 and told[1] == pytest.approx(told[0], rel=1e-5)
 
 
 async def test_weights_and_rejection_reach_the_loss(settings: Settings) -> None:

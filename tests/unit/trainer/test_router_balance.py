@@ -108,6 +108,13 @@ def test_it_is_off_by_default(tmp_path: Path, settings: Settings, grouped: list[
     assert "router_aux_loss" not in mine(learner, grouped, Budget(4000))[0].sums
 
 
+def test_a_step_without_rows_to_compute_has_none(tmp_path: Path, settings: Settings) -> None:
+    """As where all rewards of every group are equal."""
+    learner = Learner(settings(model_path=str(families.make("qwen3_moe", tmp_path / "m")), router_aux_loss_coef=COEF))
+    result = learner.step(RankBatch(step=1, micro_batches=(), tokens=10.0, rows=2.0))
+    assert result.finite and not result.sums
+
+
 def test_an_adapter_learns_from_it(tmp_path: Path, settings: Settings, grouped: list[TrainRow]) -> None:
     lora = LoraSettings(rank=2, alpha=4, target_modules=("q_proj", "o_proj"))
     folder = str(families.make("qwen3_moe", tmp_path / "m"))

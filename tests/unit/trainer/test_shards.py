@@ -159,7 +159,7 @@ async def test_a_crash_while_writing_leaves_the_earlier_one(tmp_path: Path) -> N
     assert found is not None and found.version.step == 1
 
 
-async def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+async def test_the_best_is_kept_beside_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = tmp_path / "metrics.jsonl"
     lines = [
         {"role": "explorer", "step": s, "time": 0.0, "values": {"eval/x": v}}
@@ -167,7 +167,10 @@ async def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     ]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert best_step(metrics, "eval/x", "max", range(9)) == 4 and best_step(metrics, "eval/x", "max", (1, 2, 3)) == 2
-    assert best_step(metrics, "eval/x", "min", range(9)) == 5 and best_step(metrics, "no", "max", range(9)) is None
+    assert best_step(metrics, "eval/x", "min", range(9)) == 5 and best_step(metrics, "eval/x", "max", (3,)) is None
+    assert not caplog.text
+    assert best_step(metrics, "eval/y", "max", range(9)) is None
+    assert "has no eval/y so far.  Did you mean eval/x?" in caplog.text, "a name that is written wrong is told"
 
     async def fill(aside: Path) -> dict[str, str]:
         return {}

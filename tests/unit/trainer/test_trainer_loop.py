@@ -236,6 +236,29 @@ async def test_non_finite_steps_are_explained_and_end_the_run_with_a_checkpoint(
     assert [r.values["train/finite"] for r in stage.sink.records] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("stuck", ["policy", "critic"])
+async def test_one_of_policy_and_critic_that_never_learns_ends_the_run(
+    stuck: str, buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(4))
+    made = learner(algorithm=AlgorithmSettings(algorithm_type="ppo", advantage_fn="ppo"))
+
+    def broken(lr: float) -> float:
+        made.optimizer.zero_grad()
+        return float("nan")
+
+    if stuck == "policy":
+        made._update = broken  # type: ignore[method-assign]
+    else:
+        made.critic.update = broken  # type: ignore[method-assign, union-attr]
+    stage = Stage(buffer, tmp_path, made, lineage, total_steps=4)
+    with pytest.raises(RunFailed, match="3 train steps in a row, the last being 3"):
+        await stage.trainer.run()
+    last = manifests.latest(stage.settings.checkpoint_dir)
+    assert last is not None and last.consumption.num_uses == 6, "the other one has learnt from the rows"
+
+
 async def test_a_step_whose_tokens_are_all_rejected_is_explained_and_the_run_goes_on(
     buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
 ) -> None:
@@ -338,18 +361,25 @@ async def test_the_shortest_rows_of_the_first_batch_are_checked_once(
     assert given == [sorted(len(r.tokens) for r in rows)[:4]] and len(rows) > 4, "no more is sent to the other ranks"
 
 
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({}, "trainer.max_token_len_per_gpu .now 16384"),
+        ({"use_dynamic_bsz": False, "micro_batch_size": 5}, "trainer.micro_batch_size_per_gpu .now 5"),
+    ],
+)
 async def test_running_out_of_memory_names_the_remedy(
-    tmp_path: Path, learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], remedy: str, learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rft.errors import OutOfMemory
 
-    made = learner()
+    made = learner(**changes)
 
     def full(*_: Any, **__: Any) -> None:
         torch.empty(1 << 60)
 
     monkeypatch.setattr(made.policy, "forward", full)
-    with pytest.raises(OutOfMemory, match=r"ran out of cpu memory while scoring.  Lower trainer.max_token_len_per_gpu"):
+    with pytest.raises(OutOfMemory, match=f"ran out of cpu memory while scoring.  Lower {remedy}"):
         await Ranks(made).score([ScoreRow(tokens=np.array([1, 2, 3], np.int32), prompt_length=1)])
 
 

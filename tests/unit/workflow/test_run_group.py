@@ -249,6 +249,39 @@ async def test_blocking_workflows_play_in_threads_of_their_own():
     assert row.reason.startswith("timeout") and engine.calls == []  # a run past its deadline cannot call the model any more
 
 
+async def test_a_blocking_run_that_is_over_has_no_call_under_way():
+    def asks(self, task, ctx):
+        ctx.chat(task.chat())
+        return ctx.transcript()
+
+    custom(asks)
+    engine = ScriptedEngine("4")
+    engine.hold()
+    (row,) = (await play(engine, task(workflow="test_asks"), limits=RunLimits(0.2))).rows
+    assert row.reason.startswith("timeout") and len(engine.calls) == 1 and engine.running == 0
+
+
+async def test_several_answers_to_one_question():
+    async def samples(self, task, ctx):
+        await ctx.sample(task.chat(), n=2)
+        return ctx.transcript(layout="chains")
+
+    def blocking_samples(self, task, ctx):
+        assert len(ctx.sample(task.chat(), n=2)) == 2 and ctx.policy is not None
+        return ctx.transcript(layout="chains")
+
+    async def chats(self, task, ctx):
+        await ctx.chat(task.chat(), n=2)
+
+    for run in (samples, blocking_samples):
+        custom(run)
+        rows = (await play(ScriptedEngine("4", "5"), task(workflow=f"test_{run.__name__}"))).rows
+        assert [r.response_text for r in rows] == ["4", "5"]
+    custom(chats)
+    (row,) = (await play(ScriptedEngine("4", "5"), task(workflow="test_chats"))).rows
+    assert "ctx.sample" in row.reason
+
+
 async def test_a_dead_engine_is_no_failed_run():
     engine = ScriptedEngine()
     engine.die()

@@ -87,6 +87,24 @@ def test_a_short_memory(history: int, shown: list[str]) -> None:
     assert [m["content"] for m in model.calls[-1].messages] == shown
 
 
+@pytest.mark.parametrize(("history", "shown"), [(0, ["stair 2"]), (1, ["stair 1", "up", "stair 2"])])
+def test_an_environment_that_tells_nothing_first_shows_its_last_turns_alone(history: int, shown: list[str]) -> None:
+    class Silent(Stairs):
+        def instruction(self, task):
+            return ""
+
+    model = ScriptedModel("up", "up", "up")
+    run_workflow(Silent, task(), model, workflow_args={"layout": "steps", "history": history})
+    assert [m["content"] for m in model.calls[-1].messages] == shown
+
+
+def test_a_conversation_with_a_short_memory_keeps_its_question():
+    model = ScriptedModel("1", "2", "3")
+    args = {"layout": "steps", "credit": "run", "history": 0}
+    run_workflow(Talk, task(system_prompt="Count.", reward="exact_answer"), model, reward="exact_answer", workflow_args=args)
+    assert [m["content"] for m in model.calls[-1].messages] == ["Count.", "walk", "again"]
+
+
 def test_a_joined_run_has_one_reward_and_its_whole_history():
     for args in ({"credit": "step"}, {"history": 1}):
         with pytest.raises(ConfigError, match="need layout: steps"):
@@ -108,6 +126,14 @@ def test_each_answer_has_a_limit_of_its_own():
     model = ScriptedModel(answer=lambda m: "up and up and up")
     (row,) = run_workflow(Stairs, task(), model, workflow_args={"max_turns": 2, "max_turn_tokens": 4}).group.rows
     assert {c.sampling.max_tokens for c in model.calls} == {4} and row.num_response_tokens == 8
+
+
+def test_the_least_length_of_an_answer_ends_no_run_that_may_write_less():
+    short = task(sampling=SamplingArgs(max_tokens=60, min_tokens=10), truth="99")
+    model = ScriptedModel(answer=lambda m: "up and up and up")
+    (row,) = run_workflow(Stairs, short, model, workflow_args={"max_turns": 50}).group.rows
+    assert row.status == "truncated" and row.metrics["over_limit"] == 1.0
+    assert model.calls[0].sampling.min_tokens == 10 > model.calls[-1].sampling.max_tokens == model.calls[-1].sampling.min_tokens
 
 
 def test_a_conversation_may_use_the_whole_context_and_no_more():

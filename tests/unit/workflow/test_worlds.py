@@ -143,6 +143,12 @@ def test_a_query_is_tried_and_submitted():
     assert row.reward == 0.0
 
 
+def test_the_question_stays_where_the_model_is_shown_its_last_turns_alone():
+    model = ScriptedModel(answer=lambda m: "```sql\nSELECT 1\n```")
+    run_workflow("sql_workflow", task(**SALES), model, workflow_args={"max_turns": 3, "layout": "steps", "history": 0})
+    assert ["Turnover of each item?" in m["content"] for m in model.calls[-1].messages if m["role"] == "user"] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("query", "says"),
     [
