@@ -43,9 +43,9 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, e
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool) -> Pair:
-    ones = torch.ones(len(hidden))
+    """As the learner asks for them where all temperatures are 1."""
     chunk = LearnerSettings(model_path="").logprob_chunk_tokens
-    return token_logprobs(hidden, weight, targets, ones, chunk_tokens=chunk, entropy=entropy)
+    return token_logprobs(hidden, weight, targets, None, chunk_tokens=chunk, entropy=entropy)
 
 
 SIDES: dict[str, Side] = {"ours": ours, "plain": plain, "chunked": chunked}
