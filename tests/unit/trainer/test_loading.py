@@ -197,8 +197,8 @@ async def test_a_checkpoint_of_another_run_is_where_a_run_begins(tmp_path: Path)
     manifests.commit(folder, version=Version(2, 7), parent=None, consumption=used)
 
     class Empty:
-        async def start_lineage(self, parent: Any, consumption: Any) -> Any:
-            assert (parent, consumption) == (None, None), "the other run's uses are not this run's"
+        async def start_lineage(self, parent: Any, consumption: Any, step: int) -> Any:
+            assert (parent, consumption.cursor, step) == (None, 4, 7), "the other run's place; its lineage is not this run's"
             return type("Lineage", (), {"lineage": 1})()
 
     for path in (folder, folder.parent, folder.parent.parent):
