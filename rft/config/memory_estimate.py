@@ -141,9 +141,8 @@ def checkpoints(plan: Plan, shape: ModelShape, critic: ModelShape, trained: int 
     moments = _moments(s)
     own = 4 * (shape.parameters if trained is None else trained)
     values = 4 * critic.parameters if needs(s.algorithm).critic else 0
-    every = (own + values if "model" in s.save_contents else 0) + (
-        moments * own + 2 * values if "optimizer" in s.save_contents else 0
-    )
+    every = values + (own if "model" in s.save_contents else 0)
+    every += moments * own + 2 * values if "optimizer" in s.save_contents else 0
     saved = 1 if plan.total_steps is None or not t.save_interval else math.ceil(plan.total_steps / t.save_interval)
     keep = t.max_checkpoints_to_keep and t.max_checkpoints_to_keep + 1 + (t.best_metric is not None)
     number = min(saved, keep or saved)
