@@ -6,6 +6,7 @@ import builtins
 import fcntl
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -76,7 +77,7 @@ def test_ctrl_c_at_the_prompt_ends_a_chat(tiny_model: Path) -> None:
             os.write(mine, b"\x03")  # again: readline misses one that comes just before it waits
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-        assert process.returncode == 130
+        assert process.returncode in (130, -signal.SIGINT)  # the latter if pressed again while it ends
     finally:
         process.kill()
         process.wait()

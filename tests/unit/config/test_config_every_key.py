@@ -63,6 +63,8 @@ AUXILIARY = "buffer.trainer_input.auxiliary_buffers.mine"
 SERVED = ("explorer.rollout_model", AUX)
 BESIDE: dict[str, dict[str, Any]] = {  # what must be written with a key
     "trainer.use_dynamic_bsz": {"trainer.micro_batch_size_per_gpu": 1},
+    f"{IN}.taskset.rollout_args.seed": {"algorithm.algorithm_type": "ppo", "algorithm.repeat_times": 1},
+    f"{IN}.tasksets[0].rollout_args.seed": {"algorithm.algorithm_type": "ppo", "algorithm.repeat_times": 1},
     "explorer.rollout_model.max_prompt_tokens": {"model.max_prompt_tokens": None, "model.max_model_len": 96},
     "explorer.rollout_model.max_response_tokens": {"model.max_response_tokens": None, "model.max_model_len": 96},
     "cluster.node_num": {"synchronizer.sync_method": "checkpoint"},
