@@ -144,7 +144,8 @@ class Walk:
         return self.window.find_element(By.CSS_SELECTOR, css)
 
     def text(self, css: str) -> str:
-        return str(self.one(css).text)
+        """In one step: a live page replaces its elements."""
+        return str(self.window.execute_script("return document.querySelector(arguments[0]).innerText.trim()", css))
 
     def open(self, url: str) -> None:
         self.window.get(url)
