@@ -81,9 +81,8 @@ def _of_taskset(t: TasksetSettings, key: str, plan: Plan, facts: Facts) -> Itera
     if t.workflow in REGISTRY.names("workflow"):
         needs = workflow_class(REGISTRY.get("workflow", t.workflow)).needs
         yield from _packages("workflow", t.workflow, needs, f"{key}.default_workflow_type")
-    elsewhere = ":" in t.path or (
-        _HUB.fullmatch(t.path) and not t.path.lower().endswith(FILES)
-    )  # a database, code, the hub or its cache
+    # a database, code, the hub or its cache
+    elsewhere = ":" in t.path or (_HUB.fullmatch(t.path) and not t.path.lower().endswith(FILES))
     if t.storage_type == "file" and not elsewhere and not facts.exists(t.path):
         yield Need("data", f"{key}.path", f"data {t.path!r}: no such file or folder")
 

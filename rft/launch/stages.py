@@ -72,13 +72,8 @@ class Program:
             try:
                 loaded, plan = self._plan(stage, name, "")
                 if not plan.trains or apart(loaded):
-                    raise ConfigErrors(
-                        [
-                            ConfigError(
-                                "is for a run of its own; a stage trains and hands on its model", key="mode", given=plan.mode
-                            )
-                        ]
-                    )
+                    why = "is for a run of its own; a stage trains and hands on its model"
+                    raise ConfigErrors([ConfigError(why, key="mode", given=plan.mode)])
                 plans.append((loaded, plan))
             except ConfigErrors as e:
                 errors += [ConfigError(f"{x.message}  (stage {stage})", key=x.key, given=x.given) for x in e.errors]

@@ -71,7 +71,7 @@ def lease(step: int = 1, *, rewards: tuple[float, ...] = (0.0, 1.0, 1.0), shift:
 
 async def train(ranks: Ranks, given: Lease) -> tuple[batch_builder.StepBatch, Any]:
     """One step as the trainer makes it, without a buffer."""
-    read = batch_builder.read(given)
+    read = batch_builder.read(given, samples=ranks.algorithm.needs.samples)
     feed = batch_builder.make(
         read,
         ranks.algorithm,
@@ -202,17 +202,7 @@ async def test_the_critics_numbers_are_of_the_rows_that_it_learns(settings: Sett
     with_expert = msgspec.structs.replace(given, frame=encode([*rows, expert]))
     told = []
     for each in (given, with_expert):
-        ranks = Ranks(Learner(settings(algorithm=own)))
-        read = batch_builder.read(each, samples="own")
-        feed = batch_builder.make(
-            read,
-            ranks.algorithm,
-            ranks.budget,
-            world_size=1,
-            computed=await ranks.prepare(read.rows),
-            critic_budget=ranks.critic_budget,
-        )
-        found = numbers(feed, await ranks.step(feed.shares, feed.critic), {})
+        found = numbers(*await train(Ranks(Learner(settings(algorithm=own))), each), {})
         told.append({name: value for name, value in found.items() if name.startswith("critic/")})
     assert told[0]["critic/vf_loss"] > 0 and told[1] == pytest.approx(told[0], rel=1e-5)
 
