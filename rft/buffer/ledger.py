@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -160,7 +160,7 @@ class Ledger:
         hashes = {r.id: r.content_hash for r in tx.execute(select(e.id, e.content_hash).where(e.group_id == group.id))}
         try:
             (block,) = self.storage.get([group.locator], tx)
-            verify(group, rows, block, hashes)
+            verify(group.locator, block, [(r.id, r.position, hashes[r.id]) for r in rows])
         except PayloadDamaged as error:
             return str(error)
         return None
@@ -218,12 +218,12 @@ def note_checkpoint(tx: Connection, version: Version, stated: Consumption) -> No
     put_many(tx, checkpoints, [row], replace=True)
 
 
-def verify(group: WaitingGroup, rows: Sequence[WaitingRow], block: bytes, hashes: Mapping[str, str]) -> None:
-    """Raises PayloadDamaged where one of these rows is not in the block as it was stored."""
+def verify(locator: str, block: bytes, rows: Sequence[tuple[str, int, str]]) -> None:
+    """Raises PayloadDamaged where one of these rows (id, position, content hash) is not in the block as it was stored."""
     try:
-        found = contents(block, [r.position for r in rows])
+        found = contents(block, [position for _, position, _ in rows])
     except UNREADABLE as e:
-        raise PayloadDamaged(f"payload {group.locator} of group {group.id} cannot be read: {e}. {REMEDY}") from e
-    for row, content in zip(rows, found, strict=True):
-        if content.hash != hashes[row.id]:
-            raise PayloadDamaged(f"payload {group.locator} does not hold {row.id} as it was stored. {REMEDY}")
+        raise PayloadDamaged(f"payload {locator} of {rows[0][0]} cannot be read: {e}. {REMEDY}") from e
+    for (row, _, stored), content in zip(rows, found, strict=True):
+        if content.hash != stored:
+            raise PayloadDamaged(f"payload {locator} does not hold {row} as it was stored. {REMEDY}")

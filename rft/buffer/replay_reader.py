@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rft.buffer.given_rows import GivenRows
+from rft.buffer.ledger import verify
 from rft.buffer.query import Questions, open_run
 from rft.buffer.trainer_side import group_statistics
 from rft.errors import ConfigError, PayloadDamaged
@@ -20,7 +21,7 @@ from rft.types.ports import Consumption, EndOfData, GroupStats, Lease
 
 KEY = "buffer.trainer_input.replay_run"
 # rows of a step that was skipped or rejected count too: the same step skips or rejects them again
-_ROWS = """SELECT e.id, e.group_id, e.position, e.reward, g.locator, g.batch, g.explorer, g.task
+_ROWS = """SELECT e.id, e.group_id, e.position, e.reward, g.locator, e.content_hash
 FROM experiences e JOIN groups g ON g.id = e.group_id
 WHERE e.id IN (SELECT l.id FROM v_lineage l WHERE l.counts = 1 AND l.train_step = {0})
    OR e.id IN (SELECT x.id FROM v_experiences x WHERE x.explained IN ('nonfinite', 'rejected') AND x.leased_step = {0})
@@ -66,12 +67,13 @@ class ReplayReader(GivenRows):
         found = self._asked(_ROWS, step)
         if not found:
             raise PayloadDamaged(f"the ledger of {self._run_dir} has no rows of step {step}")
-        blocks = self._blocks(list(dict.fromkeys(r[4] for r in found)))
+        locators = list(dict.fromkeys(r[4] for r in found))
         stats = [self._statistics(group) for group in dict.fromkeys(r[1] for r in found)]
-        chosen = [
-            (blocks[locator], [r[2] for r in found if r[4] == locator], [r[3] for r in found if r[4] == locator])
-            for locator in dict.fromkeys(r[4] for r in found)
-        ]
+        chosen = []
+        for locator, block in zip(locators, self._blocks(locators), strict=True):
+            rows = [r for r in found if r[4] == locator]
+            verify(locator, block, [(r[0], r[2], r[5]) for r in rows])
+            chosen.append((block, [r[2] for r in rows], [r[3] for r in rows]))
         return Lease(step=step, frame=bundle(chosen), groups=tuple(stats))
 
     def consumed(self, step: int) -> Consumption:
@@ -83,9 +85,9 @@ class ReplayReader(GivenRows):
     def _statistics(self, group: str) -> GroupStats:
         return group_statistics(group, [tuple(r) for r in self._asked(_MEMBERS, group)])
 
-    def _blocks(self, locators: list[str]) -> dict[str, bytes]:
+    def _blocks(self, locators: list[str]) -> list[bytes]:
         with self._there.errors(KEY), self._there.reading() as tx:
-            return dict(zip(locators, self._there.blocks(locators, tx), strict=True))
+            return self._there.blocks(locators, tx)
 
     def _asked(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         mark = "?" if self._there.sqlite else "%s"

@@ -272,7 +272,7 @@ def lease_rows(tx: Connection, ledger: Ledger, step: int, choice: Selection) -> 
         zip(choice.picked, blocks, strict=True), key=lambda part: (part[0][0].key, part[0][0].task)
     ):
         rows = sorted(rows, key=_id)
-        verify(group, rows, block, hashes)
+        verify(group.locator, block, [(r.id, r.position, hashes[r.id]) for r in rows])
         # the ledger's rewards hold, so that a row and its group's statistics never disagree
         chosen.append((block, [r.position for r in rows], [rewards[r.id] for r in rows]))
     now = time.time()

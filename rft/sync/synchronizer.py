@@ -84,6 +84,14 @@ class Synchronizer:
 
     async def _publish(self, manifest: WeightManifest) -> list[Metric]:
         self._gate.check_order(manifest.version)
+        try:
+            return await self._attempts(manifest)
+        except asyncio.CancelledError:
+            log.warning("publishing %s was cancelled", manifest.version)
+            await self._restore_although_cancelled()
+            raise
+
+    async def _attempts(self, manifest: WeightManifest) -> list[Metric]:
         failures = 0
         while True:
             version, departures = self._gate.label(manifest.version), self._engines.departures
@@ -92,10 +100,6 @@ class Synchronizer:
                 async with self._groups_ended(version):
                     waited = Metric("sync/wait_s", time.perf_counter() - began, "max")
                     return [waited, *await self._attempt(replace(manifest, version=version))]
-            except asyncio.CancelledError:
-                log.warning("publishing %s was cancelled", version)
-                await self._restore_although_cancelled()
-                raise
             except Rejected as e:
                 log.error("version %s: %s", version, e)
                 restored = await self._restore()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import rft
 from rft.buffer.replay_reader import ReplayReader
 from rft.cli import debug_command, judge_command
 from rft.cli.options import planned, tasksets
-from rft.errors import ConfigError, ConfigErrors
+from rft.errors import ConfigError, ConfigErrors, PayloadDamaged
 from rft.launch.execute import execute
 from rft.launch.step_again import again
 from rft.report.facts import collect
@@ -114,6 +117,16 @@ async def test_the_reader_alone(original: Path, tmp_path: Path) -> None:
             await reader.lease(5, groups=None, rows=None, deadline_s=0, max_staleness=None)
     with pytest.raises(ConfigError, match=r"replay_run: .*must hold one buffer"), ReplayReader(tmp_path):
         pass
+
+
+async def test_damaged_rows_are_not_trained_on(original: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(original, tmp_path / "run"))
+    with closing(sqlite3.connect(run / "buffer/experience_buffer.db")) as raw, raw:
+        for number, block in raw.execute("SELECT id, block FROM payloads").fetchall():
+            changed = block[:-9] + bytes([block[-9] ^ 4]) + block[-8:]
+            raw.execute("UPDATE payloads SET block = ? WHERE id = ?", (changed, number))
+    with ReplayReader(run) as reader, pytest.raises(PayloadDamaged, match=r"payload \d+ does not hold .* as it was stored"):
+        await reader.lease(3, groups=None, rows=None, deadline_s=0, max_staleness=None)
 
 
 def test_what_contradicts_it_is_refused(original: Path, tiny_model: Path) -> None:

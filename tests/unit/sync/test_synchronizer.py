@@ -481,6 +481,30 @@ async def test_a_cancelled_publish_can_be_repeated(world: World) -> None:
     assert await rows is False and world.engines[0].version == Version(1, 1, 1)
 
 
+async def test_a_publish_that_is_cancelled_on_its_way_back_is_rolled_back_all_the_same(world: World) -> None:
+    await world.publish(0)
+    back = asyncio.Event()
+
+    def trouble(n: int, manifest: WeightManifest) -> str:
+        if manifest.version.step == 1:
+            return "hash"
+        if back.is_set():
+            return ""
+        back.set()
+        return "hang"
+
+    world.engines[0].trouble = trouble
+    (publish,) = await begun(world.publish(1))
+    await back.wait()
+    publish.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publish
+    assert world.all_hold(0)
+    world.engines[0].trouble = lambda n, m: ""
+    world.trainer.transport.release(Version(1, 1))
+    assert (await world.publish(1))["sync/version"] == 1
+
+
 async def test_an_unproven_roll_back_says_so(world: World) -> None:
     await world.publish(0)
     world.engines[0].trouble = lambda n, m: "hash" if m.version.step == 1 else "skip"
