@@ -204,7 +204,8 @@ class Coordinator(MonitorPart):
 
     async def _gone(self, member: Member, why: str) -> None:
         await self.sync.leave(member.name)
-        for _ in range(member.groups):
+        while member.groups:  # this may be cancelled, and begun again
+            member.groups -= 1
             await self.sync.release_group()
         if back := self._assigner.assignments.give_back(member.name):
             log.warning("explore batches %s of explorer %s are assigned again", ", ".join(map(str, back)), member.name)

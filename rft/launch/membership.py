@@ -33,6 +33,7 @@ class Member:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
     watch: asyncio.Task[None] | None = None
+    going: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """What `work` gives.  Raises RunFailed once the explorer had to leave."""
@@ -148,12 +149,13 @@ class Membership:
             self._failing = asyncio.ensure_future(self._on_failure(error))
 
     async def _let_go(self, member: Member, why: str) -> None:
-        if self._members.get(member.name) is not member:
-            return
-        member.why = member.why or why
-        member.gone.set()
-        await self._on_gone(member, why)
-        del self._members[member.name]
+        async with member.going:  # its watch and one that wants its name may find it dead together
+            if self._members.get(member.name) is not member:
+                return
+            member.why = member.why or why
+            member.gone.set()
+            await self._on_gone(member, why)
+            del self._members[member.name]
         await self._waits.changed()
 
 
