@@ -80,23 +80,22 @@ class Reserve:
         self._whole = path is None
 
     def fill(self) -> None:
-        """Takes the space, if it was given away."""
+        """Takes the space, if it was given away.  Raises DiskFull, or BufferFailed where the file cannot be written at all."""
         if self._whole:
             return
         assert self._path is not None
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, self._size)
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, self._size)
+            finally:
+                os.close(fd)
         except OSError as e:
+            nothing = f"{e.strerror}. Nothing of the last call is stored."
             if e.errno not in FULL:
-                raise
+                raise BufferFailed(f"{self._path} cannot be written: {nothing}") from e
             self._path.unlink(missing_ok=True)
-            raise DiskFull(
-                f"{self._path.parent} has not {self._size} bytes free for the trainer: {e.strerror}. Nothing of the last call is stored.  "
-                f"{REMEDY}"
-            ) from None
-        finally:
-            os.close(fd)
+            raise DiskFull(f"{self._path.parent} has not {self._size} bytes free for the trainer: {nothing}  {REMEDY}") from None
         self._whole = True
 
     def spend(self) -> bool:
@@ -106,7 +105,7 @@ class Reserve:
         self._whole = False
         try:
             self._path.unlink()
-        except FileNotFoundError:  # spent before, or removed by a person in need of space
+        except OSError:  # spent before, removed by a person in need of space, or the disk cannot be written any more
             return False
         return True
 

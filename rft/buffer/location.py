@@ -32,7 +32,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
     "fuse.ceph fuse.glusterfs fuse.sshfs fuse.s3fs fuse.gcsfuse fuse.rclone".split()
 )
 
-KEY = "buffer.trainer_input.experience_buffer.path"
+_SECTION = "buffer.trainer_input.experience_buffer"
+KEY = f"{_SECTION}.path"
 OUR_TABLES = {"meta", "lineages", "groups", "experiences"}  # of every format
 LEDGER_SUFFIX = ".db"
 POINTER_SUFFIX = ".ledger.json"
@@ -142,7 +143,7 @@ class _Pointer(msgspec.Struct):
 def ledger_location(settings: BufferSettings) -> Location:
     """Where these settings put the ledger.  Raises ConfigError for a name or URL that cannot be used."""
     if not _IDENTIFIER.fullmatch(settings.name):
-        raise ConfigError(f"{settings.name!r} is no name for a buffer; letters, digits and _, at most 63", key="buffer.name")
+        raise ConfigError(f"{settings.name!r} is no name for a buffer; letters, digits and _, at most 63", key=f"{_SECTION}.name")
     if settings.ledger_url is None:
         return Location(settings.name, settings.folder / f"{settings.name}{LEDGER_SUFFIX}")
     return _at(settings.ledger_url, settings.name, schema_name(settings.run, settings.name))
@@ -212,13 +213,13 @@ def _at(text: str, name: str, schema: str) -> Location:
         url = make_url(text)
     except (ArgumentError, ValueError):  # the text may hold a password, so it is not repeated
         raise ConfigError(
-            "is no database URL; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:///FILE", key="buffer.ledger_url"
+            "is no database URL; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE or sqlite:///FILE", key=KEY
         ) from None
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise ConfigError(
             f"is a database of {url.get_backend_name()}; give postgresql://USER:PASSWORD@HOST:PORT/DATABASE, sqlite:///FILE, or leave it "
             "out (SQLite in the run folder)",
-            key="buffer.ledger_url",
+            key=KEY,
         )
     secrets = [url.password, *(url.query.get(k) for k in _SECRET_PARTS)]
     learn_secrets(str(s) for s in secrets if s)
@@ -233,6 +234,9 @@ def _without_secrets(url: URL) -> str:
 def _sqlite(where: Location, durability: str, read_only: bool) -> Engine:
     """WAL, foreign writers waited for, every transaction of the owner begun as a writing one."""
     query = {"mode": "ro", "uri": "true"} if read_only else {}
+    assert where.path is not None
+    if read_only and not os.access(where.path.parent, os.W_OK) and not Path(f"{where.path}-wal").exists():
+        query["immutable"] = "1"  # no run has it open, and there is no place for SQLite's shared memory
     database = f"file:{quote(str(where.path))}" if read_only else str(where.path)
     engine = create_engine(
         URL.create("sqlite", database=database, query=query),

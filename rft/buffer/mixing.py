@@ -29,12 +29,7 @@ class Mix:
     """The rows of `source` in each train batch."""
 
     def __init__(self, settings: MixSettings, source: Sequence[Experience]) -> None:
-        if settings.rows > len(source):
-            raise ConfigError(
-                f"has {len(source)} rows, and each train batch takes {settings.rows} different ones; lower expert_data_ratio, or add rows",
-                key=f"{KEY}.{settings.name}",
-                given=len(source),
-            )
+        settings.fits(len(source))
         self.settings, self._source = settings, source
         self.name = settings.name
         hashes = "\n".join(c.hash for c in contents(encode(source)))

@@ -54,6 +54,10 @@ class ReplayReader(GivenRows):
             self._open.close()
             raise ConfigError("kept its rows in memory only (path: none)", key=KEY, given=str(self._run_dir))
         self._questions = found
+        if mixed := self._asked("SELECT DISTINCT source FROM mixed_uses"):
+            self._open.close()
+            text = f"its steps had rows of {mixed[0][0]} too, which its ledger does not hold; they cannot be trained again"
+            raise ConfigError(text, key=KEY, given=str(self._run_dir))
         self.last = int(self._asked(_LAST)[0][0] or 0)
         return self
 

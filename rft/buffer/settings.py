@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rft.errors import ConfigError
 from rft.types.ids import SEED
 
 ROLLOUT_MODEL = "rollout_model"  # the name under which operators ask the policy
@@ -50,6 +51,12 @@ class MixSettings:
     rows: int  # of each train batch, beside those of the lease
     shuffle: bool = False
     seed: int = SEED
+
+    def fits(self, count: int) -> None:
+        """Raises ConfigError unless a source of `count` rows has enough for a batch."""
+        if self.rows > count:
+            text = f"has {count} rows, and each train batch takes {self.rows} of them; lower expert_data_ratio, or add rows"
+            raise ConfigError(text, key=f"buffer.trainer_input.auxiliary_buffers.{self.name}", given=count)
 
 
 @dataclass(frozen=True, kw_only=True)

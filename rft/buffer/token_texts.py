@@ -1,10 +1,12 @@
-"""Texts of single tokens, by the tokenizer that lies in a run's folder or beside the model that it began with."""
+"""Texts of single tokens, by the tokenizer that lies in a run's folder, or the one that it began with."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from rft.types import modelfiles
 
 
 class TokenTexts:
@@ -23,11 +25,12 @@ class TokenTexts:
 
 
 def _tokenizer_file(run_dir: Path) -> Path | None:
-    """tokenizer.json of the newest exported model, or of the model that the run began with."""
+    """tokenizer.json of the newest exported model, or the one that the run began with."""
     found = sorted(run_dir.glob("checkpoints/global_step_*/huggingface/tokenizer.json"), key=lambda p: p.stat().st_mtime)
     try:
-        tree = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["tree"]
-        first = Path(tree["model"]["model_path"]).expanduser() / "tokenizer.json"
+        model = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["tree"]["model"]
+        given = model.get("tokenizer_path") or model["model_path"]
+        first = (modelfiles.snapshot(given) or Path(given).expanduser()) / "tokenizer.json"
     except (OSError, ValueError, KeyError):  # a folder that another program filled; numbers will do
         first = run_dir / "tokenizer.json"
     return found[-1] if found else first if first.is_file() else None

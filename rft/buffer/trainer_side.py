@@ -70,9 +70,8 @@ class TrainerSide(BufferCore):
 
     async def _lease(self, lineage: int, wanted: LeaseRequest, deadline_s: float) -> Lease:
         self._fence(lineage)
-        step, began = wanted.step, asyncio.get_running_loop().time()
+        step = wanted.step
         choice = self._order.leases.get(step) or await self._wait(lineage, wanted, deadline_s)
-        waited = asyncio.get_running_loop().time() - began
         order = self._order
         try:
             try:
@@ -96,7 +95,6 @@ class TrainerSide(BufferCore):
             step=step,
             frame=frame,
             groups=statistics,
-            waited_s=waited,
             available_after=order.num_waiting,
             missing=choice.missing,
         )

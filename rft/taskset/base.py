@@ -6,9 +6,11 @@ It knows neither engines nor rewards (a task carries their names).  Invariant: `
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -21,7 +23,7 @@ from rft.logs import redact
 from rft.strictjson import parse_json
 from rft.taskset.chatfiles import LeftOut, find_overlong
 from rft.taskset.settings import FormatSettings, TasksetSettings
-from rft.types.task import Task
+from rft.types.task import Task, plain_text
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -184,15 +186,15 @@ class Taskset:
         return ((row, values) for row, values in enumerate(itertools.islice(self._rows, self._length)) if row not in left_out)
 
     def _truth_is_there(self) -> bool:
-        key = self.settings.format.response_key
-        if self.settings.skip_bad_rows:
-            return True  # a row without one is a bad row then
-        first = self._rows[0]
-        if lookup(first, key) is not ABSENT:
-            return True
-        if key != FormatSettings().response_key:
-            raise _missing(self.settings, self._where(0), "response_key", key, first)
-        return False
+        """Where rows are skipped, one of them decides: those without are bad rows then."""
+        key, skips = self.settings.format.response_key, self.settings.skip_bad_rows
+        for row in range(self._length if skips else 1):
+            with suppress(ConfigError) if skips else nullcontext():
+                if lookup(self._rows[row], key) is not ABSENT:
+                    return True
+        if not skips and key != FormatSettings().response_key:
+            raise _missing(self.settings, self._where(0), "response_key", key, self._rows[0])
+        return key != FormatSettings().response_key
 
     def _skip(self, unreadable: Sequence[ConfigError]) -> Skipped | None:
         good, bad = [], list(unreadable)
@@ -275,9 +277,7 @@ def row_to_task(settings: TasksetSettings, row: Row, index: int, where: str, *, 
             raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, "a non-empty text, or a list of messages")
         elif len(prompt) > MAX_CHARS:
             raise _wrong(settings, where, "prompt_key", fmt.prompt_key, prompt, f"at most {MAX_CHARS:,} characters long")
-    system = fmt.system_prompt
-    if fmt.system_prompt_key is not None:
-        system = _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key)
+    system = _text(settings, row, where, "system_prompt_key", fmt.system_prompt_key or "") or fmt.system_prompt
     if system and messages and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return Task(
@@ -313,11 +313,13 @@ def sample_fingerprint(rows: Sequence[Row], *facts: object, limit: int = 1000) -
 
 
 def _as_bytes(row: Row) -> bytes:
-    """The same for equal rows, whatever the order of their keys."""
+    """The same for equal rows, whatever the order of their keys, and in every version of this package: runs that go on compare it."""
     try:
         return msgspec.json.encode(row, enc_hook=repr, order="deterministic")
     except TypeError:  # only texts can be put in order
         return msgspec.json.encode(_with_text_keys(row), enc_hook=repr, order="deterministic")
+    except UnicodeEncodeError:  # half a character
+        return json.dumps(_with_text_keys(row), default=repr, sort_keys=True).encode()
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -376,12 +378,27 @@ def _verl_row(settings: TasksetSettings, row: Row, where: str) -> Row:
 
 
 def _messages(settings: TasksetSettings, value: Any, where: str, which: str = "messages_key") -> tuple[dict[str, Any], ...]:
-    key = getattr(settings.format, which)
+    try:
+        return as_chat(value)
+    except ValueError as e:
+        raise _wrong(settings, where, which, getattr(settings.format, which), value, str(e)) from None
+
+
+def as_chat(value: Any) -> tuple[dict[str, Any], ...]:
+    """The messages of a column, also of JSON text, as templates take them.  Raises ValueError that says what it must be."""
     given = _from_json(value)
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
-        raise _wrong(settings, where, which, key, value, "a list of messages such as {role: user, content: ...}")
-    # a table gives every message all keys that one of them has; templates ask whether a key is there
-    return tuple({k: v for k, v in m.items() if v is not None or k == "content"} for m in given)
+        raise ValueError("a list of messages such as {role: user, content: ...}")
+    return tuple(map(_message, given))
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    made = {k: v for k, v in given.items() if v is not None or k == "content"}  # templates ask whether a key is there
+    if isinstance(given.get("content"), list):
+        made["content"] = plain_text(given["content"])
+        if made["content"] is None:
+            raise ValueError("messages whose content is text; images, sound and videos are not offered")
+    return made
 
 
 def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, Any], ...]:
@@ -391,14 +408,7 @@ def _tools(settings: TasksetSettings, row: Row, where: str) -> tuple[dict[str, A
     given = _from_json(value)
     if not isinstance(given, list) or not all(isinstance(t, dict) for t in given):
         raise _wrong(settings, where, "tools_key", settings.format.tools_key, value, "a list of tools, or that list as JSON")
-    return tuple(map(_without_nulls, given))
-
-
-def _without_nulls(value: Any) -> Any:
-    """A table gives every tool all keys that one of them has."""
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+    return tuple(given)
 
 
 def _from_json(value: Any) -> Any:

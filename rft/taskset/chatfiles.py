@@ -9,9 +9,8 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from rft.strictjson import parse_json
 from rft.taskset import parallel
 from rft.taskset.settings import PromptLimit, TasksetSettings
 from rft.threads import TooLong, within
+from rft.types import modelfiles
 from rft.types.task import Task
 
 KEY = "model.model_path"
@@ -32,7 +32,6 @@ RENDER_S = 10.0
 MAX_TEXT = 32 << 20
 MAX_TEMPLATE = 1 << 20
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _NAMED = 5
 
@@ -47,16 +46,23 @@ class ChatFiles:
     @cached_property
     def chat_template(self) -> str | None:
         """Raises ConfigError for one that is no text."""
+        return self._templates.get("default", next(iter(self._templates.values()), None))
+
+    @cached_property
+    def _templates(self) -> dict[str, str]:
+        """By name; the files beside go before what the settings say."""
         file = self.folder / "chat_template.jinja"
-        if file.exists():
-            return read_template(file, KEY)
+        files = {"default": file} if file.exists() else {}
+        files |= {p.stem: p for p in sorted(self.folder.glob("additional_chat_templates/*.jinja"))}
+        if files:
+            return {name: read_template(path, KEY) for name, path in files.items()}
         given = self.tokenizer_config.get("chat_template")
         if isinstance(given, list) and all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in given):
-            named = {t["name"]: t["template"] for t in given}  # several
-            given = named.get("default", next(iter(named.values()), None))
-        if given is not None and not isinstance(given, str):
+            given = {t["name"]: t["template"] for t in given}
+        named = given if isinstance(given, dict) else {} if given is None else {"default": given}
+        if not all(isinstance(text, str) for text in named.values()):
             raise ConfigError(f"{self.folder / 'tokenizer_config.json'}: chat_template must be a text", key=KEY)
-        return given
+        return named
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -86,6 +92,12 @@ class ChatFiles:
         """Token ids of each text, as it stands."""
         return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Token ids of pieces of one text, each as it stands behind the one before: some tokenizers put a space before a text."""
+        alone, joined = self.encode_each(pieces), self.encode_each(map("".join, itertools.pairwise(pieces)))
+        behind = zip(alone, joined, alone[1:], strict=False)
+        return [alone[0], *(both[len(a) :] if both[: len(a)] == a else b for a, both, b in behind)]
+
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a single text, with the special tokens that the tokenizer puts around it."""
         return list(self._tokenizer.encode(text).ids)
@@ -111,20 +123,20 @@ class ChatFiles:
 
         `opening`: with the beginning of the assistant's next message.
         """
-        source = template or self.chat_template
+        source = template or (self._templates.get("tool_use") if tools else None) or self.chat_template
         if source is None:
             raise ConfigError(f"the tokenizer of {self.folder} has no chat template; write model.chat_template_path", key=KEY)
-        names = {**self._special_tokens(), **kwargs, "add_generation_prompt": opening}
+        names = {**self.special_tokens, **kwargs, "add_generation_prompt": opening}
         return render(source, messages, tools, names)
 
-    def _special_tokens(self) -> dict[str, str]:
-        found = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = self.tokenizer_config.get(name)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                found[name] = value
-        return found
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """By their names in templates, such as eos_token; older models have them in a file of their own."""
+        given = self.tokenizer_config
+        if "added_tokens_decoder" not in given:
+            given = {**given, **read_settings(self.folder / "special_tokens_map.json")}
+        texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in given.items() if name.endswith("_token")}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def open_chat(path: str) -> ChatFiles:
@@ -196,10 +208,12 @@ def _compiled(source: str) -> Any:
             return super().call_binop(context, operator, left, right)
 
     env = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    env.filters["tojson"] = lambda x, indent=None, **_: json.dumps(x, ensure_ascii=False, indent=indent)
+    env.filters["tojson"] = lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env.from_string(source)
+    return env.from_string(modelfiles.plain_jinja(source))
 
 
 def find_model(path: str) -> Path:
@@ -212,16 +226,11 @@ def find_model(path: str) -> Path:
         raise ConfigError(
             f"{path} is a file; it must be a folder with config.json, tokenizer and safetensors.{advice}", key=KEY, given=path
         )
-    if _HUB_ID.fullmatch(path) and not path.startswith("."):
-        home = Path(
-            os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "hub"
-        )
-        repo = home / f"models--{path.replace('/', '--')}"
-        main = repo / "refs" / "main"
-        if main.is_file() and (snapshot := repo / "snapshots" / main.read_text().strip()).is_dir():
-            return snapshot
+    if (found := modelfiles.snapshot(path)) is not None:
+        return found
+    if modelfiles.HUB_ID.fullmatch(path):
         raise ConfigError(
-            f"{path!r} is neither a folder nor a model in the local hub cache ({home}).{_near(folder)}  "
+            f"{path!r} is neither a folder nor a model in the local hub cache ({modelfiles.hub_cache()}).{_near(folder)}  "
             + (
                 f"Write the tiny model with `python -m rft.testing.tiny {path}`"
                 if folder.name == "tiny-model"
@@ -250,18 +259,19 @@ _opened = lru_cache(maxsize=1)(open_chat)  # in a process that counts one part a
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """The rows that are left out, in order, of `total`; `limit` and `longest` in tokens."""
+    """The rows that `option` leaves out, in order, of `total`: they have more tokens than `limit` says, at most `longest`."""
 
     rows: tuple[int, ...]
     total: int
-    limit: int
     longest: int
+    option: str
+    limit: str
 
     def __str__(self) -> str:
         named = ", ".join(map(str, self.rows[:_NAMED])) + (", ..." if len(self.rows) > _NAMED else "")
         return (
-            f"{len(self.rows)} of {self.total} rows are left out (filter_overlong_prompts): their prompts have more than "
-            f"model.max_prompt_tokens {self.limit} tokens, up to {self.longest}.  Rows {named}"
+            f"{len(self.rows)} of {self.total} rows are left out ({self.option}): they have more tokens than {self.limit}, up to "
+            f"{self.longest}.  Rows {named}"
         )
 
 
@@ -294,12 +304,13 @@ def find_overlong(tasks: Iterable[Task], settings: TasksetSettings) -> LeftOut |
             key=f"taskset {settings.name}.filter_overlong_prompts",
             given=True,
         )
-    return LeftOut(rows=tuple(over), total=total, limit=limit.max_tokens, longest=longest) if over else None
+    said = {"option": "filter_overlong_prompts", "limit": f"model.max_prompt_tokens {limit.max_tokens}"}
+    return LeftOut(rows=tuple(over), total=total, longest=longest, **said) if over else None
 
 
 def _counted(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit) -> Iterator[tuple[int, int]]:
     """(row, tokens of its chat) of each task that has a chat."""
-    files, chats = open_chat(limit.model_path), _chats(tasks, settings, limit)
+    chats = _chats(tasks, settings, limit)
     parts = iter(lambda: list(itertools.islice(chats, parallel.AT_ONCE)), [])
     first, second = next(parts, []), next(parts, [])
     common = asdict(limit)
@@ -315,7 +326,7 @@ def _counted(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimi
     answers = (
         parallel.spread("chatfiles:count", common, questions(), settings.num_process)
         if several
-        else (_count(files, common, q) for q in questions())
+        else (count(common, q) for q in questions())
     )
     for answer in answers:
         yield from zip(indexes.pop(0), answer, strict=True)
@@ -333,12 +344,8 @@ def _chats(tasks: Iterable[Task], settings: TasksetSettings, limit: PromptLimit)
 
 
 def count(limit: dict[str, Any], chats: list[Any]) -> list[int]:
-    """Tokens of each (messages, tools) under the fields of a PromptLimit; what another process does."""
-    return _count(_opened(limit["model_path"]), limit, chats)
-
-
-def _count(files: ChatFiles, limit: dict[str, Any], chats: list[Any]) -> list[int]:
-    template, values = limit["chat_template"], limit["chat_template_args"]
+    """Tokens of each (messages, tools) under the fields of a PromptLimit; what another process does, too."""
+    files, template, values = _opened(limit["model_path"]), limit["chat_template"], limit["chat_template_args"]
     texts = [files.render(messages, tools, template=template, **values) for messages, tools in chats]
     keys = [xxhash.xxh3_128_digest(text.encode()) for text in texts]
     new = dict(zip(keys, texts, strict=True))  # data sets repeat their prompts

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from rft.errors import ConfigError, SetupError
 from rft.strictjson import parse_json
 from rft.taskset.base import CHECKED, MAX_CHARS, ByIndex, FoundRows, RowSource, sample_fingerprint
 from rft.taskset.settings import TasksetSettings
+
+_MEDIA = re.compile(r"\b(Image|Audio|Video)\(")
+_SPOKEN = {"role", "function", "parameters", "arguments"}  # keys of messages, tools and calls
 
 
 def open_path(settings: TasksetSettings) -> RowSource:
@@ -109,14 +113,28 @@ def _parquet(settings: TasksetSettings, path: Path) -> RowSource:
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowInvalid, OSError) as e:
         raise _error(settings, f"{path}: not a readable Parquet file ({e})") from None
-    rows = ByIndex(
+    stored = ByIndex(
         table.num_rows,
         lambda i: table.slice(i, 1).to_pylist()[0],
         lambda: (row for batch in table.to_batches(max_chunksize=1024) for row in batch.to_pylist()),
     )
+    rows = ByIndex(len(stored), lambda i: _own(stored[i]), lambda: map(_own, stored))
     where = f"{path}, row "
-    fingerprint = sample_fingerprint(rows, table.column_names)
+    fingerprint = sample_fingerprint(stored, table.column_names)
     return RowSource(rows=rows, where=lambda i: where + str(i), fingerprint=fingerprint, check_all=len(rows) <= CHECKED)
+
+
+def _own(value: Any, inside: bool = False) -> Any:
+    """A value of a table; messages, tools and calls in its lists without the nulls that stand there for keys of another one.
+
+    `inside` such an element.  A message keeps its `content`.
+    """
+    if isinstance(value, dict):
+        kept = value.keys() if not inside else {"content"} & value.keys() if "role" in value else ()
+        return {k: _own(v, inside) for k, v in value.items() if v is not None or k in kept}
+    if not isinstance(value, list) or not value or isinstance(value[0], int | float | str):
+        return value
+    return [_own(v, inside or (isinstance(v, dict) and bool(_SPOKEN & v.keys()))) for v in value]
 
 
 _READERS = {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
@@ -140,6 +158,8 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
     try:
         if folder is not None and ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
             loaded: Any = datasets.load_from_disk(source)
+            if isinstance(loaded, datasets.Dataset) and settings.split not in ("train", str(loaded.split)):
+                raise ValueError(f"it was saved without splits, and {settings.split!r} is asked for; save a DatasetDict")
         else:
             loaded = datasets.load_dataset(source, settings.subset_name, split=settings.split)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, datasets.exceptions.DatasetsError) as e:
@@ -158,11 +178,14 @@ def _open_datasets(settings: TasksetSettings, folder: Path | None) -> RowSource:
         if settings.split not in loaded:
             raise _error(settings, f"{source}: has no split {settings.split!r}; it has {', '.join(loaded)}")
         loaded = loaded[settings.split]
-    rows = ByIndex(len(loaded), lambda i: dict(loaded[i]), lambda: map(dict, loaded))
+    if media := [name for name, feature in loaded.features.items() if _MEDIA.search(repr(feature))]:
+        offer = "use a data set of texts, or save it without that column (remove_columns, save_to_disk)"
+        raise _error(settings, f"{source}: column {media[0]!r} holds images, sound or videos, which are not offered; {offer}")
+    rows = ByIndex(len(loaded), lambda i: _own(loaded[i]), lambda: map(_own, loaded))
     return RowSource(
         rows=rows,
         where=lambda i: f"{source} ({settings.split}), row {i}",
-        fingerprint=sample_fingerprint(rows, loaded.column_names),
+        fingerprint=sample_fingerprint(loaded, loaded.column_names),
         check_all=len(rows) <= CHECKED,
     )
 

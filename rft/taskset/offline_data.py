@@ -16,7 +16,8 @@ import numpy as np
 import xxhash
 
 from rft.errors import ConfigError
-from rft.taskset.chatfiles import ChatFiles, open_chat, read_settings
+from rft.taskset.base import ABSENT, as_chat, lookup
+from rft.taskset.chatfiles import ChatFiles, LeftOut, open_chat, read_settings
 from rft.taskset.open_source import open_taskset
 from rft.taskset.settings import OfflineDataSettings
 from rft.types.experience import Demonstration, Preference
@@ -24,8 +25,6 @@ from rft.types.ids import ExperienceId
 from rft.types.task import Task
 
 log = logging.getLogger(__name__)
-KEY = "buffer.trainer_input.experience_buffer"
-_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class OfflineData:
     settings: OfflineDataSettings
     records: Sequence[Demonstration | Preference]
     fingerprint: str  # of settings that matter, rows and tokens
-    left_out: tuple[int, ...] = ()  # numbers of the rows that are too long
+    left_out: LeftOut | None = None  # the rows that are too long
 
     def __len__(self) -> int:
         return len(self.records)
@@ -43,17 +42,12 @@ class OfflineData:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row; of a pair those of both sides, their prompt twice."""
-        return [
-            len(r.tokens) if isinstance(r, Demonstration) else 2 * len(r.prompt) + len(r.chosen) + len(r.rejected)
-            for r in self.records
-        ]
+        return [sum(len(tokens) for tokens, _ in sides(r)) for r in self.records]
 
     @property
     def trained_tokens(self) -> int:
         """Of all rows, in one epoch."""
-        return sum(
-            int(r.loss_mask.sum()) if isinstance(r, Demonstration) else len(r.chosen) + len(r.rejected) for r in self.records
-        )
+        return sum(int(mask.sum()) for r in self.records for _, mask in sides(r))
 
     def batch(self, step: int, size: int, seed: int) -> list[int]:
         """The places in `records` of train step `step` (from 1): a function of its arguments alone, so a resumed run continues exactly.
@@ -81,6 +75,7 @@ def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
     tokens = _Tokens(settings, chat)
     records: list[Demonstration | Preference] = []
     left_out: list[int] = []
+    most = 0
     digest = xxhash.xxh3_128(settings.kind.encode())
     for task in map(taskset.task, range(len(taskset))):
         where = f"row {task.index} of {settings.rows.path}"
@@ -89,31 +84,25 @@ def open_offline_data(settings: OfflineDataSettings) -> OfflineData:
         if longest > settings.max_tokens:
             if settings.filter_overlong:
                 left_out.append(task.index)
+                most = max(most, longest)
                 continue
             raise ConfigError(
                 f"{where} has {longest} tokens, more than model.max_model_len {settings.max_tokens}.  Raise that, take the row out, or "
                 "write filter_overlong: true to leave out every such row",
-                key=KEY,
+                key=settings.rows.key,
             )
         records.append(record)
         for ids, mask in sides(record):
             digest.update(ids.tobytes() + mask.tobytes())
     if not records:
-        raise ConfigError(
-            f"{settings.rows.path}: no row has at most {settings.max_tokens} tokens", key=KEY, given=settings.max_tokens
-        )
-    if left_out:
-        log.info("%s", describe_left_out(settings, left_out, len(records)))
-    return OfflineData(settings, records, digest.hexdigest(), tuple(left_out))
-
-
-def describe_left_out(settings: OfflineDataSettings, left_out: Sequence[int], kept: int) -> str:
-    """The rows that are too long, in words."""
-    named = ", ".join(map(str, left_out[:_NAMED])) + (", ..." if len(left_out) > _NAMED else "")
-    return (
-        f"{len(left_out)} of {len(left_out) + kept} rows of {settings.rows.name} are left out (filter_overlong): they have more than "
-        f"{settings.max_tokens} tokens.  Rows {named}"
-    )
+        text = f"{settings.rows.path}: no row has at most {settings.max_tokens} tokens"
+        raise ConfigError(text, key=settings.rows.key, given=settings.max_tokens)
+    if not left_out:
+        return OfflineData(settings, records, digest.hexdigest())
+    said = {"option": "filter_overlong", "limit": f"model.max_model_len {settings.max_tokens}"}
+    gone = LeftOut(rows=tuple(left_out), total=len(taskset), longest=most, **said)
+    log.info("%s: %s", settings.rows.name, gone)
+    return OfflineData(settings, records, digest.hexdigest(), gone)
 
 
 def sides(record: Demonstration | Preference) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -131,7 +120,7 @@ class _Tokens:
     """Turns rows into records with one tokenizer and template."""
 
     def __init__(self, settings: OfflineDataSettings, chat: ChatFiles) -> None:
-        self._settings, self._chat, self._ends = settings, chat, _end_tokens(chat)
+        self._settings, self._chat, self._ends, self._key = settings, chat, _end_tokens(chat), settings.rows.key
 
     def record(self, task: Task, where: str) -> Demonstration | Preference:
         """Raises ConfigError that names the row."""
@@ -142,34 +131,63 @@ class _Tokens:
             case "pairs":
                 return self._pair(id, task, where)
             case "chats":
-                messages = _with_answer(task, where)
-                tokens, mask = self._turns(task, messages, where, every=self._settings.every_turn)
+                tokens, mask = self._turns(task, self._with_answer(task, where), where, every=self._settings.every_turn)
                 return Demonstration(id=id, tokens=tokens, loss_mask=mask)
 
     def _text(self, id: ExperienceId, task: Task, where: str) -> Demonstration:
         """All tokens but the first, which nothing predicts; the tokenizer's own special tokens, and one that ends the text."""
         if task.prompt is None:
-            raise ConfigError(f"{where}: a text is needed; write format.prompt_type: plaintext", key=f"{KEY}.format.prompt_type")
+            raise ConfigError(f"{where}: a text is needed; write prompt_type: plaintext", key=f"{self._key}.format.prompt_type")
         ids = self._chat.encode_text(task.prompt)
         if self._ends and ids[-1:] != [self._ends[0]]:
             ids = [*ids, self._ends[0]]
         if len(ids) < 2:
-            raise ConfigError(f"{where}: one token alone has nothing to learn", key=KEY)
+            raise ConfigError(f"{where}: one token alone has nothing to learn", key=self._key)
         return Demonstration(id=id, tokens=np.asarray(ids, np.int32), loss_mask=np.arange(len(ids)) > 0)
 
     def _pair(self, id: ExperienceId, task: Task, where: str) -> Preference:
         prompt = task.chat()
         if not prompt or prompt[-1].get("role") == "assistant":
-            raise ConfigError(f"{where}: the prompt of a pair must not end with an answer", key=f"{KEY}.format")
+            raise ConfigError(f"{where}: the prompt of a pair must not end with an answer", key=f"{self._key}.format")
         answers = []
         for name, column in (("chosen_key", self._settings.chosen_key), ("rejected_key", self._settings.rejected_key)):
-            answer = _answer(task, prompt, column, f"{KEY}.format.{name}", where)
+            if (value := lookup(task.row, column)) is ABSENT:
+                there = ", ".join(sorted(map(str, task.row)))
+                raise ConfigError(f"{where} has no column {column!r}; its columns are {there}", key=f"{self._key}.format.{name}")
+            answer = self._answer(value, prompt, name, column, where)
             tokens, mask = self._turns(task, [*prompt, answer], where, every=False)
             answers.append(np.split(tokens, [int(np.flatnonzero(mask)[0])]))
         (before, chosen), (_, rejected) = answers
         if np.array_equal(chosen, rejected):
-            raise ConfigError(f"{where}: both answers are the same, so neither is preferred", key=KEY)
+            raise ConfigError(f"{where}: both answers are the same, so neither is preferred", key=self._key)
         return Preference(id=id, prompt=before, chosen=chosen, rejected=rejected)
+
+    def _with_answer(self, task: Task, where: str) -> list[dict[str, Any]]:
+        messages = task.chat()
+        if messages[-1].get("role") == "assistant":
+            return messages
+        if task.truth is None:
+            raise ConfigError(
+                f"{where} has no answer: the chat must end with the assistant, or format.response_key name the answer",
+                key=f"{self._key}.format.response_key",
+            )
+        column = self._settings.rows.format.response_key
+        return [*messages, self._answer(task.truth, messages, "response_key", column, where)]
+
+    def _answer(self, value: Any, prompt: list[dict[str, Any]], name: str, column: str, where: str) -> dict[str, Any]:
+        """The answer in a column: a text, a message, or a chat of the prompt and it, which may leave the prompt out."""
+        if isinstance(value, str) and value:
+            return {"role": "assistant", "content": value}
+        problem = "must be a text, or a chat that ends with the assistant"
+        try:
+            *before, answer = as_chat([value] if isinstance(value, dict) else value)
+        except ValueError as e:
+            answer, problem = {}, f"{problem}: {e}" if isinstance(value, list) else problem
+        if answer.get("role") == "assistant":
+            if before in ([], prompt, [m for m in prompt if m["role"] != "system"]):
+                return answer
+            problem = "holds a chat that does not begin with the row's prompt"
+        raise ConfigError(f"{where}: {column!r} {problem}", key=f"{self._key}.format.{name}", given=column)
 
     def _turns(self, task: Task, messages: list[dict[str, Any]], where: str, *, every: bool) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [T], loss mask bool [T]) of a chat that ends with an answer; `every` answer is trained, or the last alone."""
@@ -179,19 +197,19 @@ class _Tokens:
         for i in answers if every else answers[-1:]:
             before, through = self._render(task, messages[:i], True), self._render(task, messages[: i + 1], False)
             if not before.startswith(done) or not through.startswith(before) or len(through) == len(before):
-                raise ConfigError(_rewritten(where, i, every), key=f"{KEY}.format.chat_template")
+                raise ConfigError(_rewritten(where, i, every), key=f"{self._key}.format.chat_template")
             pieces += [before[len(done) :], through[len(before) :]]
             done = through
         tokens: list[int] = []
         mask: list[bool] = []
-        for n, ids in enumerate(self._chat.encode_each(pieces)):
+        for n, ids in enumerate(self._chat.encode_pieces(pieces)):
             spoken = self._spoken(ids) if n % 2 else 0
             if n == len(pieces) - 1:
                 ids = ids[:spoken]  # nothing comes after the last answer
             tokens += ids
             mask += [True] * spoken + [False] * (len(ids) - spoken)
         if not any(mask):
-            raise ConfigError(f"{where}: the answer has no tokens", key=KEY)
+            raise ConfigError(f"{where}: the answer has no tokens", key=self._key)
         return np.asarray(tokens, np.int32), np.asarray(mask, np.bool_)
 
     def _spoken(self, ids: list[int]) -> int:
@@ -214,47 +232,10 @@ def _rewritten(where: str, i: int, every: bool) -> str:
     )
 
 
-def _with_answer(task: Task, where: str) -> list[dict[str, Any]]:
-    messages = task.chat()
-    if messages[-1].get("role") == "assistant":
-        return messages
-    if not isinstance(task.truth, str) or not task.truth:
-        raise ConfigError(
-            f"{where} has no answer: the chat must end with the assistant, or format.response_key name the answer's text",
-            key=f"{KEY}.format.response_key",
-        )
-    return [*messages, {"role": "assistant", "content": task.truth}]
-
-
-def _answer(task: Task, prompt: list[dict[str, Any]], column: str, key: str, where: str) -> dict[str, Any]:
-    """The answer in `column`: a text, a message, or a chat of the prompt and it, which may leave the prompt out."""
-    if column not in task.row:
-        raise ConfigError(
-            f"{where} has no column {column!r}; its columns are {', '.join(sorted(map(str, task.row)))}", key=key, given=column
-        )
-    value = task.row[column]
-    if isinstance(value, str) and value:
-        return {"role": "assistant", "content": value}
-    given = [value] if isinstance(value, dict) else value
-    if isinstance(given, list) and given and isinstance(given[-1], dict) and given[-1].get("role") == "assistant":
-        before = [_plain(m) for m in given[:-1]]
-        asked = [_plain(m) for m in prompt]
-        if before in ([], asked, [m for m in asked if m["role"] != "system"]):
-            return dict(given[-1])
-        raise ConfigError(f"{where}: the chat in {column!r} does not begin with the row's prompt", key=key, given=column)
-    raise ConfigError(f"{where}: {column!r} must be a text, or a chat that ends with the assistant", key=key, given=column)
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in message.items() if v is not None}
-
-
 def _end_tokens(chat: ChatFiles) -> list[int]:
     """What ends a generation: the tokenizer's end token first, then those of the generation config."""
     found: list[int] = []
-    eos = chat.tokenizer_config.get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    if isinstance(eos, str) and len(ids := chat.encode_each([eos])[0]) == 1:
+    if (eos := chat.special_tokens.get("eos_token")) is not None and len(ids := chat.encode_each([eos])[0]) == 1:
         found += ids
     more = read_settings(chat.folder / "generation_config.json").get("eos_token_id")
     found += [t for t in (more if isinstance(more, list) else [more]) if isinstance(t, int)]

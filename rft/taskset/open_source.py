@@ -90,13 +90,7 @@ def _open_factory(settings: TasksetSettings) -> Taskset:
     """Tasksets from Python: the list of rows (dicts) that `func(split=..., **args)` gives.  What it raises reaches the user as it is."""
     func = REGISTRY.get("taskset", _MOVED.get(settings.path, settings.path)).obj
     key = f"taskset {settings.name}"
-    try:
-        inspect.signature(func).bind(split=settings.split, **settings.args)
-    except TypeError as e:
-        raise ConfigError(
-            f"{settings.path}{inspect.signature(func)} cannot be called with split and these args: {e}", key=f"{key}.args"
-        ) from None
-    rows = func(split=settings.split, **settings.args)
+    rows = func(**_fitting(func, {"split": settings.split, **settings.args}, settings.path, f"{key}.args"))
     if not isinstance(rows, Sequence) or not all(isinstance(r, dict) for r in rows):
         raise ConfigError(
             f"{settings.path} returned {type(rows).__name__}; it must return a list of dicts, one per task", key=f"{key}.path"
@@ -156,13 +150,15 @@ def _source_arguments(plugin: Any, settings: TasksetSettings, name: str, key: st
     given = {"path": settings.path, "split": settings.split}
     if plugin.args is not None:
         return {**given, **checked_args(plugin, settings.args, key=f"{key}.args")}
-    args: dict[str, Any] = {**given, **settings.args}
+    return _fitting(plugin.obj, {**given, **settings.args}, name, f"{key}.args")
+
+
+def _fitting(call: Any, args: dict[str, Any], name: str, key: str) -> dict[str, Any]:
+    """`args`, which `call` takes by name.  Raises ConfigError."""
     try:
-        inspect.signature(plugin.obj).bind(**args)
+        inspect.signature(call).bind(**args)
     except TypeError as e:
         raise ConfigError(
-            f"{name}{inspect.signature(plugin.obj)} cannot be called with {', '.join(args)} by name: {e}",
-            key=f"{key}.args",
-            given=settings.args,
+            f"{name}{inspect.signature(call)} cannot be called with {', '.join(args)} by name: {e}", key=key
         ) from None
     return args

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rft.errors import ConfigError
 from rft.juicer import NEEDS, JuicerFilters
-from rft.plugins import kind
+from rft.plugins import WithArgs, kind
 from rft.taskset.base import ABSENT, Row, lookup
 
 task_operator = kind("task_operator")
@@ -50,15 +50,6 @@ class _RowOperatorArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _CheckedTaskOperator:
-    """An operator whose arguments are `args`."""
-
-    Args: ClassVar[type[BaseModel]]
-
-    def __init__(self, **args: Any) -> None:
-        self.args: Any = self.Args(**args)
-
-
 class _Bounds(_RowOperatorArgs):
     """At least one bound, the lower not above the upper."""
 
@@ -84,7 +75,7 @@ class TextLengthArgs(_Bounds):
 
 
 @task_operator("length_filter", args=TextLengthArgs)
-class LengthFilter(_CheckedTaskOperator, RowOperator):
+class LengthFilter(WithArgs, RowOperator):
     """Keeps rows whose text has a length within the bounds."""
 
     def apply(self, row: Row) -> Row | None:
@@ -95,7 +86,7 @@ class LengthFilter(_CheckedTaskOperator, RowOperator):
 
 
 @task_operator("range_filter", args=_Bounds)
-class RangeFilter(_CheckedTaskOperator, RowOperator):
+class RangeFilter(WithArgs, RowOperator):
     """Keeps rows whose number is within the bounds."""
 
     def apply(self, row: Row) -> Row | None:
@@ -115,12 +106,16 @@ class ValueArgs(_RowOperatorArgs):
 
 
 @task_operator("value_filter", args=ValueArgs)
-class ValueFilter(_CheckedTaskOperator, RowOperator):
+class ValueFilter(WithArgs, RowOperator):
     """Keeps or drops rows by the value of a column."""
 
     def apply(self, row: Row) -> Row | None:
-        value = column(row, self.args.field)
-        return row if (value in self.args.keep if self.args.keep else value not in self.args.drop) else None
+        value, listed = column(row, self.args.field), self.args.keep or self.args.drop
+        others = [v for v in listed if v is not None]
+        if others and value is not None and all(isinstance(v, str) != isinstance(value, str) for v in others):
+            advice = "in quotes they are texts: YAML reads yes, no and 1 as something else"
+            raise wrong(self.args.field, value, f"of the kind of {', '.join(map(repr, others))} ({advice})")
+        return row if (value in listed) == bool(self.args.keep) else None
 
 
 class PassRateArgs(_RowOperatorArgs):
@@ -129,7 +124,7 @@ class PassRateArgs(_RowOperatorArgs):
 
 
 @task_operator("pass_rate_score", args=PassRateArgs)
-class PassRateScore(_CheckedTaskOperator, RowOperator):
+class PassRateScore(WithArgs, RowOperator):
     """Writes how hard a row is, from a pass rate that was measured before."""
 
     def apply(self, row: Row) -> Row | None:
@@ -145,7 +140,7 @@ class DeduplicateRowsArgs(_RowOperatorArgs):
 
 
 @task_operator("deduplicate", args=DeduplicateRowsArgs)
-class DeduplicateRows(_CheckedTaskOperator, SetOperator):
+class DeduplicateRows(WithArgs, SetOperator):
     """Keeps the first of all rows with the same value."""
 
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
@@ -163,7 +158,7 @@ class SortArgs(_RowOperatorArgs):
 
 
 @task_operator("sort_rows", args=SortArgs)
-class SortRows(_CheckedTaskOperator, SetOperator):
+class SortRows(WithArgs, SetOperator):
     """Sorts by a number; equal ones keep their order."""
 
     def arrange(self, rows: Sequence[Row]) -> Sequence[int]:
@@ -180,7 +175,7 @@ class JuicerArgs(_RowOperatorArgs):
 
 
 @task_operator("data_juicer_filter", args=JuicerArgs)
-class JuicerFilter(_CheckedTaskOperator, RowOperator):
+class JuicerFilter(WithArgs, RowOperator):
     """Keeps rows that all filters of Data-Juicer keep, and writes what they measure as columns (text_len, for example)."""
 
     needs: ClassVar[Mapping[str, str]] = NEEDS

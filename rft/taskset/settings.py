@@ -94,6 +94,7 @@ class TasksetSettings:
     max_rows: int | None = None
     skip_bad_rows: bool = False  # leave out and count rows that cannot be read, instead of refusing the taskset
     prompt_limit: PromptLimit | None = None  # None = no prompt is counted
+    key: str = field(default="", compare=False)  # where the configuration names it
     prompt_truncation: str = "error"  # left | right | middle: where the engine cuts an opening prompt that is too long
     num_process: int = 1  # processes that count prompt tokens
 

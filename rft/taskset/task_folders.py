@@ -10,9 +10,7 @@ Invariant: nothing under tests/ is in a prompt, and a task has no file of elsewh
 
 from __future__ import annotations
 
-import os
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,9 @@ def task_folders(*, split: str, folder: str) -> list[dict[str, Any]]:
     """
     rows = []
     for task in sorted(p for p in Path(folder).iterdir() if p.is_dir()):
-        if task.is_symlink():
-            raise ValueError(f"{task} is a link; a task is a folder of its own")
+        own = [task, *(task / name for name in ("instruction.md", "task.toml", "environment", "tests"))]
+        if link := next((p for p in (*own, *own[-2].rglob("*"), *own[-1].rglob("*")) if p.is_symlink()), None):
+            raise ValueError(f"{link} is a link; a task has its files in its own folder")
         parts, image = _told(task / "task.toml")
         if parts != split:
             continue
@@ -47,7 +46,7 @@ def task_folders(*, split: str, folder: str) -> list[dict[str, Any]]:
 
 def _told(file: Path) -> tuple[str, str]:
     """Split and image."""
-    if not file.exists() and not file.is_symlink():
+    if not file.exists():
         return "train", ""
     try:
         told = tomllib.loads(_text(file))
@@ -61,30 +60,18 @@ def _told(file: Path) -> tuple[str, str]:
 
 def _texts(folder: Path) -> dict[str, str]:
     found, size = {}, 0
-    for path in _files(folder):
-        text = found[str(path.relative_to(folder))] = _text(path)
-        size += len(text)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if not path.is_file() or "__pycache__" in name.parts:
+            continue
+        found[str(name)] = _text(path)
+        size += len(found[str(name)])
         if size > MOST_BYTES or len(found) > MOST_FILES:
             raise ValueError(f"{folder} is too large; at most {MOST_BYTES} bytes in {MOST_FILES} files are taken")
     return found
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """In the order of their names.  Raises ValueError for a link."""
-    if folder.is_symlink():
-        raise ValueError(f"{folder} is a link; a task has its files in its own folder")
-    for entry in sorted(os.scandir(folder), key=lambda e: e.name) if folder.is_dir() else ():
-        if entry.is_symlink():
-            raise ValueError(f"{entry.path} is a link; a task has its files in its own folder")
-        if entry.is_dir() and entry.name != "__pycache__":
-            yield from _files(Path(entry.path))
-        elif entry.is_file():
-            yield Path(entry.path)
-
-
 def _text(file: Path) -> str:
-    if file.is_symlink():
-        raise ValueError(f"{file} is a link; a task has its files in its own folder")
     try:
         return read_regular(file, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as e:

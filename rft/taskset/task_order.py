@@ -112,8 +112,8 @@ class TaskOrder:
         rows = {}
         for t, chooser in enumerate(self._selectors):
             if numbers := [n for s, n in slots if s == t]:  # they follow each other
-                rows[t] = iter(chooser.rows(b, numbers[0], len(numbers)))
-        return [(t, int(next(rows[t]))) for t, _ in slots]
+                rows[t] = iter(_chosen(self.tasksets[t], chooser, b, numbers[0], len(numbers)))
+        return [(t, next(rows[t])) for t, _ in slots]
 
     def _slot(self, k: int) -> tuple[int, int]:
         """Which taskset fills slot k, and how many slots of that taskset come before it."""
@@ -160,7 +160,18 @@ def evaluation_order(taskset: Taskset) -> list[int]:
     """The rows of an evaluation taskset in the order of its selector, each once; the same in every evaluation."""
     seed = taskset.settings.seed
     chooser = make_selector(taskset, lambda what, *more: generator(what, "eval", seed, *more))
-    return [int(row) for row in chooser.rows(0, 0, len(taskset))]
+    return _chosen(taskset, chooser, 0, 0, len(taskset))
+
+
+def _chosen(taskset: Taskset, chooser: TaskSelector, batch: int, first: int, count: int) -> list[int]:
+    """What a selector answers.  Raises ConfigError unless these are so many rows of the taskset."""
+    rows = [int(row) for row in chooser.rows(batch, first, count)]
+    if len(rows) != count or not all(0 <= row < len(taskset) for row in rows):
+        s = taskset.settings
+        wanted = f"{count} numbers from 0 to {len(taskset) - 1} were asked for"
+        text = f"{s.selector} gave {len(rows)} rows, {rows!r:.60}; {wanted}"
+        raise ConfigError(text, key=f"taskset {s.name}.data_selector.selector_type", given=s.selector)
+    return rows
 
 
 def make_selector(taskset: Taskset, rng: Callable[..., np.random.Generator]) -> TaskSelector:

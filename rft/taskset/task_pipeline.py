@@ -23,8 +23,9 @@ from rft.disk import write_whole
 from rft.errors import ConfigError, PluginError
 from rft.plugins import REGISTRY, Plugin, checked_args, load_all
 from rft.taskset import parallel, row_operators
-from rft.taskset.base import Row, RowSource
+from rft.taskset.base import Row, RowSource, Taskset
 from rft.taskset.files import open_path
+from rft.taskset.open_source import open_taskset
 from rft.taskset.row_operators import RowOperator, SetOperator
 from rft.taskset.settings import TaskOperatorSettings, TaskPipelineSettings, TasksetSettings
 
@@ -87,6 +88,13 @@ def prepare(settings: TaskPipelineSettings) -> PreparedRows:
     _KEPT.clear()
     _KEPT[fingerprint] = found
     return found
+
+
+def opened(settings: TasksetSettings, pipeline: TaskPipelineSettings | None, prepared: PreparedRows | None = None) -> Taskset:
+    """A taskset of a run; one that takes the pipeline's result (`prepared`, where it is known) has it before its file is written, too."""
+    if pipeline is None or settings.path != pipeline.output:
+        return open_taskset(settings)
+    return Taskset(settings, (prepared or prepare(pipeline)).source(pipeline))
 
 
 def write(settings: TaskPipelineSettings) -> PreparedRows:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rft.buffer.settings import BufferSettings
-from rft.testing.storage_contract import OnPostgres, StorageContract
-from tests.helpers.ledger_contract import LedgerContract
+from rft.testing.storage_contract import StorageContract
+from tests.helpers.ledger_contract import LedgerContract, OnPostgres
 
 
 class TestSql(LedgerContract):

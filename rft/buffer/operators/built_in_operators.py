@@ -8,25 +8,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 from pydantic import Field, field_validator
 
 from rft.buffer.operators.base import GroupView, Operator, OperatorArgs, Result, names_of, number_of, operator, untrained
+from rft.plugins import WithArgs
 from rft.types.experience import Experience
 from rft.types.metrics import Metric
 
 ACCURACY = "accuracy"
-
-
-class _CheckedOperator(Operator):
-    """An operator whose arguments are `args`."""
-
-    Args: ClassVar[type[OperatorArgs]]
-
-    def __init__(self, **args: Any) -> None:
-        self.args: Any = self.Args(**args)
 
 
 class RewardFilterArgs(OperatorArgs):
@@ -34,7 +26,7 @@ class RewardFilterArgs(OperatorArgs):
 
 
 @operator("reward_filter", args=RewardFilterArgs)
-class RewardFilter(_CheckedOperator):
+class RewardFilter(WithArgs, Operator):
     """Keeps rows with a reward of at least `threshold`.  Rows that are not scored are left to be explained as unscored."""
 
     stage = "drop"
@@ -45,15 +37,19 @@ class RewardFilter(_CheckedOperator):
 
 class StdArgs(OperatorArgs):
     threshold: float = Field(0.0, ge=0)
+    of_runs: bool = False  # a run of several steps counts once, with the reward of its last
 
 
 @operator("reward_std_filter", args=StdArgs)
-class RewardStdFilter(_CheckedOperator):
+class RewardStdFilter(WithArgs, Operator):
     """Drops groups whose rewards have an unbiased standard deviation of at most `threshold`, and groups of one."""
 
     stage = "drop"
 
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
+        if self.args.of_runs:
+            last = {m.id.run: m for m in group.members if m.reward is not None}
+            group = msgspec.structs.replace(group, members=tuple(last.values()))
         kept = list(rows) if group.std > self.args.threshold else []
         metrics = [Metric("operator_filtered_count", len(rows) - len(kept), "sum")]
         if len(group.rewards) > 1:
@@ -69,7 +65,7 @@ class DapoArgs(OperatorArgs):
 
 
 @operator("dapo_dynamic_sampling", args=DapoArgs)
-class DapoDynamicSampling(_CheckedOperator):
+class DapoDynamicSampling(WithArgs, Operator):
     """Keeps groups in which some scored runs, not all, are correct: `metric_key` above `correct_threshold`.
 
     arXiv:2503.14476, section 3.2.  The key is looked for in the rows' info, metrics and parts of the reward.  Where no row has
@@ -137,7 +133,7 @@ class DeduplicateRunsArgs(OperatorArgs):
 
 
 @operator("deduplicate", args=DeduplicateRunsArgs)
-class DeduplicateRuns(_CheckedOperator):
+class DeduplicateRuns(WithArgs, Operator):
     """Keeps the first `max_copies` runs of a group that gave the same answer.
 
     `by: tokens` compares the trained tokens; `by: text` the text of the last answer, with `ignore_case` and `ignore_space` without
@@ -147,10 +143,10 @@ class DeduplicateRuns(_CheckedOperator):
     stage = "drop"
 
     async def process(self, rows: Sequence[Experience], group: GroupView) -> Result:
-        seen: Counter[str | bytes] = Counter()
+        seen: Counter[tuple[int, str | bytes]] = Counter()
         kept = []
         for row in rows:
-            answer = self._answer(row)
+            answer = row.id.step, self._answer(row)  # steps of one run may well be alike
             seen[answer] += 1
             if seen[answer] <= self.args.max_copies:
                 kept.append(row)
@@ -181,7 +177,7 @@ class ShapingArgs(OperatorArgs):
 
 
 @operator("reward_shaping_mapper", args=ShapingArgs)
-class RewardShapingMapper(_CheckedOperator):
+class RewardShapingMapper(WithArgs, Operator):
     """Changes each scored row's reward by numbers that the row carries, one configuration after the other.
 
     A `stats_key` is looked for in the row's info, metrics and parts of the reward.  One that is missing or no number, a division by

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from numbers import Real
@@ -32,6 +33,7 @@ from rft.errors import ConfigError, PluginError, PluginStopped, RftError, RunFai
 from rft.logs import redact
 from rft.plugins import REGISTRY, checked_args
 from rft.threads import contained, in_thread
+from rft.types.block import plain
 from rft.types.experience import Experience, check
 from rft.types.metrics import Metric, Reduction
 from rft.types.ports import ChatModel
@@ -44,7 +46,7 @@ REFUSED = dict.fromkeys(
     ("data-juicer", "datajuicer", "DataJuicerOperator"), "write data_juicer, or data_juicer_filter, which drops rows"
 )
 log = logging.getLogger(__name__)
-Judge = Callable[[list[Experience], int], tuple[bool, str]]
+Judge = Callable[[list[Experience], int, int | None], tuple[bool, str]]
 FILTERED = "filtered"
 _TRACEBACK_LINES = 12
 
@@ -88,7 +90,12 @@ class InputCopy:
 
     def _write(self, rows: Sequence[Experience]) -> None:
         assert self._file is not None, "write after open"
-        rest = memoryview(b"".join(msgspec.json.encode(as_line(r)) + b"\n" for r in rows))
+        lines = []
+        for row in rows:
+            # of a value that is no JSON the buffer says so, and refuses the group
+            with suppress(TypeError, ValueError, OverflowError, RecursionError):
+                lines.append(msgspec.json.encode(as_line(row), enc_hook=plain) + b"\n")
+        rest = memoryview(b"".join(lines))
         while rest:
             rest = rest[self._file.write(rest) :]
 
@@ -263,20 +270,16 @@ class OperatorFailed(Exception):
 
 @dataclass
 class Processed:
-    """A group after all operators: every row that went in, in the same order.
-
-    `reason` says why it is not accepted; `dropped` counts the rows that operators left out, by operator.
-    """
+    """A group after all operators: every row that went in, in the same order.  `reason` says why it is not accepted."""
 
     rows: list[Experience]
     accepted: bool
     reason: str = ""
-    dropped: dict[str, int] = field(default_factory=dict)
     metrics: list[Metric] = field(default_factory=list)
 
 
 class ExperiencePipeline:
-    """The operators of a run.  `judge(rows, num_runs)` says whether a group can be trained, and if not why."""
+    """The operators of a run.  `judge(rows, num_runs, needed)` says whether a group can be trained, and if not why."""
 
     def __init__(self, settings: PipelineSettings, judge: Judge, deadline_s: float) -> None:
         """`deadline_s` is how long an operator may take over one group.  Raises ConfigError; plugins must be loaded."""
@@ -313,8 +316,8 @@ class ExperiencePipeline:
         if errors:
             raise errors[0]
 
-    async def process(self, task: Task, rows: Sequence[Experience]) -> Processed:
-        """The group's rows after all operators.
+    async def process(self, task: Task, rows: Sequence[Experience], needed: int | None = None) -> Processed:
+        """The group's rows after all operators.  `needed`: how many of its runs must be trainable; None: as `judge` has it.
 
         Raises OperatorFailed when one raises or is too slow; RunFailed when one returns what it must not; RftError from an engine.
         """
@@ -324,17 +327,17 @@ class ExperiencePipeline:
         group = _Group(task, rows)
         if group.members:
             await self._run("reward", group)
-        accepted, reason = self._judge(group.rows, task.num_runs)
+        accepted, reason = self._judge(group.rows, task.num_runs, needed)
         if any(m.reward is not None for m in group.members):
             await self._run("statistics", group)
         if accepted:
             await self._run("drop", group)
             if not any(r.trainable for r in group.rows):
                 accepted, reason = False, FILTERED
-        done = Processed(group.rows, accepted, reason, group.dropped, group.metrics)
+        done = Processed(group.rows, accepted, reason, group.metrics)
         done.metrics += [
             Metric("failed_count", 0, "sum"),
-            Metric("filtered_count", sum(group.dropped.values()), "sum"),
+            Metric("filtered_count", group.dropped, "sum"),
             Metric("experience_count", sum(r.trainable for r in group.rows) if accepted else 0, "sum"),
             Metric("time/total", time.monotonic() - began, "sum"),
         ]
@@ -352,7 +355,7 @@ class _Group:
     def __init__(self, task: Task, rows: Sequence[Experience]) -> None:
         self.task = task
         self.rows = list(rows)
-        self.dropped: dict[str, int] = {}
+        self.dropped = 0  # rows that operators left out
         self.metrics: list[Metric] = []
         for row in rows:
             freeze(row)
@@ -369,17 +372,14 @@ class _Group:
     def take(self, name: str, before: Sequence[Experience], result: Result) -> None:
         """Puts what came back in its place; what did not, or has no token left to train, gets the operator's name as reason."""
         given, back = {r.id for r in before}, {r.id: r for r in result.rows}
-        gone = 0
         for i, row in enumerate(self.rows):
             if row.id not in given:
                 continue
             now = back.get(row.id)
             if now is None or (row.loss_mask.any() and not now.loss_mask.any()):
                 now = msgspec.structs.replace(row if now is None else now, reason=name)
-                gone += 1
+                self.dropped += 1
             self.rows[i] = now
-        if gone:
-            self.dropped[name] = self.dropped.get(name, 0) + gone
         self.metrics += result.metrics
 
 

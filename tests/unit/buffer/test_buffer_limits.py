@@ -294,6 +294,41 @@ async def test_space_that_is_reserved_already_or_not_any_more(
     await buffer.close()
 
 
+@pytest.mark.parametrize(("code", "error"), [(errno.ENOSPC, DiskFull), (errno.EROFS, BufferFailed)])
+async def test_a_disk_where_no_file_can_be_made(
+    tmp_path: Path, code: int, error: type[BufferFailed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No number of a file is left, or the disk is read-only: that is told, instead of an OSError that ends the explorer."""
+    buffer = await started(tmp_path, full_disk_wait_s=0.0)
+    opened = os.open
+
+    def refusing(path: Any, *args: Any, **more: Any) -> int:
+        if str(path).endswith(".reserve"):
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *args, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refusing)
+        with pytest.raises(error, match="Nothing of the last call is stored") as told:
+            await buffer.writer(1).append(encode(group(1, 0, 0)), accepted=True)
+    assert type(told.value) is error and os.strerror(code) in str(told.value)
+    await fill(buffer, 1, 0)
+    assert (await buffer.audit()).ok
+    await buffer.close()
+
+
+async def test_a_run_on_a_disk_that_cannot_be_written_is_read(small_disk: Path) -> None:
+    """SQLite has no place for its shared memory there; where no run has the ledger open it needs none."""
+    buffer = await started(small_disk, full_disk_reserve_bytes=512 << 10)
+    await fill(buffer, 1, 0)
+    await buffer.close()
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    await asyncio.to_thread(subprocess.run, remount, check=True, timeout=20)
+    with open_run(small_disk) as questions, questions.ask("SELECT count(*) FROM v_experiences") as answer:
+        assert list(answer.rows) == [(8,)]
+    assert audit_run(small_disk).acked == 8
+
+
 # ---------------------------------------------------------------- damaged payload
 
 

@@ -107,11 +107,23 @@ async def test_filters_by_reward(name: str, args: dict[str, Any], rewards: tuple
     assert all(r.reason == name and r.status == "complete" for r in gone)
     assert [r.reward for r in done.rows] == list(rewards)  # what is dropped keeps its reward: it counts in the statistics
     values = reduce(done.metrics)
-    assert values["filtered_count"] == len(gone) == sum(done.dropped.values())
+    assert values["filtered_count"] == len(gone)
     assert values["experience_count"] == len(stay)
     assert f"time/operator/0_{name}" in values and values["time/total"] > 0
     if not stay:
         assert done.reason == "filtered"
+
+
+async def test_runs_of_several_steps_count_once() -> None:
+    """With the reward of their last step, as multi_step_grpo compares them."""
+    given = [
+        msgspec.structs.replace(r, id=ExperienceId(1, 0, 0, 7, i // 2, step=i % 2))
+        for i, r in enumerate(rows(0.0, 1.0, 0.5, 1.0))
+    ]
+    assert (await after(given, "reward_std_filter")).accepted
+    assert not (await after(given, ("reward_std_filter", {"of_runs": True}))).accepted
+    given[-1] = msgspec.structs.replace(given[-1], reward=0.0)
+    assert (await after(given, ("reward_std_filter", {"of_runs": True}))).accepted
 
 
 async def test_unscored_rows_are_not_zeros() -> None:
@@ -161,6 +173,12 @@ async def test_deduplicate(args: dict[str, Any], answers: tuple[str, ...], stay:
     assert kept(done) == stay and reduce(done.metrics)["duplicate_count"] == len(answers) - len(stay)
 
 
+async def test_steps_of_a_run_that_are_alike_are_no_duplicates() -> None:
+    left = [row(run, 1.0, "left", id=ExperienceId(1, 0, 0, 7, run, 0, step)) for run in range(2) for step in range(3)]
+    done = await made("deduplicate").process(TASK, left)
+    assert kept(done) == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("op", "weight", "expected"),
     [("ADD", 2.0, 5.0), ("SUB", 2.0, -3.0), ("mul", 2, 4.0), ("DIV", 0.5, 1.0)],
@@ -204,7 +222,7 @@ async def test_pass_rates_are_of_all_scored_runs() -> None:
 async def test_filters_see_the_statistics_of_all_scored_members() -> None:
     """reward_filter leaves equal rewards; the group's statistics still have the dropped row, so reward_std_filter keeps them."""
     done = await after(rows(-1.0, 1.0, 1.0), "reward_filter", "reward_std_filter", "dapo_dynamic_sampling")
-    assert kept(done) == [1, 2] and done.accepted and done.dropped == {"reward_filter": 1}
+    assert kept(done) == [1, 2] and done.accepted
 
 
 async def test_shaping_is_seen_by_the_filters_behind_it() -> None:
@@ -218,7 +236,7 @@ async def test_failed_runs_are_not_shown_and_stay_failed() -> None:
     done = await after([broken_run(0), row(1, 1.0), row(2, 0.0)], "reward_filter", "deduplicate")
     assert done.accepted and done.rows[0].reason == "it broke" and kept(done) == [1, 2]
     done = await after([broken_run(0), broken_run(1)], "reward_filter")
-    assert (done.accepted, done.reason, done.dropped) == (False, "failed", {})
+    assert (done.accepted, done.reason) == (False, "failed")
 
 
 def test_the_order_is_reward_statistics_drop() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rft.errors import ConfigError
+from rft.taskset.chatfiles import open_chat
 from rft.taskset.offline_data import OfflineData, open_offline_data
 from rft.taskset.settings import FormatSettings, OfflineDataSettings, TasksetSettings
 from rft.types.experience import Demonstration, Preference
@@ -49,7 +50,7 @@ def given(tmp_path: Path, tiny_model: Path) -> Any:
             selector=more.pop("selector", "sequential"),
         )
         return open_offline_data(
-            OfflineDataSettings(rows=source, kind=kind, model_path=str(tiny_model), **{"max_tokens": 200, **more})
+            OfflineDataSettings(rows=source, kind=kind, **{"model_path": str(tiny_model), "max_tokens": 200, **more})
         )
 
     return make
@@ -96,6 +97,64 @@ def test_the_prompt_is_what_an_engine_would_read(given: Any, tiny_model: Path) -
     assert d.tokens[: len(prompt)].tolist() == prompt and d.loss_mask.tolist().index(True) == len(prompt)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}{%- generation -%} {{ m.content }}{% endgeneration %}{% endfor %}",
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        [{"name": "default", "template": "none"}, {"name": "tool_use", "template": "{{ tools[0].b }}{{ messages[0].content }}"}],
+    ],
+)
+def test_a_chat_reads_as_transformers_writes_it(tiny_model: Path, tmp_path: Path, template: Any) -> None:
+    """Marks of answers, arguments of tojson, special tokens in a file of their own, a template for tools."""
+    from transformers import AutoTokenizer
+
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (model / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"})
+    )
+    tools = [{"type": "function", "b": "ä<", "a": [1, 2]}]
+    right = AutoTokenizer.from_pretrained(model).apply_chat_template(TALK, tools=tools, tokenize=False)
+    assert open_chat(str(model)).render(TALK, tools, template=None, opening=False) == right
+
+
+def test_an_answer_has_no_space_that_the_template_does_not_write(given: Any, tiny_model: Path, tmp_path: Path) -> None:
+    """Tokenizers as Llama 2's put a space before every text; an answer is the middle of one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    words = {word: i for i, word in enumerate(["<unk>", "</s>", "\u2581", "\n", ":", "a", "4", "\u2581a", "\u25814"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="always", split=True),
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Split(":", "isolated"),
+        ]
+    )
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    template = (
+        "{% for m in messages %}a:\n{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a:\n{% endif %}"
+    )
+    (d,) = given([{"prompt": "a", "response": "4"}], model_path=str(model), chat_template=template).records
+    whole = tokenizer.encode("a:\na</s>a:\n4</s>", add_special_tokens=False).ids
+    assert d.tokens.tolist() == whole and d.loss_mask.tolist() == [False] * (len(whole) - 2) + [True] * 2
+
+
+def test_special_tokens_of_older_models_end_an_answer(given: Any, tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "generation_config.json").unlink()
+    (model / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    (d,) = given([{"prompt": "qx7", "response": "7"}], model_path=str(model), chat_template=CHATML).records
+    assert spans(tiny_model, d) == ["7<|im_end|>"]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_every_turn(given: Any, tiny_model: Path) -> None:
     talk = [*TALK[:2], {"role": "assistant", "content": "<think>two</think>4"}, *TALK[3:]]
     form = {"prompt_type": "messages", "messages_key": "messages"}
@@ -113,6 +172,7 @@ def test_a_text_is_trained_wholly_and_ends(given: Any, tiny_model: Path) -> None
 
 
 PAIR = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+NESTED = {"prompt_key": "data.prompt", "response_key": "data.completion"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +231,10 @@ def test_a_generation_config_that_cannot_be_read_is_named(given: Any, tiny_model
 def test_long_rows_can_be_left_out(given: Any) -> None:
     rows = [{"prompt": "q" * n, "response": "a"} for n in (3, 300, 5, 400)]
     data = given(rows, filter_overlong=True)
-    assert (len(data), data.left_out) == (2, (1, 3)) and [r.id.task for r in data.records] == [0, 2]
+    assert str(data.left_out).startswith(
+        "2 of 4 rows are left out (filter_overlong): they have more tokens than model.max_model_len 200"
+    )
+    assert (len(data), data.left_out.rows) == (2, (1, 3)) and [r.id.task for r in data.records] == [0, 2]
     with pytest.raises(ConfigError, match="no row has at most 200 tokens"):
         given([rows[1]], filter_overlong=True)
 
@@ -203,3 +266,31 @@ def test_a_place_in_the_data_tells_rows_and_order_apart(given: Any) -> None:
         replace(given(rows), fingerprint="").place(3, 2, 1),
     ]
     assert len({place, *others}) == 7
+
+
+@pytest.mark.parametrize("response", [{"role": "assistant", "content": "4"}, [TALK[1], {"role": "assistant", "content": "4"}]])
+def test_an_answer_may_be_a_message_or_a_chat(given: Any, tiny_model: Path, response: Any) -> None:
+    (d,) = given([{"data": {"prompt": [TALK[1]], "completion": response}}], form=NESTED).records
+    assert spans(tiny_model, d) == ["4<|im_end|>"]
+    assert decoded(tiny_model, d.tokens) == "<|im_start|>u2+2<|im_end|><|im_start|>a4<|im_end|>"
+
+
+def test_answers_of_pairs_may_lie_below_a_column(given: Any, tiny_model: Path) -> None:
+    row = {"data": {"prompt": "q", "better": "yes", "worse": [{"role": "assistant", "content": "no"}]}}
+    form = {"prompt_key": "data.prompt"}
+    (p,) = given([row], "pairs", form, chosen_key="data.better", rejected_key="data.worse").records
+    assert isinstance(p, Preference)
+    assert [decoded(tiny_model, t) for t in (p.chosen, p.rejected)] == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("response", "why"),
+    [
+        (7, "'data.completion' must be a text, or a chat that ends with the assistant$"),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], "images, sound and videos are not offered"),
+        ([{"role": "user", "content": "other"}, {"role": "assistant", "content": "4"}], "not begin with the row's prompt"),
+    ],
+)
+def test_an_answer_of_another_kind_says_what_it_must_be(given: Any, response: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        given([{"data": {"prompt": "2+2", "completion": response}}], form=NESTED)

@@ -234,3 +234,20 @@ def test_a_selector_of_ones_own(tmp_path):
     assert [t.index for t in TaskOrder([taskset(selector=f"{path}:Even", selector_args={"step": 3})], 3, 1).batch(0)] == [0, 3, 6]
     with pytest.raises(ConfigError, match="unknown argument 'stp'"):
         TaskOrder([taskset(selector=f"{path}:Even", selector_args={"stp": 3})], 3, 1)
+
+
+@pytest.mark.parametrize("answer", [[0], [0, 8], [-1, 0]])
+def test_a_selector_of_ones_own_gives_as_many_rows_as_are_asked_for(answer):
+    name = "test_gives_" + "_".join(str(row % 100) for row in answer)
+
+    @selector(name)
+    class Gives(TaskSelector):
+        def rows(self, batch, first, count):
+            return answer
+
+    own = taskset(selector=name)
+    with pytest.raises(ConfigError, match=r"gave \d rows, .*; 2 numbers from 0 to 7 were asked for") as e:
+        TaskOrder([own], 2, 1).batch(0)
+    assert e.value.key == "taskset a.data_selector.selector_type"
+    with pytest.raises(ConfigError, match="8 numbers from 0 to 7"):
+        evaluation_order(own)

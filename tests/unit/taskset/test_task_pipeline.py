@@ -137,6 +137,12 @@ class WrongSet(SetOperator):
         ),
         ("llm_difficulty_score_filter", {}, "of Data-Juicer asks a service or a person; do so beforehand"),
         ("deduplicat", {}, "Did you mean deduplicate"),
+        (
+            "value_filter",
+            {"field": "kind", "drop": [False]},
+            r"'sum'; it must be of the kind of False \(in quotes they are texts",
+        ),
+        ("value_filter", {"field": "quality", "keep": ["0.2"]}, "0.2; it must be of the kind of '0.2'"),
         ("length_filter", {}, "write min, max or both"),
         ("length_filter", {"min": 3, "max": 2}, "min 3 is above max 2"),
         ("value_filter", {"field": "kind"}, "write either keep or drop"),

@@ -217,7 +217,7 @@ def test_python_factories(tmp_path):
     )
     taskset = open_taskset(settings(f"{path}:rows", args={"count": 3}))
     assert [taskset.task(i).prompt for i in range(3)] == ["train 0", "train 1", "train 2"]
-    with pytest.raises(ConfigError, match=r"cannot be called with split and these args: .*'cnt'"):
+    with pytest.raises(ConfigError, match=r"cannot be called with split, .*cnt by name: .*'cnt'"):
         open_taskset(settings(f"{path}:rows", args={"cnt": 3}))
     with pytest.raises(ConfigError, match="returned int; it must return a list of dicts"):
         open_taskset(settings(f"{path}:bad"))
@@ -243,13 +243,6 @@ def test_countdown_refuses_numbers_that_cannot_be_held_out():
     assert len(countdown(split="train", size=2, highest=2, count=3)) == 3
     with pytest.raises(ValueError, match="no set of numbers belongs to the split test; raise highest"):
         countdown(split="test", size=2, highest=2)
-
-
-@pytest.mark.parametrize("path", ["rft.taskset.arithmetic:digit_sums", "rft.taskset.countdown:countdown",
-                                  "rft.taskset.lakes:lakes", "rft.taskset.seeds:seeds"])  # fmt: skip
-def test_paths_of_earlier_versions_are_read(path):
-    taskset = open_taskset(settings(path, split="test"))
-    assert len(taskset) and taskset.fingerprint
 
 
 def test_a_system_prompt_stands_before_messages_that_have_none(tmp_path):
@@ -297,3 +290,85 @@ def test_long_cells_and_lines_in_a_json_file(tmp_path):
     assert len(open_taskset(settings(tmp_path / "long.csv")).task(0).prompt) == 200_000
     (tmp_path / "lines.json").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
     assert [t.truth for t in map(open_taskset(settings(tmp_path / "lines.json")).task, range(2))] == ["2", "4"]
+
+
+def test_a_call_of_a_table_has_no_arguments_of_other_calls(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def call(**arguments):
+        said = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}]}
+        return {"role": "assistant", "content": None, **said}
+
+    chats = [
+        [{"role": "user", "content": "a"}, call(city="Ulm"), {"role": "tool", "content": "4"}],
+        [call(content="x"), call(x=3)],
+    ]
+    pq.write_table(pa.Table.from_pylist([{"message": chat} for chat in chats]), tmp_path / "rows.parquet")
+    taskset = open_taskset(settings(tmp_path / "rows.parquet", format=FormatSettings(prompt_type="messages")))
+    assert [taskset.task(i).chat() for i in range(2)] == chats
+
+
+def test_the_content_of_a_message_is_text(tmp_path):
+    def opened(*parts):
+        rows = json.dumps({"message": [{"role": "user", "content": list(parts)}]})
+        return open_taskset(settings(jsonl(tmp_path, rows), format=FormatSettings(prompt_type="messages"))).task(0)
+
+    said = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image_url": None}]
+    assert opened(*said).chat() == [{"role": "user", "content": "2+2?"}]
+    with pytest.raises(ConfigError, match=r"data\.jsonl:1: .*content is text; images, sound and videos are not offered"):
+        opened(*said, {"type": "image_url", "image_url": {"url": "x.png"}})
+
+
+def test_rows_without_any_gold_answer_are_not_bad(tmp_path):
+    path = jsonl(tmp_path, '{"prompt": ""}\n{"prompt": "a"}\n{"prompt": "b"}\n')
+    taskset = open_taskset(settings(path, skip_bad_rows=True))
+    assert [(t.prompt, t.truth) for t in map(taskset.task, range(len(taskset)))] == [("a", None), ("b", None)]
+    some = open_taskset(settings(jsonl(tmp_path, '{"prompt": "a"}\n{"prompt": "b", "response": "1"}\n'), skip_bad_rows=True))
+    assert [t.truth for t in map(some.task, range(len(some)))] == ["1"], "where some have one, a row without is a bad one"
+    with pytest.raises(ConfigError, match=r"none of 3 rows can be read.*no key 'gold'"):
+        open_taskset(
+            settings(jsonl(tmp_path, '{"prompt": "a"}\n' * 3), skip_bad_rows=True, format=FormatSettings(response_key="gold"))
+        )
+
+
+def test_a_row_without_a_system_prompt_of_its_own_has_that_of_all(tmp_path):
+    path = jsonl(tmp_path, '{"prompt": "a", "system": "Own."}\n{"prompt": "b", "system": null}\n')
+    fmt = FormatSettings(system_prompt_key="system", system_prompt="Be short.")
+    taskset = open_taskset(settings(path, format=fmt))
+    assert [taskset.task(i).chat()[0]["content"] for i in range(2)] == ["Own.", "Be short."]
+
+
+def test_calls_of_a_table_hold_no_keys_of_other_calls(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"prompt": "a", "response": [{"name": "f", "arguments": {"x": 1, "y": None}}], "extra": {"x": 1}, "cases": [{"y": 1}]},
+        {"prompt": "b", "response": [{"name": "g", "arguments": {"z": [1, None]}}], "extra": {"x": None}, "cases": [{"y": None}]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    taskset = open_taskset(settings(tmp_path / "rows.parquet"))
+    assert [t.truth for t in map(taskset.task, range(2))] == [
+        [{"name": "f", "arguments": {"x": 1}}],
+        [{"name": "g", "arguments": {"z": [1, None]}}],
+    ]
+    assert taskset.task(1).row["extra"] == {"x": None} and taskset.task(1).row["cases"] == [{"y": None}], (
+        "others stay as they are"
+    )
+    path = jsonl(tmp_path, json.dumps(rows[0]))
+    assert open_taskset(settings(path)).task(0).truth == rows[0]["response"], "lines say what they mean"
+
+
+def test_a_data_set_with_pictures_is_refused(tmp_path):
+    import datasets
+
+    pictures = datasets.Features({"prompt": datasets.Value("string"), "shown": datasets.List(datasets.Image())})
+    made = datasets.Dataset.from_dict({"prompt": ["a"], "shown": [[]]}, features=pictures)
+    made.save_to_disk(tmp_path / "pictures")
+    with pytest.raises(ConfigError, match=r"column 'shown' holds images, sound or videos, which are not offered; .*save_to_disk"):
+        open_taskset(settings(tmp_path / "pictures"))
+    made.remove_columns("shown").save_to_disk(tmp_path / "texts")
+    assert open_taskset(settings(tmp_path / "texts")).task(0).prompt == "a"
+    with pytest.raises(ConfigError, match="it was saved without splits, and 'test' is asked for; save a DatasetDict"):
+        open_taskset(settings(tmp_path / "texts", split="test"))
