@@ -10,6 +10,13 @@ Computed = Literal["old", "ref", "entropy", "sum_squares", "discriminator_mean",
 """What a forward pass over the rows of a step gives, per trained token: log-probs of the policy before the step and of the
 reference model, entropy H, over the vocabulary the sum of p^2 and that of p^2 (H + log p), the critic's values."""
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+# fmt: off
+Rejection = Literal[
+    "none", "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+]
+# fmt: on
+"""Statistics by which `algorithm.rollout_correction` rejects tokens or sequences."""
 AGG_MODES: tuple[str, ...] = get_args(AggMode)
 Sampled = Literal["all", "own", "none"]
 """Which rows must come with log-probs of the policy that sampled them: all, all but an expert's, or none."""
@@ -74,8 +81,8 @@ def moot(default: Any, instead: str, *, description: str, harmless: bool = False
 
     `harmless` as in the configuration's schema: the run may start, because the weights that come out are the same.
     """
-    mark: Any = {"instead": instead, "moot": True} | ({"harmless": True} if harmless else {})
-    return Field(default, description=description, json_schema_extra={"not_active": mark}, **constraints)
+    mark: Any = {"moot": instead} | ({"harmless": True} if harmless else {})
+    return Field(default, description=description, json_schema_extra=mark, **constraints)
 
 
 class GradientArgs(Args):

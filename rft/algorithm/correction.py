@@ -16,21 +16,13 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from rft.algorithm.args import Args
+from rft.algorithm.args import Args, Rejection
 
 if TYPE_CHECKING:
     from rft.algorithm.base import StepInputs
 
 LIMIT = 20.0  # of a log ratio before the exponential
 NEAR = (0.9, 1.1)  # ratios inside are called near
-
-
-# fmt: off
-Rejection = Literal[
-    "none", "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
-]
-# fmt: on
 
 
 class CorrectionArgs(Args):

@@ -25,6 +25,7 @@ class Needs:
     samples: Sampled = "all"  # which rows need log-probs of their sampler
     pairs: bool = False  # rows come in pairs, chosen and rejected
     skips_zero: bool = False  # rows whose advantages are all 0 have no loss and no gradient
+    any_sampling: bool = False  # tokens that were drawn from a part of the distribution may be among them: a correction rejects
 
     @property
     def critic(self) -> bool:
@@ -57,6 +58,7 @@ def needs(settings: AlgorithmSettings) -> Needs:
         before=before,
         samples=loss.samples,
         pairs=loss.pairs,
+        any_sampling=correction is not None and correction.rollout_rs != "none",
         skips_zero=loss.zero_without_advantage and not kl_loss and not bonus and "values" not in before,
     )
 

@@ -53,13 +53,13 @@ class StepBatch:
     advantages: dict[int, np.ndarray] = field(default_factory=dict)  # float32 [L] by row of the lease, of those that were drawn
 
 
-def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False) -> DecodedLease:
-    """`samples` and `pairs` are what the policy loss needs.  Raises RunFailed for rows that it cannot use."""
+def read(lease: Lease, *, samples: Sampled = "all", pairs: bool = False, any_sampling: bool = False) -> DecodedLease:
+    """The others are those of `Needs`.  Raises RunFailed for rows that the policy loss cannot use."""
     experiences = decode(lease.frame, checked=True)
     known = {g.group for g in lease.groups}
     rows = [train_row(x, pairs) for x in experiences]
     for x, row in zip(experiences, rows, strict=True):
-        check(x, samples)
+        check(x, samples, any_sampling)
         if not x.is_expert and row.group not in known:
             raise RunFailed(f"the lease has experience {x.id} but no statistics of its group {row.group}")
     if samples != "none":
@@ -81,7 +81,7 @@ def make(
     kl_coefs: Mapping[str, float] | None = None,
 ) -> StepBatch:
     """The shares of all ranks.  `computed`: for each row what `algorithm.needs.before` asks for.  `kl_coefs`: factors of the KL terms in
-    this step, by the names of `catalog.controllers`.  Raises ConfigError where rows do not fit."""
+    this step, by the names of `needs.controllers`."""
     kl_coefs = kl_coefs or {}
     lease, experiences = given.lease, given.experiences
     stats = {g.group: g for g in lease.groups}
@@ -91,21 +91,18 @@ def make(
     prepared = algorithm.prepare(x, kl_coef=kl_coefs.get("kl_penalty"))
     drawn = range(len(given.rows)) if prepared.drawn is None else prepared.drawn
     made = [_completed(given.rows[row], i, prepared, computed[row]) for i, row in enumerate(drawn)]
-    skippable = algorithm.needs.skips_zero and budget.rows is None
     left = [
         i
         for i, row in enumerate(made)
-        if not (skippable and row.advantages is not None and not np.count_nonzero(row.advantages))
-        and (budget.rows is not None or row.keep is None or row.keep.any())
+        if not (algorithm.needs.skips_zero and row.advantages is not None and not np.count_nonzero(row.advantages))
+        and (row.keep is None or row.keep.any())
     ]
     kept = [made[i] for i in left]
     cut = plan(kept, world_size, budget)
     shares = _shares(made, cut, kept, lease.step, kl_coefs.get("kl_loss"))
     critic = None
     if critic_budget is not None:
-        taught = [
-            row for row in made if not row.is_expert and (critic_budget.rows is not None or row.keep is None or row.keep.any())
-        ]
+        taught = [row for row in made if not row.is_expert and (row.keep is None or row.keep.any())]
         critic = _shares(taught, plan(taught, world_size, critic_budget), taught, lease.step, None)
     tokens = sum(row.counted for row in made)
     staleness = [lease.step - 1 - v.step for x in experiences if (v := x.oldest_version) is not None]
@@ -194,10 +191,10 @@ def _metrics(given: DecodedLease, prepared: PreparedStep, staleness: list[int], 
     return found | dict(prepared.metrics)
 
 
-def check(row: Experience, samples: Sampled = "all") -> None:
+def check(row: Experience, samples: Sampled, any_sampling: bool) -> None:
     """Raises RunFailed for a row that cannot be trained on: the ratio of a clipped loss needs the sampler's exact log-probs.
 
-    `samples`: which rows have to have these.
+    `samples`: which rows have to have these; `any_sampling`: also those of a distribution that the trainer cannot compute.
     """
     scored = row.reward is not None or row.is_expert  # an expert's row has no reward, and none is read
     if row.status == "failed" or not scored or not row.num_response_tokens:
@@ -211,8 +208,8 @@ def check(row: Experience, samples: Sampled = "all") -> None:
     if row.is_expert or not row.has_logprobs:
         raise RunFailed(f"{_where(row)} has no log-probs of a sampling policy; this loss needs them")
     for record in row.sampling:
-        if not record.sampling.reproducible:
-            s = record.sampling
+        s = record.sampling
+        if not (s.reproducible or (any_sampling and s.temperature > 0)):
             raise RunFailed(
                 f"{_where(row)} was sampled with temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, min_p {s.min_p}, "
                 f"min_tokens {s.min_tokens} and penalties {s.presence_penalty}/{s.frequency_penalty}/{s.repetition_penalty}.  An "

@@ -6,12 +6,14 @@ checkpoint as it was; what was half written has no manifest, and what lies aside
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -26,18 +28,14 @@ from rft.types.ports import Consumption
 
 log = logging.getLogger(__name__)
 Fill = Callable[[Path], Awaitable[Mapping[str, str]]]
-Run = Callable[..., Awaitable[Any]]
 Best = Callable[[Collection[int]], int | None]
 
 
 class Checkpoints:
-    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and the one that `best` names among the steps there are.
+    """The checkpoint folder of a run.  `keep` newest are kept, 0 = all, and the one that `best` names among the steps there are."""
 
-    `run` does blocking file work off the event loop.
-    """
-
-    def __init__(self, folder: Path, *, keep: int, run: Run, best: Best | None = None) -> None:
-        self.folder, self._keep, self._run, self._best = folder, keep, run, best
+    def __init__(self, folder: Path, *, keep: int, best: Best | None = None) -> None:
+        self.folder, self._keep, self._best = folder, keep, best
 
     async def save(self, version: Version, parent: Version | None, consumption: Consumption, fill: Fill) -> Manifest:
         """Let `fill` write the files of `version`, then commit them.  Older ones beyond `keep` are removed afterwards.
@@ -46,10 +44,9 @@ class Checkpoints:
         """
         final = self.folder / manifests.folder_name(version.step)
         aside = final.with_name(f"{final.name}.tmp")
-        await self._run(_fresh, aside)
+        await asyncio.to_thread(_fresh, aside)
         hashes = await fill(aside)
-        manifest: Manifest = await self._run(self._commit, aside, final, version, parent, consumption, hashes)
-        return manifest
+        return await asyncio.to_thread(self._commit, aside, final, version, parent, consumption, hashes)
 
     def _commit(
         self,
@@ -103,10 +100,17 @@ def best_step(metrics: Path, name: str, mode: Literal["max", "min"], steps: Coll
     """Which of `steps` has the best value of metric `name` in a run's metrics.jsonl, the later one of equals; None: none has a value."""
     records = read(metrics) if metrics.is_file() else []
     if not (values := series(records, name)):
-        near = nearest(name, {n for r in records for n in r.values})
-        log.warning("no checkpoint is kept as the best one: %s has no %s so far.%s", metrics, name, near)
+        _tell(
+            f"no checkpoint is the best one: {metrics} has no {name} so far.{nearest(name, {n for r in records for n in r.values})}"
+        )
     found = [(v, s) for s, v in values if s in steps and math.isfinite(v)]
     return max(found, key=lambda x: (x[0] if mode == "max" else -x[0], x[1]))[1] if found else None
+
+
+@cache
+def _tell(text: str) -> None:
+    """Once, and not again at each save."""
+    log.warning("%s", text)
 
 
 def _age(folder: Path) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from rft.engine.weights import in_checkpoints, saved_buffers
 from rft.errors import CheckpointInvalid
 from rft.trainer import adapterfiles, loading, shards, tensors
-from rft.trainer.saving import ADAPTERS, PRETRAINED, read_page
+from rft.trainer.saving import ADAPTERS, PRETRAINED, read_page, untrained
 from rft.trainer.sharding import DTYPES
 from rft.trainer.tensors import Files
 from rft.types.adapter import key
@@ -29,8 +30,7 @@ def assemble(saved: Path, target: Path) -> None:
     Where an adapter was trained it is added to the base that it was trained on.
     Raises CheckpointInvalid naming the file that is missing or does not fit.
     """
-    for path in (saved / PRETRAINED).iterdir():
-        shutil.copyfile(path, target / path.name)
+    shutil.copytree(saved / PRETRAINED, target, dirs_exist_ok=True)
     page = json.loads((target / "config.json").read_text(encoding="utf-8"))
     dtype = DTYPES.get(str(page.get("dtype") or page.get("torch_dtype")), torch.float32)
     lm = None
@@ -38,12 +38,17 @@ def assemble(saved: Path, target: Path) -> None:
         config = loading.config_of(target, trust_remote_code=False, override={})
         lm = loading.skeleton(config, trust_remote_code=False, attn_implementation="eager")
     exact = set() if lm is None else set(saved_buffers(lm))
-    adapted = read_page(saved).get("adapter") is not None
+    about = read_page(saved)
+    adapted, base = about.get("adapter") is not None, Path(about.get("base_path") or "/nowhere")
     files, read = _adapted(saved, lm) if adapted else _whole(saved)
     due = {n: torch.empty(files.shape(n), dtype=files.dtype(n) if n in exact else dtype, device="meta") for n in files}
     given: Iterable[tuple[str, torch.Tensor]] = ((name, read(name)) for name in files)
     if not adapted and lm is not None:
         due, given = dict(in_checkpoints(lm, due.items())), in_checkpoints(lm, given)
+        if base.is_dir():
+            beside, names = untrained(base, due, lm.all_tied_weights_keys)
+            due |= {n: torch.empty(beside.shape(n), dtype=beside.dtype(n), device="meta") for n in names}
+            given = chain(given, ((n, beside.read(n)) for n in names))
     tensors.write(target / "model.safetensors", {n: (t.dtype, tuple(t.shape)) for n, t in due.items()}, given)
 
 

@@ -165,7 +165,8 @@ def wrap(lm: Any, settings: LoraSettings, model_path: str, *, anchored: bool) ->
         )
     sizes = {n: (m.out_features, m.in_features) for n, m in linear.items()}
     if settings.path is None and settings.target_modules in (None, adapterfiles.ALL_LINEAR):
-        sizes = {n: size for n, size in sizes.items() if not _gate(lm, n, size) and not _read_by_kernels(lm, n)}
+        read = set(lm.get_decoder().modules())  # by texts: not towers for images
+        sizes = {n: s for n, s in sizes.items() if linear[n] in read and not _gate(lm, n, s) and not _read_by_kernels(lm, n)}
     form = adapterfiles.form(settings, sizes, model_path)
     if past := [n for n in form.modules if _read_by_kernels(lm, n)]:
         raise ConfigError(

@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 from msgspec import Struct
 
-from rft.errors import ConfigError
 from rft.trainer.prefix import shared_length
 from rft.types import experts
 from rft.types.row_layout import AskedLayout
@@ -81,7 +80,7 @@ class RankBatch(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much one micro-batch may hold: `tokens` computed positions, or exactly `rows` rows."""
+    """How much one micro-batch may hold: `tokens` computed positions, or `rows` rows."""
 
     tokens: int
     layout: AskedLayout = "auto"  # not yet chosen: as shared
@@ -115,16 +114,11 @@ def plan(rows: Sequence[TrainRow], world_size: int, budget: Budget) -> list[list
 
     Groups stay together where their prompt is shared, pairs always, and are dealt over ranks by tokens, heaviest first (else see
     `Budget.balance`).  Inside a rank they are packed first-fit decreasing within the budget; a row or pair that exceeds it has a
-    micro-batch of its own.  Raises ConfigError when fixed micro-batches do not divide the rows.
+    micro-batch of its own.  Fixed micro-batches take the rows in their order, see `spread`.
     """
     if budget.rows is not None:
-        if budget.rows % 2 and any(row.pair for row in rows):
-            raise ConfigError(
-                "pairs cannot be cut into micro-batches of an odd number of rows.  Write an even number.",
-                key="trainer.micro_batch_size_per_gpu",
-                given=budget.rows,
-            )
-        return _fixed(len(rows), world_size, budget.rows)
+        pairs = _pairs(rows) if any(row.pair for row in rows) else []
+        return spread(len(rows), world_size, budget.rows, 2 if pairs else 1)
     inputs = [row.marked if budget.shares else row.inputs for row in rows]
     ranks = _dealt(_units(rows, inputs, world_size, budget), world_size, len(rows), budget)
     packed = [_first_fit(mine, inputs, budget) for mine in ranks]
@@ -147,24 +141,12 @@ def _dealt(units: list[tuple[list[int], int]], world_size: int, count: int, budg
     return [sorted(mine, key=lambda u: -u[1]) for mine in ranks]
 
 
-def spread(count: int, world_size: int, size: int) -> list[list[list[int]]]:
-    """For each rank its micro-batches of `size` of `count` rows, the last one with what is left, where nothing has to divide."""
-    each = -(-count // world_size)
+def spread(count: int, world_size: int, size: int, unit: int = 1) -> list[list[list[int]]]:
+    """For each rank its micro-batches of `size` of `count` rows, the last one with what is left; `unit` rows are never parted."""
+    each = -(-count // (world_size * unit)) * unit
+    size = max(unit, size - size % unit)
     shares = [range(rank * each, min((rank + 1) * each, count)) for rank in range(world_size)]
     return [[list(share[at : at + size]) for at in range(0, each, size)] for share in shares]
-
-
-def _fixed(count: int, world_size: int, size: int) -> list[list[list[int]]]:
-    if count % (world_size * size):
-        raise ConfigError(
-            f"{count} rows cannot be cut into micro-batches of {size} on {world_size} rank(s): they must be a multiple of "
-            f"{world_size * size}.  Set trainer.use_dynamic_bsz: true, which takes any number, or change the "
-            "micro-batch or train batch size.",
-            key="trainer.micro_batch_size_per_gpu",
-            given=size,
-        )
-    each = count // world_size
-    return [[list(range(at, at + size)) for at in range(rank * each, (rank + 1) * each, size)] for rank in range(world_size)]
 
 
 def _units(rows: Sequence[TrainRow], inputs: Inputs, world_size: int, budget: Budget) -> list[tuple[list[int], int]]:

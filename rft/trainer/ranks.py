@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from rft.algorithm.args import Computed
 from rft.algorithm.needs import controllers
 from rft.errors import CheckpointInvalid, ConfigError
-from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
+from rft.trainer.pack import Budget, RankBatch, TrainRow, plan
 from rft.trainer.settings import CriticSettings, LearnerSettings
 from rft.trainer.step_result import StepResult, combined
 from rft.types.ids import Version
@@ -156,7 +156,7 @@ class Ranks:
             together[self.forward_budget(name), name == "values"].append(name)
         found: list[Scored] = [{} for _ in rows]
         for (budget, _), names in together.items():
-            cut = spread(len(rows), self.world_size, budget.rows) if budget.rows else plan(rows, self.world_size, budget)
+            cut = plan(rows, self.world_size, budget)
             asked = [([[rows[i] for i in micro] for micro in mine], tuple(names), proximal) for mine in cut]
             for mine, result in zip(cut, await self._dealt("score", asked), strict=True):
                 for micro, scores in zip(mine, result, strict=True):

@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,22 @@ import torch
 from rft.engine.weights import in_checkpoints
 from rft.errors import CheckpointInvalid
 from rft.faults import fault
-from rft.trainer import optim, sharding, shards, tensors
+from rft.trainer import loading, optim, sharding, shards, tensors
 from rft.trainer.lora import Adapter
 from rft.trainer.manifest import sha256_of
 from rft.trainer.policy import Policy
 from rft.trainer.settings import LearnerSettings
-from rft.trainer.tensors import Piece
+from rft.trainer.tensors import Files, Piece
 from rft.types import rotary
 
 STATE = "state.json"
 ADAPTERS = "adapters"  # holds a folder, named like the adapter, that peft reads
 PRETRAINED = "pretrained"  # config and tokenizer, so that a checkpoint explains itself
-SIDE_FILES = (
-    "config.json",
-    "*token*.json",
-    "*.jinja",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.py",
-    "generation_config.json",
-    "chat_template*",
-)
+OF_TOKENIZER = (
+    "*token*.json", "*.jinja", "vocab.*", "merges.txt", "*.model", "tekken.json", "*.tiktoken", "*.py", "chat_template*",
+    "*_templates/*.jinja",
+)  # fmt: skip
+OF_MODEL = ("config.json", "generation_config.json", "*processor_config.json", "*.py")
 
 
 @dataclass(frozen=True)
@@ -90,6 +85,7 @@ def take(
         "optimizer": {f"{prefix}optimizer": values for prefix, values in numbers.items()},
         "world_size": settings.world_size,
         "kl_coefs": dict(kl_coefs),
+        "base_path": settings.model_path,
         "adapter": None if (adapter := parts[0].policy.adapter) is None else adapter.page(),
     }
     return CheckpointState(step, pieces, adapters, page)
@@ -108,7 +104,7 @@ def write(taken: CheckpointState, folder: Path, settings: LearnerSettings, rank:
                 written[str(path.relative_to(folder))] = sha256_of(path)
         written[STATE] = _put(folder / STATE, json.dumps(taken.page, indent=1).encode())
         for path in side_files(settings, folder / PRETRAINED):
-            written[f"{PRETRAINED}/{path.name}"] = sha256_of(path)
+            written[str(path.relative_to(folder))] = sha256_of(path)
     return written
 
 
@@ -156,11 +152,12 @@ def _load_model(
         )
     exported = folder.parent / "huggingface"
     if f"{part.prefix}model" not in shards.kinds(folder) and not part.prefix and exported.is_dir():
-        from rft.trainer import loading
-
         policy, trust = part.policy, settings.trust_remote_code
         loading.fill_from(names, policy.saved_buffers(), policy.tied(), exported, trust=trust)
         return
+    if part.prefix and f"{part.prefix}model" not in shards.kinds(folder):
+        why = "holds no critic: it was saved without one.  Begin with its exported model (model.model_path), not with resume_from_path"
+        raise CheckpointInvalid(f"{folder}: {why}")
     files, buffers = shards.find(folder, f"{part.prefix}model"), part.policy.saved_buffers()
     with torch.no_grad():
         tensors.fill(files, {**names, **{n: b for n, b in buffers.items() if n in files}})
@@ -177,21 +174,39 @@ def export(
     due = {n: torch.empty(p.shape, dtype=dtype, device="meta") for n, p in policy.names().items()}
     due |= {n: torch.empty_like(b, device="meta") for n, b in policy.saved_buffers().items()}
     specs = {n: (t.dtype, t.shape) for n, t in in_checkpoints(policy.lm, due.items())}
-    tensors.write(target / "model.safetensors" if rank == 0 else None, specs, in_checkpoints(policy.lm, gathered))
+    given = in_checkpoints(policy.lm, gathered)
+    if rank == 0:
+        files, names = untrained(Path(settings.model_path), specs, policy.tied())
+        specs |= {n: (files.dtype(n), torch.Size(files.shape(n))) for n in names}
+        given = chain(given, ((n, files.read(n)) for n in names))
+    tensors.write(target / "model.safetensors" if rank == 0 else None, specs, given)
+
+
+def untrained(base: Path, trained: Collection[str], tied: Collection[str]) -> tuple[Files, list[str]]:
+    """What the files in `base` hold beside `trained` and what is `tied` to it: towers for images, layers that foretell tokens.
+
+    Nothing where `trained` has other names there.
+    """
+    files = loading.files_of(base)
+    known = set(trained) <= set(files)
+    return files, [n for n in files if known and n not in trained and n not in tied]
 
 
 def side_files(settings: LearnerSettings, target: Path) -> list[Path]:
-    """Copy the base model's config, with `override_config`, and its tokenizer into `target`; returns what is there now."""
+    """Copy the base model's config, with `override_config`, and the tokenizer and chat template of the run; returns what is there now."""
     source = Path(settings.model_path)
     target.mkdir(parents=True, exist_ok=True)
-    for folder in (source, Path(settings.tokenizer_path or source)):  # files of the second one win
-        for path in (p for pattern in SIDE_FILES for p in folder.glob(pattern)):
-            shutil.copyfile(path, target / path.name)
-    shutil.copyfile(source / "config.json", target / "config.json")
+    for folder, names in ((Path(settings.tokenizer_path or source), OF_TOKENIZER), (source, OF_MODEL)):
+        for path in (p for pattern in names for p in folder.glob(pattern)):
+            (into := target / path.relative_to(folder)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, into)
+    if settings.chat_template is not None:
+        shutil.rmtree(target / "additional_chat_templates", ignore_errors=True)
+        _put(target / "chat_template.jinja", settings.chat_template.encode())
     if settings.override_config:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
         _put(target / "config.json", json.dumps(rotary.replaced(config, settings.override_config), indent=2).encode())
-    return sorted(target.iterdir())
+    return sorted(p for p in target.rglob("*") if p.is_file())
 
 
 def _put(path: Path, data: bytes) -> str:

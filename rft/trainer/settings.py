@@ -89,6 +89,7 @@ class LearnerSettings:
 
     model_path: str
     tokenizer_path: str | None = None  # folder whose tokenizer goes into exported models; None = model_path
+    chat_template: str | None = None  # Jinja text that goes there too; None = the tokenizer's own
     lora: LoraSettings | None = None  # None: the whole model is trained
     device: str = "cpu"
     shares_device: bool = False  # engines are on it too: what is not in use is given back when weights are published

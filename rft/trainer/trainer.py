@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -68,9 +68,9 @@ class Trainer:
         self._taken: deque[Lease] = deque()  # of the steps that come next
         self._window = Window()
         self._ahead = 0  # explore batches that steps which lacked rows took beyond their own
-        self._checkpoints = Checkpoints(
-            settings.checkpoint_dir, keep=settings.max_checkpoints_to_keep, run=asyncio.to_thread, best=_best(settings)
-        )
+        folder, metric, mode = settings.checkpoint_dir, settings.best_metric, settings.best_mode
+        best = None if metric is None else partial(best_step, folder.parent / METRICS, metric, mode)
+        self._checkpoints = Checkpoints(folder, keep=settings.max_checkpoints_to_keep, best=best)
         self._writing: asyncio.Future[Manifest] | None = None  # a checkpoint that is written while steps go on
         self._stop = asyncio.Event()
         self._published: Version | None = None
@@ -175,7 +175,9 @@ class Trainer:
                 if wanted is not None and wanted.done() and not lease.done():
                     asked, wanted = wanted.result(), None
                     if asked:
+                        began = time.perf_counter()
                         await self._publish(step)
+                        self._seconds["wait"] = self._seconds.get("wait", 0.0) - (time.perf_counter() - began)  # it is `sync`
         finally:
             if wanted is not None:
                 wanted.cancel()
@@ -203,9 +205,9 @@ class Trainer:
 
     async def _train(self, lease: Lease) -> tuple[StepBatch, StepResult | None]:
         """Train on the lease and account for its rows.  No report: none of its tokens counts, and nothing was done."""
-        ranks, report, kept = self._ranks, None, None
+        ranks, needs, report, kept = self._ranks, self._ranks.algorithm.needs, None, None
         with self._timed("train"):
-            given = batch_builder.read(lease, samples=ranks.algorithm.needs.samples, pairs=ranks.algorithm.needs.pairs)
+            given = batch_builder.read(lease, samples=needs.samples, pairs=needs.pairs, any_sampling=needs.any_sampling)
             if self._sync is not None:
                 self._window.rows(given.experiences)
             else:  # no canary looks at this run
@@ -338,10 +340,3 @@ class Trainer:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
-
-
-def _best(s: TrainerSettings) -> Callable[[Collection[int]], int | None] | None:
-    """Which checkpoint is never removed."""
-    if s.best_metric is None:
-        return None
-    return partial(best_step, s.checkpoint_dir.parent / METRICS, s.best_metric, s.best_mode)

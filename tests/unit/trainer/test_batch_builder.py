@@ -125,6 +125,43 @@ def test_rows_that_cannot_be_trained_on_are_refused_by_name(changes: dict[str, A
         make([experience(0, 0, 1.0), experience(0, 1, **{"reward": 0.0, **changes})])
 
 
+def test_a_correction_that_rejects_takes_tokens_of_a_part_of_the_distribution() -> None:
+    """As `rft check` says of `top_p` and the like; at temperature 0 nothing can be computed."""
+    rejects = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}
+    for correction, takes in ((rejects, True), ({"rollout_is": "token"}, False), (None, False)):
+        needs = build(AlgorithmSettings(bypass_old_logprobs=False, rollout_correction=correction)).needs
+        assert needs.any_sampling == takes
+    bent, greedy = (SamplingRecord(start=3, end=5, sampling=SamplingArgs(**x)) for x in ({"top_p": 0.9}, {"temperature": 0.0}))
+    rows = lease([experience(0, 0, 1.0, sampling=(bent,)), experience(0, 1, 0.0)])
+    assert len(batch_builder.read(rows, any_sampling=True).rows) == 2
+    with pytest.raises(RunFailed, match=r"top_p 0\.9"):
+        batch_builder.read(rows)
+    with pytest.raises(RunFailed, match=r"temperature 0\.0"):
+        batch_builder.read(lease([experience(0, 0, 1.0, sampling=(greedy,))]), any_sampling=True)
+
+
+def test_fixed_micro_batches_take_any_number_of_rows() -> None:
+    """The best of each group, rows whose advantage is 0, and one that a failed run left missing."""
+    rows = [experience(task, run, float(run == task), written_by=0) for task in range(3) for run in range(3)][:8]
+    lengths = {}
+    for name, parts in {
+        "raft": {"policy_loss_fn": "sft", "advantage_fn": "none", "sample_strategy": "group_best"},
+        "grpo": {},
+    }.items():
+        given = batch_builder.read(whole(lease(rows)), samples="none")
+        made = batch_builder.make(given, build(AlgorithmSettings(**parts)), Budget(1, rows=2), world_size=1)
+        lengths[name] = [len(micro) for micro in made.shares[0].micro_batches]
+    assert lengths == {"raft": [2, 1], "grpo": [2, 2, 2]}, "the third group has no spread"
+
+
+def whole(given: Lease) -> Lease:
+    """With the names of the groups' members."""
+    groups = [
+        msgspec.structs.replace(g, runs=tuple(range(n := len(g.rewards))), steps=(0,) * n, lengths=(2,) * n) for g in given.groups
+    ]
+    return msgspec.structs.replace(given, groups=tuple(groups))
+
+
 def test_rows_without_group_statistics_are_refused() -> None:
     given = lease([experience(0, 0, 1.0)])
     with pytest.raises(RunFailed, match="no statistics of its group"):

@@ -14,7 +14,7 @@ import torch
 
 from rft.algorithm.base import Denominators
 from rft.algorithm.settings import AlgorithmSettings
-from rft.errors import ConfigError
+from rft.errors import CheckpointInvalid, ConfigError
 from rft.trainer import policy as policies
 from rft.trainer.learner import Learner
 from rft.trainer.pack import Budget, RankBatch, TrainRow, plan, spread
@@ -201,6 +201,13 @@ def test_saved_and_loaded_gives_the_same_next_losses(
         assert expected.critic is not None and found.critic is not None
         assert found.sums == expected.sums and found.critic.sums == expected.critic.sums
     assert all(torch.equal(p, state(second)[n]) for n, p in state(whole).items())
+
+
+def test_a_checkpoint_without_a_critic_says_what_to_do(made: Made, settings: Settings, tmp_path: Path) -> None:
+    """Of a run with another algorithm, which `resume_from_path` named."""
+    Learner(settings()).save(str(tmp_path), 1)
+    with pytest.raises(CheckpointInvalid, match=r"holds no critic.*model\.model_path"):
+        made().load(str(tmp_path))
 
 
 def test_another_model_with_other_heads_reads_the_same_rows(

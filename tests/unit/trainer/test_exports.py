@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rft.engine.weights import saved_buffers
-from rft.trainer import hf_folder
+from rft.taskset.chatfiles import ChatFiles, read_settings
+from rft.testing import tiny
+from rft.trainer import hf_folder, saving
 from rft.trainer.learner import Learner
 from rft.trainer.settings import LearnerSettings, LoraSettings
 from tests.helpers import families
@@ -64,6 +67,35 @@ def test_an_export_has_the_names_of_the_base_and_the_weights_of_the_trainer(fami
             assert torch.equal({**again.policy.names(), **saved_buffers(again.policy.lm)}[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "given", "exported"),
+    [
+        ("tokenizer", None, "of the tokenizer"),
+        ("tokenizer", "own", "own"),
+        ("model", None, "of the model"),
+        ("model", "own", "own"),
+    ],
+)
+def test_an_export_has_the_tokenizer_and_the_template_of_the_run(
+    tokenizer: str, given: str | None, exported: str, tmp_path: Path
+) -> None:
+    """Whoever serves the model later must write the prompts that it was trained on; what ends an answer is the model's own."""
+    for name in ("model", "tokenizer"):
+        (tmp_path / name / "additional_chat_templates").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": name}))
+        (tmp_path / name / "generation_config.json").write_text(json.dumps({"eos_token_id": len(name)}))
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": f"of the {name}"}))
+    (tmp_path / "model" / "chat_template.jinja").write_text("of the model")
+    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
+    settings = LearnerSettings(model_path=str(tmp_path / "model"), tokenizer_path=str(tmp_path / tokenizer), chat_template=given)
+    saving.side_files(settings, out := tmp_path / "out")
+    found = ChatFiles(folder=out, tokenizer_config=read_settings(out / "tokenizer_config.json"))
+    assert found.chat_template == exported
+    assert (out / "additional_chat_templates").exists() == (exported == "of the model"), "the run's own is for all prompts"
+    assert json.loads((out / "config.json").read_text()) == {"model_type": "model"}
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": len("model")}
+
+
 def _exported_only(folder: Path, exported: Path, learner: Learner) -> Path:
     """A checkpoint that holds the exported model and no parts of ranks."""
     only = Learner(replace(learner.settings, save_contents=("hf_model",)))
@@ -92,3 +124,32 @@ def test_an_adapter_is_added_to_a_base_with_other_names(family: str, tmp_path: P
     assert (logits(base) - want).abs().max() > 0.01
     for name in ("exported", "assembled"):
         assert (logits(tmp_path / name) - want).abs().max() < 1e-4
+
+
+def test_an_export_has_all_files_that_vllm_and_tokenizers_read(tmp_path: Path) -> None:
+    """Processors of a model that also takes images, and vocabularies of Mistral and of tiktoken."""
+    names = {"config.json", "preprocessor_config.json", "processor_config.json", "tekken.json", "qwen.tiktoken"}
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    for name in names:
+        (base / name).write_text("{}")
+    assert {p.name for p in saving.side_files(LearnerSettings(model_path=str(base)), out)} == names
+
+
+def test_an_export_keeps_what_is_not_trained(tmp_path: Path) -> None:
+    """Towers for images and layers that foretell tokens, which programs load that know the whole model."""
+    base = tiny.make(tmp_path / "base")
+    more = {"visual.blocks.0.weight": torch.randn(3, 2).bfloat16(), "lm_head.weight": torch.zeros(259, 128)}  # the head is tied
+    save_file(load_file(base / "model.safetensors") | more, base / "model.safetensors", metadata={"format": "pt"})
+    learner = shaken(Learner(LearnerSettings(model_path=str(base))))
+    folders = [tmp_path / name for name in ("exported", "assembled")]
+    for folder in folders:
+        folder.mkdir()
+    learner.export(str(folders[0]))
+    learner.save(str(tmp_path / "step" / "trainer"), 1)
+    hf_folder.assemble(tmp_path / "step" / "trainer", folders[1])
+    for folder in folders:
+        found = load_file(folder / "model.safetensors")
+        assert torch.equal(found.pop("visual.blocks.0.weight"), more["visual.blocks.0.weight"])
+        assert found.keys() == learner.policy.names().keys()
+        assert all(torch.equal(found[name], p) for name, p in learner.policy.names().items())

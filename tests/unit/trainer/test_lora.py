@@ -34,7 +34,7 @@ from rft.types.adapter import key
 from rft.types.ids import Version
 from rft.types.modelfiles import fingerprint
 from rft.types.ports import Consumption, ScoreRow, WeightManifest
-from tests.helpers import ranks
+from tests.helpers import families, ranks
 
 Settings = Callable[..., LearnerSettings]
 Batch = Callable[..., RankBatch]
@@ -90,6 +90,17 @@ def trained(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> Lear
 
 
 # ---------------------------------------------------------------- what is trained
+
+
+def test_all_linear_layers_are_those_that_texts_go_through(tmp_path: Path) -> None:
+    """Adapters in a tower for images would have no gradient, and engines name its layers otherwise."""
+    base = families.with_images(tmp_path / "base")
+    made = [
+        Learner(LearnerSettings(model_path=str(base), lora=LoraSettings(rank=4, target_modules=t))) for t in (None, "all-linear")
+    ]
+    for adapter in (learner.policy.adapter for learner in made):
+        assert adapter is not None and len(adapter.layers) == 14
+        assert all(name.startswith("model.language_model.layers.") for name in adapter.layers)
 
 
 def test_only_the_adapter_moves(settings: Settings, rows: list[TrainRow], make_batch: Batch) -> None:
@@ -251,16 +262,13 @@ def test_what_is_not_to_be_saved_is_not(trained: Learner, tmp_path: Path) -> Non
 
 
 def test_export_merges_or_gives_the_adapter(trained: Learner, tmp_path: Path) -> None:
-    async def inline(work: Any, *args: Any) -> Any:
-        return work(*args)
-
     async def save() -> None:
         async def fill(aside: Path) -> dict[str, str]:
             trained.save(str(aside / "trainer"), 2)
             return {}
 
         used = Consumption(num_uses=1, digest="ab" * 16, cursor=1)
-        await Checkpoints(tmp_path / "checkpoints", keep=0, run=inline).save(Version(1, 2), None, used, fill)
+        await Checkpoints(tmp_path / "checkpoints", keep=0).save(Version(1, 2), None, used, fill)
 
     asyncio.run(save())
     trained.export(str(tmp_path / "hf"))

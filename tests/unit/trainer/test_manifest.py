@@ -22,10 +22,6 @@ from rft.types.ports import Consumption
 USED = Consumption(num_uses=32, digest="ab" * 16, cursor=4)
 
 
-async def inline(work, *args):  # type: ignore[no-untyped-def]
-    return work(*args)
-
-
 async def save(
     folder: Path, step: int, *, lineage: int = 1, keep: int = 0, more: Mapping[str, bytes] | None = None
 ) -> manifests.Manifest:
@@ -38,7 +34,7 @@ async def save(
         return {}
 
     parent = Version(1, 0) if lineage > 1 else None
-    return await Checkpoints(folder, keep=keep, run=inline).save(Version(lineage, step), parent, USED, fill)
+    return await Checkpoints(folder, keep=keep).save(Version(lineage, step), parent, USED, fill)
 
 
 async def test_what_is_committed_is_found_and_readable_as_json(tmp_path: Path) -> None:
@@ -179,15 +175,12 @@ from rft.trainer.checkpoints import Checkpoints
 from rft.types.ids import Version
 from rft.types.ports import Consumption
 
-async def inline(work, *args):
-    return work(*args)
-
 async def fill(aside):
     (aside / "model.safetensors").write_bytes(b"again")
     return {}
 
 used = Consumption(num_uses=32, digest="ab" * 16, cursor=4)
-asyncio.run(Checkpoints(Path(sys.argv[1]), keep=1, run=inline).save(Version(2, 3), None, used, fill))
+asyncio.run(Checkpoints(Path(sys.argv[1]), keep=1).save(Version(2, 3), None, used, fill))
 """
 
 

@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rft.errors import ConfigError
 from rft.trainer.pack import Budget, TrainRow, plan
 from rft.types.row_layout import AskedLayout
 
@@ -56,11 +55,12 @@ def test_a_row_longer_than_the_budget_is_a_micro_batch_alone(make_row: Callable[
     assert plan(rows, 1, Budget(tokens=10, layout=layout)) == [[[1], [0, 2]]]
 
 
-def test_fixed_micro_batches_must_divide(make_row: Callable[..., TrainRow]) -> None:
+def test_fixed_micro_batches_take_what_is_left(make_row: Callable[..., TrainRow]) -> None:
     rows = [make_row([1], [2]) for _ in range(8)]
     assert plan(rows, 2, Budget(tokens=1, rows=2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    with pytest.raises(ConfigError, match="8 rows cannot be cut into micro-batches of 3 on 2 rank"):
-        plan(rows, 2, Budget(tokens=1, rows=3))
+    assert plan(rows, 2, Budget(tokens=1, rows=3)) == [[[0, 1, 2], [3]], [[4, 5, 6], [7]]]
+    assert plan(rows[:5], 4, Budget(tokens=1, rows=9)) == [[[0, 1]], [[2, 3]], [[4]], [[]]]
+    assert plan([], 2, Budget(tokens=1, rows=3)) == [[], []]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the fixture is a pure function
@@ -83,8 +83,11 @@ def test_a_pair_is_never_split(
 def test_what_pairs_do_not_fit(make_row: Callable[..., TrainRow]) -> None:
     pair = [replace(make_row([1], [2] * 6), pair="a") for _ in range(2)]
     assert plan(pair, 1, Budget(tokens=10, layout="padded")) == [[[0, 1]]]
-    with pytest.raises(ConfigError, match="odd number of rows"):
-        plan(pair * 3, 1, Budget(tokens=10, rows=3))
-    assert plan([*pair, *(replace(r, pair="b") for r in pair)], 1, Budget(tokens=10, rows=2)) == [[[0, 1], [2, 3]]]
+    three = [replace(r, pair=name) for name in "abc" for r in pair]
+    for size, cut in ((1, [[0, 1], [2, 3], [4, 5]]), (3, [[0, 1], [2, 3], [4, 5]]), (5, [[0, 1, 2, 3], [4, 5]])):
+        assert plan(three, 1, Budget(tokens=10, rows=size)) == [cut]
+    assert plan(three, 2, Budget(tokens=10, rows=8)) == [[[0, 1, 2, 3]], [[4, 5]]], "ranks part no pair either"
+    with pytest.raises(ValueError, match="is not followed by the other one"):
+        plan(three[1:], 1, Budget(tokens=10, rows=2))
     with pytest.raises(ValueError, match="row 0 of pair 'a' is not followed by the other one"):
         plan([pair[0], replace(pair[0], pair="b"), pair[1]], 1, Budget(tokens=100))

@@ -181,6 +181,33 @@ async def test_a_run_from_base_model_to_export(buffer: Buffer, tmp_path: Path, l
     assert first.values["actor/grad_norm"] > 0 and first.values["time/train_s"] > 0
 
 
+async def test_a_publication_that_the_explorer_asks_for_is_no_wait_for_rows(
+    buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
+) -> None:
+    """It counted as both, so that the parts of a step were longer than the step."""
+    lineage = (await buffer.start_lineage(None, None)).lineage
+    await fill(buffer, lineage, range(1))
+    stage = Stage(buffer, tmp_path, learner(), lineage, total_steps=2)
+    stage.trainer._on_demand = True
+
+    class Asking(Sync):
+        async def wait_for_demand(self, step: int) -> bool:
+            return (step == 1 and Version(lineage, 1) not in self.published) or bool(await asyncio.Event().wait())
+
+        async def publish(self, manifest: WeightManifest) -> list[Metric]:
+            if manifest.version.step == 1:
+                await asyncio.sleep(0.3)
+                await fill(buffer, lineage, range(1, 2))
+            return await super().publish(manifest)
+
+    stage.trainer._sync = stage.sync = Asking()
+    stage.sync.scorer = stage.trainer
+    await stage.trainer.run()
+    v = stage.sink.records[1].values
+    parts = [v[f"time/{name}_s"] for name in ("wait", "train", "sync")]
+    assert parts[2] > 0.3 and sum(parts) <= v["perf/step_s"] + 0.01 and parts[0] >= 0
+
+
 async def test_resumed_ends_with_the_weights_of_an_uninterrupted_run(
     buffer: Buffer, tmp_path: Path, learner: Callable[..., Learner]
 ) -> None:
